@@ -1,0 +1,129 @@
+"""`Batch`: one iteration as the scheduler hands it to the runner, and `StepResult`: what comes back. Host arrays only."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+I32 = npt.NDArray[np.int32]
+F32 = npt.NDArray[np.float32]
+
+
+class SamplingInputs(NamedTuple):
+    """Sampling columns of the S requests that get a token from this iteration."""
+
+    slots: I32
+    logit_tokens: I32
+    """[S] the row of the iteration's tokens whose logits are sampled"""
+    temperature: F32
+    """0: greedy"""
+    top_k: I32
+    """0: off"""
+    top_p: F32
+    min_p: F32
+    uniform: F32
+    """in (0, 1): the draw, a function of the request's seed and the token's index alone"""
+    presence: F32
+    frequency: F32
+    repetition: F32
+    counted: npt.NDArray[np.bool_]
+    """rows with a penalty: their token counts are resident"""
+    logprobs: I32
+    """k best log-probabilities asked for; -1: none"""
+    bias_rows: I32
+    bias_ids: I32
+    bias_values: F32
+    """sparse additions to the logits: logit_bias, and -inf on stop tokens before min_tokens"""
+
+
+class CountReset(NamedTuple):
+    """A request with penalties (re)starts in a slot: rebuild its resident counts."""
+
+    slot: int
+    prompt: I32
+    output: I32
+
+
+class PromptLogprobs(NamedTuple):
+    """Positions whose next prompt token's log-probability is asked for."""
+
+    row: int
+    """row of the batch"""
+    tokens: I32
+    """rows of the iteration's tokens"""
+    targets: I32
+    """the prompt tokens that follow them"""
+    top: int
+
+
+class Batch(NamedTuple):
+    """R requests, T tokens; decodes come first, one token each, then prefill chunks."""
+
+    step: int
+    num_decodes: int
+    slots: I32
+    epochs: I32
+    query_len: I32
+    """[R] tokens of this iteration"""
+    kv_len: I32
+    """[R] positions visible to the request's last token of this iteration"""
+    token_ids: I32
+    """[T]; -1 for decodes: their token is still on the device, in `last_token[slot]`"""
+    positions: I32
+    slot_mapping: npt.NDArray[np.int64]
+    """[T] page * page_size + offset"""
+    page_table: I32
+    """[R, pages]; padding is page 0"""
+    sampled_rows: I32
+    """[S] rows that sample a token"""
+    sampling: SamplingInputs
+    count_resets: tuple[CountReset, ...]
+    prompt_logprobs: tuple[PromptLogprobs, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.slots)
+
+
+class Logprobs(NamedTuple):
+    """Columns over rows: the token and the k best beside it."""
+
+    rows: I32
+    """rows of `SamplingInputs`, or positions of a `PromptLogprobs`"""
+    ranks: I32
+    """1-based"""
+    ids: I32
+    """[n, 1 + k]: the token, then the best first"""
+    values: F32
+
+
+class StepResult(NamedTuple):
+    """What an iteration computed, on the host."""
+
+    batch: Batch
+    tokens: I32
+    """[S]"""
+    logprobs: Logprobs | None
+    prompt_logprobs: tuple[Logprobs, ...]
+    """one for each of `batch.prompt_logprobs`"""
+    seconds: float
+    """device time"""
+
+
+def uniform_draw(seeds: npt.NDArray[np.uint64], index: I32) -> F32:
+    """A draw in (0, 1) per row from (seed, index of the token): splitmix64's output function, top 23 bits.
+
+    Stateless, so that a request's tokens do not depend on its neighbours, on preemption or on the order of iterations.
+    """
+    with np.errstate(over="ignore"):
+        z = seeds + (index.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z = z ^ (z >> np.uint64(31))
+    return ((z >> np.uint64(41)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)

@@ -1,0 +1,64 @@
+"""`EngineConfig`: everything the engine can be told, validated once. `None` means: decided when the device is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from weft.engine.demo import MODEL_PATH as DEMO_MODEL_PATH
+
+Device = Literal["auto", "cpu", "cuda"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class EngineConfig(BaseModel):
+    """Options of one engine. The field descriptions are the text of `weft serve --help`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = Field("demo", description="a Hugging Face model directory, or 'demo' for the embedded demo model")
+    load_format: Literal["auto", "dummy"] = Field(
+        "auto", description="'auto' reads safetensors; 'dummy' fills the config's shapes with seeded random weights"
+    )
+    device: Device = Field("auto", description="where the model runs; 'auto' takes a GPU when there is one")
+    dtype: DType = Field("auto", description="weights and KV; 'auto' is the checkpoint's on a GPU, float32 on a CPU")
+    max_model_len: int | None = Field(
+        None, ge=2, description="prompt and output tokens per request at most [the model's own limit]"
+    )
+    max_num_seqs: int | None = Field(None, ge=1, le=4096, description="requests running at once [CPU 256, GPU 1024]")
+    max_num_batched_tokens: int | None = Field(
+        None, ge=1, le=65536, description="the dense batch: tokens per iteration at most [CPU 512, GPU 2048]"
+    )
+    page_size: int = Field(64, ge=1, le=1024, description="tokens per KV page")
+    kv_cache_gib: float | None = Field(
+        None, gt=0, description="memory for KV pages in GiB [CPU: what max_num_seqs can use, up to a quarter of RAM]"
+    )
+    num_pages: int | None = Field(None, ge=2, description="KV pages, instead of --kv-cache-gib")
+    prefix_caching: bool = Field(True, description="reuse the KV pages of shared prefixes")
+    async_scheduling: bool = Field(True, description="schedule the next iteration while this one runs")
+    cpu_threads: int | None = Field(None, ge=1, description="threads for CPU execution [all cores]")
+    seed: int = Field(0, description="seed of dummy weights and of requests that bring none")
+
+    @field_validator("model")
+    @classmethod
+    def _model_is_named(cls, value: str) -> str:
+        if not value.strip():
+            raise ValueError("must name a model directory, or 'demo'")
+        return value
+
+    @model_validator(mode="after")
+    def _one_pool_size(self) -> EngineConfig:
+        if self.kv_cache_gib is not None and self.num_pages is not None:
+            raise ValueError("give kv_cache_gib or num_pages, not both")
+        return self
+
+    @property
+    def model_path(self) -> Path:
+        return DEMO_MODEL_PATH if self.model == "demo" else Path(self.model).expanduser()
+
+    @property
+    def model_name(self) -> str:
+        """The name the model is served under unless the operator gives another."""
+        return "demo" if self.model == "demo" else self.model_path.resolve().name

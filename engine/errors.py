@@ -1,0 +1,31 @@
+"""Errors that a user can act on. Each message is one line that says what to change."""
+
+from __future__ import annotations
+
+
+class WeftError(Exception):
+    """Base of every error that weft reports without a traceback."""
+
+
+class ConfigError(WeftError):
+    """An option has a value that cannot work."""
+
+
+class ModelError(WeftError):
+    """A model directory cannot be served: unsupported, incomplete or malformed."""
+
+
+class OutOfMemory(WeftError):
+    """The weights or the KV pages do not fit the device."""
+
+
+class RequestError(WeftError):
+    """A request that can never be served as sent. `param` names the field at fault."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class EngineDead(WeftError):
+    """The engine process has ended; no open request will be answered."""

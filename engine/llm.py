@@ -1,0 +1,132 @@
+"""`LLM`: the engine in this process, for scripts and notebooks. Text in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import AutoTokenizer
+
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
+from weft.engine.errors import ModelError, RequestError
+from weft.engine.messages import AddRequest, Finish, TokenLogprobs
+from weft.engine.sampling import SamplingParams
+
+Prompt = str | Sequence[int]
+Messages = Sequence[dict[str, Any]]
+
+
+class Completion(NamedTuple):
+    """What one prompt brought. `finish_reason` is 'stop' or 'length'."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    prompt_token_ids: list[int]
+    cached_tokens: int
+    logprobs: list[TokenLogprobs]
+
+
+class LLM:
+    """A model loaded in this process::
+
+        LLM("demo").generate(["1 2 3"], SamplingParams(max_tokens=8, temperature=0))
+
+    Keyword arguments are the fields of `EngineConfig`. Raises `WeftError` with one clear line when the model or an
+    option cannot work.
+    """
+
+    def __init__(self, model: str = "demo", **options: Any) -> None:
+        self.engine = Engine(EngineConfig(model=model, **options))
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(self.engine.config.model_path)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{self.engine.config.model_path} has no usable tokenizer: {error}") from None
+        self._next_handle = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[Completion]:
+        """Complete each prompt (text, or token ids). One `SamplingParams` for all, or one each."""
+        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+            prompts = [prompts]  # type: ignore[list-item]
+        ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]  # type: ignore[arg-type]
+        return self._run(ids, params, progress)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[Completion]:
+        """Answer one conversation, or each of several, through the model's chat template."""
+        conversations = [messages] if isinstance(messages[0], dict) else messages
+        ids = [
+            self.tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=True, return_dict=False)
+            for c in conversations
+        ]
+        return self._run(ids, params or SamplingParams(max_tokens=None, temperature=0.0), progress)
+
+    def _run(
+        self, ids: list[list[int]], params: SamplingParams | Sequence[SamplingParams] | None, progress: bool
+    ) -> list[Completion]:
+        if params is None:
+            params = SamplingParams()
+        each = [params] * len(ids) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(ids):
+            raise RequestError(f"{len(each)} SamplingParams for {len(ids)} prompts", "params")
+        base = self._next_handle
+        self._next_handle += len(ids)
+        for i, (prompt, wanted) in enumerate(zip(ids, each, strict=True)):
+            try:
+                self.engine.add(
+                    AddRequest(
+                        handle=base + i, request_id="", prompt=np.asarray(prompt, np.int32).tobytes(), params=wanted
+                    )
+                )
+            except RequestError:
+                for handle in range(base, base + i):
+                    self.engine.abort(handle)
+                raise
+        tokens: list[list[int]] = [[] for _ in ids]
+        logprobs: list[list[TokenLogprobs]] = [[] for _ in ids]
+        finish = [Finish.RUNNING] * len(ids)
+        cached = [0] * len(ids)
+        columns = (TextColumn("[progress.description]{task.description}"), BarColumn(), MofNCompleteColumn())
+        with Progress(*columns, TimeRemainingColumn(), disable=not progress, transient=True) as bar:
+            task = bar.add_task("generating", total=len(ids))
+            while self.engine.has_work:
+                outputs = self.engine.step()
+                if outputs is None:
+                    continue
+                for started in outputs.started:
+                    if started.handle >= base:
+                        cached[started.handle - base] = started.cached_tokens
+                for handle, entry in outputs.logprobs.items():
+                    if handle >= base:
+                        logprobs[handle - base].append(entry)
+                for handle, token, reason in zip(*(c.tolist() for c in outputs.columns()), strict=True):
+                    if handle < base:
+                        continue  # the abort of an earlier, refused call
+                    if token >= 0:
+                        tokens[handle - base].append(token)
+                    if reason:
+                        finish[handle - base] = Finish(reason)
+                        bar.advance(task)
+        return [
+            Completion(
+                self.tokenizer.decode(t, skip_special_tokens=True), t, f.name.lower(), p, c, lp
+            )
+            for t, f, p, c, lp in zip(tokens, finish, ids, cached, logprobs, strict=True)
+        ]
+
+    def close(self) -> None:
+        self.engine.close()

@@ -1,0 +1,158 @@
+"""The torch twin of every kernel: what it computes, in the fewest plain operations. Serves on the CPU, is the oracle on a GPU.
+
+Shapes use T tokens, R requests, H hidden, Hq query heads, Hkv KV heads, D head_dim, V vocabulary. The residual stream
+`x [T, H]` travels with `sumsq [T] float32`, the sum of squares of each row: with norm weights folded into matrices
+(`pack.fold_norm`), the RMS norm before a matrix is one scale per row.
+
+The KV pool is `[pages, layers, 2, page_size, Hkv, D]`: a page is one extent that holds all layers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_scale(sumsq: Tensor, width: int, eps: float) -> Tensor:
+    """`[T]` float32: 1 / rms of each row."""
+    return torch.rsqrt(sumsq / width + eps)
+
+
+def _sumsq(x: Tensor) -> Tensor:
+    # float() of a float32 tensor is the tensor itself
+    return x.float().square().sum(-1)
+
+
+def _normed(x: Tensor, sumsq: Tensor, eps: float) -> Tensor:
+    return (x.float() * rms_scale(sumsq, x.shape[-1], eps)[:, None]).to(x.dtype)
+
+
+def embed(token_ids: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of `table [V, H]` for `token_ids [T]` int -> `x [T, H]`, `sumsq [T]`."""
+    x = F.embedding(token_ids, table)
+    return x, _sumsq(x)
+
+
+def _rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """Rotate neighbour pairs of `x [T, heads, D]` by `cos_sin [T, D/2, 2]`, in float32."""
+    pairs = x.float().unflatten(-1, (-1, 2))
+    a, b = pairs.unbind(-1)
+    cos, sin = cos_sin[:, None].unbind(-1)
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).to(x.dtype)
+
+
+def _head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm over each head of `x [T, heads, D]` (Qwen 3)."""
+    h = x.float()
+    return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+
+
+def qkv_project(
+    x: Tensor,
+    sumsq: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    rotary: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    kv: Tensor,
+    layer: int,
+    num_heads: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+) -> Tensor:
+    """Norm, QKV matrix, bias, q/k norm, rotary embedding; K and V go into the pages.
+
+    weight `[(Hq + 2 Hkv) D, H]` packed by `pack`; rotary `[positions, D/2, 2]` float32; positions `[T]` int;
+    slot_mapping `[T]` int: page * page_size + offset of each token (padding points into page 0).
+    Returns q `[T, Hq, D]`.
+    """
+    num_kv_heads, head_dim = kv.shape[-2], kv.shape[-1]
+    qkv = F.linear(_normed(x, sumsq, eps), weight, bias).view(x.shape[0], -1, head_dim)
+    q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    if q_norm is not None and k_norm is not None:
+        q, k = _head_norm(q, q_norm, eps), _head_norm(k, k_norm, eps)
+    qk = _rotate(torch.cat((q, k), dim=1), rotary[positions])
+    q, k = qk.split((num_heads, num_kv_heads), dim=1)
+    page_size = kv.shape[3]
+    page, offset = slot_mapping // page_size, slot_mapping % page_size
+    kv[page, layer, 0, offset] = k
+    kv[page, layer, 1, offset] = v
+    return q
+
+
+def residual_project(a: Tensor, weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """`x + a @ weight.T`, rounded once, and its sum of squares. a `[T, K]`, weight `[H, K]`, x `[T, H]`."""
+    y = torch.addmm(x, a, weight.t()) if x.dtype == torch.float32 else (x.float() + F.linear(a, weight)).to(x.dtype)
+    return y, _sumsq(y)
+
+
+def gate_up_project(x: Tensor, sumsq: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Norm, gate-up matrix `[2 I, H]` (rows alternate), SwiGLU -> `[T, I]`."""
+    gate, up = F.linear(_normed(x, sumsq, eps), weight).unflatten(-1, (-1, 2)).unbind(-1)
+    return (F.silu(gate.float()) * up.float()).to(x.dtype)
+
+
+def lm_head(x: Tensor, sumsq: Tensor, norm_weight: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Final norm and vocabulary projection of the rows that need logits: x `[S, H]` -> `[S, V]` float32."""
+    h = (_normed(x, sumsq, eps).float() * norm_weight.float()).to(x.dtype)
+    return F.linear(h, weight).float()
+
+
+class AttentionGroup(NamedTuple):
+    """Requests whose padded shapes are close: one padded attention call serves them all.
+
+    G requests, Q queries each at most, P pages each at most.
+    """
+
+    tokens: Tensor
+    """[G, Q] int64: rows of q; padding repeats a row of the same request"""
+    unpad: Tensor | None
+    """[tokens] int64 into G * Q: where each real row is (None: Q is 1, nothing is padded)"""
+    rows: Tensor
+    """[tokens] int64: rows of the output, in the order of `unpad`"""
+    pages: Tensor
+    """[G * P] int64; padding is page 0"""
+    mask: Tensor
+    """[G, 1, heads_per_kv * Q, P * page_size] bool: may attend"""
+    stale: Tensor
+    """[...] int64 into G * P * page_size: positions past a request's last token, whose content is not its own"""
+
+
+class AttentionWork(NamedTuple):
+    """The attention of one iteration, planned on the host once for all layers."""
+
+    groups: tuple[AttentionGroup, ...]
+
+
+def paged_attention(q: Tensor, kv: Tensor, layer: int, work: AttentionWork) -> Tensor:
+    """Causal attention of q `[T, Hq, D]` over each request's pages; K and V of this layer are already written.
+
+    Returns `[T, Hq * D]`. Whatever lies in a page past the request's last token (NaN included) cannot reach a result.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    page_size, num_kv_heads = kv.shape[3], kv.shape[4]
+    out = torch.empty_like(q)
+    flat = kv.view(-1, page_size * num_kv_heads * head_dim)  # one row: K or V of a page and layer
+    layers = kv.shape[1]
+    for group in work.groups:
+        size, queries = group.tokens.shape
+        k_rows = (group.pages * layers + layer) * 2
+        k = flat.index_select(0, k_rows).view(-1, num_kv_heads * head_dim)
+        v = flat.index_select(0, k_rows + 1).view(-1, num_kv_heads * head_dim)
+        k.index_fill_(0, group.stale, 0.0)
+        v.index_fill_(0, group.stale, 0.0)
+        k = k.view(size, -1, num_kv_heads, head_dim).transpose(1, 2)
+        v = v.view(size, -1, num_kv_heads, head_dim).transpose(1, 2)
+        # Query heads of one KV head become queries of that head: [G, Hkv, heads_per_kv * Q, D]
+        gq = q[group.tokens.view(-1)].view(size, queries, num_kv_heads, -1, head_dim)
+        gq = gq.permute(0, 2, 3, 1, 4).reshape(size, num_kv_heads, -1, head_dim)
+        o = F.scaled_dot_product_attention(gq, k, v, attn_mask=group.mask)
+        o = o.view(size, num_kv_heads, -1, queries, head_dim).permute(0, 3, 1, 2, 4)
+        o = o.reshape(size * queries, num_heads, head_dim)
+        out[group.rows] = o if group.unpad is None else o[group.unpad]
+    return out.view(num_tokens, num_heads * head_dim)

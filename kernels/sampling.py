@@ -1,0 +1,59 @@
+"""The torch twin of sampling: from logits to one token a row, and log-probabilities. No loop over rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def apply_penalties(
+    logits: Tensor, prompt_seen: Tensor, counts: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor
+) -> Tensor:
+    """Repetition penalty over prompt and output, then presence and frequency penalties over the output.
+
+    logits `[S, V]` float32; prompt_seen `[S, V]` bool; counts `[S, V]` int: how often each token was sampled;
+    penalties `[S]`.
+    """
+    seen = prompt_seen | (counts > 0)
+    factor = torch.where(seen, repetition[:, None], 1.0)
+    logits = torch.where(logits > 0, logits / factor, logits * factor)
+    return logits - frequency[:, None] * counts - presence[:, None] * (counts > 0)
+
+
+def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
+    """One token for each row of `logits [S, V]` float32 -> `[S]` int64.
+
+    temperature 0 takes the best. Otherwise top-k (0: off), then top-p, then min-p cut the distribution, and `uniform`
+    picks from what is left by the inverse of its cumulative distribution in token order.
+    """
+    greedy = logits.argmax(-1)
+    scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
+    probs = scaled.softmax(-1)
+    if bool((top_k > 0).any() or (top_p < 1.0).any()):
+        # The smallest set of best tokens whose mass reaches top_p, among the top_k best.
+        ordered, order = probs.sort(-1, descending=True, stable=True)
+        rank = torch.arange(probs.shape[-1], device=probs.device)
+        keep = (rank < torch.where(top_k > 0, top_k, probs.shape[-1])[:, None]) | (rank == 0)
+        ordered = ordered * keep
+        before = ordered.cumsum(-1) - ordered
+        keep &= before < top_p[:, None] * ordered.sum(-1, keepdim=True)
+        probs = probs * torch.zeros_like(keep).scatter_(-1, order, keep)
+    if bool((min_p > 0).any()):
+        probs = probs * (probs >= min_p[:, None] * probs.amax(-1, keepdim=True))
+    cdf = probs.cumsum(-1)
+    # Strictly above: a token of probability zero adds nothing to the sum and is never the first to exceed it.
+    drawn = (cdf > uniform[:, None] * cdf[:, -1:]).to(torch.uint8).argmax(-1)
+    return torch.where(temperature > 0, drawn, greedy)
+
+
+def logprobs_of(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of `tokens [n]` and of the `top` best, from `logits [n, V]` float32.
+
+    Returns ranks `[n]` (1-based), ids `[n, 1 + top]` and values `[n, 1 + top]`: first the token, then the best first.
+    The token's own value is the identical float wherever it appears.
+    """
+    logprobs = logits.log_softmax(-1)
+    own = logprobs.gather(-1, tokens[:, None])
+    ranks = (logprobs > own).sum(-1) + 1
+    values, ids = logprobs.topk(min(top, logits.shape[-1]), -1)
+    return ranks, torch.cat((tokens[:, None], ids), -1), torch.cat((own, values), -1)

@@ -1,0 +1,1 @@
+"""HTTP, server-sent events, text, metrics and the `weft` command."""
