@@ -45,7 +45,7 @@ def _group(
     key = np.arange(width * page_size)
     mask = key[None, None, :] <= last[:, :, None]  # [G, Q, keys]
     mask = np.broadcast_to(mask[:, None], (len(rows), heads_per_kv, queries, len(key)))
-    pages = np.where(np.arange(width) < num_pages[rows][:, None], batch.page_table[rows, :width], 0)
+    pages = batch.page_table[rows, :width]
     stale = np.flatnonzero(key[None, :] >= kv_len[:, None])
     padded = not bool(real.all())
     return AttentionGroup(

@@ -125,6 +125,7 @@ class SlotTable:
     def retire(self, slot: int) -> np.ndarray:
         """End the row's request: results still in flight become stale. Returns its pages, to be freed behind a fence."""
         pages = self.page_table[slot, : self.num_pages[slot]].copy()
+        self.page_table[slot, : self.num_pages[slot]] = 0
         self.phase[slot] = Phase.ENDING
         self.epoch[slot] += 1
         self.num_pages[slot] = 0

@@ -1,0 +1,62 @@
+# `make serve` and `make test` do all the set-up they need; `make help` lists the rest.
+SHELL := /bin/sh
+VENV := .venv
+BIN := $(VENV)/bin
+# Keep the repository root off sys.path: its folders are the sub-packages of `weft`, not packages of their own.
+export PYTHONSAFEPATH := 1
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+HOST ?= 127.0.0.1
+PORT ?= 8000
+ARGS ?=
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: help serve test lint types format unit bench clean
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+serve: $(VENV)/.serve ## serve the demo model on 127.0.0.1:8000 (PORT=, ARGS="--max-num-seqs 64" …)
+	@exec $(BIN)/weft serve --host $(HOST) --port $(PORT) $(ARGS)
+
+test: lint unit ## lint, types and every test
+
+lint: $(VENV)/.test ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@$(MAKE) --no-print-directory types
+
+types: $(VENV)/.test
+	@mkdir -p build/types && ln -sfn ../.. build/types/weft
+	$(BIN)/mypy -p weft.kernels -p weft.engine -p weft.server
+
+format: $(VENV)/.test ## reformat the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+unit: $(VENV)/.test
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(VENV)/.serve ## throughput of the demo model beside transformers, on this machine
+	$(BIN)/weft bench offline --max-num-seqs 64 --baseline transformers $(ARGS)
+
+clean: ## remove the virtual environment and what tools left behind
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "weft needs Python 3.11 or newer: apt install python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { \
+	  echo "installing python3-venv, which Debian packages apart from python3"; \
+	  if [ "$$(id -u)" = 0 ]; then apt-get update -q && apt-get install -qy python3-venv; \
+	  else sudo apt-get update -q && sudo apt-get install -qy python3-venv; fi; }
+	@echo "creating $(VENV) (the first time takes a few minutes: torch is large)"
+	@$(PYTHON) -m venv $(VENV)
+
+# torch first and by exact version: an open range would bring whatever build is newest.
+$(VENV)/.serve: $(VENV)/bin/python pyproject.toml constraints.txt
+	@$(INSTALL) "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
+	@$(INSTALL) -e .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.serve
+	@$(INSTALL) -e ".[test]"
+	@touch $@

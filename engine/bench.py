@@ -1,0 +1,216 @@
+"""`weft bench offline` and `weft bench scheduler`: the engine in this process, timed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from weft.engine.batch import Batch, StepResult
+from weft.engine.bench_options import Lengths, read_lengths
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
+from weft.engine.errors import ConfigError
+from weft.engine.messages import AddRequest
+from weft.engine.pages import PagePool
+from weft.engine.prefix import PrefixIndex
+from weft.engine.request import Request
+from weft.engine.sampling import SamplingParams
+from weft.engine.scheduler import Scheduler
+from weft.engine.slots import SlotTable
+
+Figures = dict[str, Any]
+
+
+def machine() -> Figures:
+    """What the figures were measured on."""
+    cpu = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+    except OSError:
+        pass
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _report(title: str, figures: Figures, file: Path | None) -> None:
+    table = Table(title=title, show_header=False)
+    for key, value in figures.items():
+        table.add_row(key.replace("_", " "), f"{value:,.2f}" if isinstance(value, float) else str(value))
+    Console().print(table)
+    if file is not None:
+        file.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def _prompts(lengths: Lengths, vocab_size: int, seed: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab_size, n).astype(np.int32) for n, _ in lengths]
+
+
+def _run_engine(engine: Engine, prompts: list[np.ndarray], lengths: Lengths) -> Figures:
+    for i, (prompt, (_, out)) in enumerate(zip(prompts, lengths, strict=True)):
+        params = SamplingParams(max_tokens=out, temperature=0.0, ignore_eos=True)
+        engine.add(AddRequest(handle=i, request_id="", prompt=prompt.tobytes(), params=params))
+    schedule = busy = 0.0
+    widest = finished = 0
+    begin = time.perf_counter()
+    with Progress(transient=True, console=Console(stderr=True)) as bar:
+        task = bar.add_task("weft", total=len(prompts))
+        while engine.has_work:
+            outputs = engine.step()
+            if outputs is None:
+                continue
+            schedule += outputs.stats.schedule_seconds
+            busy += outputs.stats.iteration_seconds
+            widest = max(widest, outputs.stats.iteration_requests)
+            if ended := int(np.count_nonzero(outputs.columns()[2])):
+                finished += ended
+                bar.update(task, completed=finished)
+    seconds = time.perf_counter() - begin
+    stats = engine.stats()
+    return {
+        "seconds": seconds,
+        "total_tokens_per_second": sum(a + b for a, b in lengths) / seconds,
+        "output_tokens_per_second": sum(b for _, b in lengths) / seconds,
+        "iterations": stats.iterations,
+        "requests_in_the_widest_iteration": widest,
+        "preemptions": stats.preemptions,
+        "device_busy_share": busy / seconds,
+        "schedule_and_commit_ms_per_iteration": 1e3 * schedule / max(stats.iterations, 1),
+    }
+
+
+def _run_transformers(engine: Engine, prompts: list[np.ndarray], lengths: Lengths, batch: int) -> Figures:
+    """`generate` over batches of the same requests, left-padded, each batch as long as its longest output."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(engine.config.model_path, dtype=engine.plan.dtype)
+    begin = time.perf_counter()
+    with Progress(transient=True, console=Console(stderr=True)) as bar, torch.inference_mode():
+        for start in bar.track(range(0, len(prompts), batch), description="transformers"):
+            part = prompts[start : start + batch]
+            width = max(map(len, part))
+            ids = torch.zeros(len(part), width, dtype=torch.int64)
+            mask = torch.zeros_like(ids)
+            for row, prompt in enumerate(part):
+                ids[row, width - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
+                mask[row, width - len(prompt) :] = 1
+            out = max(b for _, b in lengths[start : start + batch])
+            model.generate(
+                ids, attention_mask=mask, do_sample=False, min_new_tokens=out, max_new_tokens=out, pad_token_id=0
+            )
+    seconds = time.perf_counter() - begin
+    return {
+        "transformers_seconds": seconds,
+        "transformers_total_tokens_per_second": sum(a + b for a, b in lengths) / seconds,
+    }
+
+
+def run_offline(config: EngineConfig, arguments: argparse.Namespace) -> int:
+    """Run a workload to its end and print throughput. All requests are queued at once; greedy; end tokens ignored."""
+    lengths = read_lengths(arguments.workload, arguments.lengths, config.seed)
+    engine = Engine(config)
+    longest = max(a + b for a, b in lengths)
+    if longest > engine.plan.max_model_len:
+        raise ConfigError(
+            f"the workload's longest request has {longest} tokens, the model takes {engine.plan.max_model_len}"
+        )
+    prompts = _prompts(lengths, engine.spec.vocab_size, config.seed)
+    figures: Figures = {
+        "model": config.model_name,
+        "dtype": str(engine.plan.dtype).removeprefix("torch."),
+        "workload": str(arguments.lengths or arguments.workload),
+        "requests": len(lengths),
+        "max_num_seqs": engine.plan.max_num_seqs,
+        "max_num_batched_tokens": engine.plan.max_num_batched_tokens,
+        **_run_engine(engine, prompts, lengths),
+    }
+    if arguments.baseline == "transformers":
+        if config.load_format == "dummy":
+            raise ConfigError("--baseline transformers needs real weights, not --load-format dummy")
+        figures |= _run_transformers(engine, prompts, lengths, arguments.baseline_batch)
+        figures["ratio_to_transformers"] = (
+            figures["total_tokens_per_second"] / figures["transformers_total_tokens_per_second"]
+        )
+    engine.close()
+    _report("weft bench offline", {**figures, **machine()}, arguments.json)
+    return 0
+
+
+def run_scheduler(arguments: argparse.Namespace) -> int:
+    """Schedule, build inputs and commit for many running decodes; no model runs."""
+    running, page_size = arguments.running, arguments.page_size
+    if not 1 <= running <= 4096:
+        print(f"weft bench scheduler: --running must be 1 to 4096, not {running}", file=sys.stderr)
+        return 2
+    length = 1024
+    max_len = length + arguments.iterations + running + 64
+    pages = running * (-(-max_len // page_size)) + 1
+    scheduler = Scheduler(
+        SlotTable(running, max_len, page_size),
+        PagePool(pages, page_size, PrefixIndex("bench")),
+        max_num_batched_tokens=max(running, 2048),
+        prefix_caching=True,
+    )
+    rng = np.random.default_rng(0)
+    for i in range(running):
+        scheduler.add(
+            Request(
+                handle=i,
+                tokens=rng.integers(0, 1000, length).astype(np.int32),
+                prompt_len=length,
+                params=SamplingParams(max_tokens=max_len - length),
+                limit=max_len,
+                priority=0,
+                order=i,
+                arrival=0.0,
+                salt="",
+                stop_ids=(1,),
+                seed=i,
+            )
+        )
+    step = 0
+    pending: Batch | None = None
+    samples = rng.integers(2, 1000, running).astype(np.int32)
+    times = []
+
+    def commit(batch: Batch) -> None:
+        scheduler.commit(StepResult(batch, samples[: len(batch.sampled_rows)], None, (), 0.0))
+
+    while len(times) < arguments.iterations:
+        step += 1
+        begin = time.perf_counter()
+        batch = scheduler.schedule(step)
+        if pending is not None:
+            commit(pending)
+        if batch is not None and pending is not None and batch.num_decodes == running:
+            times.append((time.perf_counter() - begin) * 1e3)
+        pending = batch
+    ordered = np.sort(times)
+    figures: Figures = {
+        "running_requests": running,
+        "iterations": len(times),
+        "schedule_build_commit_ms_median": float(np.median(ordered)),
+        "ms_p99": float(ordered[int(0.99 * len(ordered))]),
+        "ms_max": float(ordered[-1]),
+    }
+    _report("weft bench scheduler", {**figures, **machine()}, arguments.json)
+    return 0

@@ -1,0 +1,73 @@
+"""Flags and workloads of `weft bench`. Imports nothing heavy: `weft --help` reads this."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+
+from weft.engine.errors import ConfigError
+
+Lengths = list[tuple[int, int]]
+"""(prompt tokens, output tokens) of each request"""
+
+
+def add_offline_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("benchmark")
+    group.add_argument(
+        "--workload",
+        metavar="SPEC",
+        default="128:128:256",
+        help="IN:OUT:REQUESTS, or lognormal:IN_MEAN:IN_SD:OUT_MEAN:OUT_SD:REQUESTS [128:128:256]",
+    )
+    group.add_argument("--lengths", metavar="FILE", type=Path, help="JSON list of [input, output] pairs, instead")
+    group.add_argument("--baseline", choices=["transformers"], help="run the same requests through it, for the ratio")
+    group.add_argument("--baseline-batch", metavar="N", type=int, default=64, help="batch of the baseline [64]")
+    group.add_argument("--json", metavar="FILE", type=Path, help="write the figures here as well")
+
+
+def add_scheduler_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("benchmark")
+    group.add_argument("--running", metavar="N", type=int, default=1024, help="requests running at once [1024]")
+    group.add_argument("--iterations", metavar="N", type=int, default=300, help="iterations to time [300]")
+    group.add_argument("--page-size", metavar="N", type=int, default=64, help="tokens per page [64]")
+    group.add_argument("--json", metavar="FILE", type=Path, help="write the figures here as well")
+
+
+def read_lengths(workload: str, file: Path | None, seed: int) -> Lengths:
+    """The requests of a workload. Raises `ConfigError`, one line, when it cannot be read."""
+    if file is not None:
+        try:
+            pairs = [(int(a), int(b)) for a, b in json.loads(file.read_text())]
+        except OSError as error:
+            raise ConfigError(f"cannot read --lengths {file}: {error.strerror}") from None
+        except (ValueError, TypeError):
+            raise ConfigError(f"--lengths {file} must be a JSON list of [input, output] pairs") from None
+    else:
+        try:
+            pairs = _made_up(workload, seed)
+        except ValueError:
+            raise ConfigError(
+                f"--workload {workload!r} is neither IN:OUT:REQUESTS nor lognormal:IN_MEAN:IN_SD:OUT_MEAN:OUT_SD:REQUESTS"
+            ) from None
+    if not pairs or any(a < 1 or b < 1 for a, b in pairs):
+        raise ConfigError("a workload needs at least one request, and at least one token in and out for each")
+    return pairs
+
+
+def _made_up(workload: str, seed: int) -> Lengths:
+    parts = workload.split(":")
+    if parts[0] != "lognormal":
+        inputs, outputs, count = map(int, parts)
+        return [(inputs, outputs)] * count
+    in_mean, in_sd, out_mean, out_sd = map(float, parts[1:5])
+    (count,) = map(int, parts[5:])
+    rng = np.random.default_rng(seed)
+    columns = []
+    for mean, sd in ((in_mean, in_sd), (out_mean, out_sd)):
+        variance = np.log1p((sd / mean) ** 2)
+        draw = rng.lognormal(np.log(mean) - variance / 2, np.sqrt(variance), count)
+        columns.append(np.maximum(draw.round().astype(int), 1))
+    return list(zip(columns[0].tolist(), columns[1].tolist(), strict=True))

@@ -1,0 +1,3 @@
+from weft.server.cli import main
+
+raise SystemExit(main())

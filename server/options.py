@@ -1,0 +1,163 @@
+"""Turns a pydantic model's fields into command-line flags, `WEFT_*` variables and YAML keys, in that precedence."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from weft.engine.errors import ConfigError
+
+ENV_PREFIX = "WEFT_"
+M = TypeVar("M", bound=BaseModel)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line and name the nearest known option."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        kwargs.setdefault("formatter_class", _Formatter)
+        super().__init__(*args, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].split("=")[0]
+            known = getattr(parsed, "parser", self).option_names()
+            getattr(parsed, "parser", self).error(f"unknown option {name}{nearest(name, known)}")
+        return parsed
+
+    def option_names(self) -> list[str]:
+        return list(self._option_string_actions)
+
+
+class _Formatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=min(110, int(os.environ.get("COLUMNS", "110"))))
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """`; did you mean X?` when something known is close to `name`, else nothing."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _plain_type(annotation: Any) -> Any:
+    """The type without `| None`."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return next(a for a in typing.get_args(annotation) if a is not type(None))
+    return annotation
+
+
+def _shown_default(field: FieldInfo) -> str:
+    default = field.get_default(call_default_factory=True)  # type: ignore[call-arg]
+    if default is None or default == [] or default == "":
+        return ""
+    if isinstance(default, bool):
+        default = "on" if default else "off"
+    return f" [{default}]"
+
+
+def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel], *, skip: Sequence[str] = ()) -> None:
+    """One flag a field; the value stays text, so that one place (the model) checks it."""
+    for name, field in model.model_fields.items():
+        if name in skip:
+            continue
+        flag = "--" + name.replace("_", "-")
+        kind = _plain_type(field.annotation)
+        text = (field.description or "").replace("%", "%%") + _shown_default(field).replace("%", "%%")
+        options: dict[str, Any] = {"dest": name, "default": None, "help": text}
+        if kind is bool:
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
+        elif typing.get_origin(kind) is typing.Literal:
+            parser.add_argument(flag, metavar="{" + ",".join(map(str, typing.get_args(kind))) + "}", **options)
+        elif typing.get_origin(kind) in (list, tuple):
+            parser.add_argument(flag, nargs="+", metavar="X", **options)
+        else:
+            metavar = {int: "N", float: "X"}.get(kind, name.rsplit("_", 1)[-1].upper())
+            parser.add_argument(flag, metavar=metavar, **options)
+
+
+def read_yaml(path: Path, model: type[BaseModel]) -> dict[str, Any]:
+    """Options from a YAML file; keys with `_` or `-`. Raises `ConfigError` for what it cannot use."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read --config {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} is not YAML: {str(error).splitlines()[0]}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config {path} must be a mapping of options to values")
+    out = {}
+    for key, value in values.items():
+        name = str(key).replace("-", "_")
+        if name not in model.model_fields:
+            raise ConfigError(f"--config {path}: unknown option {key}{nearest(name, list(model.model_fields))}")
+        out[name] = value
+    return out
+
+
+def _kubernetes_noise(name: str, value: str) -> bool:
+    # A Service called "weft" makes Kubernetes set WEFT_PORT=tcp://… and WEFT_SERVICE_* in every pod.
+    return name.startswith(("WEFT_SERVICE_", "WEFT_PORT_")) or (name == "WEFT_PORT" and value.startswith("tcp://"))
+
+
+def _read_environment(model: type[BaseModel]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        variable = ENV_PREFIX + name.upper()
+        value = os.environ.get(variable)
+        if value is not None and not _kubernetes_noise(variable, value):
+            is_list = typing.get_origin(_plain_type(field.annotation)) in (list, tuple)
+            values[name] = [part.strip() for part in value.split(",") if part.strip()] if is_list else value
+    return values
+
+
+def unknown_variables(model: type[BaseModel]) -> list[str]:
+    """One line for each `WEFT_*` variable that is no option, with the nearest one."""
+    known = [ENV_PREFIX + name.upper() for name in model.model_fields]
+    return [
+        f"environment variable {name} is not an option{nearest(name, known)}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith(ENV_PREFIX) and name not in known and not _kubernetes_noise(name, value)
+    ]
+
+
+def load(model: type[M], flags: dict[str, Any], config_file: Path | None) -> M:
+    """Build `model` from flags, then `WEFT_*` variables, then the YAML file, then defaults.
+
+    Raises `ConfigError`, one line naming the option, when a value does not fit.
+    """
+    from_file = read_yaml(config_file, model) if config_file is not None else {}
+    from_env = _read_environment(model)
+    given = {n: v for n, v in flags.items() if v is not None}
+    try:
+        return model(**{**from_file, **from_env, **given})
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]) if first["loc"] else ""
+        source = _source(name, given, from_env)
+        reason = first["msg"].removeprefix("Value error, ")
+        shown = "" if first["type"] == "value_error" else f", not {str(first['input'])[:80]!r}"
+        raise ConfigError(f"{source}: {reason[0].lower()}{reason[1:]}{shown}" if name else reason) from None
+
+
+def _source(name: str, given: dict[str, Any], from_env: dict[str, Any]) -> str:
+    if name not in given and name in from_env:
+        return ENV_PREFIX + name.upper()
+    return "--" + name.replace("_", "-")

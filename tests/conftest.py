@@ -1,0 +1,37 @@
+"""Fixtures shared by all tests: tiny checkpoints, made once a session."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+# Helpers beside the tests are imported by name; the repository root stays off sys.path.
+sys.path.insert(0, str(Path(__file__).parent / "engine"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quiet() -> None:
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`tiny_model(family)`: the directory of a random checkpoint of that family."""
+    from tiny import save_tiny
+
+    made: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = save_tiny(family, tmp_path_factory.mktemp(family.replace(".", "")))
+        return made[family]
+
+    return get

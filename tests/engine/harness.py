@@ -1,0 +1,89 @@
+"""Drives an `Engine` in a test: submits, steps, checks the invariants of DESIGN §8 after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
+from weft.engine.messages import AddRequest, Finish, Outputs, TokenLogprobs
+from weft.engine.sampling import SamplingParams
+
+GREEDY = {"temperature": 0.0}
+
+
+class Harness:
+    """An engine with everything it said, by handle."""
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        self.engine = Engine(EngineConfig(model=str(model), **options))
+        self.tokens: dict[int, list[int]] = {}
+        self.finish: dict[int, Finish] = {}
+        self.cached: dict[int, int] = {}
+        self.logprobs: dict[int, list[TokenLogprobs]] = {}
+        self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        self.steps = 0
+
+    def add(self, prompt: Sequence[int] | np.ndarray, salt: str = "", priority: int = 0, **params: Any) -> int:
+        handle = len(self.tokens)
+        self.engine.add(
+            AddRequest(
+                handle=handle,
+                request_id=str(handle),
+                prompt=np.asarray(prompt, np.int32).tobytes(),
+                params=SamplingParams(**{"max_tokens": 16, **params}),
+                cache_salt=salt,
+                priority=priority,
+            )
+        )
+        self.tokens[handle] = []
+        self.logprobs[handle] = []
+        self.prompt_logprobs[handle] = []
+        return handle
+
+    def step(self) -> Outputs | None:
+        outputs = self.engine.step()
+        self.steps += 1
+        self.engine.scheduler.check()
+        if outputs is None:
+            return None
+        for handle, token, reason in zip(*(c.tolist() for c in outputs.columns()), strict=True):
+            assert handle not in self.finish, "an event after the terminal one"
+            if token >= 0:
+                self.tokens[handle].append(token)
+            if reason:
+                self.finish[handle] = Finish(reason)
+        for started in outputs.started:
+            assert started.handle not in self.cached, "started twice"
+            self.cached[started.handle] = started.cached_tokens
+        for handle, entry in outputs.logprobs.items():
+            self.logprobs[handle].append(entry)
+        for handle, entries in outputs.prompt_logprobs.items():
+            self.prompt_logprobs[handle] += entries
+        return outputs
+
+    def run(self, each_step: Callable[[int], None] = lambda _: None) -> None:
+        """Step until nothing is left, then check that nothing is held either."""
+        while self.engine.has_work:
+            self.step()
+            each_step(self.steps)
+            assert self.steps < 20_000, "the engine makes no progress"
+        self.engine.drain_in_flight()
+        scheduler = self.engine.scheduler
+        scheduler.check()
+        assert scheduler.pool.num_held == 0
+        assert scheduler.num_fenced == 0
+        assert set(self.finish) == set(self.tokens), "a request without its terminal event"
+
+    def expect_short_outputs(self) -> None:
+        """Make admission believe that outputs are one token long, so that it admits too many and must preempt."""
+        self.engine.scheduler.output_lengths._sum = 1.0
+        self.engine.scheduler.output_lengths._count = 1e9
+
+    def poison_pages(self) -> None:
+        """Fill every page with NaN: nothing may read what it did not write."""
+        self.engine.runner.model.kv.fill_(float("nan"))
+        self.engine.runner.model.kv[0].zero_()

@@ -1,0 +1,193 @@
+"""Random orders of submit, step, finish, abort, preempt and cache reset, against a device made of plain lists.
+
+The device stores, for every KV position, the token that was fed there. A sampled token is a hash of all the tokens
+that the request's page table makes visible, so any lost, shared or overwritten page changes an answer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import xxhash
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
+
+from weft.engine.batch import Batch, StepResult
+from weft.engine.messages import Finish
+from weft.engine.pages import DUMMY_PAGE, PagePool
+from weft.engine.prefix import PrefixIndex
+from weft.engine.request import Request
+from weft.engine.sampling import SamplingParams
+from weft.engine.scheduler import Events, Scheduler
+from weft.engine.slots import SlotTable
+
+VOCAB = 23
+END = 1
+PAGE_SIZE = 2
+NUM_PAGES = 14
+MAX_LEN = (NUM_PAGES - 1) * PAGE_SIZE
+NUM_SLOTS = 5
+
+
+def next_token(visible: list[int]) -> int:
+    return xxhash.xxh32_intdigest(np.array(visible, np.int32).tobytes()) % VOCAB
+
+
+class ListDevice:
+    """Executes batches in order, as late as it is told to."""
+
+    def __init__(self) -> None:
+        self.kv = np.full((NUM_PAGES, PAGE_SIZE), -7, np.int32)
+        self.last_token = np.full(NUM_SLOTS, -7, np.int32)
+
+    def execute(self, batch: Batch) -> StepResult:
+        ids = batch.token_ids.copy()
+        ids[: batch.num_decodes] = self.last_token[batch.slots[: batch.num_decodes]]
+        assert (ids >= 0).all(), "a placeholder reached the embedding"
+        assert DUMMY_PAGE not in batch.slot_mapping // PAGE_SIZE
+        assert len(np.unique(batch.slot_mapping)) == len(ids), "two tokens of one batch share a KV position"
+        self.kv.reshape(-1)[batch.slot_mapping] = ids
+        tokens = []
+        for row in batch.sampled_rows:
+            flat = self.kv[batch.page_table[row]].reshape(-1)
+            tokens.append(next_token(flat[: batch.kv_len[row]].tolist()))
+        result = np.array(tokens, np.int32)
+        self.last_token[batch.sampling.slots] = result
+        return StepResult(batch, result, None, (), 0.0)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    requests = Bundle("requests")
+
+    def __init__(self) -> None:
+        super().__init__()
+        pool = PagePool(NUM_PAGES, PAGE_SIZE, PrefixIndex("m"))
+        slots = SlotTable(NUM_SLOTS, MAX_LEN, PAGE_SIZE)
+        self.scheduler = Scheduler(slots, pool, max_num_batched_tokens=6, prefix_caching=True)
+        # Believe in short outputs: admission errs, memory runs out, requests are preempted.
+        self.scheduler.output_lengths._sum, self.scheduler.output_lengths._count = 1.0, 1e9
+        self.device = ListDevice()
+        self.launched: deque[Batch] = deque()
+        self.computed: deque[StepResult] = deque()
+        self.step_number = 0
+        self.prompts: dict[int, tuple[list[int], int, int]] = {}
+        self.output: dict[int, list[int]] = {}
+        self.finish: dict[int, Finish] = {}
+
+    @rule(
+        target=requests,
+        prompt=st.lists(st.integers(2, 3), min_size=1, max_size=11),
+        max_tokens=st.integers(1, 12),
+        priority=st.integers(0, 1),
+        salt=st.sampled_from(["", "t"]),
+        stops=st.booleans(),
+    )
+    def submit(self, prompt: list[int], max_tokens: int, priority: int, salt: str, stops: bool) -> int:
+        handle = len(self.prompts)
+        self.prompts[handle] = (prompt, max_tokens, END if stops else -1)
+        self.output[handle] = []
+        self.scheduler.add(
+            Request(
+                handle=handle,
+                tokens=np.array(prompt, np.int32),
+                prompt_len=len(prompt),
+                params=SamplingParams(max_tokens=max_tokens),
+                limit=min(len(prompt) + max_tokens, MAX_LEN),
+                priority=priority,
+                order=handle,
+                arrival=0.0,
+                salt=salt,
+                stop_ids=(END,) if stops else (),
+                seed=handle,
+            )
+        )
+        return handle
+
+    @rule()
+    def schedule(self) -> None:
+        if len(self.launched) + len(self.computed) < 3:
+            self.step_number += 1
+            batch = self.scheduler.schedule(self.step_number)
+            if batch is None:
+                self.step_number -= 1
+                return
+            assert 0 < batch.num_tokens <= self.scheduler.max_num_batched_tokens
+            self.launched.append(batch)
+
+    @rule()
+    def device_works(self) -> None:
+        if self.launched:
+            self.computed.append(self.device.execute(self.launched.popleft()))
+
+    @rule()
+    def commit(self) -> None:
+        if self.computed:
+            self._take(self.scheduler.commit(self.computed.popleft()))
+
+    @rule(handle=requests)
+    def abort(self, handle: int) -> None:
+        self.scheduler.abort(handle)
+        self.scheduler.abort(handle)
+        self._take(self.scheduler.idle_events())
+
+    @precondition(lambda self: len(self.scheduler.slots.running()))
+    @rule()
+    def preempt(self) -> None:
+        self.scheduler._preempt_one()
+
+    @rule()
+    def reset_cache(self) -> None:
+        self.scheduler.pool.reset_index()
+
+    @invariant()
+    def nothing_is_lost_or_shared(self) -> None:
+        self.scheduler.check()
+
+    @invariant()
+    def launched_steps_own_what_they_touch(self) -> None:
+        for batch in self.launched:
+            touched = np.concatenate((batch.slot_mapping // PAGE_SIZE, batch.page_table[batch.page_table > 0]))
+            assert (self.scheduler.pool.ref[touched] > 0).all(), "a page was freed under a launched step"
+
+    def _take(self, events: Events) -> None:
+        for handle, token, reason in zip(
+            events.handles.tolist(), events.tokens.tolist(), events.finish.tolist(), strict=True
+        ):
+            assert handle not in self.finish, "an event after the terminal one"
+            prompt, max_tokens, stop = self.prompts[handle]
+            if token >= 0:
+                out = self.output[handle]
+                assert token == next_token(prompt + out), "a token that the prompt does not explain"
+                out.append(token)
+                at_limit = len(prompt) + len(out) >= min(len(prompt) + max_tokens, MAX_LEN)
+                expected = Finish.STOP if token == stop else Finish.LENGTH if at_limit else Finish.RUNNING
+                assert reason == expected
+            if reason:
+                self.finish[handle] = Finish(reason)
+
+    def teardown(self) -> None:
+        for _ in range(2000):
+            self.schedule()
+            self.device_works()
+            if self.step_number % 2 or not self.launched:
+                self.commit()
+            self.scheduler.check()
+            if not self.scheduler.num_requests and not self.launched and not self.computed:
+                break
+        self._take(self.scheduler.idle_events())
+        assert set(self.finish) == set(self.prompts), "a request never ended"
+        pool = self.scheduler.pool
+        assert pool.num_held == 0
+        assert pool.num_free + pool.num_cached == pool.capacity
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=120,
+    stateful_step_count=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)

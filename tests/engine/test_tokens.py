@@ -1,0 +1,139 @@
+"""Greedy tokens equal those of `transformers.generate`, whatever the chunk size, the neighbours and the memory."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import GREEDY, Harness
+from tiny import FAMILIES, reference_tokens
+from transformers import AutoModelForCausalLM
+
+from weft.engine.messages import Finish
+
+MAX_TOKENS = 24
+
+
+@cache
+def _transformers(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+@cache
+def _workload(path: Path, count: int) -> tuple[list[np.ndarray], list[list[int]]]:
+    """Prompts of mixed lengths, half of them with a shared beginning, and their reference continuations."""
+    rng = np.random.default_rng(count)
+    shared = rng.integers(3, 199, 48)
+    prompts = []
+    for i in range(count):
+        own = rng.integers(3, 199, int(rng.integers(1, 70)))
+        prompts.append(np.concatenate((shared[: int(rng.integers(8, 48))], own)) if i % 2 else own)
+    model = _transformers(path)
+    return prompts, [reference_tokens(model, p, MAX_TOKENS) for p in prompts]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_tokens_equal_transformers(tiny_model, family: str, chunk: int) -> None:
+    path = tiny_model(family)
+    prompts, expected = _workload(path, 10)
+    harness = Harness(path, max_num_batched_tokens=chunk, page_size=8, num_pages=120)
+    harness.poison_pages()
+    for prompt in prompts:
+        harness.add(prompt, max_tokens=MAX_TOKENS, **GREEDY)
+    harness.run()
+    assert list(harness.tokens.values()) == expected
+    for handle, tokens in harness.tokens.items():
+        stopped = tokens[-1] in harness.engine.spec.eos_token_ids
+        assert harness.finish[handle] is (Finish.STOP if stopped else Finish.LENGTH)
+
+
+@pytest.mark.parametrize("chunk", [7, 64])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_tokens_survive_preemption_prefix_reuse_and_aborts(tiny_model, chunk: int, asynchronous: bool) -> None:
+    path = tiny_model("llama3.1")
+    prompts, expected = _workload(path, 40)
+    # A request needs up to 35 pages: only a few of the 40 fit at once.
+    harness = Harness(
+        path, max_num_batched_tokens=chunk, page_size=4, num_pages=44, async_scheduling=asynchronous
+    )
+    harness.expect_short_outputs()
+    harness.poison_pages()
+    for prompt in prompts:
+        harness.add(prompt, max_tokens=MAX_TOKENS, **GREEDY)
+    victims = iter(range(0, 40, 3))
+
+    def abort_some(step: int) -> None:
+        if step % 6 == 0 and (victim := next(victims, None)) is not None:
+            harness.engine.abort(victim)
+            harness.engine.abort(victim)
+
+    harness.run(abort_some)
+    for handle, tokens in harness.tokens.items():
+        if harness.finish[handle] is Finish.ABORT:
+            assert expected[handle][: len(tokens)] == tokens
+        else:
+            assert tokens == expected[handle]
+    assert Finish.ABORT in harness.finish.values()
+    assert harness.engine.scheduler.preemptions > 0
+    assert harness.engine.scheduler.prefix_hit_tokens > 0
+
+
+def test_second_turn_reuses_the_pages_of_the_first(tiny_model) -> None:
+    path = tiny_model("mistral")
+    model = _transformers(path)
+    prompt = np.random.default_rng(5).integers(3, 199, 60)
+    harness = Harness(path, page_size=8, num_pages=64)
+    first = harness.add(prompt, max_tokens=20, ignore_eos=True, **GREEDY)
+    harness.run()
+    follow = np.concatenate((prompt, harness.tokens[first], [9, 10, 11]))
+    second = harness.add(follow, max_tokens=10, **GREEDY)
+    harness.run()
+    # The last sampled token was never fed back: 79 positions were computed, 9 full pages.
+    assert harness.cached[second] == 72
+    assert harness.tokens[second] == reference_tokens(model, follow, 10)
+
+
+def test_a_fully_cached_prompt_still_computes_its_last_token(tiny_model) -> None:
+    path = tiny_model("yi")
+    prompt = np.arange(3, 35)
+    harness = Harness(path, page_size=8, num_pages=64)
+    for _ in range(2):
+        harness.add(prompt, max_tokens=6, **GREEDY)
+        harness.run()
+    assert harness.tokens[0] == harness.tokens[1]
+    assert harness.cached == {0: 0, 1: 24}
+
+
+def test_tenants_with_different_salts_share_nothing(tiny_model) -> None:
+    harness = Harness(tiny_model("yi"), page_size=8, num_pages=64)
+    for salt in ("a", "b", "a"):
+        harness.add(np.arange(3, 35), salt=salt, max_tokens=2, **GREEDY)
+        harness.run()
+    assert harness.cached == {0: 0, 1: 0, 2: 24}
+
+
+def test_prefix_caching_off_reuses_nothing(tiny_model) -> None:
+    harness = Harness(tiny_model("yi"), page_size=8, num_pages=64, prefix_caching=False)
+    for _ in range(2):
+        harness.add(np.arange(3, 35), max_tokens=2, **GREEDY)
+        harness.run()
+    assert harness.cached == {0: 0, 1: 0}
+
+
+def test_bfloat16_stays_close_to_transformers(tiny_model) -> None:
+    path = tiny_model("llama3.1")
+    model = _transformers(path)
+    prompt = np.random.default_rng(3).integers(3, 199, 64)
+    harness = Harness(path, dtype="bfloat16", page_size=16, num_pages=32, prefix_caching=False)
+    handle = harness.add(prompt, max_tokens=0, prompt_logprobs=0)
+    harness.run()
+    with torch.inference_mode():
+        logits = model(torch.from_numpy(prompt)[None]).logits[0].log_softmax(-1)
+    exact = logits[torch.arange(63), torch.from_numpy(prompt[1:])]
+    got = torch.tensor([entry.values[0] for entry in harness.prompt_logprobs[handle]])
+    assert float((got - exact).abs().mean()) < 0.15
