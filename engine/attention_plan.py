@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-
+from torch import Tensor
 from weft.engine.batch import I32, Batch
 from weft.kernels.reference import AttentionGroup, AttentionWork
 
@@ -18,41 +18,49 @@ def _similar(lengths: I32) -> Iterator[np.ndarray]:
         yield np.flatnonzero(bucket == b)
 
 
-def plan_attention(batch: Batch, page_size: int, heads_per_kv: int) -> AttentionWork:
-    """Group the batch's requests for `kernels.reference.paged_attention`."""
-    starts = np.cumsum(batch.query_len) - batch.query_len
-    num_pages = -(-batch.kv_len // page_size)
-    d = batch.num_decodes
-    groups: list[AttentionGroup] = []
-    if d:
-        groups += [_group(batch, rows, starts, num_pages, page_size, heads_per_kv) for rows in _similar(num_pages[:d])]
-    if d < batch.num_requests:
-        for rows in _similar(batch.query_len[d:]):
-            groups.append(_group(batch, rows + d, starts, num_pages, page_size, heads_per_kv))
-    return AttentionWork(tuple(groups))
+class AttentionPlanner:
+    """Groups each batch's requests for `kernels.reference.paged_attention`; owns the scratch of the gathered pages."""
 
+    def __init__(self, kv: Tensor, num_heads: int) -> None:
+        self._page_size, num_kv_heads, head_dim = kv.shape[3:]
+        self._heads_per_kv = num_heads // num_kv_heads
+        self._page_elements = self._page_size * num_kv_heads * head_dim
+        self._scratch = torch.zeros(2, 0, dtype=kv.dtype)
 
-def _group(
-    batch: Batch, rows: np.ndarray, starts: np.ndarray, num_pages: np.ndarray, page_size: int, heads_per_kv: int
-) -> AttentionGroup:
-    query_len, kv_len = batch.query_len[rows], batch.kv_len[rows]
-    queries, width = int(query_len.max()), int(num_pages[rows].max())
-    column = np.arange(queries)
-    real = column < query_len[:, None]  # [G, Q]
-    # Padding repeats the request's first token: it attends to something and its result is thrown away.
-    tokens = starts[rows][:, None] + np.where(real, column, 0)
-    last = (kv_len - query_len)[:, None] + np.where(real, column, 0)  # [G, Q] position of each query
-    key = np.arange(width * page_size)
-    mask = key[None, None, :] <= last[:, :, None]  # [G, Q, keys]
-    mask = np.broadcast_to(mask[:, None], (len(rows), heads_per_kv, queries, len(key)))
-    pages = batch.page_table[rows, :width]
-    stale = np.flatnonzero(key[None, :] >= kv_len[:, None])
-    padded = not bool(real.all())
-    return AttentionGroup(
-        tokens=torch.from_numpy(tokens.astype(np.int64)),
-        unpad=torch.from_numpy(np.flatnonzero(real)) if padded else None,
-        rows=torch.from_numpy(tokens[real].astype(np.int64)),
-        pages=torch.from_numpy(pages.reshape(-1).astype(np.int64)),
-        mask=torch.from_numpy(mask.reshape(len(rows), 1, heads_per_kv * queries, len(key)).copy()),
-        stale=torch.from_numpy(stale),
-    )
+    def plan(self, batch: Batch) -> AttentionWork:
+        num_pages = -(-batch.kv_len // self._page_size)
+        d = batch.num_decodes
+        rows = [*_similar(num_pages[:d])] if d else []
+        if d < batch.num_requests:
+            rows += [r + d for r in _similar(batch.query_len[d:])]
+        groups = tuple(self._group(batch, r, num_pages) for r in rows)
+        needed = max(len(g.pages) for g in groups) * self._page_elements
+        if needed > self._scratch.shape[1]:
+            self._scratch = torch.zeros(2, needed, dtype=self._scratch.dtype)
+        return AttentionWork(groups, self._scratch)
+
+    def _group(self, batch: Batch, rows: np.ndarray, num_pages: np.ndarray) -> AttentionGroup:
+        query_len, kv_len, own_pages = batch.query_len[rows], batch.kv_len[rows], num_pages[rows]
+        starts = (np.cumsum(batch.query_len) - batch.query_len)[rows]
+        queries, width = int(query_len.max()), int(own_pages.max())
+        column = np.arange(queries)
+        real = column < query_len[:, None]  # [G, Q]
+        # Padding repeats the request's first token: it attends to something and its result is thrown away.
+        offset = np.where(real, column, 0)
+        tokens = starts[:, None] + offset
+        position = (kv_len - query_len)[:, None] + offset
+        key = np.arange(width * self._page_size)
+        mask = np.where(key <= position[:, :, None], np.float32(0), np.float32(-np.inf))  # [G, Q, keys]
+        mask = np.repeat(mask[:, None], self._heads_per_kv, axis=1)
+        # Pages reserved for later chunks are left out.
+        pages = np.where(np.arange(width) < own_pages[:, None], batch.page_table[rows, :width], 0).astype(np.int64)
+        # Beyond a request's own pages lies the dummy page, which stays finite: only its own last page has a stale tail.
+        stale = np.flatnonzero((key >= kv_len[:, None]) & (key < (own_pages * self._page_size)[:, None]))
+        return AttentionGroup(
+            tokens=torch.from_numpy(tokens.astype(np.int64)),
+            unpad=None if real.all() else torch.from_numpy(np.flatnonzero(real)),
+            rows=torch.from_numpy(tokens[real].astype(np.int64)),
+            pages=torch.from_numpy(pages.reshape(-1)),
+            mask=torch.from_numpy(mask.reshape(len(rows), 1, -1, len(key))).to(self._scratch.dtype),
+            stale=torch.from_numpy(stale),
+        )

@@ -1,4 +1,4 @@
-"""`Batch`: one iteration as the scheduler hands it to the runner, and `StepResult`: what comes back. Host arrays only."""
+"""`Batch`: one iteration as the scheduler hands it to the runner; `StepResult`: what comes back. Host arrays only."""
 
 from __future__ import annotations
 

@@ -16,7 +16,6 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-
 from weft.engine.batch import Batch, StepResult
 from weft.engine.bench_options import Lengths, read_lengths
 from weft.engine.config import EngineConfig
@@ -190,7 +189,7 @@ def run_scheduler(arguments: argparse.Namespace) -> int:
     step = 0
     pending: Batch | None = None
     samples = rng.integers(2, 1000, running).astype(np.int32)
-    times = []
+    times: list[float] = []
 
     def commit(batch: Batch) -> None:
         scheduler.commit(StepResult(batch, samples[: len(batch.sampled_rows)], None, (), 0.0))

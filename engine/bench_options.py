@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-
 from weft.engine.errors import ConfigError
 
 Lengths = list[tuple[int, int]]
@@ -50,7 +49,8 @@ def read_lengths(workload: str, file: Path | None, seed: int) -> Lengths:
             pairs = _made_up(workload, seed)
         except ValueError:
             raise ConfigError(
-                f"--workload {workload!r} is neither IN:OUT:REQUESTS nor lognormal:IN_MEAN:IN_SD:OUT_MEAN:OUT_SD:REQUESTS"
+                f"--workload {workload!r} is neither IN:OUT:REQUESTS "
+                "nor lognormal:IN_MEAN:IN_SD:OUT_MEAN:OUT_SD:REQUESTS"
             ) from None
     if not pairs or any(a < 1 or b < 1 for a, b in pairs):
         raise ConfigError("a workload needs at least one request, and at least one token in and out for each")

@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 import zmq.asyncio
-
 from weft.engine.config import EngineConfig
 from weft.engine.errors import EngineDead, WeftError
 from weft.engine.messages import (
@@ -94,9 +93,7 @@ class TokenStream:
         self._pending = False
         if not self._tokens and self._finish is Finish.RUNNING and self._dead is not None:
             raise EngineDead(self._dead)
-        delta = Delta(
-            self._tokens, self._logprobs, self._finish, self._started, self._prompt_logprobs, self._error
-        )
+        delta = Delta(self._tokens, self._logprobs, self._finish, self._started, self._prompt_logprobs, self._error)
         self._tokens, self._logprobs, self._prompt_logprobs, self._started = [], [], [], None
         return delta
 
@@ -111,7 +108,7 @@ class TokenStream:
 class EngineClient:
     """A running engine process. Create with `await EngineClient.start(config)`."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         self.ready: EngineReady | None = None
         self.stats = EngineStats()
         self.dead: str | None = None
@@ -123,11 +120,6 @@ class EngineClient:
         self._dead_event = asyncio.Event()
         self._failure: str | None = None
         self._stopping = False
-
-    @classmethod
-    async def start(cls, config: EngineConfig) -> EngineClient:
-        """Spawn the engine process. Returns at once; `await wait_ready()` for the model to be loaded."""
-        self = cls()
         self._loop = asyncio.get_running_loop()
         self._dir = Path(tempfile.mkdtemp(prefix="weft-"))  # mode 0700
         self._context = zmq.asyncio.Context()
@@ -149,7 +141,11 @@ class EngineClient:
         self._process.stdin.flush()
         threading.Thread(target=self._watch, name="engine-watch", daemon=True).start()
         self._reader = asyncio.create_task(self._read_loop())
-        return self
+
+    @classmethod
+    async def start(cls, config: EngineConfig) -> EngineClient:
+        """Spawn the engine process. Returns at once; `await wait_ready()` for the model to be loaded."""
+        return cls(config)
 
     @property
     def alive(self) -> bool:

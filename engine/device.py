@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, OutOfMemory
 from weft.engine.spec import ModelSpec
@@ -85,7 +84,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> DevicePlan:
         num_pages = min(max_num_seqs * pages_per_request + 1, room // page_bytes)
     if num_pages < 2:
         raise OutOfMemory(
-            f"the KV pool has room for {max(num_pages, 0)} pages of {page_bytes / 2**20:.1f} MiB, at least 2 are needed: "
+            f"the KV pool has room for {max(num_pages, 0)} pages of {page_bytes / 2**20:.1f} MiB, it needs at least 2: "
             "raise --kv-cache-gib or lower --page-size"
         )
     # A request that can never fit is refused at the door: the context limit is what the pool can hold.

@@ -9,17 +9,17 @@ import time
 from collections import deque
 
 import numpy as np
-
 from weft.engine.config import EngineConfig
 from weft.engine.device import resolve
 from weft.engine.errors import RequestError
+from weft.engine.events import Events
 from weft.engine.messages import AddRequest, EngineReady, EngineStats, Finish, Outputs
 from weft.engine.model import Model
 from weft.engine.pages import PagePool
 from weft.engine.prefix import PrefixIndex
 from weft.engine.request import Request, check_request
 from weft.engine.runner import InFlight, Runner
-from weft.engine.scheduler import Events, Scheduler
+from weft.engine.scheduler import Scheduler
 from weft.engine.slots import SlotTable
 from weft.engine.spec import read_spec
 from weft.engine.weights import Progress, load_weights
@@ -168,14 +168,11 @@ class Engine:
 
     def _outputs(self, events: Events, stats: EngineStats) -> Outputs:
         refused, self._refused = self._refused, []
-        n = len(refused)
-        handles = np.concatenate((events.handles, np.array([h for h, _ in refused], np.int64)))
-        tokens = np.concatenate((events.tokens, np.full(n, -1, np.int32)))
-        finish = np.concatenate((events.finish, np.full(n, Finish.ERROR, np.uint8)))
+        events = events.ended([handle for handle, _ in refused], Finish.ERROR)
         return Outputs(
-            handles=handles.astype(np.int64).tobytes(),
-            tokens=tokens.astype(np.int32).tobytes(),
-            finish=finish.astype(np.uint8).tobytes(),
+            handles=events.handles.astype(np.int64).tobytes(),
+            tokens=events.tokens.astype(np.int32).tobytes(),
+            finish=events.finish.astype(np.uint8).tobytes(),
             started=events.started,
             logprobs=events.logprobs,
             prompt_logprobs=events.prompt_logprobs,

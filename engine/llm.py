@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import AutoTokenizer
-
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.errors import ModelError, RequestError
@@ -55,9 +54,9 @@ class LLM:
         progress: bool = True,
     ) -> list[Completion]:
         """Complete each prompt (text, or token ids). One `SamplingParams` for all, or one each."""
-        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
-            prompts = [prompts]  # type: ignore[list-item]
-        ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]  # type: ignore[arg-type]
+        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        many = cast(Sequence[Prompt], [prompts] if one else prompts)
+        ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in many]
         return self._run(ids, params, progress)
 
     def chat(
@@ -122,9 +121,7 @@ class LLM:
                         finish[handle - base] = Finish(reason)
                         bar.advance(task)
         return [
-            Completion(
-                self.tokenizer.decode(t, skip_special_tokens=True), t, f.name.lower(), p, c, lp
-            )
+            Completion(self.tokenizer.decode(t, skip_special_tokens=True), t, f.name.lower(), p, c, lp)
             for t, f, p, c, lp in zip(tokens, finish, ids, cached, logprobs, strict=True)
         ]
 

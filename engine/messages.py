@@ -11,7 +11,6 @@ from enum import IntEnum
 import msgspec
 import numpy as np
 import numpy.typing as npt
-
 from weft.engine.sampling import SamplingParams
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-
 from weft.engine.prefix import PrefixEntry, PrefixIndex
 
 Pages = npt.NDArray[np.int32]
@@ -49,7 +48,7 @@ class PagePool:
         return self.capacity - self._num_free - self.index.num_idle
 
     def allocate(self, count: int) -> Pages:
-        """Take `count` pages (reference count 1), evicting cached ones as needed. The caller checked `num_available`."""
+        """Take `count` pages (reference count 1), evicting cached ones as needed; check `num_available` first."""
         if count > self.num_available:
             raise RuntimeError(f"{count} pages asked for, {self.num_available} available")
         while self._num_free < count:

@@ -86,7 +86,9 @@ class PrefixIndex:
             parent = entry
         return found
 
-    def publish(self, page: int, parent: PrefixEntry | None, key: bytes, tokens: bytes, salt: str) -> PrefixEntry | None:
+    def publish(
+        self, page: int, parent: PrefixEntry | None, key: bytes, tokens: bytes, salt: str
+    ) -> PrefixEntry | None:
         """Enter a full, confirmed page that its request still holds.
 
         Returns the entry that now stands for these tokens: the new one, or the one of a page that another request

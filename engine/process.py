@@ -13,7 +13,6 @@ import threading
 import traceback
 
 import zmq
-
 from weft.engine.config import EngineConfig
 from weft.engine.errors import WeftError
 from weft.engine.messages import (
@@ -86,7 +85,7 @@ class _Loop:
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon decides when to end
-    config = EngineConfig.model_validate_json(sys.stdin.buffer.raw.readline())  # type: ignore[attr-defined]
+    config = EngineConfig.model_validate_json(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_stdin, name="stdin-watch", daemon=True).start()
     context = zmq.Context()
     socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)

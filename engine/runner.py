@@ -13,8 +13,7 @@ import time
 import numpy as np
 import torch
 from torch import Tensor
-
-from weft.engine.attention_plan import plan_attention
+from weft.engine.attention_plan import AttentionPlanner
 from weft.engine.batch import Batch, Logprobs, PromptLogprobs, SamplingInputs, StepResult
 from weft.engine.model import Model, ModelInputs
 from weft.kernels import sampling
@@ -62,7 +61,7 @@ class Runner:
     def __init__(self, model: Model, num_slots: int) -> None:
         self.model = model
         self._num_slots = num_slots
-        self._page_size = model.kv.shape[3]
+        self._attention = AttentionPlanner(model.kv, model.spec.num_heads)
         self._device = model.kv.device
         self._last_token = torch.zeros(num_slots, dtype=torch.int64, device=self._device)
         self._counts: _Counts | None = None
@@ -99,7 +98,7 @@ class Runner:
             token_ids,
             torch.from_numpy(batch.positions.astype(np.int64)),
             torch.from_numpy(batch.slot_mapping),
-            plan_attention(batch, self._page_size, self.model.spec.heads_per_kv),
+            self._attention.plan(batch),
         )
         x, sumsq = self.model.forward(inputs)
         prompt_logprobs = tuple(self._prompt_logprobs(x, sumsq, asked) for asked in batch.prompt_logprobs)

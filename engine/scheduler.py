@@ -11,10 +11,11 @@ import time
 from typing import NamedTuple
 
 import numpy as np
-
 from weft.engine.admission import OutputLengths, peak_tokens
-from weft.engine.batch import I32, Batch, CountReset, PromptLogprobs, SamplingInputs, StepResult, uniform_draw
-from weft.engine.messages import EngineStats, Finish, Started, TokenLogprobs
+from weft.engine.batch import I32, Batch, CountReset, StepResult
+from weft.engine.build import Chunk, build_batch
+from weft.engine.events import Events, prompt_logprobs, token_logprobs
+from weft.engine.messages import EngineStats, Finish, Started
 from weft.engine.pages import PagePool, Pages
 from weft.engine.prefix import PrefixEntry
 from weft.engine.request import Request, State
@@ -28,17 +29,6 @@ class _Fence(NamedTuple):
     slot: int
     """-1: pages only"""
     pages: Pages
-
-
-class Events(NamedTuple):
-    """What one commit has to tell the world; columns as in `messages.Outputs`."""
-
-    handles: np.ndarray
-    tokens: np.ndarray
-    finish: np.ndarray
-    started: list[Started]
-    logprobs: dict[int, TokenLogprobs]
-    prompt_logprobs: dict[int, list[TokenLogprobs]]
 
 
 class Scheduler:
@@ -108,7 +98,8 @@ class Scheduler:
         chunks = self._schedule_prefills(budget)
         if not len(decodes) and not chunks:
             return None
-        return self._build(step, decodes, chunks)
+        resets, self._count_resets = self._count_resets, []
+        return build_batch(self.slots, self.pool.page_size, step, decodes, chunks, resets)
 
     def _schedule_decodes(self) -> I32:
         """Slots that decode one token each, their pages grown; preempts when memory is short."""
@@ -152,10 +143,10 @@ class Scheduler:
         self.preemptions += 1
         return victim
 
-    def _schedule_prefills(self, budget: int) -> list[tuple[int, int]]:
+    def _schedule_prefills(self, budget: int) -> list[Chunk]:
         """(slot, tokens) chunks: running prefills first, then new requests, until the budget is used up."""
         s = self.slots
-        chunks: list[tuple[int, int]] = []
+        chunks: list[Chunk] = []
         going = np.flatnonzero((s.phase == Phase.PREFILL) & (s.scheduled < s.target))
         for slot in going[np.lexsort((s.order[going], s.priority[going]))].tolist():
             if budget == 0:
@@ -247,105 +238,6 @@ class Scheduler:
     def _held_by_running(self) -> int:
         return self.pool.num_held - sum(len(f.pages) for f in self._fences)
 
-    def _build(self, step: int, decodes: I32, chunks: list[tuple[int, int]]) -> Batch:
-        s, page_size = self.slots, self.pool.page_size
-        num_decodes = len(decodes)
-        rows = np.concatenate((decodes, np.array([c[0] for c in chunks], np.int32)))
-        query_len = np.ones(len(rows), np.int32)
-        query_len[num_decodes:] = [c[1] for c in chunks]
-        start = s.scheduled[rows]
-        total = int(query_len.sum())
-        token_ids = np.full(total, -1, np.int32)
-        positions = np.empty(total, np.int32)
-        positions[:num_decodes] = start[:num_decodes]
-        token_rows = np.repeat(np.arange(len(rows), dtype=np.int32), query_len)
-        at = num_decodes
-        asked: list[PromptLogprobs] = []
-        for row, (slot, length) in enumerate(chunks, start=num_decodes):
-            first = int(start[row])
-            token_ids[at : at + length] = s.tokens[slot, first : first + length]
-            positions[at : at + length] = np.arange(first, first + length, dtype=np.int32)
-            if s.prompt_logprobs[slot] >= 0 and (part := self._prompt_logprobs(row, slot, first, length, at)):
-                asked.append(part)
-            at += length
-        pages = s.page_table[rows[token_rows], positions // page_size].astype(np.int64)
-        end = start + query_len
-        s.scheduled[rows] = end
-        s.in_flight[rows] += query_len
-        s.last_step[rows] = step
-        # A chunk that completes the prefill samples the next token, unless no output was asked for.
-        samples = (np.arange(len(rows)) < num_decodes) | ((end == s.target[rows]) & (s.target[rows] < s.limit[rows]))
-        sampled_rows = np.flatnonzero(samples).astype(np.int32)
-        s.phase[rows[(end >= s.target[rows])]] = Phase.DECODE
-        resets, self._count_resets = tuple(self._count_resets), []
-        return Batch(
-            step=step,
-            num_decodes=num_decodes,
-            slots=rows,
-            epochs=s.epoch[rows],
-            query_len=query_len,
-            kv_len=end,
-            token_ids=token_ids,
-            positions=positions,
-            slot_mapping=pages * page_size + positions % page_size,
-            page_table=s.page_table[rows, : int(s.num_pages[rows].max())],
-            sampled_rows=sampled_rows,
-            sampling=self._sampling(rows[sampled_rows], (np.cumsum(query_len) - 1)[sampled_rows], end[sampled_rows]),
-            count_resets=resets,
-            prompt_logprobs=tuple(asked),
-        )
-
-    def _prompt_logprobs(self, row: int, slot: int, first: int, length: int, at: int) -> PromptLogprobs | None:
-        """Position p predicts prompt token p + 1; positions delivered before a preemption are not sent again."""
-        s = self.slots
-        request = s.request[slot]
-        assert request is not None
-        low = max(first, request.prompt_logprobs_sent)
-        high = min(first + length, int(s.prompt_len[slot]) - 1)
-        if low >= high:
-            return None
-        tokens = np.arange(at + low - first, at + high - first, dtype=np.int32)
-        return PromptLogprobs(row, tokens, s.tokens[slot, low + 1 : high + 1].copy(), int(s.prompt_logprobs[slot]))
-
-    def _sampling(self, slots: I32, logit_tokens: np.ndarray, index: I32) -> SamplingInputs:
-        """`index [S]`: the index that each new token will have in its request."""
-        s = self.slots
-        bias_rows: list[np.ndarray] = []
-        bias_ids: list[np.ndarray] = []
-        bias_values: list[np.ndarray] = []
-        for row in np.flatnonzero(s.biased[slots]).tolist():
-            request = s.request[slots[row]]
-            assert request is not None
-            bias = request.params.logit_bias
-            bias_rows.append(np.full(len(bias), row, np.int32))
-            bias_ids.append(np.fromiter(bias.keys(), np.int32, len(bias)))
-            bias_values.append(np.fromiter(bias.values(), np.float32, len(bias)))
-        early = np.flatnonzero(index < s.min_total[slots])
-        if len(early):
-            stops = s.stop_ids[slots[early]]
-            where = np.nonzero(stops >= 0)
-            bias_rows.append(early[where[0]].astype(np.int32))
-            bias_ids.append(stops[where])
-            bias_values.append(np.full(len(where[0]), -np.inf, np.float32))
-        none_i, none_f = np.zeros(0, np.int32), np.zeros(0, np.float32)
-        return SamplingInputs(
-            slots=slots,
-            logit_tokens=logit_tokens.astype(np.int32),
-            temperature=s.temperature[slots],
-            top_k=s.top_k[slots],
-            top_p=s.top_p[slots],
-            min_p=s.min_p[slots],
-            uniform=uniform_draw(s.seed[slots], index),
-            presence=s.presence[slots],
-            frequency=s.frequency[slots],
-            repetition=s.repetition[slots],
-            counted=s.counted[slots],
-            logprobs=s.logprobs[slots],
-            bias_rows=np.concatenate(bias_rows) if bias_rows else none_i,
-            bias_ids=np.concatenate(bias_ids) if bias_ids else none_i,
-            bias_values=np.concatenate(bias_values) if bias_values else none_f,
-        )
-
     # -- committing an iteration
 
     def commit(self, result: StepResult) -> Events:
@@ -368,8 +260,8 @@ class Scheduler:
         finish = np.where(stopped, np.uint8(Finish.STOP), np.where(full, np.uint8(Finish.LENGTH), np.uint8(0)))
         handles = s.handle[token_slots]
 
-        prompt_logprobs = self._commit_prompt_logprobs(result, live)
-        logprobs = self._commit_logprobs(result, sampled) if result.logprobs is not None else {}
+        scored_prompts = prompt_logprobs(s, result, live)
+        logprobs = token_logprobs(s, result, sampled)
         started = [self._start(int(slot)) for slot in token_slots[index == s.prompt_len[token_slots]]]
         self._publish(slots)
         for slot in token_slots[finish != 0].tolist():
@@ -380,31 +272,17 @@ class Scheduler:
         for slot in scored.tolist():
             started.append(self._start(slot))
             self._finish(slot)
-        events = Events(
-            handles=np.concatenate((handles, ends)),
-            tokens=np.concatenate((tokens, np.full(len(ends), -1, np.int32))),
-            finish=np.concatenate((finish, np.full(len(ends), Finish.LENGTH, np.uint8))),
-            started=started,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-        )
+        events = Events(handles, tokens, finish, started, logprobs, scored_prompts)
         self._release_fences()
-        return self._with_aborts(events)
+        return self._with_aborts(events.ended(ends.tolist(), Finish.LENGTH))
 
     def idle_events(self) -> Events:
         """Terminal events that wait for no iteration (aborts)."""
-        none = Events(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.uint8), [], {}, {})
-        return self._with_aborts(none)
+        return self._with_aborts(Events.none())
 
     def _with_aborts(self, events: Events) -> Events:
-        if not self._aborted:
-            return events
         aborted, self._aborted = self._aborted, []
-        return events._replace(
-            handles=np.concatenate((events.handles, np.array(aborted, np.int64))),
-            tokens=np.concatenate((events.tokens, np.full(len(aborted), -1, np.int32))),
-            finish=np.concatenate((events.finish, np.full(len(aborted), Finish.ABORT, np.uint8))),
-        )
+        return events.ended(aborted, Finish.ABORT)
 
     def _start(self, slot: int) -> Started:
         request = self.slots.request[slot]
@@ -414,34 +292,6 @@ class Scheduler:
         return Started(
             request.handle, request.cached_tokens, request.scheduled_at - request.arrival, now - request.scheduled_at
         )
-
-    def _commit_logprobs(self, result: StepResult, sampled: np.ndarray) -> dict[int, TokenLogprobs]:
-        columns, sampling = result.logprobs, result.batch.sampling
-        assert columns is not None
-        out: dict[int, TokenLogprobs] = {}
-        for i, row in enumerate(columns.rows.tolist()):
-            if sampled[row]:
-                width = 1 + int(sampling.logprobs[row])
-                out[int(self.slots.handle[sampling.slots[row]])] = TokenLogprobs(
-                    int(columns.ranks[i]), tuple(columns.ids[i, :width].tolist()), tuple(columns.values[i, :width].tolist())
-                )
-        return out
-
-    def _commit_prompt_logprobs(self, result: StepResult, live: np.ndarray) -> dict[int, list[TokenLogprobs]]:
-        out: dict[int, list[TokenLogprobs]] = {}
-        for asked, columns in zip(result.batch.prompt_logprobs, result.prompt_logprobs, strict=True):
-            if not live[asked.row]:
-                continue
-            request = self.slots.request[result.batch.slots[asked.row]]
-            assert request is not None
-            request.prompt_logprobs_sent += len(asked.targets)
-            out[request.handle] = [
-                TokenLogprobs(rank, tuple(ids), tuple(values))
-                for rank, ids, values in zip(
-                    columns.ranks.tolist(), columns.ids.tolist(), columns.values.tolist(), strict=True
-                )
-            ]
-        return out
 
     def _publish(self, slots: I32) -> None:
         """Enter pages that became full and confirmed into the prefix index."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 from enum import IntEnum
 
 import numpy as np
-
 from weft.engine.request import Request
 
 
@@ -123,7 +122,7 @@ class SlotTable:
         return slot
 
     def retire(self, slot: int) -> np.ndarray:
-        """End the row's request: results still in flight become stale. Returns its pages, to be freed behind a fence."""
+        """End the row's request: results in flight become stale. Returns its pages, to be freed behind a fence."""
         pages = self.page_table[slot, : self.num_pages[slot]].copy()
         self.page_table[slot, : self.num_pages[slot]] = 0
         self.phase[slot] = Phase.ENDING

@@ -1,4 +1,6 @@
-"""The torch twin of every kernel: what it computes, in the fewest plain operations. Serves on the CPU, is the oracle on a GPU.
+"""The torch twin of every kernel: what it computes, in the fewest plain operations.
+
+Serves on the CPU, is the oracle on a GPU.
 
 Shapes use T tokens, R requests, H hidden, Hq query heads, Hkv KV heads, D head_dim, V vocabulary. The residual stream
 `x [T, H]` travels with `sumsq [T] float32`, the sum of squares of each row: with norm weights folded into matrices
@@ -118,7 +120,7 @@ class AttentionGroup(NamedTuple):
     pages: Tensor
     """[G * P] int64; padding is page 0"""
     mask: Tensor
-    """[G, 1, heads_per_kv * Q, P * page_size] bool: may attend"""
+    """[G, 1, heads_per_kv * Q, P * page_size] in q's dtype: 0 where a query may attend, -inf elsewhere"""
     stale: Tensor
     """[...] int64 into G * P * page_size: positions past a request's last token, whose content is not its own"""
 
@@ -127,6 +129,9 @@ class AttentionWork(NamedTuple):
     """The attention of one iteration, planned on the host once for all layers."""
 
     groups: tuple[AttentionGroup, ...]
+    scratch: Tensor
+    """[2, elements] in the pool's dtype: K and V of the largest group. Reused by every layer and iteration, because a
+    fresh buffer of this size costs more in page faults than the copy into it."""
 
 
 def paged_attention(q: Tensor, kv: Tensor, layer: int, work: AttentionWork) -> Tensor:
@@ -142,8 +147,10 @@ def paged_attention(q: Tensor, kv: Tensor, layer: int, work: AttentionWork) -> T
     for group in work.groups:
         size, queries = group.tokens.shape
         k_rows = (group.pages * layers + layer) * 2
-        k = flat.index_select(0, k_rows).view(-1, num_kv_heads * head_dim)
-        v = flat.index_select(0, k_rows + 1).view(-1, num_kv_heads * head_dim)
+        gathered = work.scratch[:, : len(k_rows) * flat.shape[1]].view(2, len(k_rows), -1)
+        torch.index_select(flat, 0, k_rows, out=gathered[0])
+        torch.index_select(flat, 0, k_rows + 1, out=gathered[1])
+        k, v = gathered.view(2, -1, num_kv_heads * head_dim).unbind(0)
         k.index_fill_(0, group.stale, 0.0)
         v.index_fill_(0, group.stale, 0.0)
         k = k.view(size, -1, num_kv_heads, head_dim).transpose(1, 2)

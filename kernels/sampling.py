@@ -31,7 +31,7 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     probs = scaled.softmax(-1)
     if bool((top_k > 0).any() or (top_p < 1.0).any()):
         # The smallest set of best tokens whose mass reaches top_p, among the top_k best.
-        ordered, order = probs.sort(-1, descending=True, stable=True)
+        ordered, order = torch.sort(probs, dim=-1, descending=True, stable=True)
         rank = torch.arange(probs.shape[-1], device=probs.device)
         keep = (rank < torch.where(top_k > 0, top_k, probs.shape[-1])[:, None]) | (rank == 0)
         ordered = ordered * keep

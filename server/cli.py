@@ -12,7 +12,9 @@ from weft import __version__
 from weft.engine.config import EngineConfig
 from weft.engine.errors import WeftError
 from weft.server.config import ServeConfig
-from weft.server.options import Parser, add_flags, load, unknown_variables
+from weft.server.options import Parser, add_flags, load, nearest, unknown_variables
+
+COMMANDS = ("serve", "bench", "demo", "version")
 
 _HELP = """\
 Serve large language models over the OpenAI HTTP API.
@@ -97,15 +99,15 @@ def _parser() -> Parser:
 
     _model_options(command("serve", _serve, "serve a model over HTTP until stopped"), ServeConfig)
 
-    bench = commands.add_parser("bench", help="measure throughput and CPU cost", parser_class=Parser)
+    bench = commands.add_parser("bench", help="measure throughput and CPU cost")
     bench.set_defaults(parser=bench)
-    benches = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", parser_class=Parser, required=True)
+    benches = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", parser_class=Parser)
     from weft.engine.bench_options import add_offline_flags, add_scheduler_flags
 
     offline = command("offline", _bench_offline, "throughput of the engine in this process, without HTTP", benches)
     _model_options(offline, EngineConfig)
     add_offline_flags(offline)
-    scheduler = command("scheduler", _bench_scheduler, "CPU time per iteration, with a runner that computes nothing", benches)
+    scheduler = command("scheduler", _bench_scheduler, "CPU time per iteration, without a model", benches)
     add_scheduler_flags(scheduler)
 
     demo = commands.add_parser("demo", help="train or evaluate the embedded demo model", add_help=False)
@@ -121,6 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[:1] == ["demo"] and len(argv) > 1 and argv[1] in ("evaluate", "train"):
         return _demo(argv[1], argv[2:])  # these have parsers of their own
     parser = _parser()
+    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
+        parser.error(f"unknown command {argv[0]}{nearest(argv[0], COMMANDS)}")
     arguments = parser.parse_args(argv)
     if not hasattr(arguments, "run"):
         (getattr(arguments, "parser", None) or parser).print_help()

@@ -14,7 +14,6 @@ from typing import Any, NoReturn, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
-
 from weft.engine.errors import ConfigError
 
 ENV_PREFIX = "WEFT_"

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.messages import AddRequest, Finish, Outputs, TokenLogprobs

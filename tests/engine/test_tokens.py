@@ -12,7 +12,6 @@ import torch
 from harness import GREEDY, Harness
 from tiny import FAMILIES, reference_tokens
 from transformers import AutoModelForCausalLM
-
 from weft.engine.messages import Finish
 
 MAX_TOKENS = 24
@@ -58,9 +57,7 @@ def test_tokens_survive_preemption_prefix_reuse_and_aborts(tiny_model, chunk: in
     path = tiny_model("llama3.1")
     prompts, expected = _workload(path, 40)
     # A request needs up to 35 pages: only a few of the 40 fit at once.
-    harness = Harness(
-        path, max_num_batched_tokens=chunk, page_size=4, num_pages=44, async_scheduling=asynchronous
-    )
+    harness = Harness(path, max_num_batched_tokens=chunk, page_size=4, num_pages=44, async_scheduling=asynchronous)
     harness.expect_short_outputs()
     harness.poison_pages()
     for prompt in prompts:

@@ -49,7 +49,11 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "yi": (
         LlamaConfig,
         LlamaForCausalLM,
-        {"num_attention_heads": 8, "num_key_value_heads": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 5e6}},
+        {
+            "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e6},
+        },
     ),
     "deepseek-llm": (
         LlamaConfig,

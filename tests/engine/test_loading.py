@@ -1,0 +1,162 @@
+"""Model directories: what cannot be served is refused with one line that says why."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from harness import GREEDY, Harness
+from tiny import FAMILIES, save_tiny
+from transformers import AutoModelForCausalLM
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
+from weft.engine.errors import ConfigError, ModelError, OutOfMemory, RequestError, WeftError
+from weft.engine.spec import read_spec
+
+
+@pytest.fixture
+def broken(tiny_model: Callable[[str], Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_model("llama2"), tmp_path / "model"))
+
+
+def _edit(path: Path, **changes: object) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def _refusal(path: Path | str, kind: type[WeftError] = ModelError, **options: object) -> str:
+    with pytest.raises(kind) as error:
+        Engine(EngineConfig(model=str(path), **options))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_missing_directory() -> None:
+    assert "no model directory" in _refusal("/nowhere")
+
+
+def test_unsupported_architecture_names_the_supported_ones(broken: Path) -> None:
+    _edit(broken, architectures=["GPT2LMHeadModel"])
+    message = _refusal(broken)
+    assert "GPT2LMHeadModel" in message
+    assert "LlamaForCausalLM" in message
+
+
+def test_missing_shard_is_named(broken: Path) -> None:
+    shard = sorted(broken.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    assert shard.name in _refusal(broken)
+
+
+def test_truncated_shard(broken: Path) -> None:
+    shard = sorted(broken.glob("model-*.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes()[:100])
+    assert shard.name in _refusal(broken)
+
+
+def test_shape_that_does_not_fit_the_config(broken: Path) -> None:
+    _edit(broken, intermediate_size=96)
+    message = _refusal(broken)
+    assert "gate_proj" in message
+    assert "(96, 64)" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"quantization_config": {"bits": 4}}, "quantized"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
+        ({"num_key_value_heads": 3}, "evenly"),
+        ({"hidden_size": "many"}, "wrong kind"),
+        ({"num_hidden_layers": 0}, "num_layers"),
+    ],
+)
+def test_configs_that_cannot_be_served(broken: Path, changes: dict, word: str) -> None:
+    _edit(broken, **changes)
+    assert word in _refusal(broken)
+
+
+def test_config_that_is_not_json(broken: Path) -> None:
+    (broken / "config.json").write_text("{")
+    assert "config.json" in _refusal(broken)
+
+
+def test_too_little_memory_says_what_to_change(tiny_model: Callable[[str], Path], broken: Path) -> None:
+    assert "--kv-cache-gib" in _refusal(tiny_model("yi"), OutOfMemory, kv_cache_gib=1e-6)
+    _edit(broken, hidden_size=2**16, intermediate_size=2**20, num_attention_heads=512, num_key_value_heads=512)
+    assert "the machine has" in _refusal(broken, OutOfMemory, load_format="dummy")
+
+
+def test_context_longer_than_the_model(tiny_model: Callable[[str], Path]) -> None:
+    assert "256" in _refusal(tiny_model("yi"), ConfigError, max_model_len=257)
+
+
+def test_a_pool_smaller_than_the_context_lowers_the_limit(tiny_model: Callable[[str], Path]) -> None:
+    harness = Harness(tiny_model("yi"), page_size=8, num_pages=5)
+    assert harness.engine.plan.max_model_len == 32
+    with pytest.raises(RequestError, match="at most 32 fit"):
+        harness.add(range(3, 35))
+    with pytest.raises(RequestError) as error:
+        harness.add(range(3, 23), max_tokens=13)
+    assert error.value.param == "max_tokens"
+    harness.add(range(3, 23), max_tokens=12, ignore_eos=True, **GREEDY)
+    harness.run()
+    assert len(harness.tokens[0]) == 12
+
+
+def test_dummy_weights_need_only_a_config(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copy(tiny_model("llama2") / "config.json", tmp_path)
+    outputs = []
+    for seed in (1, 1, 2):
+        harness = Harness(tmp_path, load_format="dummy", seed=seed, page_size=8, num_pages=32)
+        harness.add(range(3, 20), max_tokens=8, ignore_eos=True, **GREEDY)
+        harness.run()
+        outputs.append(harness.tokens[0])
+    assert outputs[0] == outputs[1] != outputs[2]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameter_count_equals_that_of_transformers(tiny_model: Callable[[str], Path], family: str) -> None:
+    spec = read_spec(tiny_model(family))
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(family))
+    biases = sum(p.numel() for n, p in model.named_parameters() if n.endswith("bias"))
+    assert spec.num_parameters == sum(p.numel() for p in model.parameters()) - biases
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64},
+        {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+    ],
+)
+def test_rotary_scalings_equal_those_of_transformers(tmp_path: Path, rope: dict) -> None:
+    path = save_tiny("llama2", tmp_path, rope_parameters=rope)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    inv_freq, scale = read_spec(path).inv_freq()
+    rotary = model.model.rotary_emb
+    assert torch.allclose(inv_freq, rotary.inv_freq.float(), rtol=1e-5)
+    assert scale == pytest.approx(rotary.attention_scaling)
+
+
+def test_a_window_shorter_than_the_context_lowers_the_limit(tmp_path: Path) -> None:
+    path = save_tiny("mistral", tmp_path, sliding_window=64)
+    assert read_spec(path).max_positions == 64
+
+
+def test_prompts_with_foreign_tokens_are_refused(tiny_model: Callable[[str], Path]) -> None:
+    harness = Harness(tiny_model("yi"), num_pages=8)
+    for prompt in ([], [199], np.array([-1])):
+        with pytest.raises(RequestError) as error:
+            harness.add(prompt)
+        assert error.value.param == "prompt"
+    with pytest.raises(RequestError):
+        harness.add([5], stop_token_ids=(199,))
+    with pytest.raises(RequestError):
+        harness.add([5], logit_bias={199: 1.0})
