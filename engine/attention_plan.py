@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from torch import Tensor
+
 from weft.engine.batch import I32, Batch
 from weft.kernels.reference import AttentionGroup, AttentionWork
 

@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+
 from weft.engine.batch import Batch, StepResult
 from weft.engine.bench_options import Lengths, read_lengths
 from weft.engine.config import EngineConfig

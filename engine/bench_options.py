@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+
 from weft.engine.errors import ConfigError
 
 Lengths = list[tuple[int, int]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+
 from weft.engine.batch import I32, Batch, CountReset, PromptLogprobs, SamplingInputs, uniform_draw
 from weft.engine.slots import Phase, SlotTable
 

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 import zmq.asyncio
+
 from weft.engine.config import EngineConfig
 from weft.engine.errors import EngineDead, WeftError
 from weft.engine.messages import (
@@ -40,6 +41,8 @@ from weft.engine.messages import (
     from_engine_decoder,
 )
 from weft.engine.sampling import SamplingParams
+
+LAST_WORDS_SECONDS = 0.05
 
 
 class Delta(NamedTuple):
@@ -219,7 +222,8 @@ class EngineClient:
     def _watch(self) -> None:
         code = self._process.wait()
         with contextlib.suppress(RuntimeError):  # the loop is already closed: nobody is left to tell
-            self._loop.call_soon_threadsafe(self._on_exit, code)
+            # Its last words may still be on their way through the socket.
+            self._loop.call_soon_threadsafe(self._loop.call_later, LAST_WORDS_SECONDS, self._on_exit, code)
 
     def _on_exit(self, code: int) -> None:
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"

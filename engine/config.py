@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
 from weft.engine.demo import MODEL_PATH as DEMO_MODEL_PATH
 
 Device = Literal["auto", "cpu", "cuda"]

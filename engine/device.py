@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, OutOfMemory
 from weft.engine.spec import ModelSpec
@@ -32,8 +35,10 @@ class DevicePlan:
         """The pool `[pages, layers, 2, page_size, Hkv, D]`, zeroed. Raises `OutOfMemory`."""
         shape = (self.num_pages, spec.num_layers, 2, self.page_size, spec.num_kv_heads, spec.head_dim)
         try:
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
-        except RuntimeError:  # torch raises a plain RuntimeError when a CPU allocation fails
+            # Pages of zeros that the system maps on first touch: starting costs nothing, idle memory is not taken.
+            pool = torch.from_numpy(np.zeros(math.prod(shape) * self.dtype.itemsize, np.uint8))
+            return pool.view(self.dtype).view(shape)
+        except MemoryError:
             size = self.num_pages * self.page_size * spec.kv_bytes_per_token(self.dtype.itemsize) / GIB
             raise OutOfMemory(f"{size:.1f} GiB of KV pages do not fit: lower --kv-cache-gib or --num-pages") from None
 

@@ -9,6 +9,7 @@ import time
 from collections import deque
 
 import numpy as np
+
 from weft.engine.config import EngineConfig
 from weft.engine.device import resolve
 from weft.engine.errors import RequestError

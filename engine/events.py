@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+
 from weft.engine.batch import StepResult
 from weft.engine.messages import Finish, Started, TokenLogprobs
 from weft.engine.slots import SlotTable

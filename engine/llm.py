@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import AutoTokenizer
+
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.errors import ModelError, RequestError

@@ -11,6 +11,7 @@ from enum import IntEnum
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
 from weft.engine.sampling import SamplingParams
 
 

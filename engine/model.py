@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torch import Tensor
+
 from weft.engine.spec import ModelSpec
 from weft.engine.weights import Weights
 from weft.kernels import reference as k

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+
 from weft.engine.prefix import PrefixEntry, PrefixIndex
 
 Pages = npt.NDArray[np.int32]

@@ -13,6 +13,7 @@ import threading
 import traceback
 
 import zmq
+
 from weft.engine.config import EngineConfig
 from weft.engine.errors import WeftError
 from weft.engine.messages import (

@@ -8,6 +8,7 @@ from enum import Enum, auto
 
 import numpy as np
 import numpy.typing as npt
+
 from weft.engine.errors import RequestError
 from weft.engine.prefix import PrefixEntry
 from weft.engine.sampling import SamplingParams

@@ -13,6 +13,7 @@ import time
 import numpy as np
 import torch
 from torch import Tensor
+
 from weft.engine.attention_plan import AttentionPlanner
 from weft.engine.batch import Batch, Logprobs, PromptLogprobs, SamplingInputs, StepResult
 from weft.engine.model import Model, ModelInputs

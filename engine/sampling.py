@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+
 from weft.engine.errors import RequestError
 
 MAX_LOGPROBS = 20

@@ -11,6 +11,7 @@ import time
 from typing import NamedTuple
 
 import numpy as np
+
 from weft.engine.admission import OutputLengths, peak_tokens
 from weft.engine.batch import I32, Batch, CountReset, StepResult
 from weft.engine.build import Chunk, build_batch

@@ -14,6 +14,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 import numpy as np
+
 from weft.engine.request import Request
 
 

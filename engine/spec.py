@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from weft.engine.errors import ModelError
 
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM")

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
 from weft.engine.errors import ModelError
 from weft.engine.spec import ModelSpec
 from weft.kernels import pack

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.messages import AddRequest, Finish, Outputs, TokenLogprobs

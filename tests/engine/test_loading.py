@@ -13,6 +13,7 @@ import torch
 from harness import GREEDY, Harness
 from tiny import FAMILIES, save_tiny
 from transformers import AutoModelForCausalLM
+
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError, ModelError, OutOfMemory, RequestError, WeftError

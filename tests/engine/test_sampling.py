@@ -15,6 +15,7 @@ from transformers.generation import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+
 from weft.engine.batch import uniform_draw
 from weft.engine.errors import RequestError
 from weft.engine.sampling import SamplingParams

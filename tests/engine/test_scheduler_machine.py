@@ -13,6 +13,7 @@ import xxhash
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
+
 from weft.engine.batch import Batch, StepResult
 from weft.engine.messages import Finish
 from weft.engine.pages import DUMMY_PAGE, PagePool

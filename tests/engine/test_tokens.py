@@ -12,6 +12,7 @@ import torch
 from harness import GREEDY, Harness
 from tiny import FAMILIES, reference_tokens
 from transformers import AutoModelForCausalLM
+
 from weft.engine.messages import Finish
 
 MAX_TOKENS = 24

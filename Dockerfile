@@ -1,0 +1,37 @@
+# syntax=docker/dockerfile:1
+# CPU image:   docker build -t weft .
+# CUDA image:  docker build -t weft:cuda --build-arg DEVICE=cuda .
+# Run:         docker run --rm -p 8000:8000 weft                              (the demo model)
+#              docker run --rm -p 8000:8000 --gpus all -v /models:/models:ro weft:cuda /models/Llama-3-8B
+ARG PYTHON=3.12
+ARG DEVICE=cpu
+
+FROM python:${PYTHON}-slim AS build
+ARG DEVICE
+# Where pip finds a torch without CUDA libraries; empty takes the registry's default build.
+ARG TORCH_INDEX=""
+WORKDIR /src
+RUN python -m venv /opt/weft
+ENV PATH=/opt/weft/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+COPY constraints.txt ./
+# torch first and alone: the layer survives every change of the code.
+RUN version="$(sed -n 's/^torch==//p' constraints.txt)" && \
+    if [ -n "$TORCH_INDEX" ]; then pip install "torch==$version" -i "$TORCH_INDEX"; else pip install "torch==$version"; fi
+COPY . .
+RUN if [ "$DEVICE" = cuda ]; then extra="[gpu]"; else extra=""; fi && pip install -c constraints.txt ".$extra"
+
+FROM python:${PYTHON}-slim AS runtime
+ARG DEVICE
+# Triton compiles its launchers with a C compiler at run time.
+RUN if [ "$DEVICE" = cuda ]; then \
+      apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; fi && \
+    useradd --create-home --uid 10001 weft
+COPY --from=build /opt/weft /opt/weft
+ENV PATH=/opt/weft/bin:$PATH PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1 WEFT_HOST=0.0.0.0 HF_HUB_OFFLINE=1
+USER weft
+WORKDIR /home/weft
+EXPOSE 8000
+HEALTHCHECK --interval=10s --timeout=3s --start-period=120s --retries=3 \
+    CMD ["python", "-c", "import os, urllib.request as u; u.urlopen('http://127.0.0.1:' + os.environ.get('WEFT_PORT', '8000') + '/health', timeout=2)"]
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["weft", "serve"]

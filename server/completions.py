@@ -1,0 +1,124 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from weft.server.answer import Answer
+from weft.server.choice import Choice, Piece
+from weft.server.errors import bad_request
+from weft.server.generate import Generation, Prompt, output_limit
+from weft.server.logprobs import CompletionLogprobs, prompt_logprobs
+from weft.server.protocol import CompletionBody
+from weft.server.routing import JsonRoute, ServiceOf
+from weft.server.service import Service
+from weft.server.tokenizer import Tokenizer
+
+DEFAULT_MAX_TOKENS = 16
+
+router = APIRouter(route_class=JsonRoute)
+
+
+@router.post("/v1/completions", summary="Continue a prompt")
+async def completions(body: CompletionBody, request: Request, service: ServiceOf) -> Response:
+    engine = service.engine
+    model = service.model_name(body.model)
+    body.check()
+    service.check_ids(body.stop_token_ids, "stop_token_ids")
+    service.check_ids(list(body.logit_bias), "logit_bias")
+    prompts = await _prompts(service, body)
+    scored = body.logprobs if body.echo else None
+    asked = [k for k in (scored, body.prompt_logprobs, 0 if body.max_tokens == 0 else None) if k is not None]
+    params = [
+        body.sampling(
+            max_tokens=output_limit(service, body.max_tokens, DEFAULT_MAX_TOKENS, len(prompt.ids), "prompt"),
+            logprobs=body.logprobs,
+            prompt_logprobs=max(asked, default=None),
+        )
+        for prompt in prompts
+    ]
+    scope = request.scope
+    generation = Generation(service, body, prompts, params, id=scope["weft.request_id"], arrival=scope["weft.arrival"])
+    return Answer(generation, CompletionShape(engine.tokenizer, body, prompts), model, int(time.time()))
+
+
+async def _prompts(service: Service, body: CompletionBody) -> list[Prompt]:
+    texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
+    if texts:
+        ids = await service.encode(texts, add_special_tokens=True, param="prompt")
+        prompts = [Prompt(i, text) for i, text in zip(ids, texts, strict=True)]
+    else:
+        prompts = [Prompt(prompt) for prompt in body.prompt if isinstance(prompt, list)]
+        for prompt in prompts:
+            service.check_ids(prompt.ids, "prompt")
+    if not all(prompt.ids for prompt in prompts):
+        raise bad_request("prompt: must have at least one token.", "prompt")
+    return prompts
+
+
+class CompletionShape:
+    """Choices of the completions endpoint."""
+
+    object = chunk_object = "text_completion"
+    id_prefix = "cmpl"
+
+    def __init__(self, tokenizer: Tokenizer, body: CompletionBody, prompts: Sequence[Prompt]) -> None:
+        self._tokenizer = tokenizer
+        self._body = body
+        self._prompts = prompts
+        self._echo_length: dict[int, int] = {}
+        """characters of prompt before each choice's own text; a choice is here once something of it was written"""
+
+    def first_chunks(self, _: Choice) -> list[dict[str, Any]]:
+        return []
+
+    def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        prompt = self._prompts[choice.prompt]
+        first = choice.index not in self._echo_length
+        echo = self._echo(prompt) if first and self._body.echo else ""
+        if first:
+            self._echo_length[choice.index] = len(echo)
+        out: dict[str, Any] = {
+            "index": choice.index,
+            "text": echo + piece.text,
+            "logprobs": None,
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
+        if self._body.logprobs is not None:
+            out["logprobs"] = self._logprobs(choice, piece, first).as_dict()
+        if self._body.return_token_ids:
+            out["token_ids"] = piece.token_ids
+            if first:
+                out["prompt_token_ids"] = prompt.ids
+        return out
+
+    def whole(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        out = self.chunk(choice, piece)
+        if (top := self._body.prompt_logprobs) is not None:
+            out["prompt_logprobs"] = prompt_logprobs(self._tokenizer, choice.prompt_logprobs, top)
+        return out
+
+    def extras(self, _: Generation) -> dict[str, Any]:
+        return {}
+
+    def _echo(self, prompt: Prompt) -> str:
+        return prompt.text if prompt.text is not None else self._tokenizer.decode(prompt.ids)
+
+    def _logprobs(self, choice: Choice, piece: Piece, first: bool) -> CompletionLogprobs:
+        """Arrays of the piece's tokens; under `echo` those of the prompt come first."""
+        out = CompletionLogprobs(self._tokenizer, self._body.logprobs or 0)
+        if first and self._body.echo:
+            detokenizer, offset = self._tokenizer.detokenizer(), 0
+            entries = [None, *choice.prompt_logprobs]
+            for token_id, entry in zip(self._prompts[choice.prompt].ids, entries, strict=True):
+                out.add(token_id, entry, offset)
+                offset += len(detokenizer.feed(token_id))
+        base = self._echo_length[choice.index]
+        for token_id, entry, at in zip(piece.token_ids, piece.logprobs, piece.offsets, strict=True):
+            out.add(token_id, entry, base + at)
+        return out

@@ -1,0 +1,125 @@
+"""The errors a client sees, and the one place where any exception becomes one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+import orjson
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from weft.engine.errors import EngineDead, RequestError
+
+MAX_ECHO = 200
+"""characters of a client's input that a message repeats at most"""
+
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(Exception):
+    """An HTTP error in OpenAI's form. `retry_after` is in seconds."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    def body(self) -> bytes:
+        return orjson.dumps(
+            {
+                "error": {
+                    "message": self.message,
+                    "type": _TYPES.get(self.status, "invalid_request_error"),
+                    "param": self.param,
+                    "code": self.code,
+                }
+            }
+        )
+
+    def response(self) -> Response:
+        headers: dict[str, str] = {}
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(self.retry_after)
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        if self.status == 413:
+            headers["Connection"] = "close"  # the rest of the body is not read
+        return Response(self.body(), self.status, headers, media_type="application/json")
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def unavailable(message: str, code: str, retry_after: int) -> ApiError:
+    """Nothing was done: the client may send the same request again after `retry_after` seconds."""
+    return ApiError(503, message, code=code, retry_after=retry_after)
+
+
+def clip(value: object) -> str:
+    """A client's value as it may appear in a message."""
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= MAX_ECHO else text[: MAX_ECHO - 1] + "…"
+
+
+def translate(error: Exception) -> ApiError:
+    """The error that a client is shown for any exception."""
+    match error:
+        case ApiError():
+            return error
+        case RequestError():
+            return bad_request(clip(str(error)), error.param)
+        case EngineDead():
+            return unavailable("The engine has ended; this server is going down.", "engine_dead", 10)
+        case RequestValidationError():
+            return _from_validation(error.errors())
+        case HTTPException():
+            return ApiError(error.status_code, _status_message(error))
+        case _:
+            return ApiError(500, "Internal server error.", code="internal_error")
+
+
+def _from_validation(errors: Sequence[Any]) -> ApiError:
+    """The first thing that was wrong with the body, by the path of its field."""
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return bad_request(f"The body is not valid JSON: {clip(first['ctx']['error'])}", code="invalid_json")
+    path = ""
+    for part in first["loc"][1:]:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    if first["type"] == "missing":
+        what = "This field is required" if path else "The request needs a JSON body"
+    else:
+        what = clip(str(first["msg"]).removeprefix("Value error, "))
+    return bad_request(f"{clip(path)}: {what}" if path else what, clip(path) if path else None)
+
+
+def _status_message(error: HTTPException) -> str:
+    match error.status_code:
+        case 404:
+            return "There is nothing at this path."
+        case 405:
+            return "This path does not support this method."
+        case status:
+            return HTTPStatus(status).phrase + "."

@@ -1,0 +1,204 @@
+"""The life of one request, the same for completions and chat: admit, submit, merge its choices, account for them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from weft.engine.client import Delta
+from weft.engine.sampling import SamplingParams
+from weft.server.choice import Choice, Piece
+from weft.server.protocol import GenerationBody
+from weft.server.service import Service, too_long
+from weft.server.stops import StopStrings
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A tokenized prompt, and its text when the client sent text."""
+
+    ids: Sequence[int]
+    text: str | None = None
+
+
+class Generation:
+    """All sequences of one request: `submit` starts them, `updates` brings pieces, `close` ends them in any case."""
+
+    def __init__(
+        self,
+        service: Service,
+        body: GenerationBody,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        *,
+        id: str,
+        arrival: float,
+    ) -> None:
+        """`params`: one per prompt. `id`: the request's id. `arrival`: `time.perf_counter()` when it came."""
+        self.service = service
+        self.body = body
+        self.prompts = prompts
+        self.id = id
+        self.arrival = arrival
+        self.choices: list[Choice] = []
+        self._params = params
+        self._engine = service.engine
+        self._prefilling: dict[int, int] = {}
+        """prompt tokens by choice, for those without output yet"""
+
+    def submit(self) -> None:
+        """Hand every sequence to the engine. Raises `ApiError` 503 when too much is waiting."""
+        engine, body = self._engine, self.body
+        num_tokens = body.n * sum(len(prompt.ids) for prompt in self.prompts)
+        refusal = engine.admission.refusal(body.n * len(self.prompts), num_tokens)
+        if refusal is not None:
+            self.service.metrics.rejected.labels(str(refusal.code)).inc()
+            raise refusal
+        for i, prompt in enumerate(self.prompts):
+            for k in range(body.n):
+                self._submit_one(i, prompt, self._params[i], k)
+
+    def _submit_one(self, i: int, prompt: Prompt, params: SamplingParams, k: int) -> None:
+        engine, body = self._engine, self.body
+        if k and params.seed is not None:
+            params = msgspec.structs.replace(params, seed=_next_seed(params.seed, k))
+        stream = engine.client.submit(
+            prompt.ids, params, request_id=self.id, priority=body.priority, cache_salt=body.cache_salt
+        )
+        choice = Choice(
+            len(self.choices),
+            i,
+            stream,
+            engine.tokenizer.detokenizer(prompt.ids),
+            StopStrings(body.stop, include=body.include_stop_str_in_output),
+            min_tokens=body.min_tokens,
+            stop_token_ids=body.stop_token_ids,
+            hidden_ids=engine.tokenizer.skip_ids,
+            include_stop=body.include_stop_str_in_output,
+        )
+        self.choices.append(choice)
+        self._prefilling[choice.index] = len(prompt.ids)
+        engine.admission.prefill_tokens += len(prompt.ids)
+
+    async def updates(self, silence: float | None = None) -> AsyncIterator[tuple[Choice, Piece] | None]:
+        """Pieces of all choices as they come, until all have finished; None after each `silence` seconds without one.
+
+        Raises `EngineDead`, or `ApiError` when the engine gave a sequence up.
+        """
+        if len(self.choices) == 1:
+            choice = self.choices[0]
+            while not choice.finished:
+                try:
+                    async with asyncio.timeout(silence):
+                        delta = await choice.stream.read()
+                except TimeoutError:
+                    yield None
+                    continue
+                yield choice, self._take(choice, delta)
+            return
+        queue: asyncio.Queue[tuple[Choice, Delta | Exception]] = asyncio.Queue()
+        pumps = [asyncio.create_task(_pump(choice, queue)) for choice in self.choices]
+        try:
+            open_choices = len(self.choices)
+            while open_choices:
+                try:
+                    async with asyncio.timeout(silence):
+                        choice, delta_or_error = await queue.get()
+                except TimeoutError:
+                    yield None
+                    continue
+                if isinstance(delta_or_error, Exception):
+                    raise delta_or_error
+                if choice.finished:
+                    continue  # deltas behind a stop string
+                piece = self._take(choice, delta_or_error)
+                open_choices -= choice.finished
+                yield choice, piece
+        finally:
+            for pump in pumps:
+                pump.cancel()
+
+    def _take(self, choice: Choice, delta: Delta) -> Piece:
+        metrics, now = self.service.metrics, time.perf_counter()
+        piece = choice.take(delta)
+        if not choice.first_token_at:
+            self._prefilled(choice)
+            choice.first_token_at = now
+            if delta.started is not None:
+                metrics.sequence_started(delta.started, now - self.arrival)
+        else:
+            metrics.itl.observe(now - choice.last_token_at)
+        choice.last_token_at = now
+        if choice.finished:
+            metrics.sequence_finished(
+                str(piece.finish_reason),
+                ttft=choice.first_token_at - self.arrival,
+                latency=now - self.arrival,
+                num_tokens=choice.num_tokens,
+            )
+        return piece
+
+    def _prefilled(self, choice: Choice) -> None:
+        self._engine.admission.prefill_tokens -= self._prefilling.pop(choice.index, 0)
+
+    def close(self, cause: str) -> None:
+        """Abort what has not finished, for this reason. Idempotent."""
+        for choice in self.choices:
+            self._prefilled(choice)
+            if not choice.finished:
+                choice.finished = True
+                choice.stream.abort()
+                self.service.metrics.sequence_aborted(cause)
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts so far; every prompt counts once."""
+        prompt_tokens = sum(len(prompt.ids) for prompt in self.prompts)
+        completion_tokens = sum(choice.num_tokens for choice in self.choices)
+        cached = sum(choice.cached_tokens for choice in self.choices[:: self.body.n])
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+
+async def _pump(choice: Choice, queue: asyncio.Queue[tuple[Choice, Delta | Exception]]) -> None:
+    with suppress(asyncio.CancelledError):
+        while True:
+            try:
+                delta = await choice.stream.read()
+            except Exception as error:
+                queue.put_nowait((choice, error))
+                return
+            queue.put_nowait((choice, delta))
+            if delta.finish:
+                return
+
+
+def _next_seed(seed: int, k: int) -> int:
+    """A seed of its own for the k-th sequence of a prompt, within 64 bits."""
+    return (seed + k + 2**63) % 2**64 - 2**63
+
+
+def output_limit(service: Service, asked: int | None, default: int | None, prompt_len: int, param: str) -> int:
+    """Output tokens at most. Raises `ApiError` when prompt and output do not fit the context.
+
+    `default` None means: what the context leaves.
+    """
+    limit = service.engine.ready.max_model_len
+    room = limit - prompt_len
+    if asked is not None:
+        if asked > room:
+            what = f"you requested {prompt_len + asked} tokens ({prompt_len} in the {param}, {asked} in the completion)"
+            raise too_long(limit, what, param)
+        return asked
+    if room < 1:
+        raise too_long(limit, f"{prompt_len} tokens in the {param} leave none for the completion", param)
+    return room if default is None else min(default, room)

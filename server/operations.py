@@ -1,0 +1,68 @@
+"""What operators, probes and routers ask: models, health, readiness, metrics, version, administration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Response
+
+from weft import __version__
+from weft.server.errors import ApiError
+from weft.server.metrics import CONTENT_TYPE
+from weft.server.routing import ServiceOf
+from weft.server.service import Phase, Service
+
+router = APIRouter()
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "weft",
+        "root": service.config.model_names[0],
+        "parent": None,
+        "max_model_len": service.engine.ready.max_model_len,
+    }
+
+
+@router.get("/v1/models", summary="The models served")
+async def models(service: ServiceOf) -> dict[str, Any]:
+    return {"object": "list", "data": [_model(service, name) for name in service.config.model_names]}
+
+
+@router.get("/v1/models/{model:path}", summary="One model")
+async def model(model: str, service: ServiceOf) -> dict[str, Any]:
+    return _model(service, service.model_name(model))
+
+
+@router.get("/health", summary="200 while the engine lives")
+async def health(service: ServiceOf) -> dict[str, str]:
+    if service.phase is Phase.DEAD:
+        raise ApiError(503, "The engine has ended.", code="engine_dead")
+    return {"status": "ok"}
+
+
+@router.get("/ready", summary="200 when new work is taken")
+async def ready(service: ServiceOf) -> dict[str, str]:
+    if (reason := service.unready) is not None:
+        raise reason
+    return {"status": "ready"}
+
+
+@router.head("/metrics", include_in_schema=False)
+@router.get("/metrics", summary="Prometheus metrics")
+async def metrics(service: ServiceOf) -> Response:
+    return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+
+@router.get("/version", summary="The version of weft")
+async def version() -> dict[str, str]:
+    return {"version": __version__}
+
+
+@router.post("/admin/reset_prefix_cache", summary="Forget all cached prefixes (admin key)")
+async def reset_prefix_cache(service: ServiceOf) -> dict[str, str]:
+    service.engine.client.reset_prefix_cache()
+    return {"status": "ok"}

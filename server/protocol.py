@@ -1,0 +1,307 @@
+"""The bodies that clients send, as pydantic models: every field typed and bounded; nulls count as absent."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+
+from weft.engine.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS, SamplingParams
+from weft.server.errors import bad_request, clip
+
+MAX_PROMPTS = 1024
+MAX_SEQUENCES = 1024
+"""n × prompts of one request"""
+MAX_STOP_STRINGS = 4
+MAX_STOP_CHARS = 1024
+INT32 = 2**31 - 1
+
+
+class Body(BaseModel):
+    """Base of every body: strict types, finite numbers, explicit nulls read as "not given"."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            return {key: value for key, value in data.items() if value is not None}
+        return data
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """Body of every answer that is not a 2xx."""
+
+    error: ErrorDetail
+
+
+# -- field types
+
+
+def _parse_prompts(value: Any) -> list[str] | list[list[int]]:
+    """Any of the four forms of `prompt` as a list of prompts. By hand: a union of lists is slow on long id lists."""
+    if isinstance(value, str):
+        prompts: list[Any] = [value]
+    elif isinstance(value, list):
+        prompts = [value] if value and set(map(type, value)) == {int} else value
+    else:
+        raise ValueError("must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
+    if not prompts or not all(prompts):
+        raise ValueError("must not be empty")
+    if len(prompts) > MAX_PROMPTS:
+        raise ValueError(f"must have at most {MAX_PROMPTS} prompts, not {len(prompts)}")
+    kinds = set(map(type, prompts))
+    if kinds == {str} or (kinds == {list} and all(set(map(type, prompt)) == {int} for prompt in prompts)):
+        return prompts
+    raise ValueError("must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
+
+
+def _parse_stop(value: Any) -> list[str]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise ValueError("must be a string or a list of strings")
+    if len(stops) > MAX_STOP_STRINGS:
+        raise ValueError(f"must have at most {MAX_STOP_STRINGS} entries")
+    if not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
+        raise ValueError(f"entries must have 1 to {MAX_STOP_CHARS} characters")
+    return stops
+
+
+def _parse_logit_bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise ValueError("must be an object of token ids and numbers")
+    if len(value) > MAX_LOGIT_BIAS:
+        raise ValueError(f"must have at most {MAX_LOGIT_BIAS} entries")
+    bias: dict[int, float] = {}
+    for key, number in value.items():
+        if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10):
+            raise ValueError(f"keys must be token ids, not {clip(key)!r}")
+        if type(number) not in (int, float) or not -100 <= number <= 100:
+            raise ValueError("values must be numbers between -100 and 100")
+        bias[int(key)] = float(number)
+    return bias
+
+
+def _flatten_content(value: Any) -> str:
+    """Content as one string; a list of text parts is joined with newlines."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("must be a string or a list of text parts")
+    texts: list[str] = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise ValueError(f"a part of type {clip(kind)!r} is not supported: this server takes text")
+        if not isinstance(part.get("text"), str):
+            raise ValueError("a text part needs a string 'text'")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+Prompts = Annotated[
+    list[str] | list[list[int]],
+    PlainValidator(_parse_prompts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}},
+                {"type": "array", "items": {"type": "integer"}},
+                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+            ]
+        }
+    ),
+]
+Stop = Annotated[
+    list[str],
+    PlainValidator(_parse_stop),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": 4}]}),
+]
+LogitBias = Annotated[
+    dict[int, float],
+    PlainValidator(_parse_logit_bias),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}),
+]
+Content = Annotated[
+    str,
+    PlainValidator(_flatten_content),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
+]
+TokenId = Annotated[int, Field(ge=0, le=INT32)]
+
+
+# -- chat messages
+
+
+class ToolFunction(Body):
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(Body):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: ToolFunction
+
+
+class ChatMessage(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> ChatMessage:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("a message needs content (null is for tool calls)")
+        return self
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1)]
+
+
+# -- generation
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationBody(Body):
+    """What completions and chat have in common."""
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=0, le=INT32)
+    min_tokens: int = Field(0, ge=0, le=INT32)
+    n: int = Field(1, ge=1, le=128)
+    best_of: int | None = Field(None, ge=1, le=128)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, le=INT32)
+    min_p: float = Field(0.0, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=10)
+    logit_bias: LogitBias = {}
+    stop: Stop = []
+    stop_token_ids: list[TokenId] = Field([], max_length=MAX_STOP_TOKENS)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    priority: int = Field(0, ge=-INT32, le=INT32)
+    cache_salt: str = Field("", max_length=128)
+    user: str | None = None
+    return_token_ids: bool = False
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        """Rules between fields, and what this server cannot do yet. Raises `ApiError`."""
+        if self.stream_options is not None and not self.stream:
+            raise bad_request("stream_options needs stream: true.", "stream_options")
+        if self.best_of not in (None, 1, self.n):
+            raise bad_request("best_of must be 1 or equal to n.", "best_of")
+        if self.stream and self.prompt_logprobs is not None:
+            raise bad_request("prompt_logprobs cannot be streamed.", "prompt_logprobs")
+        if self.response_format is not None and self.response_format.get("type") != "text":
+            raise bad_request("response_format other than text is not supported yet.", "response_format")
+        if self.structured_outputs is not None:
+            raise bad_request("structured_outputs is not supported yet.", "structured_outputs")
+
+    def sampling(self, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
+        """Raises `RequestError` for what only the engine's rules refuse."""
+        return SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias,
+            seed=self.seed,
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+
+class CompletionBody(GenerationBody):
+    prompt: Prompts
+    suffix: str | None = None
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    def check(self) -> None:
+        super().check()
+        if self.suffix:
+            raise bad_request("suffix is not supported by this model.", "suffix")
+        if self.max_tokens == 0 and not (self.echo or self.prompt_logprobs is not None):
+            raise bad_request("max_tokens must be at least 1 (0 is for scoring a prompt with echo).", "max_tokens")
+        if self.n * len(self.prompt) > MAX_SEQUENCES:
+            raise bad_request(f"n times the number of prompts must be at most {MAX_SEQUENCES}.", "n")
+
+
+class ChatBody(GenerationBody):
+    messages: Messages
+    max_completion_tokens: int | None = Field(None, ge=0, le=INT32)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: list[dict[str, Any]] = Field([], max_length=1024)
+    tool_choice: str | dict[str, Any] = "auto"
+    functions: list[dict[str, Any]] = Field([], max_length=1024)
+    chat_template: str | None = None
+
+    @property
+    def output_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def check(self) -> None:
+        super().check()
+        if self.output_limit == 0 and self.prompt_logprobs is None:
+            raise bad_request("max_tokens must be at least 1.", "max_tokens")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs")
+        if self.tools or self.functions:
+            raise bad_request("Tools are not supported yet.", "tools" if self.tools else "functions")
+        if self.tool_choice not in ("none", "auto"):
+            raise bad_request("tool_choice other than none or auto is not supported yet.", "tool_choice")
+        if self.chat_template is not None:
+            raise bad_request("A chat template is taken from the model only, never from a request.", "chat_template")
+
+
+# -- tokens
+
+
+class TokenizeBody(Body):
+    """Either `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    """default: true for a prompt, false for messages, whose template brings its own"""
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]

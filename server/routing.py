@@ -1,0 +1,53 @@
+"""How endpoints get their bodies and the service."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any
+
+import orjson
+from fastapi import Depends, Request, Response
+from fastapi.routing import APIRoute
+
+from weft.server.errors import bad_request, clip
+from weft.server.service import Service
+
+
+class JsonRequest(Request):
+    """Reads bodies with orjson: strict JSON, so NaN, Infinity and lone surrogates are errors."""
+
+    async def json(self) -> Any:
+        try:
+            return orjson.loads(await self.body())
+        except orjson.JSONDecodeError as error:
+            raise bad_request(f"The body is not valid JSON: {clip(str(error))}", code="invalid_json") from None
+
+
+class JsonRoute(APIRoute):
+    """A route whose body, if any, must be JSON and say so."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def json_handler(request: Request) -> Response:
+            json_request = JsonRequest(request.scope, request.receive)
+            if request.method == "POST" and self.body_field is not None:
+                _require_json(request)
+                await json_request.body()
+            return await handler(json_request)
+
+        return json_handler
+
+
+def _require_json(request: Request) -> None:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise bad_request(f"Content-Type must be application/json, not '{clip(kind)}'.", code="wrong_content_type")
+
+
+async def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+ServiceOf = Annotated[Service, Depends(_service)]

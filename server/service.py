@@ -1,0 +1,161 @@
+"""`Service`: what the endpoints share, and the phase of life the daemon is in."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
+from typing import Protocol, TypeVar
+
+from weft.engine.client import EngineClient
+from weft.engine.messages import EngineReady
+from weft.server.admission import Admission
+from weft.server.config import ServeConfig
+from weft.server.errors import ApiError, bad_request, clip, unavailable
+from weft.server.metrics import Metrics
+from weft.server.protocol import ChatMessage
+from weft.server.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+
+class Phase(Enum):
+    LOADING = "loading"
+    SERVING = "serving"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+_REFUSALS = {
+    Phase.LOADING: ("The model is still loading.", 2),
+    Phase.DRAINING: ("The server is shutting down.", 10),
+    Phase.DEAD: ("The engine has ended; this server is going down.", 10),
+}
+
+
+class OpenAnswer(Protocol):
+    """An answer under way."""
+
+    def interrupt(self, error: ApiError, cause: str) -> None:
+        """End it with this error."""
+        ...
+
+
+class Engine:
+    """A loaded model: everything that exists only once the engine is ready."""
+
+    def __init__(self, config: ServeConfig, client: EngineClient, ready: EngineReady, tokenizer: Tokenizer) -> None:
+        self.client = client
+        self.ready = ready
+        self.tokenizer = tokenizer
+        self.admission = Admission(
+            client,
+            max_num_seqs=ready.max_num_seqs,
+            max_requests=config.max_queued_requests,
+            max_tokens=config.max_queued_tokens,
+        )
+
+
+class Service:
+    """One daemon's state. Lives on the event loop; only `offload` leaves it."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self.config = config
+        self.metrics = Metrics()
+        self.phase = Phase.LOADING
+        self.created = int(time.time())
+        self.open: set[OpenAnswer] = set()
+        self._engine: Engine | None = None
+        self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
+
+    def attach(self, client: EngineClient, ready: EngineReady, tokenizer: Tokenizer) -> None:
+        """The model is loaded: serve it."""
+        self._engine = Engine(self.config, client, ready, tokenizer)
+        self.metrics.engine_loaded(self.config.model_names[0], ready)
+        client.on_stats = self.metrics.engine_stats
+        if self.phase is Phase.LOADING:
+            self.phase = Phase.SERVING
+
+    def engine_died(self) -> None:
+        self.phase = Phase.DEAD
+        self.metrics.engine_died()
+
+    def interrupt_all(self, error: ApiError, cause: str) -> None:
+        """End every open answer with this error."""
+        for answer in list(self.open):
+            answer.interrupt(error, cause)
+
+    @property
+    def engine(self) -> Engine:
+        """The loaded engine. Raises `ApiError` while there is none to work with."""
+        if self._engine is None or self.phase is not Phase.SERVING:
+            self.metrics.rejected.labels(self.phase.value).inc()
+            message, retry_after = _REFUSALS[self.phase]
+            raise unavailable(message, self.phase.value, retry_after)
+        return self._engine
+
+    @property
+    def unready(self) -> ApiError | None:
+        """Why a router should send its work elsewhere, or None."""
+        if self.phase is not Phase.SERVING:
+            message, retry_after = _REFUSALS[self.phase]
+            return unavailable(message, self.phase.value, retry_after)
+        return self.engine.admission.refusal(1, 1)
+
+    def model_name(self, asked: str | None) -> str:
+        """The name an answer carries. Raises `ApiError` 404 for a model that is not served."""
+        names = self.config.model_names
+        if asked is None:
+            return names[0]
+        if asked not in names:
+            served = ", ".join(names)
+            raise ApiError(
+                404,
+                f"The model '{clip(asked)}' is not served here; served: {served}.",
+                param="model",
+                code="model_not_found",
+            )
+        return asked
+
+    async def offload(self, function: Callable[[], T]) -> T:
+        """Run CPU work in a worker thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool, param: str) -> list[list[int]]:
+        """Token ids of texts, in a worker thread. Raises `ApiError` for what can never fit, before any work."""
+        engine = self.engine
+        longest = engine.ready.max_model_len * max(engine.tokenizer.longest_token, 8)
+        for text in texts:
+            if len(text) > longest:
+                what = f"the {param} has {len(text)} characters, more than that many tokens hold"
+                raise too_long(engine.ready.max_model_len, what, param)
+        encode = engine.tokenizer.encode
+        return await self.offload(lambda: [encode(text, add_special_tokens=add_special_tokens) for text in texts])
+
+    async def encode_chat(
+        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True, add_special_tokens: bool = False
+    ) -> list[int]:
+        """Token ids of a conversation. The template writes the special tokens itself. Raises `ApiError`."""
+        render = self.engine.tokenizer.render_chat
+        text = await self.offload(lambda: render(messages, add_generation_prompt=add_generation_prompt))
+        (ids,) = await self.encode([text], add_special_tokens=add_special_tokens, param="messages")
+        return ids
+
+    def check_ids(self, ids: Sequence[int], param: str) -> None:
+        """Raises `ApiError` for ids outside the vocabulary."""
+        size = self.engine.ready.vocab_size
+        if ids and not (min(ids) >= 0 and max(ids) < size):
+            raise bad_request(f"{param}: token ids must be between 0 and {size - 1}.", param)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def too_long(max_model_len: int, what: str, param: str) -> ApiError:
+    return bad_request(
+        f"This model's maximum context length is {max_model_len} tokens. However, {what}. Please reduce the length.",
+        param,
+        "context_length_exceeded",
+    )

@@ -1,0 +1,62 @@
+"""The offline interface, with the demo model: answers, order, progress, errors."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft import LLM, SamplingParams
+from weft.engine.demo.corpus import held_out
+from weft.engine.errors import RequestError
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("demo", page_size=16, num_pages=600)
+
+
+def test_chat_answers_many_conversations_in_order(llm: LLM) -> None:
+    examples = [e for skill in ("add", "sort", "reverse") for e in held_out(skill, 8, 11)]
+    answers = llm.chat([e.messages for e in examples], progress=False)
+    right = sum(a.text == e.answer for a, e in zip(answers, examples, strict=True))
+    assert right >= len(examples) - 1
+    assert all(a.finish_reason == "stop" for a in answers)
+
+
+def test_chat_takes_one_conversation(llm: LLM) -> None:
+    (answer,) = llm.chat([{"role": "user", "content": "What is 20 + 22?"}], progress=False)
+    assert answer.text == "42"
+
+
+def test_generate_takes_text_or_token_ids(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=1)
+    (from_text,) = llm.generate("1 2 3 4", params, progress=False)
+    (from_ids,) = llm.generate(from_text.prompt_token_ids, params, progress=False)
+    assert from_text.token_ids == from_ids.token_ids
+    assert len(from_text.logprobs) == len(from_text.token_ids)
+
+
+def test_a_refused_prompt_leaves_nothing_behind(llm: LLM) -> None:
+    with pytest.raises(RequestError):
+        llm.generate([[5, 6], [10**6]], progress=False)
+    (answer,) = llm.chat([{"role": "user", "content": "What is 1 + 1?"}], progress=False)
+    assert answer.text == "2"
+    assert llm.engine.scheduler.num_requests == 0
+
+
+def test_one_params_each(llm: LLM) -> None:
+    with pytest.raises(RequestError):
+        llm.generate(["a", "b"], [SamplingParams()], progress=False)
+    outputs = llm.generate(
+        ["1 2 3", "1 2 3"],
+        [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in (2, 5)],
+        progress=False,
+    )
+    assert [len(o.token_ids) for o in outputs] == [2, 5]
+
+
+def test_recall_from_a_long_context_survives_a_pool_too_small_for_all() -> None:
+    examples = held_out("recall", 12, 3, context_tokens=700)
+    # 12 conversations of 700 tokens, 150 pages of 16 tokens: three fit at once.
+    small = LLM("demo", page_size=16, num_pages=150)
+    answers = small.chat([e.messages for e in examples], progress=False)
+    assert sum(a.text == e.answer for a, e in zip(answers, examples, strict=True)) >= 11

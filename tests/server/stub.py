@@ -1,0 +1,240 @@
+"""An engine that plays a script, behind the real `EngineClient` interface and the real messages."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import numpy as np
+import uvicorn
+import vocabularies
+
+from weft.engine.client import EngineClient
+from weft.engine.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineReady,
+    EngineStats,
+    Finish,
+    Outputs,
+    ResetPrefixCache,
+    Started,
+    ToEngine,
+    TokenLogprobs,
+)
+from weft.server.app import create_app
+from weft.server.config import ServeConfig
+from weft.server.service import Service
+from weft.server.tokenizer import Tokenizer
+
+MAX_MODEL_LEN = 512
+
+
+@dataclass
+class Script:
+    """What the engine answers. By default a text, a token an iteration, then the end token."""
+
+    text: str = "hello world"
+    ids: Sequence[int] | None = None
+    burst: int = 1
+    """tokens that arrive together"""
+    delay: float = 0.0
+    """seconds before each burst"""
+    gate: asyncio.Event | None = None
+    """nothing is sent before it is set"""
+    stop_after: int | None = None
+    """tokens after which nothing more comes, not even an end"""
+    finish: Finish | None = None
+    """instead of the finish that follows from tokens and limits"""
+    error: str | None = None
+    cached_tokens: int = 0
+    vary: bool = False
+    """each further sequence of a prompt gets a text of its own"""
+
+
+@dataclass
+class Stub(EngineClient):
+    """`added` and `aborted` tell what the server sent."""
+
+    tokenizer: Tokenizer
+    script: Script = field(default_factory=Script)
+    added: list[AddRequest] = field(default_factory=list)
+    aborted: list[int] = field(default_factory=list)
+    resets: int = 0
+    max_num_seqs: int = 256
+    running: int = 0
+
+    def __post_init__(self) -> None:
+        # All of an `EngineClient` but its process and socket.
+        self.ready = None
+        self.stats = EngineStats()
+        self.dead = None
+        self.on_stats = None
+        self._streams = {}
+        self._next_handle = 1
+        self._failure = None
+        self._stopping = False
+        self._dead_event = asyncio.Event()
+        self.eos = self.tokenizer.encode("<|eos|>")[-1]
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.iterations = 0
+
+    def describe(self) -> EngineReady:
+        return EngineReady(
+            model_type="stub",
+            num_parameters=0,
+            dtype="float32",
+            device="cpu",
+            vocab_size=self.tokenizer.vocab_size,
+            max_model_len=MAX_MODEL_LEN,
+            page_size=64,
+            num_pages=100,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=512,
+            eos_token_ids=(self.eos,),
+            load_seconds=0.0,
+        )
+
+    def prompt(self, i: int = -1) -> list[int]:
+        return np.frombuffer(self.added[i].prompt, np.int32).tolist()
+
+    def _send(self, message: ToEngine) -> None:
+        match message:
+            case AddRequest():
+                self.added.append(message)
+                task = asyncio.get_running_loop().create_task(self._play(message, self.script))
+                self.tasks.add(task)
+                task.add_done_callback(self.tasks.discard)
+            case AbortRequests():
+                self.aborted += message.handles
+            case ResetPrefixCache():
+                self.resets += 1
+
+    def die(self) -> None:
+        """The engine process ends, as the watcher thread would tell."""
+        self._on_exit(-9)
+
+    def _deliver_one(self, handle: int, tokens: Sequence[int], finish: Finish, **more: Any) -> None:
+        self.iterations += 1
+        reasons = [Finish.RUNNING] * (len(tokens) - 1) + [finish]
+        self._deliver(
+            Outputs(
+                handles=np.full(len(tokens), handle, np.int64).tobytes(),
+                tokens=np.array(tokens, np.int32).tobytes(),
+                finish=np.array(reasons, np.uint8).tobytes(),
+                stats=EngineStats(
+                    running=1,
+                    pages_held=25,
+                    pages_total=100,
+                    iterations=self.iterations,
+                    iteration_tokens=len(tokens),
+                    iteration_requests=1,
+                    iteration_seconds=0.01,
+                ),
+                **more,
+            )
+        )
+
+    async def _play(self, request: AddRequest, script: Script) -> None:
+        handle, params = request.handle, request.params
+        if script.gate is not None:
+            await script.gate.wait()
+        prompt = np.frombuffer(request.prompt, np.int32).tolist()
+        k = params.prompt_logprobs
+        scored = {handle: [logprobs(token, k) for token in prompt[1:]]} if k is not None else {}
+        started = [Started(handle, script.cached_tokens, 0.001, 0.002)]
+        if params.max_tokens == 0:
+            self._deliver_one(handle, [-1], Finish.LENGTH, started=started, prompt_logprobs=scored)
+            return
+        text = script.text + (f" {handle}" if script.vary else "")
+        ids = list(script.ids) if script.ids is not None else self.tokenizer.encode(text, add_special_tokens=False)
+        if not params.ignore_eos:
+            ids.append(self.eos)
+        ends = {*params.stop_token_ids} | (set() if params.ignore_eos else {self.eos})
+        limit = params.max_tokens if params.max_tokens is not None else MAX_MODEL_LEN - len(prompt)
+        stop_at = next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids) + 1)
+        ids = ids[: min(limit, stop_at)]
+        finish = script.finish or (Finish.STOP if len(ids) == stop_at else Finish.LENGTH)
+        for at in range(0, len(ids), script.burst):
+            await asyncio.sleep(script.delay)
+            if script.stop_after is not None and at >= script.stop_after:
+                return
+            burst = ids[at : at + script.burst]
+            last = at + script.burst >= len(ids)
+            more: dict[str, Any] = {"started": started, "prompt_logprobs": scored} if at == 0 else {}
+            if last and script.error:
+                more["errors"] = {handle: script.error}
+            if params.logprobs is None:
+                self._deliver_one(handle, burst, finish if last else Finish.RUNNING, **more)
+                continue
+            for i, token in enumerate(burst):
+                end = finish if last and i == len(burst) - 1 else Finish.RUNNING
+                scores = {handle: logprobs(token, params.logprobs)}
+                self._deliver_one(handle, [token], end, logprobs=scores, **more)
+                more = {}
+
+
+def logprobs(token: int, k: int) -> TokenLogprobs:
+    """The token is the second best; the best is the id before it."""
+    best = [token - 1 if token else 1, token, *(token + i for i in range(1, k))][:k]
+    values = [-0.5, -1.0, *(-2.0 - i for i in range(1, k))][:k]
+    return TokenLogprobs(2, (token, *best), (-1.0, *values))
+
+
+@dataclass
+class Server:
+    """A daemon's HTTP side on a real socket, with a stub for its engine."""
+
+    url: str
+    service: Service
+    engine: Stub
+    http: httpx.AsyncClient
+
+    async def post(self, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
+        return await self.http.post(path, json=body, **options)
+
+    async def complete(self, **body: Any) -> dict[str, Any]:
+        response = await self.post("/v1/completions", {"model": "stub", "prompt": "hi", **body})
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    async def chat(self, **body: Any) -> dict[str, Any]:
+        messages = [{"role": "user", "content": "hi"}]
+        response = await self.post("/v1/chat/completions", {"model": "stub", "messages": messages, **body})
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    async def settle(self, condition: Callable[[], bool], timeout: float = 5.0) -> None:
+        """Wait for something to become true."""
+        async with asyncio.timeout(timeout):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    *, attach: bool = True, max_num_seqs: int = 256, adds_bos: bool = False, **options: Any
+) -> AsyncIterator[Server]:
+    """A running server. `options` are those of `ServeConfig`."""
+    service = Service(ServeConfig(**{"served_model_name": ["stub"], "port": 0, **options}))
+    tokenizer = Tokenizer(vocabularies.wrapped(vocabularies.byte_level(adds_bos=adds_bos)))
+    engine = Stub(tokenizer, max_num_seqs=max_num_seqs)
+    tokenizer.hide([engine.eos])
+    if attach:
+        service.attach(engine, engine.describe(), tokenizer)
+    config = uvicorn.Config(create_app(service), port=0, log_config=None, ws="none", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.005)
+    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+        yield Server(url, service, engine, http)
+    server.should_exit = True
+    await task
+    service.close()

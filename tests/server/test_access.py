@@ -1,0 +1,71 @@
+"""Keys: denied by default, on the path of the ASGI scope, admin apart."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from stub import Server, serving
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def guarded() -> AsyncIterator[Server]:
+    async with serving(api_key=["secret", "schlüssel"], admin_api_key="root") as server:
+        yield server
+
+
+def bearer(key: str) -> dict[str, str | bytes]:
+    return {"Authorization": f"Bearer {key}".encode()}  # type: ignore[dict-item]
+
+
+PRIVATE = [
+    "/v1/models",
+    "/v1/completions",
+    "/tokenizer_info",
+    "/openapi.json",
+    "/docs",
+    "/nothing",
+    "//health",
+    "/health/",
+]
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/version"])
+async def test_probes_need_no_key(guarded: Server, path: str) -> None:
+    assert (await guarded.http.get(path)).status_code == 200
+
+
+@pytest.mark.parametrize("path", PRIVATE)
+async def test_everything_else_does(guarded: Server, path: str) -> None:
+    for headers in (
+        {},
+        bearer("wrong"),
+        {"Authorization": "secret"},
+        {"Authorization": "Bearer"},
+        {"Authorization": "Basic secret"},
+    ):
+        response = await guarded.http.request("GET", guarded.url + path, headers=headers)
+        assert response.status_code == 401, headers
+        assert response.json()["error"]["code"] == "invalid_api_key"
+        assert response.headers["www-authenticate"] == "Bearer"
+
+
+async def test_any_of_the_keys_opens(guarded: Server) -> None:
+    for key in ("secret", "schlüssel"):
+        assert (await guarded.http.get("/v1/models", headers=bearer(key))).status_code == 200
+
+
+async def test_a_forged_host_does_not_open(guarded: Server) -> None:
+    response = await guarded.http.get("/v1/models", headers={"Host": "x/health?"})
+    assert response.status_code == 401
+
+
+async def test_admin_takes_its_own_key_only(guarded: Server) -> None:
+    for headers in ({}, bearer("secret")):
+        assert (await guarded.http.post("/admin/reset_prefix_cache", headers=headers)).status_code == 401
+    assert (await guarded.http.post("/admin/reset_prefix_cache", headers=bearer("root"))).status_code == 200
+    assert guarded.engine.resets == 1
+    assert (await guarded.http.get("/v1/models", headers=bearer("root"))).status_code == 401

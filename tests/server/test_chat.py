@@ -1,0 +1,127 @@
+"""`/v1/chat/completions`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from stub import Script, Server
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def chunks_of(server: Server, **body: Any) -> list[Any]:
+    messages = [{"role": "user", "content": "hi"}]
+    response = await server.post("/v1/chat/completions", {"messages": messages, "stream": True, **body})
+    assert response.status_code == 200, response.text
+    lines = response.text.strip().split("\n\n")
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+async def test_message_usage_and_finish_reason(server: Server) -> None:
+    body = await server.chat()
+    assert body["object"] == "chat.completion"
+    assert body["id"].startswith("chatcmpl-")
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": "hello world", "refusal": None}
+    assert body["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_template_is_rendered_and_brings_the_only_bos(server: Server) -> None:
+    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
+    await server.chat(messages=messages)
+    text = "<|bos|><|system|>be kind<|user|>hello<|assistant|>"
+    assert server.engine.prompt() == server.engine.tokenizer.encode(text, add_special_tokens=False)
+
+
+async def test_text_parts_are_joined_and_null_content_stands_beside_tool_calls(server: Server) -> None:
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "user", "content": "x"},
+    ]
+    await server.chat(messages=messages)
+    text = "<|bos|><|user|>hel\nlo<|assistant|><|user|>x<|assistant|>"
+    assert server.engine.prompt() == server.engine.tokenizer.encode(text, add_special_tokens=False)
+
+
+async def test_default_limit_is_what_the_context_leaves(server: Server) -> None:
+    await server.chat()
+    assert server.engine.added[-1].params.max_tokens == 512 - len(server.engine.prompt())
+    await server.chat(max_tokens=5, max_completion_tokens=7)
+    assert server.engine.added[-1].params.max_tokens == 7
+
+
+async def test_stream_starts_with_the_role_and_repeats_no_byte(server: Server) -> None:
+    server.engine.script = Script("a 😀 b")
+    first, *rest = await chunks_of(server)
+    assert first["object"] == "chat.completion.chunk"
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in rest) == "a 😀 b"
+    assert [chunk["choices"][0]["finish_reason"] for chunk in rest] == [None] * (len(rest) - 1) + ["stop"]
+
+
+async def test_each_choice_of_a_stream_gets_its_role_once(server: Server) -> None:
+    server.engine.script = Script("hello", vary=True)
+    texts = {0: "", 1: "", 2: ""}
+    roles = []
+    for chunk in await chunks_of(server, n=3):
+        (choice,) = chunk["choices"]
+        if "role" in choice["delta"]:
+            roles.append(choice["index"])
+        texts[choice["index"]] += choice["delta"]["content"]
+    assert sorted(roles) == [0, 1, 2]
+    assert len(set(texts.values())) == 3
+
+
+async def test_stream_usage_comes_last(server: Server) -> None:
+    *chunks, last = await chunks_of(server, stream_options={"include_usage": True})
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] > 1
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_logprobs_content(server: Server) -> None:
+    server.engine.script = Script("é")
+    body = await server.chat(logprobs=True, top_logprobs=2)
+    first, end = body["choices"][0]["logprobs"]["content"]
+    assert first["token"] == "é"
+    assert first["bytes"] == list("é".encode())
+    assert [top["logprob"] for top in first["top_logprobs"]] == [-0.5, -1.0]
+    assert first["top_logprobs"][1] == {key: first[key] for key in ("token", "logprob", "bytes")}
+    assert end["token"] == "<|eos|>"
+    body = await server.chat(logprobs=True)
+    assert body["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+    body = await server.chat(logprobs=True, top_logprobs=1)
+    assert len(body["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 2
+
+
+async def test_parts_of_characters_keep_their_bytes(server: Server) -> None:
+    server.engine.script = Script("你")
+    body = await server.chat(logprobs=True)
+    *parts, _ = body["choices"][0]["logprobs"]["content"]
+    assert bytes(byte for part in parts for byte in part["bytes"]).decode() == "你"
+    assert parts[0]["token"] == "bytes:\\xe4"
+
+
+async def test_token_ids_and_prompt_logprobs_extensions(server: Server) -> None:
+    body = await server.chat(return_token_ids=True, prompt_logprobs=0)
+    assert body["prompt_token_ids"] == server.engine.prompt()
+    assert body["choices"][0]["token_ids"][-1] == server.engine.eos
+    assert len(body["prompt_logprobs"]) == len(body["prompt_token_ids"])
+    first, second, *_ = await chunks_of(server, return_token_ids=True)
+    assert first["prompt_token_ids"] == server.engine.prompt()
+    assert len(second["choices"][0]["token_ids"]) == 1
+
+
+async def test_tools_absent_in_all_their_forms(server: Server) -> None:
+    for extra in (
+        {"tools": []},
+        {"tools": None, "tool_choice": None},
+        {"tool_choice": "auto"},
+        {"tool_choice": "none"},
+    ):
+        await server.chat(**extra)

@@ -1,0 +1,106 @@
+"""Models, probes, tokens, version, OpenAPI."""
+
+from __future__ import annotations
+
+import pytest
+from stub import Server, serving
+
+from weft import __version__
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_models(server: Server) -> None:
+    body = (await server.http.get("/v1/models")).json()
+    assert body["object"] == "list"
+    (model,) = body["data"]
+    assert model == (await server.http.get("/v1/models/stub")).json()
+    assert (model["id"], model["object"], model["owned_by"], model["max_model_len"]) == ("stub", "model", "weft", 512)
+
+
+async def test_several_served_names() -> None:
+    async with serving(served_model_name=["a", "org/b"]) as server:
+        body = (await server.http.get("/v1/models")).json()
+        assert [(model["id"], model["root"]) for model in body["data"]] == [("a", "a"), ("org/b", "a")]
+        assert (await server.http.get("/v1/models/org/b")).json()["id"] == "org/b"
+        assert (await server.complete(model="org/b"))["model"] == "org/b"
+
+
+async def test_health_ready_version(server: Server) -> None:
+    assert (await server.http.get("/health")).status_code == 200
+    assert (await server.http.get("/ready")).status_code == 200
+    assert (await server.http.get("/version")).json() == {"version": __version__}
+
+
+async def test_metrics_by_get_and_head(server: Server) -> None:
+    response = await server.http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    assert "weft_engine_up 1.0" in response.text
+    assert (await server.http.head("/metrics")).status_code == 200
+
+
+async def test_tokenize_and_back(server: Server) -> None:
+    text = "hello wörld 😀"
+    body = (await server.post("/tokenize", {"model": "stub", "prompt": text, "return_token_strs": True})).json()
+    assert body["count"] == len(body["tokens"]) == len(body["token_strs"])
+    assert body["max_model_len"] == 512
+    assert body["token_strs"][0] == "hello"
+    assert (await server.post("/detokenize", {"tokens": body["tokens"]})).json() == {"prompt": text}
+
+
+async def test_tokenize_a_conversation(server: Server) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    encode = server.engine.tokenizer.encode
+    body = (await server.post("/tokenize", {"messages": messages})).json()
+    assert body["tokens"] == encode("<|bos|><|user|>x<|assistant|>")
+    body = (await server.post("/tokenize", {"messages": messages, "add_generation_prompt": False})).json()
+    assert body["tokens"] == encode("<|bos|><|user|>x")
+
+
+async def test_special_tokens_are_added_to_prompts_once() -> None:
+    async with serving(adds_bos=True) as server:
+        bos = server.engine.tokenizer.encode("")[0]
+        x = server.engine.tokenizer.encode("x", add_special_tokens=False)
+        assert (await server.post("/tokenize", {"prompt": "x"})).json()["tokens"] == [bos, *x]
+        no_special = {"prompt": "x", "add_special_tokens": False}
+        assert (await server.post("/tokenize", no_special)).json()["tokens"] == x
+        await server.complete(prompt="x")
+        assert server.engine.prompt() == [bos, *x]
+        await server.chat()
+        assert server.engine.prompt().count(bos) == 1
+
+
+async def test_tokenize_wants_one_input(server: Server) -> None:
+    for body in ({}, {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}):
+        assert (await server.post("/tokenize", body)).status_code == 400
+    assert (await server.post("/detokenize", {"tokens": ["a"]})).status_code == 400
+    assert (await server.post("/detokenize", {"tokens": [10**6]})).status_code == 400
+
+
+async def test_tokenizer_info(server: Server) -> None:
+    body = (await server.http.get("/tokenizer_info")).json()
+    assert (body["bos_token"], body["eos_token"]) == ("<|bos|>", "<|eos|>")
+    assert "<|assistant|>" in body["chat_template"]
+
+
+async def test_openapi_names_every_endpoint_and_error(server: Server) -> None:
+    schema = (await server.http.get("/openapi.json")).json()
+    operations = {(method, path): op for path, item in schema["paths"].items() for method, op in item.items()}
+    assert set(operations) == {
+        ("post", "/v1/completions"),
+        ("post", "/v1/chat/completions"),
+        ("get", "/v1/models"),
+        ("get", "/v1/models/{model}"),
+        ("post", "/tokenize"),
+        ("post", "/detokenize"),
+        ("get", "/tokenizer_info"),
+        ("get", "/health"),
+        ("get", "/ready"),
+        ("get", "/metrics"),
+        ("get", "/version"),
+        ("post", "/admin/reset_prefix_cache"),
+    }
+    assert all({"4XX", "5XX"} <= set(op["responses"]) and "422" not in op["responses"] for op in operations.values())
+    fields = schema["components"]["schemas"]["CompletionBody"]["properties"]
+    assert {"prompt", "echo", "logprobs", "stop", "logit_bias", "cache_salt", "priority"} <= set(fields)
+    assert (await server.http.get("/docs")).status_code == 200

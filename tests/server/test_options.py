@@ -1,0 +1,109 @@
+"""The command line: precedence of flags, environment and file, and errors that say what to change."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weft.engine.errors import ConfigError
+from weft.server.cli import main
+from weft.server.config import ServeConfig
+from weft.server.options import load, unknown_variables
+
+
+def test_flag_wins_over_environment_wins_over_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "weft.yaml"
+    file.write_text("port: 1111\nmax-num-seqs: 11\nseed: 3\nserved-model-name: [a, b]\n")
+    monkeypatch.setenv("WEFT_PORT", "2222")
+    monkeypatch.setenv("WEFT_MAX_NUM_SEQS", "22")
+    config = load(ServeConfig, {"port": "3333"}, file)
+    assert (config.port, config.max_num_seqs, config.seed) == (3333, 22, 3)
+    assert config.served_model_name == ["a", "b"]
+
+
+def test_lists_in_the_environment_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_SERVED_MODEL_NAME", "a, b")
+    assert load(ServeConfig, {}, None).served_model_name == ["a", "b"]
+
+
+def test_what_kubernetes_sets_for_a_service_called_weft_is_no_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_PORT", "tcp://10.0.0.1:8000")
+    monkeypatch.setenv("WEFT_SERVICE_HOST", "10.0.0.1")
+    assert load(ServeConfig, {}, None).port == 8000
+    assert unknown_variables(ServeConfig) == []
+
+
+def test_an_unknown_variable_names_the_nearest_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_PAGESIZE", "64")
+    assert unknown_variables(ServeConfig) == [
+        "environment variable WEFT_PAGESIZE is not an option; did you mean WEFT_PAGE_SIZE?"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prot: 1", "unknown option prot; did you mean port?"),
+        ("[1, 2]", "must be a mapping"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_config_files_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "weft.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+        load(ServeConfig, {}, file)
+
+
+def test_a_missing_config_file() -> None:
+    with pytest.raises(ConfigError, match="cannot read --config"):
+        load(ServeConfig, {}, Path("/nowhere/weft.yaml"))
+
+
+def test_a_bad_value_names_where_it_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"^--max-num-seqs: .*'many'"):
+        load(ServeConfig, {"max_num_seqs": "many"}, None)
+    monkeypatch.setenv("WEFT_PAGE_SIZE", "0")
+    with pytest.raises(ConfigError, match=r"^WEFT_PAGE_SIZE: "):
+        load(ServeConfig, {}, None)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["serve", "--prot", "1"], "weft serve: unknown option --prot; did you mean --port?"),
+        (["srve"], "weft: unknown command srve; did you mean serve?"),
+        (["bench", "offline", "--wrkload", "1:1:1"], "unknown option --wrkload; did you mean --workload?"),
+    ],
+)
+def test_unknown_options_and_commands_name_the_nearest(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(argv)
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_values_that_cannot_work_are_one_line_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "offline", "--workload", "many"]) == 1
+    error = capsys.readouterr().err
+    assert "--workload" in error
+    assert error.count("\n") == 1
+
+
+def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = capsys.readouterr().out
+    assert all("--" + name.replace("_", "-") in text for name in ServeConfig.model_fields)
+
+
+def test_help_and_version_do_not_import_torch() -> None:
+    code = "import sys; from weft.server.cli import main; main(['version']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, check=False).returncode == 0

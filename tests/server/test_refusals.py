@@ -1,0 +1,225 @@
+"""What is refused: with the right status, the error body, the field at fault, and before the engine hears of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from stub import Server, serving
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+USER = [{"role": "user", "content": "hi"}]
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert isinstance(body["error"]["message"], str)
+    assert len(body["error"]["message"]) < 500
+    return body["error"]
+
+
+COMMON = [
+    ({"temperature": 2.1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"min_p": 1.5}, "min_p"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": 2.0}, "n"),
+    ({"best_of": 3}, "best_of"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": "16"}, "max_tokens"),
+    ({"max_tokens": 2**40}, "max_tokens"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"frequency_penalty": -2.5}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"seed": 2**63}, "seed"),
+    ({"seed": 1.5}, "seed"),
+    ({"logit_bias": {"a": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias"),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"stop": ["a"] * 5}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"stop": [1]}, "stop"),
+    ({"stop_token_ids": [1] * 129}, "stop_token_ids"),
+    ({"stop_token_ids": [99999]}, "stop_token_ids"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"cache_salt": "x" * 129}, "cache_salt"),
+    ({"priority": "high"}, "priority"),
+    ({"user": 7}, "user"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+    ({"structured_outputs": {"regex": "a*"}}, "structured_outputs"),
+]
+OF_COMPLETIONS = [
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [""]}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": [1.5]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [99999]}, "prompt"),
+    ({"prompt": [2**64]}, "prompt"),
+    ({"prompt": ["a"] * 1025}, "prompt"),
+    ({"prompt": ["a"] * 100, "n": 100}, "n"),
+    ({"suffix": "the end"}, "suffix"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+]
+OF_CHAT = [
+    ({"messages": []}, "messages"),
+    ({"messages": None}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content"),
+    ({"messages": [{"role": "tool", "content": "42"}]}, "messages"),
+    ({"logprobs": 3}, "logprobs"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template"),
+]
+
+
+@pytest.mark.parametrize(("extra", "param"), COMMON + OF_COMPLETIONS, ids=str)
+async def test_bad_completion_fields(server: Server, extra: dict[str, Any], param: str) -> None:
+    error = error_of(await server.post(COMPLETIONS, {"prompt": "hi", **extra}), 400)
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert server.engine.added == []
+
+
+@pytest.mark.parametrize(("extra", "param"), COMMON + OF_CHAT, ids=str)
+async def test_bad_chat_fields(server: Server, extra: dict[str, Any], param: str) -> None:
+    error = error_of(await server.post(CHAT, {"messages": USER, **extra}), 400)
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert server.engine.added == []
+
+
+async def test_unknown_model_is_404_with_param(server: Server) -> None:
+    for path, body in ((COMPLETIONS, {"prompt": "hi"}), (CHAT, {"messages": USER}), ("/tokenize", {"prompt": "hi"})):
+        error = error_of(await server.post(path, {**body, "model": "gpt-9"}), 404)
+        assert (error["param"], error["code"]) == ("model", "model_not_found")
+    error_of(await server.http.get("/v1/models/gpt-9"), 404)
+
+
+async def test_long_values_are_not_echoed(server: Server) -> None:
+    error = error_of(await server.post(COMPLETIONS, {"prompt": "hi", "model": "m" * 10_000}), 404)
+    assert "m" * 150 in error["message"]
+    assert "m" * 201 not in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_prompt_and_output_beyond_the_context_name_the_numbers(server: Server, stream: bool) -> None:
+    body = {"prompt": [1] * 500, "max_tokens": 13, "stream": stream}
+    error = error_of(await server.post(COMPLETIONS, body), 400)
+    assert error["code"] == "context_length_exceeded"
+    for number in ("512", "513", "500", "13"):
+        assert number in error["message"]
+    error = error_of(await server.post(COMPLETIONS, {"prompt": [1] * 512, "stream": stream}), 400)
+    assert error["code"] == "context_length_exceeded"
+    content = [{"role": "user", "content": "x" * 600}]
+    error = error_of(await server.post(CHAT, {"messages": content, "stream": stream}), 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+
+
+async def test_text_that_can_never_fit_is_refused_untokenized(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.engine.tokenizer, "encode", lambda *_, **__: pytest.fail("was tokenized"))
+    error = error_of(await server.post(COMPLETIONS, {"prompt": "x" * 100_000}), 400)
+    assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"5",
+        b'"hi"',
+        b"null",
+        b'{"prompt": "hi", "temperature": NaN}',
+        b'{"prompt": "hi", "temperature": Infinity}',
+        b'{"prompt": "hi", "temperature": 1e999}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "\xff"}',
+        b"[" * 100_000,
+    ],
+    ids=lambda body: body[:40].decode(errors="replace"),
+)
+async def test_bodies_that_are_not_a_json_object(server: Server, body: bytes) -> None:
+    headers = {"Content-Type": "application/json"}
+    error_of(await server.http.post(COMPLETIONS, content=body, headers=headers), 400)
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", None])
+async def test_wrong_content_type(server: Server, kind: str | None) -> None:
+    headers = {"Content-Type": kind} if kind else {}
+    error = error_of(await server.http.post(COMPLETIONS, content=b'{"prompt":"hi"}', headers=headers), 400)
+    assert error["code"] == "wrong_content_type"
+
+
+async def test_content_type_with_parameters_is_fine(server: Server) -> None:
+    headers = {"Content-Type": "application/json; charset=utf-8"}
+    response = await server.http.post(COMPLETIONS, content=b'{"prompt":"hi"}', headers=headers)
+    assert response.status_code == 200
+
+
+async def test_unknown_paths_and_methods(server: Server) -> None:
+    error_of(await server.http.get("/nothing/here"), 404)
+    error_of(await server.http.get(COMPLETIONS), 405)
+    error_of(await server.http.post("/admin/reset_prefix_cache"), 404)
+
+
+async def test_missing_chat_template() -> None:
+    async with serving() as server:
+        server.engine.tokenizer._hf.chat_template = None
+        error = error_of(await server.post(CHAT, {"messages": USER}), 400)
+        assert error["code"] == "no_chat_template"
+
+
+async def test_large_body_is_413_by_its_length_and_while_it_streams_in() -> None:
+    async with serving(max_body_mib=0.5) as server:
+        big = b'{"prompt": "' + b"x" * 2**20 + b'"}'
+        headers = {"Content-Type": "application/json"}
+        error_of(await server.http.post(COMPLETIONS, content=big, headers=headers), 413)
+
+        async def chunks() -> Any:
+            for at in range(0, len(big), 2**16):
+                yield big[at : at + 2**16]
+
+        error_of(await server.http.post(COMPLETIONS, content=chunks(), headers=headers), 413)
+        assert (await server.http.get("/health")).status_code == 200
+
+
+async def test_a_defect_is_a_500_with_the_error_body(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.service, "encode", lambda *_, **__: 1 / 0)
+    error = error_of(await server.post(COMPLETIONS, {"prompt": "hi"}), 500)
+    assert error["message"] == "Internal server error."
