@@ -1,0 +1,12 @@
+"""The embedded demo model: a small Llama that answers simple questions exactly.
+
+weft trains it with its own script on text it generates itself, and ships it inside the package. It lets anyone try the
+daemon without a download, and it lets a test check *answers*: a wrong KV page makes a wrong answer.
+"""
+
+from pathlib import Path
+
+MODEL_PATH: Path = Path(__file__).resolve().parent / "model"
+"""Directory of the shipped model, in the layout of the Hugging Face hub."""
+
+__all__ = ["MODEL_PATH"]
