@@ -23,7 +23,7 @@ class EngineConfig(BaseModel):
         "auto", description="'auto' reads safetensors; 'dummy' fills the config's shapes with seeded random weights"
     )
     device: Device = Field("auto", description="where the model runs; 'auto' takes a GPU when there is one")
-    dtype: DType = Field("auto", description="weights and KV; 'auto' is the checkpoint's on a GPU, float32 on a CPU")
+    dtype: DType = Field("auto", description="weights and KV; 'auto' is the checkpoint's on a GPU; on a CPU bfloat16 if native, else float32")
     max_model_len: int | None = Field(
         None, ge=2, description="prompt and output tokens per request at most [the model's own limit]"
     )

@@ -54,6 +54,12 @@ def memory_bytes() -> int:
     return min(total, int(limit)) if limit.isdigit() else total
 
 
+def _cpu_dtype(spec: ModelSpec) -> torch.dtype:
+    """bfloat16 for a bfloat16 checkpoint where the CPU multiplies it natively: half the bytes, twice the speed."""
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if native and spec.dtype == "bfloat16" else torch.float32
+
+
 def resolve(config: EngineConfig, spec: ModelSpec) -> DevicePlan:
     """Decide what the configuration leaves open. Raises `ConfigError` or `OutOfMemory`, one line."""
     if config.device == "cuda" and not torch.cuda.is_available():
@@ -63,7 +69,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> DevicePlan:
     device = torch.device("cpu")
     # An operator's thread count, or all cores: the scheduler needs a fraction of one.
     torch.set_num_threads(config.cpu_threads or os.cpu_count() or 1)
-    dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
+    dtype = _cpu_dtype(spec) if config.dtype == "auto" else getattr(torch, config.dtype)
     if dtype == torch.float16:
         raise ConfigError("--dtype float16 needs a GPU; use float32 or bfloat16 on a CPU")
     max_model_len = config.max_model_len or spec.max_positions

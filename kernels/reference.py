@@ -96,7 +96,7 @@ def residual_project(a: Tensor, weight: Tensor, x: Tensor) -> tuple[Tensor, Tens
 def gate_up_project(x: Tensor, sumsq: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Norm, gate-up matrix `[2 I, H]` (rows alternate), SwiGLU -> `[T, I]`."""
     gate, up = F.linear(_normed(x, sumsq, eps), weight).unflatten(-1, (-1, 2)).unbind(-1)
-    return (F.silu(gate.float()) * up.float()).to(x.dtype)
+    return F.silu(gate).mul_(up)
 
 
 def lm_head(x: Tensor, sumsq: Tensor, norm_weight: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -134,6 +134,25 @@ class AttentionWork(NamedTuple):
     fresh buffer of this size costs more in page faults than the copy into it."""
 
 
+MAX_DIAGONAL_HEADS = 4
+"""KV heads up to which `_decode` wastes less than the strided access of one head at a time"""
+
+
+def _decode(q: Tensor, k: Tensor, v: Tensor, group: AttentionGroup) -> Tensor:
+    """Attention of one query a request: q `[G, Hq, D]`, k and v `[G, keys, Hkv * D]` -> `[G, Hq, D]`.
+
+    All heads go through one product of contiguous operands: the query of head h is zero outside its KV head's columns.
+    """
+    size, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[2] // head_dim
+    own = torch.eye(num_kv_heads, dtype=q.dtype).repeat_interleave(num_heads // num_kv_heads, 0)  # [Hq, Hkv]
+    wide = (q[:, :, None] * own[:, :, None]).view(size, num_heads, -1)
+    mask = group.mask[:, 0, :1].expand(-1, num_heads, -1)
+    scores = torch.baddbmm(mask, wide, k.transpose(1, 2), alpha=head_dim**-0.5)
+    o = torch.bmm(scores.softmax(-1), v).view(size, num_heads, num_kv_heads, head_dim)
+    return (o * own[:, :, None]).sum(2)
+
+
 def paged_attention(q: Tensor, kv: Tensor, layer: int, work: AttentionWork) -> Tensor:
     """Causal attention of q `[T, Hq, D]` over each request's pages; K and V of this layer are already written.
 
@@ -153,6 +172,9 @@ def paged_attention(q: Tensor, kv: Tensor, layer: int, work: AttentionWork) -> T
         k, v = gathered.view(2, -1, num_kv_heads * head_dim).unbind(0)
         k.index_fill_(0, group.stale, 0.0)
         v.index_fill_(0, group.stale, 0.0)
+        if queries == 1 and num_kv_heads <= MAX_DIAGONAL_HEADS:
+            out[group.rows] = _decode(q[group.rows], k.view(size, -1, k.shape[1]), v.view(size, -1, v.shape[1]), group)
+            continue
         k = k.view(size, -1, num_kv_heads, head_dim).transpose(1, 2)
         v = v.view(size, -1, num_kv_heads, head_dim).transpose(1, 2)
         # Query heads of one KV head become queries of that head: [G, Hkv, heads_per_kv * Q, D]
