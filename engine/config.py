@@ -23,7 +23,10 @@ class EngineConfig(BaseModel):
         "auto", description="'auto' reads safetensors; 'dummy' fills the config's shapes with seeded random weights"
     )
     device: Device = Field("auto", description="where the model runs; 'auto' takes a GPU when there is one")
-    dtype: DType = Field("auto", description="weights and KV; 'auto' is the checkpoint's on a GPU; on a CPU bfloat16 if native, else float32")
+    dtype: DType = Field(
+        "auto",
+        description="weights and KV; 'auto' is the checkpoint's on a GPU; on a CPU bfloat16 if native",
+    )
     max_model_len: int | None = Field(
         None, ge=2, description="prompt and output tokens per request at most [the model's own limit]"
     )
@@ -33,7 +36,12 @@ class EngineConfig(BaseModel):
     )
     page_size: int = Field(64, ge=1, le=1024, description="tokens per KV page")
     kv_cache_gib: float | None = Field(
-        None, gt=0, description="memory for KV pages in GiB [CPU: what max_num_seqs can use, up to a quarter of RAM]"
+        None,
+        gt=0,
+        description="memory for KV pages in GiB [CPU: up to a quarter of RAM; GPU: what is left]",
+    )
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=0.98, description="share of the GPU's memory for weights, buffers and KV pages"
     )
     num_pages: int | None = Field(None, ge=2, description="KV pages, instead of --kv-cache-gib")
     prefix_caching: bool = Field(True, description="reuse the KV pages of shared prefixes")

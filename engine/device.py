@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, OutOfMemory
@@ -29,22 +26,15 @@ class DevicePlan:
     max_num_seqs: int
     max_num_batched_tokens: int
     page_size: int
-    num_pages: int
-
-    def allocate_kv(self, spec: ModelSpec) -> Tensor:
-        """The pool `[pages, layers, 2, page_size, Hkv, D]`, zeroed. Raises `OutOfMemory`."""
-        shape = (self.num_pages, spec.num_layers, 2, self.page_size, spec.num_kv_heads, spec.head_dim)
-        try:
-            # Pages of zeros that the system maps on first touch: starting costs nothing, idle memory is not taken.
-            pool = torch.from_numpy(np.zeros(math.prod(shape) * self.dtype.itemsize, np.uint8))
-            return pool.view(self.dtype).view(shape)
-        except MemoryError:
-            size = self.num_pages * self.page_size * spec.kv_bytes_per_token(self.dtype.itemsize) / GIB
-            raise OutOfMemory(f"{size:.1f} GiB of KV pages do not fit: lower --kv-cache-gib or --num-pages") from None
+    num_pages: int | None
+    """None: as many as the GPU has room for once everything else is there"""
+    gpu_memory_utilization: float
 
 
-def memory_bytes() -> int:
-    """Memory this process may use: the machine's, or its control group's limit when that is lower."""
+def memory_bytes(device: torch.device) -> int:
+    """Memory this process may use: the GPU's; or the machine's, or its control group's limit when that is lower."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         with open("/sys/fs/cgroup/memory.max", encoding="ascii") as f:
@@ -64,40 +54,72 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> DevicePlan:
     """Decide what the configuration leaves open. Raises `ConfigError` or `OutOfMemory`, one line."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: no CUDA device is visible; use --device cpu")
-    if config.device == "cuda":
-        raise ConfigError("--device cuda is not supported by this version; use --device cpu")
-    device = torch.device("cpu")
-    # An operator's thread count, or all cores: the scheduler needs a fraction of one.
-    torch.set_num_threads(config.cpu_threads or os.cpu_count() or 1)
-    dtype = _cpu_dtype(spec) if config.dtype == "auto" else getattr(torch, config.dtype)
-    if dtype == torch.float16:
+    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    if config.dtype != "auto":
+        dtype = getattr(torch, config.dtype)
+    elif cuda:
+        dtype = torch.float16 if spec.dtype == "float16" else torch.bfloat16
+    else:
+        dtype = _cpu_dtype(spec)
+    if not cuda:
+        # An operator's thread count, or all cores: the scheduler needs a fraction of one.
+        torch.set_num_threads(config.cpu_threads or os.cpu_count() or 1)
+    if not cuda and dtype == torch.float16:
         raise ConfigError("--dtype float16 needs a GPU; use float32 or bfloat16 on a CPU")
+    if cuda and dtype == torch.float32:
+        raise ConfigError("--dtype float32 needs --device cpu; a GPU serves bfloat16 or float16")
     max_model_len = config.max_model_len or spec.max_positions
     if max_model_len > spec.max_positions:
         raise ConfigError(f"--max-model-len {max_model_len} is more than the model's {spec.max_positions} positions")
-    max_num_seqs = config.max_num_seqs or 256
-    max_num_batched_tokens = config.max_num_batched_tokens or 512
+    max_num_seqs = config.max_num_seqs or (1024 if cuda else 256)
+    max_num_batched_tokens = config.max_num_batched_tokens or (2048 if cuda else 512)
+    if cuda:
+        _check_kernels(config, spec)
     page_size = config.page_size
     page_bytes = page_size * spec.kv_bytes_per_token(dtype.itemsize)
     weight_bytes = spec.num_parameters * dtype.itemsize
-    if weight_bytes > 0.9 * memory_bytes():
+    if weight_bytes > 0.9 * memory_bytes(device):
         raise OutOfMemory(
             f"the weights need {weight_bytes / GIB:.1f} GiB in {str(dtype).removeprefix('torch.')}, "
-            f"the machine has {memory_bytes() / GIB:.1f} GiB: use a smaller model or --dtype bfloat16"
+            f"the {'GPU' if cuda else 'machine'} has {memory_bytes(device) / GIB:.1f} GiB: "
+            "use a smaller model or --dtype bfloat16"
         )
     pages_per_request = -(-max_model_len // page_size)
+    num_pages: int | None
     if config.num_pages is not None:
         num_pages = config.num_pages
     elif config.kv_cache_gib is not None:
         num_pages = int(config.kv_cache_gib * GIB / page_bytes)
+    elif cuda:
+        num_pages = None
     else:
-        room = int(memory_bytes() * CPU_MEMORY_SHARE) - weight_bytes
+        room = int(memory_bytes(device) * CPU_MEMORY_SHARE) - weight_bytes
         num_pages = min(max_num_seqs * pages_per_request + 1, room // page_bytes)
-    if num_pages < 2:
+    if num_pages is not None and num_pages < 2:
         raise OutOfMemory(
             f"the KV pool has room for {max(num_pages, 0)} pages of {page_bytes / 2**20:.1f} MiB, it needs at least 2: "
             "raise --kv-cache-gib or lower --page-size"
         )
-    # A request that can never fit is refused at the door: the context limit is what the pool can hold.
-    max_model_len = min(max_model_len, (num_pages - 1) * page_size)
-    return DevicePlan(device, dtype, max_model_len, max_num_seqs, max_num_batched_tokens, page_size, num_pages)
+    return DevicePlan(
+        device,
+        dtype,
+        max_model_len,
+        max_num_seqs,
+        max_num_batched_tokens,
+        page_size,
+        num_pages,
+        config.gpu_memory_utilization,
+    )
+
+
+def _check_kernels(config: EngineConfig, spec: ModelSpec) -> None:
+    """Refuse what the GPU kernels were not made for."""
+    if spec.head_dim not in (64, 128):
+        raise ConfigError(f"head_dim {spec.head_dim} is not supported on a GPU (64 and 128 are); use --device cpu")
+    if config.page_size not in (16, 32, 64, 128):
+        raise ConfigError(f"--page-size {config.page_size}: a GPU takes 16, 32, 64 or 128")
+    if spec.heads_per_kv > 16:
+        raise ConfigError(f"{spec.heads_per_kv} query heads per KV head are not supported on a GPU (16 at most)")
+    if spec.hidden_size % 8 or spec.intermediate_size % 8:
+        raise ConfigError("a GPU needs hidden and intermediate sizes that are multiples of 8; use --device cpu")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,11 +16,10 @@ from weft.engine.device import resolve
 from weft.engine.errors import RequestError
 from weft.engine.events import Events
 from weft.engine.messages import AddRequest, EngineReady, EngineStats, Finish, Outputs
-from weft.engine.model import Model
 from weft.engine.pages import PagePool
 from weft.engine.prefix import PrefixIndex
 from weft.engine.request import Request, check_request
-from weft.engine.runner import InFlight, Runner
+from weft.engine.runner import InFlight, Runner, make_runner
 from weft.engine.scheduler import Scheduler
 from weft.engine.slots import SlotTable
 from weft.engine.spec import read_spec
@@ -36,7 +36,7 @@ class Engine:
         begin = time.perf_counter()
         self.config = config
         self.spec = read_spec(config.model_path)
-        self.plan = plan = resolve(config, self.spec)
+        plan = resolve(config, self.spec)
         weights = load_weights(
             self.spec,
             config.model_path,
@@ -46,11 +46,14 @@ class Engine:
             dummy_seed=config.seed if config.load_format == "dummy" else None,
             progress=progress,
         )
-        kv = plan.allocate_kv(self.spec)
-        self.runner = Runner(Model(self.spec, weights, kv), plan.max_num_seqs)
+        self.runner: Runner = make_runner(self.spec, weights, plan)
+        num_pages = self.runner.num_pages
+        # A request that can never fit is refused at the door: the context limit is what the pool can hold.
+        longest = min(plan.max_model_len, (num_pages - 1) * config.page_size)
+        self.plan = plan = replace(plan, num_pages=num_pages, max_model_len=longest)
         self.scheduler = Scheduler(
             SlotTable(plan.max_num_seqs, plan.max_model_len, config.page_size),
-            PagePool(plan.num_pages, config.page_size, PrefixIndex(f"{config.model_path}|{plan.dtype}")),
+            PagePool(num_pages, config.page_size, PrefixIndex(f"{config.model_path}|{plan.dtype}")),
             max_num_batched_tokens=plan.max_num_batched_tokens,
             prefix_caching=config.prefix_caching,
         )
@@ -74,7 +77,7 @@ class Engine:
             vocab_size=self.spec.vocab_size,
             max_model_len=plan.max_model_len,
             page_size=self.config.page_size,
-            num_pages=plan.num_pages,
+            num_pages=self.runner.num_pages,
             max_num_seqs=plan.max_num_seqs,
             max_num_batched_tokens=plan.max_num_batched_tokens,
             eos_token_ids=self.spec.eos_token_ids,

@@ -1,186 +1,53 @@
-"""`Runner`: owns a device's model and resident arrays, and runs iterations in order on a thread of its own.
-
-`launch` returns at once. On the CPU the worker thread plays the part of the GPU's stream, so that scheduling really
-overlaps with computing; torch releases the interpreter lock inside its kernels.
-"""
+"""`Runner`: what the engine asks of a device. One implementation for CPUs, one for CUDA GPUs."""
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
+from typing import Protocol
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from weft.engine.attention_plan import AttentionPlanner
-from weft.engine.batch import Batch, Logprobs, PromptLogprobs, SamplingInputs, StepResult
-from weft.engine.model import Model, ModelInputs
-from weft.kernels import sampling
+from weft.engine.batch import Batch, StepResult
+from weft.engine.device import DevicePlan
+from weft.engine.spec import ModelSpec
+from weft.engine.weights import Weights
 
 PROMPT_LOGPROB_ROWS = 256
 """rows of logits at once: bounds memory for long prompts with a large vocabulary"""
 
 
-class InFlight:
+class InFlight(Protocol):
     """An iteration that was launched. `wait()` gives its result, or raises what went wrong."""
 
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
-        self._done = threading.Event()
-        self._result: StepResult | None = None
-        self._error: BaseException | None = None
+    @property
+    def batch(self) -> Batch: ...
 
-    def _resolve(self, result: StepResult | None, error: BaseException | None = None) -> None:
-        self._result, self._error = result, error
-        self._done.set()
+    def wait(self) -> StepResult: ...
+
+
+class Runner(Protocol):
+    """Owns a device's weights, KV pool and resident arrays; runs batches in the order of launch."""
 
     @property
-    def done(self) -> bool:
-        return self._done.is_set()
+    def num_pages(self) -> int: ...
 
-    def wait(self) -> StepResult:
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None
-        return self._result
-
-
-class _Counts:
-    """Resident token counts of requests with penalties, one row a slot. Made when the first such request comes."""
-
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        self.prompt_seen = torch.zeros(num_slots, vocab_size, dtype=torch.bool, device=device)
-        self.output = torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device)
-
-
-class Runner:
-    """Runs batches on one device, in the order of launch."""
-
-    def __init__(self, model: Model, num_slots: int) -> None:
-        self.model = model
-        self._num_slots = num_slots
-        self._attention = AttentionPlanner(model.kv, model.spec.num_heads)
-        self._device = model.kv.device
-        self._last_token = torch.zeros(num_slots, dtype=torch.int64, device=self._device)
-        self._counts: _Counts | None = None
-        self._queue: queue.SimpleQueue[InFlight | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="weft-runner", daemon=True)
-        self._thread.start()
+    @property
+    def kv(self) -> Tensor:
+        """`[pages, layers, 2, page_size, Hkv, D]`"""
+        ...
 
     def launch(self, batch: Batch) -> InFlight:
-        in_flight = InFlight(batch)
-        self._queue.put(in_flight)
-        return in_flight
+        """Start an iteration and return at once."""
+        ...
 
-    def close(self) -> None:
-        """Finish what was launched and end the thread."""
-        self._queue.put(None)
-        self._thread.join()
+    def close(self) -> None: ...
 
-    def _work(self) -> None:
-        while (in_flight := self._queue.get()) is not None:
-            try:
-                with torch.inference_mode():
-                    in_flight._resolve(self.run(in_flight.batch))
-            except BaseException as error:
-                in_flight._resolve(None, error)
 
-    def run(self, batch: Batch) -> StepResult:
-        """One iteration, start to end. Raises whatever torch raises; the engine cannot go on after that."""
-        begin = time.perf_counter()
-        token_ids = torch.from_numpy(batch.token_ids.astype(np.int64))
-        # Decodes read the token that an earlier iteration left on the device.
-        d = batch.num_decodes
-        token_ids[:d] = self._last_token[torch.from_numpy(batch.slots[:d].astype(np.int64))]
-        inputs = ModelInputs(
-            token_ids,
-            torch.from_numpy(batch.positions.astype(np.int64)),
-            torch.from_numpy(batch.slot_mapping),
-            self._attention.plan(batch),
-        )
-        x, sumsq = self.model.forward(inputs)
-        prompt_logprobs = tuple(self._prompt_logprobs(x, sumsq, asked) for asked in batch.prompt_logprobs)
-        self._reset_counts(batch)
-        tokens, logprobs = self._sample(x, sumsq, batch.sampling)
-        return StepResult(batch, tokens, logprobs, prompt_logprobs, time.perf_counter() - begin)
+def make_runner(spec: ModelSpec, weights: Weights, plan: DevicePlan) -> Runner:
+    """The runner for the plan's device, its KV pool allocated. Raises `OutOfMemory`."""
+    if plan.device.type == "cuda":
+        from weft.engine.cuda_runner import CudaRunner
 
-    def _sample(self, x: Tensor, sumsq: Tensor, s: SamplingInputs) -> tuple[np.ndarray, Logprobs | None]:
-        if not len(s.slots):
-            return np.zeros(0, np.int32), None
-        slots = torch.from_numpy(s.slots.astype(np.int64))
-        raw = self.model.logits(x, sumsq, torch.from_numpy(s.logit_tokens.astype(np.int64)))
-        logits = raw
-        if s.counted.any():
-            logits = self._penalized(raw, s)
-        if len(s.bias_rows):
-            # Log-probabilities are the model's own: taken before anything is added to the logits.
-            logits = raw.clone() if logits is raw else logits
-            where = (torch.from_numpy(s.bias_rows.astype(np.int64)), torch.from_numpy(s.bias_ids.astype(np.int64)))
-            logits.index_put_(where, torch.from_numpy(s.bias_values), accumulate=True)
-        if s.temperature.any():
-            tokens = sampling.sample(
-                logits,
-                torch.from_numpy(s.temperature),
-                torch.from_numpy(s.top_k),
-                torch.from_numpy(s.top_p),
-                torch.from_numpy(s.min_p),
-                torch.from_numpy(s.uniform),
-            )
-        else:
-            tokens = logits.argmax(-1)
-        self._last_token[slots] = tokens
-        if s.counted.any():
-            counts = self._resident_counts()
-            rows = torch.from_numpy(np.flatnonzero(s.counted))
-            one = torch.ones((), dtype=torch.int32)
-            counts.output.index_put_((slots[rows], tokens[rows]), one, accumulate=True)
-        logprobs = None
-        if (s.logprobs >= 0).any():
-            rows = torch.from_numpy(np.flatnonzero(s.logprobs >= 0))
-            logprobs = self._logprobs(raw[rows], tokens[rows], int(s.logprobs.max()), rows.numpy())
-        return tokens.numpy().astype(np.int32), logprobs
+        return CudaRunner(spec, weights, plan)
+    from weft.engine.cpu_runner import CpuRunner
 
-    def _penalized(self, logits: Tensor, s: SamplingInputs) -> Tensor:
-        counts = self._resident_counts()
-        rows = torch.from_numpy(np.flatnonzero(s.counted))
-        slots = torch.from_numpy(s.slots.astype(np.int64))[rows]
-        out = logits.clone()
-        out[rows] = sampling.apply_penalties(
-            logits[rows],
-            counts.prompt_seen[slots],
-            counts.output[slots],
-            torch.from_numpy(s.presence)[rows],
-            torch.from_numpy(s.frequency)[rows],
-            torch.from_numpy(s.repetition)[rows],
-        )
-        return out
-
-    def _resident_counts(self) -> _Counts:
-        if self._counts is None:
-            self._counts = _Counts(self._num_slots, self.model.spec.vocab_size, self._device)
-        return self._counts
-
-    def _reset_counts(self, batch: Batch) -> None:
-        for reset in batch.count_resets:
-            counts = self._resident_counts()
-            counts.prompt_seen[reset.slot] = False
-            counts.prompt_seen[reset.slot, torch.from_numpy(reset.prompt.astype(np.int64))] = True
-            output = torch.from_numpy(reset.output.astype(np.int64))
-            counts.output[reset.slot] = torch.bincount(output, minlength=self.model.spec.vocab_size)
-
-    def _prompt_logprobs(self, x: Tensor, sumsq: Tensor, asked: PromptLogprobs) -> Logprobs:
-        parts = []
-        for start in range(0, len(asked.tokens), PROMPT_LOGPROB_ROWS):
-            rows = torch.from_numpy(asked.tokens[start : start + PROMPT_LOGPROB_ROWS].astype(np.int64))
-            targets = torch.from_numpy(asked.targets[start : start + PROMPT_LOGPROB_ROWS].astype(np.int64))
-            logits = self.model.logits(x, sumsq, rows)
-            parts.append(self._logprobs(logits, targets, asked.top, np.arange(start, start + len(rows))))
-        return Logprobs(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
-
-    @staticmethod
-    def _logprobs(logits: Tensor, tokens: Tensor, top: int, rows: np.ndarray) -> Logprobs:
-        ranks, ids, values = sampling.logprobs_of(logits, tokens, top)
-        return Logprobs(rows.astype(np.int32), ranks.numpy(), ids.numpy(), values.numpy())
+    return CpuRunner(spec, weights, plan)

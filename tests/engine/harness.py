@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
@@ -85,5 +86,5 @@ class Harness:
 
     def poison_pages(self) -> None:
         """Fill every page with NaN: nothing may read what it did not write."""
-        self.engine.runner.model.kv.fill_(float("nan"))
-        self.engine.runner.model.kv[0].zero_()
+        with torch.inference_mode():
+            self.engine.runner.kv[1:] = float("nan")
