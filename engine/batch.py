@@ -114,6 +114,8 @@ class StepResult(NamedTuple):
     """one for each of `batch.prompt_logprobs`"""
     seconds: float
     """device time"""
+    idle_seconds: float = 0.0
+    """between the end of the iteration before and the beginning of this one, where the device can tell"""
 
 
 def uniform_draw(seeds: npt.NDArray[np.uint64], index: I32) -> F32:

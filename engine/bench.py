@@ -45,6 +45,7 @@ def machine() -> Figures:
         "cpu": cpu,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        **({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
@@ -65,12 +66,14 @@ def _prompts(lengths: Lengths, vocab_size: int, seed: int) -> list[np.ndarray]:
     return [rng.integers(0, vocab_size, n).astype(np.int32) for n, _ in lengths]
 
 
-def _run_engine(engine: Engine, prompts: list[np.ndarray], lengths: Lengths) -> Figures:
+def _run_engine(engine: Engine, prompts: list[np.ndarray], lengths: Lengths, trace: Path | None) -> Figures:
     for i, (prompt, (_, out)) in enumerate(zip(prompts, lengths, strict=True)):
         params = SamplingParams(max_tokens=out, temperature=0.0, ignore_eos=True)
         engine.add(AddRequest(handle=i, request_id="", prompt=prompt.tobytes(), params=params))
     schedule = busy = 0.0
+    idle: list[float] = []
     widest = finished = 0
+    profiler = _Profiler(trace)
     begin = time.perf_counter()
     with Progress(transient=True, console=Console(stderr=True)) as bar:
         task = bar.add_task("weft", total=len(prompts))
@@ -78,15 +81,18 @@ def _run_engine(engine: Engine, prompts: list[np.ndarray], lengths: Lengths) -> 
             outputs = engine.step()
             if outputs is None:
                 continue
-            schedule += outputs.stats.schedule_seconds
-            busy += outputs.stats.iteration_seconds
-            widest = max(widest, outputs.stats.iteration_requests)
+            stats = outputs.stats
+            profiler.step(stats.iterations)
+            schedule += stats.schedule_seconds
+            busy += stats.iteration_seconds
+            idle.append(stats.iteration_idle_seconds)
+            widest = max(widest, stats.iteration_requests)
             if ended := int(np.count_nonzero(outputs.columns()[2])):
                 finished += ended
                 bar.update(task, completed=finished)
     seconds = time.perf_counter() - begin
     stats = engine.stats()
-    return {
+    figures: Figures = {
         "seconds": seconds,
         "total_tokens_per_second": sum(a + b for a, b in lengths) / seconds,
         "output_tokens_per_second": sum(b for _, b in lengths) / seconds,
@@ -96,6 +102,54 @@ def _run_engine(engine: Engine, prompts: list[np.ndarray], lengths: Lengths) -> 
         "device_busy_share": busy / seconds,
         "schedule_and_commit_ms_per_iteration": 1e3 * schedule / max(stats.iterations, 1),
     }
+    if engine.plan.device.type == "cuda":
+        figures["device_idle_between_iterations_us_median"] = 1e6 * float(np.median(idle))
+        figures["device_idle_between_iterations_us_p99"] = 1e6 * float(np.quantile(idle, 0.99))
+    return figures | profiler.figures
+
+
+class _Profiler:
+    """Traces a few iterations in the middle of a run and adds their kernels up by name. Off without a file."""
+
+    FIRST, LAST = 60, 66
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        self._profile: Any = None
+        self.figures: Figures = {}
+
+    def step(self, iteration: int) -> None:
+        if self._file is None or iteration not in (self.FIRST, self.LAST):
+            return
+        if iteration == self.FIRST:
+            self._profile = torch.profiler.profile()
+            self._profile.start()
+        elif self._profile is not None:
+            self._profile.stop()
+            self._profile.export_chrome_trace(str(self._file))
+            kernels = [e for e in self._profile.key_averages() if e.self_device_time_total > 0]
+            kernels.sort(key=lambda e: -e.self_device_time_total)
+            for event in kernels[:12]:
+                name = f"ms_per_iteration_in_{event.key[:60]}"
+                self.figures[name] = event.self_device_time_total / 1e3 / (self.LAST - self.FIRST)
+            self._profile = None
+
+
+def _run_on_gpu(engine: Engine, prompts: list[np.ndarray], lengths: Lengths, trace: Path | None) -> Figures:
+    """As `_run_engine`, with power, clocks and the fraction of Equation 5's optimum (NanoFlow §3.3)."""
+    from weft.engine.gpu_monitor import PowerMonitor, sustained_flops
+
+    flops = sustained_flops()
+    with PowerMonitor() as monitor:
+        figures = _run_engine(engine, prompts, lengths, trace)
+    optimum = flops / (2 * engine.spec.num_parameters)
+    figures["sustained_tflops_of_cublas"] = flops / 1e12
+    figures["optimum_tokens_per_second"] = optimum
+    figures["fraction_of_optimum"] = figures["total_tokens_per_second"] / optimum
+    if monitor.use is not None:
+        figures["watts"], figures["sm_megahertz"] = monitor.use.watts, monitor.use.megahertz
+        figures["tokens_per_joule"] = sum(a + b for a, b in lengths) / monitor.use.joules
+    return figures
 
 
 def _run_transformers(engine: Engine, prompts: list[np.ndarray], lengths: Lengths, batch: int) -> Figures:
@@ -134,6 +188,7 @@ def run_offline(config: EngineConfig, arguments: argparse.Namespace) -> int:
             f"the workload's longest request has {longest} tokens, the model takes {engine.plan.max_model_len}"
         )
     prompts = _prompts(lengths, engine.spec.vocab_size, config.seed)
+    run = _run_on_gpu if engine.plan.device.type == "cuda" else _run_engine
     figures: Figures = {
         "model": config.model_name,
         "dtype": str(engine.plan.dtype).removeprefix("torch."),
@@ -141,7 +196,7 @@ def run_offline(config: EngineConfig, arguments: argparse.Namespace) -> int:
         "requests": len(lengths),
         "max_num_seqs": engine.plan.max_num_seqs,
         "max_num_batched_tokens": engine.plan.max_num_batched_tokens,
-        **_run_engine(engine, prompts, lengths),
+        **run(engine, prompts, lengths, arguments.trace),
     }
     if arguments.baseline == "transformers":
         if config.load_format == "dummy":

@@ -25,6 +25,7 @@ def add_offline_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--lengths", metavar="FILE", type=Path, help="JSON list of [input, output] pairs, instead")
     group.add_argument("--baseline", choices=["transformers"], help="run the same requests through it, for the ratio")
     group.add_argument("--baseline-batch", metavar="N", type=int, default=64, help="batch of the baseline [64]")
+    group.add_argument("--trace", metavar="FILE", type=Path, help="write a Chrome trace of a few iterations here")
     group.add_argument("--json", metavar="FILE", type=Path, help="write the figures here as well")
 
 

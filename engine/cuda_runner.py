@@ -57,20 +57,24 @@ class _Extras(NamedTuple):
 class CudaInFlight:
     """An iteration on the GPU's stream: an event and the pinned buffers that its results arrive in."""
 
-    def __init__(self, batch: Batch, tokens: Tensor, extras: _Extras | None, prompts: list[_Extras]) -> None:
+    def __init__(self, batch: Batch, before: torch.cuda.Event | None) -> None:
         self.batch = batch
-        self._tokens, self._extras, self._prompts = tokens, extras, prompts
+        self.tokens = torch.empty(len(batch.sampled_rows), dtype=torch.int64, pin_memory=True)
+        self.extras: _Extras | None = None
+        self.prompts: list[_Extras] = []
         self.begin = torch.cuda.Event(enable_timing=True)
         self.end = torch.cuda.Event(enable_timing=True)
+        self._before = before
 
     def wait(self) -> StepResult:
         self.end.synchronize()
         return StepResult(
             self.batch,
-            self._tokens.numpy().astype(np.int32),
-            None if self._extras is None else _columns(self._extras),
-            tuple(_columns(p) for p in self._prompts),
+            self.tokens.numpy().astype(np.int32),
+            None if self.extras is None else _columns(self.extras),
+            tuple(_columns(p) for p in self.prompts),
             self.begin.elapsed_time(self.end) / 1e3,
+            self._before.elapsed_time(self.begin) / 1e3 if self._before is not None else 0.0,
         )
 
 
@@ -112,6 +116,7 @@ class CudaRunner:
             self._decode_space = decode_workspace(
                 MAX_PART_SLOTS, s, spec.num_kv_heads, spec.heads_per_kv, spec.head_dim, device
             )
+            self._last_end: torch.cuda.Event | None = None
             self._seen: Tensor | None = None
             self._counts: Tensor | None = None
             # A pool of two pages serves the warm-up, which loads every kernel; what is left then is measured.
@@ -217,15 +222,14 @@ class CudaRunner:
         graphs, s = self._graphs[size], batch.sampling
         n = len(s.slots)
         with torch.cuda.stream(self._stream), torch.inference_mode():
-            tokens = torch.empty(n, dtype=torch.int64, pin_memory=True)
-            begin = torch.cuda.Event(enable_timing=True)
-            begin.record()
+            in_flight = CudaInFlight(batch, self._last_end)
+            in_flight.begin.record()
             self._inputs.send(
                 batch, num_kv_heads=self.spec.num_kv_heads, group=self.spec.heads_per_kv,
                 num_programs=self._num_sms * PER_SM, bucket=size,
             )  # fmt: skip
             graphs.model.replay()
-            prompts = [self._prompt_logprobs(size, asked) for asked in batch.prompt_logprobs]
+            in_flight.prompts = [self._prompt_logprobs(size, asked) for asked in batch.prompt_logprobs]
             asked = np.flatnonzero(s.logprobs >= 0)
             raw = self._logits[self._up(asked)].clone() if len(asked) else None
             self._adjust(batch)
@@ -235,13 +239,11 @@ class CudaRunner:
                 slots = self._up(s.slots[s.counted].astype(np.int64))
                 one = torch.ones((), dtype=torch.int32, device=self._device)
                 self._resident_counts()[1].index_put_((slots, self._tokens[rows]), one, accumulate=True)
-            tokens.copy_(self._tokens[:n], non_blocking=True)
-            extras = None
+            in_flight.tokens.copy_(self._tokens[:n], non_blocking=True)
             if raw is not None:
-                extras = self._down(asked, raw, self._tokens[self._up(asked)], int(s.logprobs.max()))
-            in_flight = CudaInFlight(batch, tokens, extras, prompts)
-            in_flight.begin = begin
+                in_flight.extras = self._down(asked, raw, self._tokens[self._up(asked)], int(s.logprobs.max()))
             in_flight.end.record()
+        self._last_end = in_flight.end
         return in_flight
 
     def close(self) -> None:

@@ -154,6 +154,7 @@ class Engine:
             iteration_tokens=result.batch.num_tokens,
             iteration_requests=result.batch.num_requests,
             iteration_seconds=result.seconds,
+            iteration_idle_seconds=result.idle_seconds,
             schedule_seconds=busy + time.perf_counter() - begin,
         )
         return self._outputs(events, self.stats())
@@ -167,6 +168,7 @@ class Engine:
             iteration_tokens=last.iteration_tokens,
             iteration_requests=last.iteration_requests,
             iteration_seconds=last.iteration_seconds,
+            iteration_idle_seconds=last.iteration_idle_seconds,
             schedule_seconds=last.schedule_seconds,
         )
 

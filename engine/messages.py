@@ -90,6 +90,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """tokens in the last iteration"""
     iteration_requests: int = 0
     iteration_seconds: float = 0.0
+    iteration_idle_seconds: float = 0.0
+    """device idle before the last iteration"""
     schedule_seconds: float = 0.0
     """CPU time of schedule + commit for the last iteration"""
 

@@ -1,0 +1,65 @@
+"""Power and clocks of a GPU while something runs, and the rate its matrix units sustain: the measures of throughput."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import time
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+
+class PowerUse(NamedTuple):
+    watts: float
+    megahertz: float
+    joules: float
+
+
+class PowerMonitor:
+    """Samples `nvidia-smi` from enter to exit; `use` is None where it is not installed."""
+
+    def __init__(self, period_ms: int = 200) -> None:
+        self._period_ms = period_ms
+        self._process: subprocess.Popen[str] | None = None
+        self.use: PowerUse | None = None
+
+    def __enter__(self) -> PowerMonitor:
+        query = ["--query-gpu=power.draw.instant,clocks.sm", "--format=csv,noheader,nounits", f"-lms={self._period_ms}"]
+        index = str(torch.cuda.current_device())
+        with contextlib.suppress(FileNotFoundError):
+            self._process = subprocess.Popen(["nvidia-smi", "-i", index, *query], stdout=subprocess.PIPE, text=True)
+        self._begin = time.perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        seconds = time.perf_counter() - self._begin
+        if self._process is None:
+            return
+        self._process.terminate()
+        out, _ = self._process.communicate()
+        samples = [tuple(map(float, line.split(","))) for line in out.splitlines() if line.count(",") == 1]
+        if samples:
+            watts = sum(s[0] for s in samples) / len(samples)
+            self.use = PowerUse(watts, sum(s[1] for s in samples) / len(samples), watts * seconds)
+
+
+def sustained_flops(seconds: float = 2.0) -> float:
+    """FLOP/s of a bf16 matrix product through the vendor's library, at the clocks left after `seconds` of it."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    stop = time.perf_counter() + seconds
+    while time.perf_counter() < stop:
+        for _ in range(20):
+            torch.mm(a, b, out=out)
+        torch.cuda.synchronize()
+    begin.record()
+    for _ in range(40):
+        torch.mm(a, b, out=out)
+    end.record()
+    torch.cuda.synchronize()
+    return 40 * 2 * 8192**3 / (begin.elapsed_time(end) / 1e3)
