@@ -25,7 +25,7 @@ from weft.kernels.embedding import embed, final_norm
 from weft.kernels.gemm import matmul, workspace
 from weft.kernels.prefill_attention import TILE_FIELDS, prefill_attention
 from weft.kernels.projections import gate_up_project, qkv_project, residual_project, sumsq_buffer
-from weft.kernels.sampler import sample
+from weft.kernels.sampler import sample, sample_scratch
 
 PER_SM = 4
 """programs of decode attention on each SM"""
@@ -112,6 +112,7 @@ class CudaRunner:
             self._rows = buffer(s, spec.hidden_size)
             self._logits = buffer(s, spec.vocab_size, kind=torch.float32)
             self._tokens = buffer(s, kind=torch.int64)
+            self._candidates = sample_scratch(s, device)
             self._gemm_space = workspace(device, elements=1 << 26)
             self._decode_space = decode_workspace(
                 MAX_PART_SLOTS, s, spec.num_kv_heads, spec.heads_per_kv, spec.head_dim, device
@@ -214,7 +215,8 @@ class CudaRunner:
         n = min(size, self.plan.max_num_seqs)
         c = {k: v[:n] for k, v in self._inputs.column.items()}
         tokens = self._tokens[:n]
-        sample(self._logits[:n], c["temperature"], c["top_k"], c["top_p"], c["min_p"], c["uniform"], out=tokens)
+        sample(self._logits[:n], c["temperature"], c["top_k"], c["top_p"], c["min_p"], c["uniform"], out=tokens,
+               scratch=self._candidates[:n])  # fmt: skip
         resident.remember(tokens, c["slots"], self._inputs.count["sampled"], self._last_token)
 
     def launch(self, batch: Batch) -> CudaInFlight:

@@ -36,7 +36,7 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
         keep = (rank < torch.where(top_k > 0, top_k, probs.shape[-1])[:, None]) | (rank == 0)
         ordered = ordered * keep
         before = ordered.cumsum(-1) - ordered
-        keep &= before < top_p[:, None] * ordered.sum(-1, keepdim=True)
+        keep &= (before < top_p[:, None] * ordered.sum(-1, keepdim=True)) | (rank == 0)
         probs = probs * torch.zeros_like(keep).scatter_(-1, order, keep)
     if bool((min_p > 0).any()):
         probs = probs * (probs >= min_p[:, None] * probs.amax(-1, keepdim=True))

@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             name = unknown[0].split("=")[0]
@@ -63,7 +63,7 @@ def _plain_type(annotation: Any) -> Any:
 
 
 def _shown_default(field: FieldInfo) -> str:
-    default = field.get_default(call_default_factory=True)  # type: ignore[call-arg]
+    default = field.get_default(call_default_factory=True)
     if default is None or default == [] or default == "":
         return ""
     if isinstance(default, bool):

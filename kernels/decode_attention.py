@@ -1,0 +1,227 @@
+"""Paged attention of one query token per request, for any group size up to 16 (twin: `reference.paged_attention`).
+
+Memory decides: every K and V row is read once. K is the left operand of the MMA and the query heads of its group the
+columns, so a group of up to 8 fills one instruction; pages arrive by TMA straight from the pool, seen as slabs
+`(page * layers + layer) * 2 + k_or_v` of `[page_size, Hkv * D]`. Nothing behind a request's last token is loaded.
+
+The work is planned on the host (`plan_decode`): one item per request or per part of a long one, longest first. Parts
+leave their sums in a workspace; the last one to arrive adds them in order, so the result does not depend on timing.
+"""
+
+# Device functions carry no Python types.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from weft.kernels.gemm import begin, pdl_options, release
+
+ITEM_FIELDS = 8
+"""of a work item, int32: q row, page-table row, first token, end token, first partial slot, parts, part, unused"""
+
+
+class DecodeWorkspace(NamedTuple):
+    """Scratch of requests that are split: one per stream that runs decode attention."""
+
+    partial: Tensor
+    """[slots, Hkv, D + 2, group padded] float32: sums, then row maximum and row sum"""
+    arrived: Tensor
+    """[rows * Hkv] int32, zero between launches"""
+
+
+def group_block(group: int) -> int:
+    """Columns of the MMA for a group of query heads."""
+    return max(8, triton.next_power_of_2(group))
+
+
+def decode_workspace(
+    slots: int, rows: int, num_kv_heads: int, group: int, head_dim: int, device: torch.device | str
+) -> DecodeWorkspace:
+    shape = (slots, num_kv_heads, head_dim + 2, group_block(group))
+    return DecodeWorkspace(
+        torch.empty(shape, dtype=torch.float32, device=device),
+        torch.zeros(rows * num_kv_heads, dtype=torch.int32, device=device),
+    )
+
+
+def plan_decode(
+    lengths: NDArray[np.integer],
+    *,
+    num_kv_heads: int,
+    num_programs: int,
+    max_slots: int,
+    part_tokens: int = 0,
+    min_part_tokens: int = 128,
+) -> NDArray[np.int32]:
+    """Work items `[items, 8]` for requests whose context (own token included) is `lengths`, longest first.
+
+    Request i uses q row i and page-table row i. A request is cut into parts only when there are too few of them to fill
+    `num_programs`; `part_tokens` > 0 fixes the cut instead, so that it never depends on the neighbours.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    count = len(lengths)
+    if count == 0:
+        return np.zeros((0, ITEM_FIELDS), np.int32)
+    if part_tokens <= 0:
+        total = int(lengths.sum()) * num_kv_heads
+        part_tokens = max(min_part_tokens, -(-total // max(1, num_programs)))
+        if count * num_kv_heads >= 2 * num_programs:  # enough requests: cut only what would outlast all others
+            part_tokens = max(part_tokens, min(int(lengths.max()), 4 * part_tokens))
+    part_tokens = -(-part_tokens // 128) * 128
+    parts = np.maximum(1, -(-lengths // part_tokens))
+    while int(parts[parts > 1].sum()) > max_slots:
+        part_tokens *= 2
+        parts = np.maximum(1, -(-lengths // part_tokens))
+    row = np.repeat(np.arange(count), parts)
+    first_item = np.cumsum(parts) - parts
+    part = np.arange(len(row)) - first_item[row]
+    split = np.where(parts > 1, parts, 0)
+    slot = (np.cumsum(split) - split)[row]
+    # equal parts, in whole blocks
+    size = -(-lengths // (parts * 128)) * 128
+    begin = np.minimum(part * size[row], lengths[row])
+    end = np.minimum(begin + size[row], lengths[row])
+    items = np.zeros((len(row), ITEM_FIELDS), np.int32)
+    for column, value in enumerate((row, row, begin, end, slot, parts[row], part)):
+        items[:, column] = value
+    return items[np.argsort(begin - end, kind="stable")]
+
+
+@triton.jit
+def _step(q, k, v, real, m, norm, acc, scale, DTYPE: tl.constexpr):
+    """One block of keys and values `[BN, D]`, where `real`, against `q [D, GP]`; `acc [D, GP]`, `m, norm [GP]` in the
+    log2 domain.
+    """
+    s = tl.dot(k, q) * scale
+    s = tl.where(real[:, None], s, float("-inf"))
+    m_new = tl.maximum(m, tl.max(s, axis=0))
+    p = tl.exp2(s - m_new[None, :])
+    alpha = tl.exp2(m - m_new)
+    norm = norm * alpha + tl.sum(p, axis=0)
+    acc = tl.dot(tl.trans(v), p.to(DTYPE), acc * alpha[None, :])
+    return m_new, norm, acc
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _decode_kernel(
+    q, kv_tiles, kv, out, table, stride_table, items, num_items, partial, arrived, layer, layers, scale,
+    HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
+    TMA: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    release(PDL)  # memory is idle while few requests attend: the next product may already fetch weights
+    begin(PDL)
+    column = tl.arange(0, GP)
+    d = tl.arange(0, D)
+    tasks = tl.load(num_items) * HKV
+    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        head = task % HKV
+        item = items + (task // HKV) * 8
+        row = tl.load(item).to(tl.int64)
+        pages = table + tl.load(item + 1).to(tl.int64) * stride_table
+        start = tl.load(item + 2)
+        end = tl.load(item + 3)
+        parts = tl.load(item + 5)
+        heads = (row * HKV + head) * G + column
+        query = tl.load(q + heads[None, :] * D + d[:, None], mask=(column < G)[None, :], other=0.0)
+        m = tl.full([GP], -1e30, tl.float32)
+        norm = tl.zeros([GP], tl.float32)
+        acc = tl.zeros([D, GP], tl.float32)
+        for first in tl.range(start, end, BN, num_stages=STAGES):
+            if TMA:
+                # the last block starts early enough to end with the last token: TMA fills what lies before the page
+                # with zeros, and nothing behind the last token is ever loaded
+                page = tl.load(pages + first // PAGE)
+                slab = (page * layers + layer) * 2
+                shift = tl.maximum(first + BN - end, 0)
+                real = tl.arange(0, BN) >= shift
+                k = kv_tiles.load([slab, first % PAGE - shift, head * D]).reshape([BN, D])
+                v = kv_tiles.load([slab + 1, first % PAGE - shift, head * D]).reshape([BN, D])
+            else:
+                token = first + tl.arange(0, BN)
+                real = token < end
+                page = tl.load(pages + token // PAGE, mask=real, other=0).to(tl.int64)
+                at = (page * layers + layer) * (2 * PAGE) + token % PAGE
+                k_at = kv + at[:, None] * (HKV * D) + (head * D + tl.arange(0, D))[None, :]
+                k = tl.load(k_at, mask=real[:, None], other=0.0)
+                v = tl.load(k_at + PAGE * HKV * D, mask=real[:, None], other=0.0)
+            m, norm, acc = _step(query, k, v, real, m, norm, acc, scale, DTYPE)
+        target = out + heads[None, :] * D + d[:, None]
+        mine = (column < G)[None, :]
+        if parts == 1:
+            tl.store(target, (acc / norm[None, :]).to(DTYPE), mask=mine)
+        else:
+            slot = tl.load(item + 4)
+            SIZE: tl.constexpr = (D + 2) * GP
+            base = partial + (slot.to(tl.int64) * HKV + head) * SIZE
+            block = d[:, None] * GP + column[None, :]
+            mine_at = base + tl.load(item + 6).to(tl.int64) * (HKV * SIZE)
+            tl.store(mine_at + block, acc)
+            tl.store(mine_at + D * GP + column, m)
+            tl.store(mine_at + (D + 1) * GP + column, norm)
+            tl.debug_barrier()  # every thread's store precedes the release below
+            before = tl.atomic_add(arrived + row * HKV + head, 1, sem="acq_rel")
+            if before == parts - 1:
+                m = tl.full([GP], -1e30, tl.float32)
+                norm = tl.zeros([GP], tl.float32)
+                acc = tl.zeros([D, GP], tl.float32)
+                for other in range(parts):
+                    at = base + other * (HKV * SIZE)
+                    m_other = tl.load(at + D * GP + column, cache_modifier=".cg")
+                    m_new = tl.maximum(m, m_other)
+                    alpha = tl.exp2(m - m_new)
+                    beta = tl.exp2(m_other - m_new)
+                    norm = norm * alpha + tl.load(at + (D + 1) * GP + column, cache_modifier=".cg") * beta
+                    acc = acc * alpha[None, :] + tl.load(at + block, cache_modifier=".cg") * beta[None, :]
+                    m = m_new
+                tl.store(target, (acc / norm[None, :]).to(DTYPE), mask=mine)
+                tl.store(arrived + row * HKV + head, 0)
+
+
+def decode_attention(
+    q: Tensor,
+    kv: Tensor,
+    layer: int,
+    page_table: Tensor,
+    items: Tensor,
+    num_items: Tensor,
+    *,
+    out: Tensor,
+    num_sms: int,
+    space: DecodeWorkspace,
+    scale: float | None = None,
+    per_sm: int = 4,
+    block: int = 64,
+    stages: int = 2,
+    warps: int = 4,
+) -> Tensor:
+    """Attention of `q [T, Hq, D]` rows named by the work items over their pages -> the same rows of `out [T, Hq * D]`.
+
+    kv `[pages, layers, 2, page_size, Hkv, D]`; page_table `[rows, max_pages]` int32; items `[max_items, 8]` int32 from
+    `plan_decode`; num_items `[1]` int32 in device memory. K and V of the query token itself are already in its page.
+    """
+    layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
+    group = q.shape[1] // num_kv_heads
+    if not (kv.is_contiguous() and q.is_contiguous() and out.is_contiguous() and items.is_contiguous()):
+        raise ValueError("q, kv, out and items must be contiguous")
+    if page_table.stride(1) != 1:
+        raise ValueError("rows of the page table must be contiguous")
+    tma = page_size % block == 0
+    slabs = kv.view(-1, page_size, num_kv_heads * head_dim)  # K or V of one page and layer
+    _decode_kernel[(num_sms * per_sm,)](
+        q, TensorDescriptor.from_tensor(slabs, [1, block, head_dim]) if tma else None, kv, out, page_table,
+        page_table.stride(0), items, num_items, space.partial, space.arrived, layer, layers,
+        (scale if scale is not None else head_dim**-0.5) * 1.4426950408889634,
+        HKV=num_kv_heads, G=group, GP=group_block(group), D=head_dim, PAGE=page_size, BN=block, TMA=tma, STAGES=stages,
+        DTYPE={torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[q.dtype],
+        num_warps=warps, **pdl_options(),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,284 @@
+"""The matrix products of a layer for many tokens on Hopper, warp-specialised, with their epilogues in the accumulators.
+
+Two warpgroups own 64 rows each of a 128 x 256 tile; one producer warp streams both operands by TMA and runs ahead into
+the next tile while the epilogue of this one is computed. What an epilogue reads is on its way during the long loop: the
+residual tile arrives by TMA beside the operands, rotary factors and row scales wait in registers.
+
+`projections` and `gemm.matmul` launch these; the plain Triton kernels there serve few tokens and other shapes.
+"""
+
+# Device functions carry no Python types.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from weft.kernels.gemm import Launch
+
+# renamed after Triton 3.6
+load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+BLOCK_TOKENS, BLOCK_FEATURES, BLOCK_DEPTH = 128, 256, 64
+
+
+@gluon.jit
+def _tile_of(tile, tiles_m, tiles_n, GROUP: gl.constexpr):
+    group = tile // (GROUP * tiles_n)
+    first = group * GROUP
+    size = gl.minimum(tiles_m - first, GROUP)
+    inside = tile % (GROUP * tiles_n)
+    return first + inside % size, inside // size
+
+
+@gluon.jit
+def _produce(
+    a, w, x, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, tiles_m, tiles_n, steps,
+    KIND: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    count = 0
+    turn = 0
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        tile_m, tile_n = _tile_of(tile, tiles_m, tiles_n, GROUP)
+        for step in range(steps):
+            stage = count % STAGES
+            mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(stage), (128 + BN) * BK * 2)
+            load_tile(a, [tile_m * 128, step * BK], full.index(stage), a_smem.index(stage))
+            load_tile(w, [tile_n * BN, step * BK], full.index(stage), w_smem.index(stage))
+            count += 1
+            if KIND == "residual":  # noqa: SIM102 (the outer one is settled when compiled)
+                if step == gl.minimum(STAGES, steps - 1):
+                    for half in gl.static_range(2):
+                        mbarrier.wait(x_empty.index(half), (turn & 1) ^ 1)
+                        mbarrier.expect(x_full.index(half), 64 * BN * 2)
+                        load_tile(x, [tile_m * 128 + half * 64, tile_n * BN], x_full.index(half), io_smem.index(half))
+        turn += 1  # noqa: SIM113
+
+
+@gluon.jit
+def _row_scale(sumsq, rows, live, stride, width, eps, PARTS: gl.constexpr):
+    total = gl.load(sumsq + rows, mask=rows < live, other=0.0)
+    for part in range(1, PARTS):
+        total += gl.load(sumsq + part * stride + rows, mask=rows < live, other=0.0)
+    return gl.rsqrt(total / width + eps)
+
+
+@gluon.jit
+def _halves(acc):
+    """`[64, 2 W]` -> its left and right `[64, W]`."""
+    WIDTH: gl.constexpr = acc.shape[1] // 2
+    return gl.split(gl.permute(gl.reshape(acc, (64, 2, WIDTH)), (0, 2, 1)))
+
+
+@gluon.jit
+def _rotate_half(y, cos_sin, skip):
+    """Rotate neighbour pairs of `y [64, W]`; columns with `skip` stay."""
+    WIDTH: gl.constexpr = y.shape[1]
+    y_pairs = gl.reshape(y, (64, WIDTH // 2, 2))
+    a, b = gl.split(y_pairs)
+    cos, sin = gl.split(gl.reshape(cos_sin, (64, WIDTH // 2, 2)))
+    rotated = gl.reshape(gl.join(a * cos - b * sin, b * cos + a * sin), (64, WIDTH))
+    return gl.where(skip, y, gl.convert_layout(rotated, y.type.layout))
+
+
+@gluon.jit
+def _store_half(
+    y, io, rows, col0, q_out, kv, page_row, live,
+    HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """One half `y [64, 128]` to q or to the pages, in rows of 16-byte pieces."""
+    io.store(y)
+    tile = io.load(ROWS)
+    col = col0 + gl.arange(0, 128, layout=gl.SliceLayout(0, ROWS))
+    is_v = (col >= (HQ + HKV) * D).to(gl.int32)
+    real = (rows < live)[:, None]
+    q_at = q_out + rows.to(gl.int64)[:, None] * (HQ * D) + col[None, :]
+    gl.store(q_at, tile, mask=real & (col < HQ * D)[None, :])
+    within = col - HQ * D + is_v * ((PAGE - 1) * HKV * D)
+    kv_at = kv + page_row[:, None] * (HKV * D) + within[None, :]
+    gl.store(kv_at, tile, mask=real & ((col >= HQ * D) & (col < (HQ + 2 * HKV) * D))[None, :])
+
+
+@gluon.jit
+def _consume(
+    out, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, live, tiles_m, tiles_n, steps, K,
+    sumsq, stride_sumsq, eps, bias, rotary, positions, slots, kv, layer, layers, q_norm, k_norm, WG: gl.constexpr,
+    KIND: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PARTS: gl.constexpr,
+    HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, HAS_BIAS: gl.constexpr,
+    HAS_NORM: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN // 2, 16])
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    io = io_smem.index(WG)
+    count = 0
+    turn = 0
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        tile_m, tile_n = _tile_of(tile, tiles_m, tiles_n, GROUP)
+        row0 = tile_m * 128 + WG * 64
+        if KIND == "gate_up":
+            rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
+            scale = _row_scale(sumsq, rows, live, stride_sumsq, K, eps, PARTS)
+        if KIND == "qkv":
+            rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, HALF))
+            scale = _row_scale(sumsq, rows, live, stride_sumsq, K, eps, PARTS)
+            position = gl.load(positions + rows, mask=rows < live, other=0).to(gl.int64)
+            lane = gl.arange(0, BN // 2, layout=gl.SliceLayout(0, HALF))
+            # both halves of a tile begin a head: they turn by the same angles
+            cos_sin = gl.load(rotary + position[:, None] * D + (lane % D)[None, :])
+        acc = gl.zeros([64, BN], gl.float32, layout=ACC)
+        for step in range(steps):
+            stage = count % STAGES
+            mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+            a_mine = a_smem.index(stage).slice(WG * 64, 64)
+            acc = warpgroup_mma(a_mine, w_smem.index(stage).permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            # at most this step is still in flight: the one before has left its stage
+            mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=step > 0)
+            count += 1
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
+
+        if KIND == "plain":
+            tma.store_wait(0)
+            io.store(acc.to(DTYPE))
+            fence_async_shared()
+            store_tile(out, [row0, tile_n * BN], io)
+        if KIND == "residual":
+            rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
+            mbarrier.wait(x_full.index(WG), turn & 1)
+            y = (io.load(ACC).to(gl.float32) + acc).to(DTYPE)
+            io.store(y)
+            fence_async_shared()
+            store_tile(out, [row0, tile_n * BN], io)
+            squares = gl.sum(y.to(gl.float32) * y.to(gl.float32), axis=1)
+            gl.store(sumsq + tile_n * stride_sumsq + rows, squares, mask=rows < live)
+            tma.store_wait(0)
+            mbarrier.arrive(x_empty.index(WG), count=1)
+        if KIND == "gate_up":
+            gate, up = gl.split(gl.reshape(acc * scale[:, None], (64, BN // 2, 2)))
+            h = gate * up / (1.0 + gl.exp(-gate))
+            tma.store_wait(0)
+            io.store(gl.convert_layout(h.to(DTYPE), HALF))
+            fence_async_shared()
+            store_tile(out, [row0, tile_n * (BN // 2)], io)
+        if KIND == "qkv":
+            slot_rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))
+            slot = gl.load(slots + slot_rows, mask=slot_rows < live, other=0).to(gl.int64)
+            page_row = (slot // PAGE * layers + layer) * (2 * PAGE) + slot % PAGE
+            left, right = _halves(acc)
+            for half in gl.static_range(2):
+                col = tile_n * BN + half * (BN // 2) + lane
+                y = gl.convert_layout(left if half == 0 else right, HALF) * scale[:, None]
+                if HAS_BIAS:
+                    y += gl.load(bias + col, mask=col < (HQ + 2 * HKV) * D, other=0.0).to(gl.float32)[None, :]
+                if HAS_NORM:
+                    gl.static_assert(D == BN // 2)
+                    weight = gl.load(q_norm + lane, mask=col < HQ * D, other=0.0).to(gl.float32)
+                    weight += gl.load(k_norm + lane, mask=(col >= HQ * D) & (col < (HQ + HKV) * D), other=0.0).to(
+                        gl.float32
+                    )
+                    weight = gl.where(col >= (HQ + HKV) * D, 1.0, weight)
+                    inverse = gl.rsqrt(gl.sum(y * y, axis=1) / D + eps)
+                    inverse = gl.where(tile_n * BN + half * (BN // 2) >= (HQ + HKV) * D, 1.0, inverse)
+                    y = y * inverse[:, None] * weight[None, :]
+                y = _rotate_half(y, cos_sin, (col >= (HQ + HKV) * D)[None, :])
+                _store_half(y.to(DTYPE), io, slot_rows, tile_n * BN + half * (BN // 2), out, kv, page_row, live,
+                            HQ, HKV, D, PAGE, ROWS)  # fmt: skip
+        turn += 1  # noqa: SIM113
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["M", "layer", "stride_sumsq"])
+def product_kernel(
+    a, w, x, out, num_tokens, M, N, K, sumsq, stride_sumsq, eps, bias, rotary, positions, slots, kv, layer, layers,
+    q_norm, k_norm,
+    KIND: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PARTS: gl.constexpr, HQ: gl.constexpr,
+    HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_NORM: gl.constexpr,
+    HAS_COUNT: gl.constexpr, DTYPE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    BN: gl.constexpr = 256
+    BK: gl.constexpr = 64
+    shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    IO: gl.constexpr = BN // 2 if KIND == "gate_up" or KIND == "qkv" else BN
+    a_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 128, BK], shared)
+    w_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, BK], shared)
+    io_smem = gl.allocate_shared_memory(DTYPE, [2, 64, IO], shared)
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    x_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    x_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    for half in gl.static_range(2):
+        mbarrier.init(x_full.index(half), count=1)
+        mbarrier.init(x_empty.index(half), count=1)
+    if PDL:
+        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
+                                  pack=1)  # fmt: skip
+    live = M
+    if HAS_COUNT:
+        live = gl.minimum(gl.load(num_tokens), M)
+    tiles_m = gl.cdiv(live, 128)
+    tiles_n = gl.cdiv(N, BN)
+    steps = gl.cdiv(K, BK)
+    gl.warp_specialize(
+        [
+            (_consume, (out, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, live, tiles_m, tiles_n, steps, K,
+                        sumsq, stride_sumsq, eps, bias, rotary, positions, slots, kv, layer, layers, q_norm, k_norm, 0,
+                        KIND, BN, STAGES, GROUP, PARTS, HQ, HKV, D, PAGE, HAS_BIAS, HAS_NORM, DTYPE)),
+            (_consume, (out, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, live, tiles_m, tiles_n, steps, K,
+                        sumsq, stride_sumsq, eps, bias, rotary, positions, slots, kv, layer, layers, q_norm, k_norm, 1,
+                        KIND, BN, STAGES, GROUP, PARTS, HQ, HKV, D, PAGE, HAS_BIAS, HAS_NORM, DTYPE)),
+            (_produce, (a, w, x, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, tiles_m, tiles_n, steps,
+                        KIND, BN, BK, STAGES, GROUP)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+_SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_QKV_FIELDS: dict[str, Any] = dict.fromkeys(
+    ("sumsq", "bias", "rotary", "positions", "slots", "kv", "q_norm", "k_norm"), None
+) | {"stride_sumsq": 0, "eps": 0.0, "layer": 0, "layers": 0, "PARTS": 1, "HQ": 1, "HKV": 1, "D": 128, "PAGE": 1,
+     "HAS_BIAS": False, "HAS_NORM": False}  # fmt: skip
+
+
+def launch_product(
+    kind: str, launch: Launch, a: Tensor, weight: Tensor, out: Tensor, num_tokens: Tensor | None,
+    x: Tensor | None = None, **fields: Any,
+) -> None:  # fmt: skip
+    """Run `product_kernel` for `kind` "plain", "residual", "gate_up" or "qkv"; `fields` are what its epilogue reads."""
+
+    def tiles(tensor: Tensor, rows: int, cols: int) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(tensor, [rows, cols], _SHARED)
+
+    width = BLOCK_FEATURES // 2 if kind == "gate_up" else BLOCK_FEATURES
+    stages = 3 if kind in ("plain", "residual") else 4  # the rest of shared memory holds a tile of the epilogue
+    product_kernel[launch.grid](
+        tiles(a, BLOCK_TOKENS, BLOCK_DEPTH), tiles(weight, BLOCK_FEATURES, BLOCK_DEPTH),
+        None if x is None else tiles(x, 64, BLOCK_FEATURES), out if kind == "qkv" else tiles(out, 64, width),
+        num_tokens, a.shape[0], weight.shape[0], a.shape[1], **(_QKV_FIELDS | fields),
+        KIND=kind, STAGES=stages, GROUP=launch.config.group, HAS_COUNT=num_tokens is not None,
+        DTYPE={torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[a.dtype], num_warps=4,
+        PDL=launch.options["PDL"], **({"launch_pdl": True} if launch.options["PDL"] else {}),
+    )  # fmt: skip

@@ -1,0 +1,107 @@
+"""Times GPU work in bursts and sustained, with clocks and watts.
+
+Calls are captured in a CUDA graph over several copies of their data, so that neither launches nor caches flatter them.
+`burst` timings (milliseconds of work) rank variants; `sustained` ones (seconds, at the power cap) are what a server
+gets.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+
+
+class Sustained(NamedTuple):
+    ms: float
+    watts: float
+    mhz: float
+
+    @property
+    def joules(self) -> float:
+        return self.ms * 1e-3 * self.watts
+
+
+class Meter:
+    """Clock and power of the GPU, ten times a second, while it is open."""
+
+    def __init__(self) -> None:
+        query = [
+            "nvidia-smi",
+            "--query-gpu=clocks.sm,power.draw.instant",
+            "--format=csv,noheader,nounits",
+            "-lms",
+            "100",
+        ]
+        self._process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
+        self.samples: list[tuple[float, float, float]] = []
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            mhz, watts = line.split(",")[:2]
+            self.samples.append((time.monotonic(), float(mhz), float(watts)))
+
+    def mean(self, since: float) -> tuple[float, float]:
+        late = [s for s in self.samples if s[0] >= since] or self.samples[-1:] or [(0.0, 0.0, 0.0)]
+        return statistics.fmean(s[1] for s in late), statistics.fmean(s[2] for s in late)
+
+    def close(self) -> None:
+        self._process.terminate()
+
+
+def capture(calls: Iterable[Callable[[], object]]) -> tuple[torch.cuda.CUDAGraph, int]:
+    """One graph of all calls, and how many there are."""
+    calls = list(calls)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph, len(calls)
+
+
+def burst(calls: Iterable[Callable[[], object]], repeats: int = 9) -> float:
+    """Median milliseconds of one call."""
+    graph, count = capture(calls)
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / count)
+    return statistics.median(times)
+
+
+def sustained(calls: Iterable[Callable[[], object]], meter: Meter, seconds: float = 2.5) -> Sustained:
+    """Milliseconds of one call over the second half of `seconds`, with the watts and the clock of that half."""
+    graph, count = capture(calls)
+    start = time.monotonic()
+    half, replays, half_at = False, 0, start
+    while time.monotonic() - start < seconds:
+        begin = time.monotonic()
+        while time.monotonic() - begin < 0.1:
+            graph.replay()
+            graph.replay()
+            torch.cuda.synchronize()
+            replays += 2
+        if not half and time.monotonic() - start > seconds / 2:
+            half, replays, half_at = True, 0, time.monotonic()
+    end = time.monotonic()
+    mhz, watts = meter.mean(half_at)
+    return Sustained((end - half_at) * 1e3 / (replays * count), watts, mhz)

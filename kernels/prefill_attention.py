@@ -1,0 +1,148 @@
+"""Paged causal attention of prefill chunks with a cached prefix (twin: `reference.paged_attention`).
+
+The work is planned on the host (`plan_prefill`): tiles of at most `rows_per_tile // group` query tokens, longest
+context first. On Hopper a warp-specialised kernel does it (`prefill_hopper`); the plain Triton kernel here serves
+everything else and is what the interpreter can run.
+"""
+
+# Device functions carry no Python types.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from weft.kernels.gemm import begin, pdl_options, release
+
+TILE_ROWS = 128
+"""(token, query head of the group) pairs in a tile"""
+TILE_FIELDS = 4
+"""of a work item, int32: q row of the first query, queries, tokens before the first query, page-table row"""
+
+
+def plan_prefill(
+    first_rows: NDArray[np.integer],
+    queries: NDArray[np.integer],
+    context: NDArray[np.integer],
+    page_rows: NDArray[np.integer],
+    *,
+    group: int,
+) -> NDArray[np.int32]:
+    """Work items `[items, 4]` for chunks of `queries` tokens behind `context` tokens in pages, longest first."""
+    per_tile = TILE_ROWS // group
+    queries = np.asarray(queries, dtype=np.int64)
+    tiles = -(-queries // per_tile)
+    chunk = np.repeat(np.arange(len(queries)), tiles)
+    first = (np.arange(len(chunk)) - (np.cumsum(tiles) - tiles)[chunk]) * per_tile
+    items = np.empty((len(chunk), TILE_FIELDS), np.int32)
+    items[:, 0] = np.asarray(first_rows)[chunk] + first
+    items[:, 1] = np.minimum(queries[chunk] - first, per_tile)
+    items[:, 2] = np.asarray(context)[chunk] + first
+    items[:, 3] = np.asarray(page_rows)[chunk]
+    return items[np.argsort(-(items[:, 1] + items[:, 2]), kind="stable")]
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _prefill_kernel(
+    q, kv, out, table, stride_table, items, num_items, layer, layers, scale,
+    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr, DTYPE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
+    release(PDL)
+    rows = tl.arange(0, BM)
+    d = tl.arange(0, D)
+    tasks = tl.load(num_items) * HKV
+    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        head = task % HKV
+        item = items + (task // HKV) * 4
+        q_row = tl.load(item)
+        queries = tl.load(item + 1)
+        start = tl.load(item + 2)
+        pages = table + tl.load(item + 3).to(tl.int64) * stride_table
+        end = start + queries
+        limit = start + rows // G
+        mine = (rows // G < queries)[:, None]
+        at = ((q_row + rows // G).to(tl.int64) * (HKV * G) + head * G + rows % G) * D
+        query = tl.load(q + at[:, None] + d[None, :], mask=mine, other=0.0)
+        m = tl.full([BM], -1e30, tl.float32)
+        norm = tl.zeros([BM], tl.float32)
+        acc = tl.zeros([BM, D], tl.float32)
+        for first in tl.range(0, end, BN, num_stages=STAGES):
+            token = first + tl.arange(0, BN)
+            real = token < end
+            page = tl.load(pages + token // PAGE, mask=real, other=0).to(tl.int64)
+            row = (page * layers + layer) * (2 * PAGE) + token % PAGE
+            k_at = kv + row[:, None] * (HKV * D) + (head * D + d)[None, :]
+            k = tl.load(k_at, mask=real[:, None], other=0.0)
+            v = tl.load(k_at + PAGE * HKV * D, mask=real[:, None], other=0.0)
+            s = tl.dot(query, k.T) * scale
+            s = tl.where(token[None, :] <= limit[:, None], s, float("-inf"))
+            m_new = tl.maximum(m, tl.max(s, axis=1))
+            p = tl.exp2(s - m_new[:, None])
+            alpha = tl.exp2(m - m_new)
+            norm = norm * alpha + tl.sum(p, axis=1)
+            acc = tl.dot(p.to(DTYPE), v, acc * alpha[:, None])
+            m = m_new
+        tl.store(out + at[:, None] + d[None, :], (acc / norm[:, None]).to(DTYPE), mask=mine)
+
+
+def _hopper(q: Tensor) -> bool:
+    return q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9 and q.element_size() == 2
+
+
+def prefill_attention(
+    q: Tensor,
+    kv: Tensor,
+    layer: int,
+    page_table: Tensor,
+    items: Tensor,
+    num_items: Tensor,
+    *,
+    out: Tensor,
+    num_sms: int,
+    scale: float | None = None,
+    portable: bool = False,
+) -> Tensor:
+    """Attention of the chunks' rows of `q [T, Hq, D]` over their pages -> the same rows of `out [T, Hq * D]`.
+
+    kv `[pages, layers, 2, page_size, Hkv, D]`, page_size 16, 32, 64 or 128; page_table `[rows, max_pages]` int32; items
+    `[max_items, 4]` int32 from `plan_prefill`; num_items `[1]` int32 in device memory. K and V of the chunk are already
+    in their pages. `portable` forces the plain Triton kernel.
+    """
+    layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
+    group = q.shape[1] // num_kv_heads
+    if not (kv.is_contiguous() and q.is_contiguous() and out.is_contiguous() and items.is_contiguous()):
+        raise ValueError("q, kv, out and items must be contiguous")
+    if page_table.stride(1) != 1:
+        raise ValueError("rows of the page table must be contiguous")
+    log2_scale = (scale if scale is not None else head_dim**-0.5) * 1.4426950408889634
+    if portable or not _hopper(q):
+        _prefill_kernel[(num_sms,)](
+            q, kv, out, page_table, page_table.stride(0), items, num_items, layer, layers, log2_scale,
+            HKV=num_kv_heads, G=group, D=head_dim, PAGE=page_size, BM=TILE_ROWS, BN=64, STAGES=2,
+            DTYPE={torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[q.dtype],
+            num_warps=8, **pdl_options(),
+        )  # fmt: skip
+        return out
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from weft.kernels.prefill_hopper import prefill_kernel
+
+    block, box = 128, min(page_size, 128)
+    slabs = kv.view(-1, page_size, num_kv_heads * head_dim)  # K or V of one page and layer
+    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[q.dtype]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+    tiles = TensorDescriptor.from_tensor(slabs, [1, box, head_dim], layout)
+    prefill_kernel[(num_sms,)](
+        q, tiles, out, page_table, page_table.stride(0), items, num_items, layer, layers, log2_scale,
+        HKV=num_kv_heads, G=group, D=head_dim, PAGE=page_size, BN=block, BOX=box, STAGES=2, DTYPE=dtype, num_warps=4,
+        **pdl_options(),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,200 @@
+"""Paged causal attention of prefill chunks on Hopper, warp-specialised after FlashAttention-3 (twin:
+`paged_attention`).
+
+One producer warp streams K and V pages by TMA; two warpgroups own 64 rows each of a 128-row tile. A row is a (token,
+query head of the group) pair, so the heads of a group share every K and V load. While a warpgroup computes the softmax
+of block j + 1, its tensor cores already work on O += P(j) V(j).
+
+A box that reaches past a chunk's last token is fetched *shifted*: it starts that many rows early, and TMA fills what
+lies before the page with zeros. So nothing behind the last token, NaN included, is ever loaded.
+"""
+
+# Device functions carry no Python types.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# renamed after Triton 3.6
+load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+
+@gluon.jit
+def _load_block(
+    kv, smem, bar, table, slab, slabs, first, end, column,
+    PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """K or V of tokens `first .. first + BN` into `smem [BN, D]`; boxes past `end` arrive shifted or as zeros."""
+    mbarrier.expect(bar, BN * D * 2)
+    for box in gl.static_range(BN // BOX):
+        token = first + box * BOX
+        page = gl.load(table + gl.minimum(token, end - 1) // PAGE)
+        shift = gl.minimum(gl.maximum(token + BOX - end, 0), BOX)
+        row = gl.where(shift == BOX, PAGE, token % PAGE - shift)
+        target = smem.reshape([1, BN, D]).slice(box * BOX, BOX, dim=1)
+        load_tile(kv, [page * slabs + slab, row, column], bar, target)
+
+
+@gluon.jit
+def _produce(
+    kv, k_smem, v_smem, k_full, k_empty, v_full, v_empty, table, stride_table, items, tasks, layer, layers,
+    HKV: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    count = 0
+    for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
+        head = task % HKV
+        item = items + (task // HKV) * 4
+        end = gl.load(item + 2) + gl.load(item + 1)
+        pages = table + gl.load(item + 3).to(gl.int64) * stride_table
+        for first in range(0, end, BN):
+            stage = count % STAGES
+            phase = (count // STAGES) & 1
+            mbarrier.wait(k_empty.index(stage), phase ^ 1)
+            _load_block(kv, k_smem.index(stage), k_full.index(stage), pages, layer * 2, layers * 2, first, end,
+                        head * D, PAGE, BN, BOX, D)  # fmt: skip
+            mbarrier.wait(v_empty.index(stage), phase ^ 1)
+            _load_block(kv, v_smem.index(stage), v_full.index(stage), pages, layer * 2 + 1, layers * 2, first, end,
+                        head * D, PAGE, BN, BOX, D)  # fmt: skip
+            count += 1
+
+
+@gluon.jit
+def _mask(s, first, end, limit, BN: gl.constexpr, BOX: gl.constexpr, S: gl.constexpr):
+    """-inf where a key lies behind a row's limit or is filling; undoes the shift of a partial box."""
+    slot = gl.arange(0, BN, layout=gl.SliceLayout(0, S))
+    shift = gl.minimum(gl.maximum(first + (slot // BOX + 1) * BOX - end, 0), BOX)
+    key = gl.where(slot % BOX >= shift, first + slot - shift, 2147483647)
+    return gl.where(key[None, :] <= limit[:, None], s, float("-inf"))
+
+
+@gluon.jit
+def _softmax(s, m, norm, scale):
+    """One block of scores -> probabilities, new row maxima and sums, and the factor for what was summed before."""
+    m_new = gl.maximum(m, gl.max(s, axis=1) * scale)
+    p = gl.exp2(s * scale - m_new[:, None])
+    alpha = gl.exp2(m - m_new)
+    return p, m_new, norm * alpha + gl.sum(p, axis=1), alpha
+
+
+@gluon.jit
+def _consume(
+    q, out, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items, tasks, scale, WG: gl.constexpr,
+    HKV: gl.constexpr, G: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    DTYPE: gl.constexpr,
+):  # fmt: skip
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    Q: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    q_mine = q_smem.index(WG)
+    count = 0
+    for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
+        head = task % HKV
+        item = items + (task // HKV) * 4
+        q_row = gl.load(item)
+        queries = gl.load(item + 1)
+        start = gl.load(item + 2)
+        end = start + queries
+
+        row = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, Q))
+        at = ((q_row + row // G).to(gl.int64) * (HKV * G) + head * G + row % G) * D
+        tile = gl.load(q + at[:, None] + gl.arange(0, D, layout=gl.SliceLayout(0, Q))[None, :],
+                       mask=(row // G < queries)[:, None], other=0.0)  # fmt: skip
+        q_mine.store(tile)
+        fence_async_shared()
+
+        rows = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
+        limit = start + rows // G
+        m = gl.full([64], -1e30, gl.float32, layout=gl.SliceLayout(1, S))
+        norm = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, S))
+        acc = gl.zeros([64, D], gl.float32, layout=ACC)
+
+        stage = count % STAGES
+        mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
+        s = warpgroup_mma(q_mine, k_smem.index(stage).permute((1, 0)), gl.zeros([64, BN], gl.float32, layout=S),
+                          use_acc=False, is_async=True)  # fmt: skip
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        if start + 1 < BN:
+            s = _mask(s, 0, end, limit, BN, BOX, S)
+        p, m, norm, alpha = _softmax(s, m, norm, scale)
+        probs = gl.convert_layout(p.to(DTYPE), P)
+        for first in range(BN, end, BN):
+            before = count % STAGES
+            before_phase = (count // STAGES) & 1
+            count += 1
+            stage = count % STAGES
+            mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
+            s_token = warpgroup_mma(q_mine, k_smem.index(stage).permute((1, 0)),
+                                    gl.zeros([64, BN], gl.float32, layout=S), use_acc=False, is_async=True)  # fmt: skip
+            mbarrier.wait(v_full.index(before), before_phase)
+            o_token = warpgroup_mma(probs, v_smem.index(before), acc, is_async=True)
+            s = warpgroup_mma_wait(1, deps=[s_token])
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            if first + BN > start + 1:
+                s = _mask(s, first, end, limit, BN, BOX, S)
+            p, m, norm, alpha = _softmax(s, m, norm, scale)
+            acc = warpgroup_mma_wait(0, deps=[o_token])
+            mbarrier.arrive(v_empty.index(before), count=1)
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, ACC))[:, None]
+            probs = gl.convert_layout(p.to(DTYPE), P)
+        stage = count % STAGES
+        mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
+        acc = warpgroup_mma(probs, v_smem.index(stage), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(v_empty.index(stage), count=1)
+        count += 1
+
+        acc = acc / gl.convert_layout(norm, gl.SliceLayout(1, ACC))[:, None]
+        row = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
+        at = ((q_row + row // G).to(gl.int64) * (HKV * G) + head * G + row % G) * D
+        gl.store(out + at[:, None] + gl.arange(0, D, layout=gl.SliceLayout(0, ACC))[None, :], acc.to(DTYPE),
+                 mask=(row // G < queries)[:, None])  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["layer"])
+def prefill_kernel(
+    q, kv, out, table, stride_table, items, num_items, layer, layers, scale,
+    HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr,
+    STAGES: gl.constexpr, DTYPE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    q_smem = gl.allocate_shared_memory(DTYPE, [2, 64, D], shared)
+    k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, D], shared)
+    v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, D], shared)
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=2)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(v_empty.index(stage), count=2)
+    if PDL:
+        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
+                                  pack=1)  # fmt: skip
+    tasks = gl.load(num_items) * HKV
+    gl.warp_specialize(
+        [
+            (_consume, (q, out, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items, tasks, scale, 0,
+                        HKV, G, BN, BOX, D, STAGES, DTYPE)),
+            (_consume, (q, out, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items, tasks, scale, 1,
+                        HKV, G, BN, BOX, D, STAGES, DTYPE)),
+            (_produce, (kv, k_smem, v_smem, k_full, k_empty, v_full, v_empty, table, stride_table, items, tasks, layer,
+                        layers, HKV, PAGE, BN, BOX, D, STAGES)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

@@ -1,0 +1,180 @@
+"""Paged attention against plain attention in float32, over a pool in which all but the requests' own tokens is NaN."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from weft.kernels.decode_attention import ITEM_FIELDS, decode_attention, decode_workspace, plan_decode
+from weft.kernels.prefill_attention import TILE_FIELDS, plan_prefill, prefill_attention
+
+LAYERS, LAYER = 3, 1
+
+
+def pool(
+    lengths: list[int], page: int, kv_heads: int, d: int, dtype: torch.dtype, device: str
+) -> tuple[Tensor, Tensor]:
+    """A poisoned pool and the page table of requests of these lengths, at random places."""
+    counts = [-(-n // page) for n in lengths]
+    total = sum(counts) + 2
+    kv = torch.full((total, LAYERS, 2, page, kv_heads, d), float("nan"), dtype=dtype, device=device)
+    ids = (torch.randperm(total - 1)[: sum(counts)] + 1).tolist()
+    table = torch.zeros(len(lengths), max(counts) + 1, dtype=torch.int32)
+    for i, (n, c) in enumerate(zip(lengths, counts, strict=True)):
+        mine = [ids.pop() for _ in range(c)]
+        table[i, :c] = torch.tensor(mine, dtype=torch.int32)
+        for j, p in enumerate(mine):
+            kv[p, LAYER, :, : min(page, n - j * page)] = torch.randn(
+                2, min(page, n - j * page), kv_heads, d, device=device
+            ).to(dtype)
+    return kv, table.to(device)
+
+
+def attend(q: Tensor, kv: Tensor, pages: Tensor, length: int) -> Tensor:
+    """Causal attention of the last queries `q [Q, Hq, D]` of one request, in float32: `[Q, Hq * D]`."""
+    k, v = (kv[pages.long(), LAYER, i].flatten(0, 1)[:length].float() for i in (0, 1))
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,nhd->hqn", q.float(), k) * q.shape[-1] ** -0.5
+    first = length - q.shape[0]
+    late = torch.arange(length, device=q.device)[None] > first + torch.arange(q.shape[0], device=q.device)[:, None]
+    return torch.einsum("hqn,nhd->qhd", scores.masked_fill(late, float("-inf")).softmax(-1), v).flatten(1)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def upload(items: np.ndarray, fields: int, device: str) -> tuple[Tensor, Tensor]:
+    """Work items in a larger buffer, as an engine would hold them, and their number."""
+    room = torch.full((len(items) + 5, fields), -1, dtype=torch.int32)
+    room[: len(items)] = torch.from_numpy(items)
+    return room.to(device), torch.tensor([len(items)], dtype=torch.int32, device=device)
+
+
+def check_decode(
+    lengths: list[int], heads: int, kv_heads: int, d: int, page: int, dtype: torch.dtype, device: str, num_sms: int,
+    part_tokens: int = 0, **options: int,
+) -> None:  # fmt: skip
+    kv, table = pool(lengths, page, kv_heads, d, dtype, device)
+    q = torch.randn(len(lengths) + 2, heads, d, device=device).to(dtype)
+    items = plan_decode(
+        np.array(lengths), num_kv_heads=kv_heads, num_programs=4 * num_sms, max_slots=256, part_tokens=part_tokens
+    )
+    assert sum(e - b for _, _, b, e, *_ in items.tolist()) == sum(lengths)
+    space = decode_workspace(256, len(lengths), kv_heads, heads // kv_heads, d, device)
+    out = torch.full((len(q), heads * d), float("nan"), dtype=dtype, device=device)
+    work = upload(items, ITEM_FIELDS, device)
+    decode_attention(q, kv, LAYER, table, *work, out=out, num_sms=num_sms, space=space, **options)
+    again = out.clone()
+    decode_attention(q, kv, LAYER, table, *work, out=again, num_sms=num_sms, space=space, **options)
+    assert torch.equal(again[: len(lengths)], out[: len(lengths)])
+    want = torch.cat([attend(q[i : i + 1], kv, table[i, : -(-n // page)], n) for i, n in enumerate(lengths)])
+    assert error(out[: len(lengths)], want) < 6e-3
+    assert bool(out[len(lengths) :].isnan().all())
+    assert int(space.arrived.abs().sum()) == 0
+
+
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("part_tokens", [0, 128])
+def test_decode_of_short_requests(page: int, part_tokens: int, device: str, num_sms: int) -> None:
+    check_decode([1, 64, 150, 33], 6, 2, 64, page, torch.float16, device, num_sms, part_tokens)
+
+
+@pytest.mark.parametrize("page", [16, 32, 64, 128])
+@pytest.mark.parametrize(
+    ("group", "d", "dtype"),
+    [(g, 128, torch.bfloat16) for g in range(1, 9)]
+    + [(1, 64, torch.float16), (4, 64, torch.bfloat16), (7, 64, torch.float16)],
+)
+@pytest.mark.usefixtures("large")
+def test_decode(group: int, d: int, dtype: torch.dtype, page: int, device: str, num_sms: int) -> None:
+    lengths = [1, 2, page, page + 1, 127, 128, 129, 1000, 3000]
+    check_decode(lengths, 2 * group, 2, d, page, dtype, device, num_sms)
+    check_decode([1 + 17 * i % 700 for i in range(300)], 2 * group, 2, d, page, dtype, device, num_sms)
+
+
+@pytest.mark.parametrize("page", [16, 64, 128])
+@pytest.mark.usefixtures("large")
+def test_decode_of_one_long_request_is_split(page: int, device: str, num_sms: int) -> None:
+    check_decode([9999], 32, 8, 128, page, torch.bfloat16, device, num_sms)
+    check_decode([20000, 1, 700], 32, 8, 128, page, torch.bfloat16, device, num_sms, part_tokens=512)
+
+
+def check_prefill(
+    chunks: list[tuple[int, int]], heads: int, kv_heads: int, d: int, page: int, dtype: torch.dtype, device: str,
+    num_sms: int, portable: bool,
+) -> None:  # fmt: skip
+    """chunks: (tokens already in pages, queries)."""
+    lengths = [c + n for c, n in chunks]
+    kv, table = pool(lengths, page, kv_heads, d, dtype, device)
+    queries = np.array([n for _, n in chunks])
+    first = np.cumsum(queries) - queries + 3
+    q = torch.randn(int(queries.sum()) + 6, heads, d, device=device).to(dtype)
+    items = plan_prefill(
+        first, queries, np.array([c for c, _ in chunks]), np.arange(len(chunks)), group=heads // kv_heads
+    )
+    out = torch.full((len(q), heads * d), float("nan"), dtype=dtype, device=device)
+    work = upload(items, TILE_FIELDS, device)
+    prefill_attention(q, kv, LAYER, table, *work, out=out, num_sms=num_sms, portable=portable)
+    again = out.clone()
+    prefill_attention(q, kv, LAYER, table, *work, out=again, num_sms=num_sms, portable=portable)
+    assert torch.equal(again[3:-3], out[3:-3])
+    for i, n in enumerate(lengths):
+        rows = slice(int(first[i]), int(first[i] + queries[i]))
+        assert error(out[rows], attend(q[rows], kv, table[i, : -(-n // page)], n)) < 6e-3
+    assert bool(out[:3].isnan().all())
+    assert bool(out[-3:].isnan().all())
+
+
+def test_prefill_of_short_chunks(device: str, num_sms: int) -> None:
+    check_prefill([(0, 5), (20, 50), (3, 1)], 6, 2, 64, 16, torch.float16, device, num_sms, True)
+
+
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("page", [16, 32, 64, 128])
+@pytest.mark.parametrize(
+    ("group", "d", "dtype"),
+    [(g, 128, torch.bfloat16) for g in range(1, 9)]
+    + [(1, 64, torch.float16), (4, 64, torch.bfloat16), (7, 64, torch.float16)],
+)
+@pytest.mark.usefixtures("large")
+def test_prefill(group: int, d: int, dtype: torch.dtype, page: int, portable: bool, device: str, num_sms: int) -> None:
+    chunks = [(0, 1), (0, 33), (0, 128), (100, 28), (128, 300), (1000, 7), (63, 65), (640, 1), (5, 700)]
+    check_prefill(chunks, 2 * group, 2, d, page, dtype, device, num_sms, portable)
+
+
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.usefixtures("large")
+def test_prefill_of_many_long_chunks(page: int, device: str, num_sms: int) -> None:
+    check_prefill(
+        [(0, 2048), (4096, 777), (333, 1500), (9, 2000)], 32, 8, 128, page, torch.bfloat16, device, num_sms, False
+    )
+
+
+def test_plans_of_nothing_are_empty() -> None:
+    none = np.zeros(0, np.int64)
+    assert plan_decode(none, num_kv_heads=8, num_programs=132, max_slots=64).shape == (0, ITEM_FIELDS)
+    assert plan_prefill(none, none, none, none, group=4).shape == (0, TILE_FIELDS)
+
+
+def test_decode_parts_fit_the_workspace_and_cover_every_token_once() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        lengths = rng.integers(1, 40000, rng.integers(1, 80))
+        items = plan_decode(lengths, num_kv_heads=8, num_programs=396, max_slots=64)
+        begin, end = items[:, 2], items[:, 3]
+        assert (np.diff(end - begin) <= 0).all()
+        split = items[items[:, 5] > 1]
+        places = split[:, 4] + split[:, 6]
+        assert len(np.unique(places)) == len(places)
+        assert len(places) == 0 or places.max() < 64
+        for row, length in enumerate(lengths):
+            mine = items[items[:, 0] == row]
+            mine = mine[np.argsort(mine[:, 6])]
+            assert mine[0, 2] == 0
+            assert mine[-1, 3] == length
+            assert (mine[1:, 2] == mine[:-1, 3]).all()
