@@ -181,6 +181,8 @@ def _run_transformers(engine: Engine, prompts: list[np.ndarray], lengths: Length
 def run_offline(config: EngineConfig, arguments: argparse.Namespace) -> int:
     """Run a workload to its end and print throughput. All requests are queued at once; greedy; end tokens ignored."""
     lengths = read_lengths(arguments.workload, arguments.lengths, config.seed)
+    if arguments.baseline and config.load_format == "dummy":
+        raise ConfigError("--baseline needs real weights, not --load-format dummy")
     engine = Engine(config)
     longest = max(a + b for a, b in lengths)
     if longest > engine.plan.max_model_len:
@@ -198,14 +200,13 @@ def run_offline(config: EngineConfig, arguments: argparse.Namespace) -> int:
         "max_num_batched_tokens": engine.plan.max_num_batched_tokens,
         **run(engine, prompts, lengths, arguments.trace),
     }
+    engine.close()
     if arguments.baseline == "transformers":
-        if config.load_format == "dummy":
-            raise ConfigError("--baseline transformers needs real weights, not --load-format dummy")
+        torch.set_num_threads(engine.plan.cpu_threads)
         figures |= _run_transformers(engine, prompts, lengths, arguments.baseline_batch)
         figures["ratio_to_transformers"] = (
             figures["total_tokens_per_second"] / figures["transformers_total_tokens_per_second"]
         )
-    engine.close()
     _report("weft bench offline", {**figures, **machine()}, arguments.json)
     return 0
 

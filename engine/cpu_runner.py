@@ -82,6 +82,7 @@ class CpuRunner:
         self._device = plan.device
         self._last_token = torch.zeros(self._num_slots, dtype=torch.int64, device=self._device)
         self._counts: _Counts | None = None
+        self._num_threads = plan.cpu_threads
         self._queue: queue.SimpleQueue[CpuInFlight | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="weft-runner", daemon=True)
         self._thread.start()
@@ -101,6 +102,9 @@ class CpuRunner:
         self._thread.join()
 
     def _work(self) -> None:
+        # The thread count belongs to the calling thread. This must be the only team: OpenMP lets the threads of several
+        # teams sleep between operations, and waking them costs as much as a small operation.
+        torch.set_num_threads(self._num_threads)
         while (in_flight := self._queue.get()) is not None:
             try:
                 with torch.inference_mode():

@@ -29,6 +29,7 @@ class DevicePlan:
     num_pages: int | None
     """None: as many as the GPU has room for once everything else is there"""
     gpu_memory_utilization: float
+    cpu_threads: int
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -62,9 +63,6 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> DevicePlan:
         dtype = torch.float16 if spec.dtype == "float16" else torch.bfloat16
     else:
         dtype = _cpu_dtype(spec)
-    if not cuda:
-        # An operator's thread count, or all cores: the scheduler needs a fraction of one.
-        torch.set_num_threads(config.cpu_threads or os.cpu_count() or 1)
     if not cuda and dtype == torch.float16:
         raise ConfigError("--dtype float16 needs a GPU; use float32 or bfloat16 on a CPU")
     if cuda and dtype == torch.float32:
@@ -110,6 +108,8 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> DevicePlan:
         page_size,
         num_pages,
         config.gpu_memory_utilization,
+        # An operator's thread count, or all cores: the scheduler needs a fraction of one.
+        config.cpu_threads or len(os.sched_getaffinity(0)),
     )
 
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from weft.engine.config import EngineConfig
 from weft.engine.device import resolve
@@ -23,7 +25,7 @@ from weft.engine.runner import InFlight, Runner, make_runner
 from weft.engine.scheduler import Scheduler
 from weft.engine.slots import SlotTable
 from weft.engine.spec import read_spec
-from weft.engine.weights import Progress, load_weights
+from weft.engine.weights import Progress, Weights, load_weights
 
 
 class Engine:
@@ -37,15 +39,22 @@ class Engine:
         self.config = config
         self.spec = read_spec(config.model_path)
         plan = resolve(config, self.spec)
-        weights = load_weights(
-            self.spec,
-            config.model_path,
-            device=plan.device,
-            dtype=plan.dtype,
-            max_positions=plan.max_model_len,
-            dummy_seed=config.seed if config.load_format == "dummy" else None,
-            progress=progress,
-        )
+
+        def load() -> Weights:
+            torch.set_num_threads(plan.cpu_threads)
+            return load_weights(
+                self.spec,
+                config.model_path,
+                device=plan.device,
+                dtype=plan.dtype,
+                max_positions=plan.max_model_len,
+                dummy_seed=config.seed if config.load_format == "dummy" else None,
+                progress=progress,
+            )
+
+        # In a thread that ends: a team of OpenMP threads left behind here would slow the runner's (see CpuRunner).
+        with ThreadPoolExecutor(1) as loader:
+            weights = loader.submit(load).result()
         self.runner: Runner = make_runner(self.spec, weights, plan)
         num_pages = self.runner.num_pages
         # A request that can never fit is refused at the door: the context limit is what the pool can hold.

@@ -36,6 +36,7 @@ class Model:
         """The residual stream after the last layer: x `[T, H]` and its sum of squares `[T]`."""
         spec, weights, eps = self.spec, self.weights, self.spec.rms_norm_eps
         x, sumsq = k.embed(inputs.token_ids, weights.embedding)
+        rotary = weights.rotary[inputs.positions]  # once for all layers
         for i, w in enumerate(weights.layers):
             q = k.qkv_project(
                 x,
@@ -43,8 +44,8 @@ class Model:
                 w.qkv,
                 w.qkv_bias,
                 eps,
-                weights.rotary,
-                inputs.positions,
+                rotary,
+                slice(None),
                 inputs.slot_mapping,
                 self.kv,
                 i,

@@ -59,7 +59,7 @@ def qkv_project(
     bias: Tensor | None,
     eps: float,
     rotary: Tensor,
-    positions: Tensor,
+    positions: Tensor | slice,
     slot_mapping: Tensor,
     kv: Tensor,
     layer: int,
@@ -69,17 +69,18 @@ def qkv_project(
 ) -> Tensor:
     """Norm, QKV matrix, bias, q/k norm, rotary embedding; K and V go into the pages.
 
-    weight `[(Hq + 2 Hkv) D, H]` packed by `pack`; rotary `[positions, D/2, 2]` float32; positions `[T]` int;
+    weight `[(Hq + 2 Hkv) D, H]` packed by `pack`; rotary `[positions, D/2, 2]` float32; positions `[T]` int, or `slice(None)`
+    when the caller picked the tokens' rows of rotary already;
     slot_mapping `[T]` int: page * page_size + offset of each token (padding points into page 0).
     Returns q `[T, Hq, D]`.
     """
     num_kv_heads, head_dim = kv.shape[-2], kv.shape[-1]
     qkv = F.linear(_normed(x, sumsq, eps), weight, bias).view(x.shape[0], -1, head_dim)
-    q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    qk, v = qkv.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
     if q_norm is not None and k_norm is not None:
-        q, k = _head_norm(q, q_norm, eps), _head_norm(k, k_norm, eps)
-    qk = _rotate(torch.cat((q, k), dim=1), rotary[positions])
-    q, k = qk.split((num_heads, num_kv_heads), dim=1)
+        q, k = qk.split((num_heads, num_kv_heads), dim=1)
+        qk = torch.cat((_head_norm(q, q_norm, eps), _head_norm(k, k_norm, eps)), dim=1)
+    q, k = _rotate(qk, rotary[positions]).split((num_heads, num_kv_heads), dim=1)
     page_size = kv.shape[3]
     page, offset = slot_mapping // page_size, slot_mapping % page_size
     kv[page, layer, 0, offset] = k
@@ -95,8 +96,9 @@ def residual_project(a: Tensor, weight: Tensor, x: Tensor) -> tuple[Tensor, Tens
 
 def gate_up_project(x: Tensor, sumsq: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Norm, gate-up matrix `[2 I, H]` (rows alternate), SwiGLU -> `[T, I]`."""
-    gate, up = F.linear(_normed(x, sumsq, eps), weight).unflatten(-1, (-1, 2)).unbind(-1)
-    return F.silu(gate).mul_(up)
+    h = _normed(x, sumsq, eps)
+    # Two products of strided weights, so that what follows reads contiguous rows.
+    return F.silu(F.linear(h, weight[0::2])).mul_(F.linear(h, weight[1::2]))
 
 
 def lm_head(x: Tensor, sumsq: Tensor, norm_weight: Tensor, weight: Tensor, eps: float) -> Tensor:
