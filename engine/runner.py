@@ -8,6 +8,7 @@ from torch import Tensor
 
 from weft.engine.batch import Batch, StepResult
 from weft.engine.device import DevicePlan
+from weft.engine.errors import ConfigError
 from weft.engine.spec import ModelSpec
 from weft.engine.weights import Weights
 
@@ -45,8 +46,12 @@ class Runner(Protocol):
 def make_runner(spec: ModelSpec, weights: Weights, plan: DevicePlan) -> Runner:
     """The runner for the plan's device, its KV pool allocated. Raises `OutOfMemory`."""
     if plan.device.type == "cuda":
-        from weft.engine.cuda_runner import CudaRunner
-
+        try:
+            from weft.engine.cuda_runner import CudaRunner
+        except ModuleNotFoundError as error:
+            if error.name != "triton":
+                raise
+            raise ConfigError("a GPU needs Triton: pip install 'weft-serve[gpu]', or use --device cpu") from None
         return CudaRunner(spec, weights, plan)
     from weft.engine.cpu_runner import CpuRunner
 

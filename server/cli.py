@@ -14,6 +14,11 @@ from weft.engine.errors import WeftError
 from weft.server.config import ServeConfig
 from weft.server.options import Parser, add_flags, load, nearest, unknown_variables
 
+OWN_PARSERS: dict[tuple[str, ...], str] = {
+    ("demo", "evaluate"): "weft.engine.demo.evaluate",
+    ("demo", "train"): "weft.engine.demo.train",
+    ("bench", "kernels"): "weft.kernels.bench",
+}
 COMMANDS = ("serve", "bench", "demo", "version")
 
 _HELP = """\
@@ -82,10 +87,18 @@ def _version(_: argparse.Namespace) -> int:
     return 0
 
 
-def _demo(module: str, rest: Sequence[str]) -> int:
+def _hand_over(module: str, rest: Sequence[str]) -> int:
+    """Run a module that parses its own options."""
     from importlib import import_module
 
-    return int(import_module(f"weft.engine.demo.{module}").main(list(rest)) or 0)
+    try:
+        run = import_module(module).main
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        print("weft: this needs Triton: pip install 'weft-serve[gpu]'", file=sys.stderr)
+        return 1
+    return int(run(list(rest)) or 0)
 
 
 def _parser() -> Parser:
@@ -110,8 +123,13 @@ def _parser() -> Parser:
     scheduler = command("scheduler", _bench_scheduler, "CPU time per iteration, without a model", benches)
     add_scheduler_flags(scheduler)
 
-    demo = commands.add_parser("demo", help="train or evaluate the embedded demo model", add_help=False)
-    demo.add_argument("demo", metavar="{evaluate,train}", nargs="?")
+    benches.add_parser("kernels", help="each GPU kernel beside its ceiling and the vendor's")  # see OWN_PARSERS
+
+    demo = commands.add_parser("demo", help="train or evaluate the embedded demo model")
+    demo.set_defaults(parser=demo)
+    demos = demo.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
+    demos.add_parser("evaluate", help="accuracy of each of its skills")
+    demos.add_parser("train", help="make it again")
     command("version", _version, "print the versions of weft and of what it runs on")
     parser.add_argument("--version", action="version", version=f"weft {__version__}")
     return parser
@@ -120,15 +138,15 @@ def _parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. A `WeftError` becomes one line on stderr and status 1."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:1] == ["demo"] and len(argv) > 1 and argv[1] in ("evaluate", "train"):
-        return _demo(argv[1], argv[2:])  # these have parsers of their own
+    if module := OWN_PARSERS.get(tuple(argv[:2])):
+        return _hand_over(module, argv[2:])
     parser = _parser()
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
         parser.error(f"unknown command {argv[0]}{nearest(argv[0], COMMANDS)}")
     arguments = parser.parse_args(argv)
     if not hasattr(arguments, "run"):
         (getattr(arguments, "parser", None) or parser).print_help()
-        return 2 if argv[:1] == ["demo"] else 0
+        return 0
     try:
         return int(arguments.run(arguments))
     except WeftError as error:

@@ -133,7 +133,7 @@ def evaluate(answerer: Answerer, tasks: Sequence[Task], limit: int, batch_size: 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m weft.engine.demo.evaluate",
+        prog="weft demo evaluate",
         description="Measure the demo model on questions that its training never saw. Exits 1 if a skill is too weak.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

@@ -263,7 +263,7 @@ class Log:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m weft.engine.demo.train",
+        prog="weft demo train",
         description="Train weft's demo model from nothing. Takes minutes on one GPU.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
