@@ -19,8 +19,8 @@ def add_offline_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--workload",
         metavar="SPEC",
-        default="128:128:256",
-        help="IN:OUT:REQUESTS, or lognormal:IN_MEAN:IN_SD:OUT_MEAN:OUT_SD:REQUESTS [128:128:256]",
+        default="lognormal:161:100:120:90:128",
+        help="IN:OUT:REQUESTS, or lognormal:IN_MEAN:IN_SD:OUT_MEAN:OUT_SD:REQUESTS [lognormal:161:100:120:90:128]",
     )
     group.add_argument("--lengths", metavar="FILE", type=Path, help="JSON list of [input, output] pairs, instead")
     group.add_argument("--baseline", choices=["transformers"], help="run the same requests through it, for the ratio")

@@ -235,6 +235,14 @@ class EngineClient:
         self._dead_event.set()
 
     async def _read_loop(self) -> None:
+        try:
+            await self._read_messages()
+        except Exception:
+            # Nobody would be answered any more: that is what a dead engine is.
+            self._process.kill()
+            raise
+
+    async def _read_messages(self) -> None:
         while True:
             frame = await self._socket.recv()
             message = from_engine_decoder.decode(frame)

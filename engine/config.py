@@ -16,7 +16,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 class EngineConfig(BaseModel):
     """Options of one engine. The field descriptions are the text of `weft serve --help`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: str = Field("demo", description="a Hugging Face model directory, or 'demo' for the embedded demo model")
     load_format: Literal["auto", "dummy"] = Field(
@@ -43,11 +43,11 @@ class EngineConfig(BaseModel):
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=0.98, description="share of the GPU's memory for weights, buffers and KV pages"
     )
-    num_pages: int | None = Field(None, ge=2, description="KV pages, instead of --kv-cache-gib")
+    num_pages: int | None = Field(None, ge=2, lt=2**31, description="KV pages, instead of --kv-cache-gib")
     prefix_caching: bool = Field(True, description="reuse the KV pages of shared prefixes")
     async_scheduling: bool = Field(True, description="schedule the next iteration while this one runs")
     cpu_threads: int | None = Field(None, ge=1, description="threads for CPU execution [all cores]")
-    seed: int = Field(0, description="seed of dummy weights and of requests that bring none")
+    seed: int = Field(0, ge=0, lt=2**63, description="seed of dummy weights and of requests that bring none")
 
     @field_validator("model")
     @classmethod

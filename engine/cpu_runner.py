@@ -10,6 +10,7 @@ import math
 import queue
 import threading
 import time
+import weakref
 
 import numpy as np
 import torch
@@ -34,8 +35,13 @@ def _allocate(spec: ModelSpec, plan: DevicePlan) -> Tensor:
     try:
         # Pages of zeros that the system maps on first touch: starting costs nothing, idle memory is not taken.
         return torch.from_numpy(np.zeros(size, np.uint8)).view(plan.dtype).view(shape)
-    except MemoryError:
+    except (MemoryError, ValueError):  # ValueError: more than an address can say
         raise OutOfMemory(f"{size / GIB:.1f} GiB of KV pages do not fit: lower --kv-cache-gib or --num-pages") from None
+
+
+def _finish(jobs: queue.SimpleQueue[CpuInFlight | None], thread: threading.Thread) -> None:
+    jobs.put(None)
+    thread.join()
 
 
 class CpuInFlight:
@@ -86,6 +92,8 @@ class CpuRunner:
         self._queue: queue.SimpleQueue[CpuInFlight | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="weft-runner", daemon=True)
         self._thread.start()
+        # A thread inside torch while the interpreter shuts down aborts the process: let it finish first.
+        weakref.finalize(self, _finish, self._queue, self._thread)
 
     @property
     def num_pages(self) -> int:
@@ -98,8 +106,7 @@ class CpuRunner:
 
     def close(self) -> None:
         """Finish what was launched and end the thread."""
-        self._queue.put(None)
-        self._thread.join()
+        _finish(self._queue, self._thread)
 
     def _work(self) -> None:
         # The thread count belongs to the calling thread. This must be the only team: OpenMP lets the threads of several

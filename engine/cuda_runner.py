@@ -206,7 +206,6 @@ class CudaRunner:
             _, sumsq = residual_project(
                 h, layer.down, x, out=x, sumsq=sumsq_space, num_sms=sms, space=space, num_tokens=live
             )
-        self._last_sumsq = sumsq
         rows = min(size, self.plan.max_num_seqs)
         final_norm(x, sumsq, column["logit_tokens"][:rows], w.norm, spec.rms_norm_eps, out=self._rows[:rows])
         matmul(self._rows[:rows], w.lm_head, self._logits[:rows], num_sms=sms, space=space, num_tokens=count["sampled"])

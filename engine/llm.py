@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
+from pydantic import ValidationError
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import AutoTokenizer
 
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.errors import ModelError, RequestError
+from weft.engine.errors import ConfigError, ModelError, RequestError
 from weft.engine.messages import AddRequest, Finish, TokenLogprobs
 from weft.engine.sampling import SamplingParams
 
@@ -30,6 +31,13 @@ class Completion(NamedTuple):
     logprobs: list[TokenLogprobs]
 
 
+def _as_bytes(tokens: Sequence[int]) -> bytes:
+    try:
+        return np.asarray(tokens, np.int32).tobytes()
+    except (OverflowError, ValueError, TypeError):
+        raise RequestError("a prompt of token ids must be a list of 32-bit integers", "prompt") from None
+
+
 class LLM:
     """A model loaded in this process::
 
@@ -40,7 +48,12 @@ class LLM:
     """
 
     def __init__(self, model: str = "demo", **options: Any) -> None:
-        self.engine = Engine(EngineConfig(model=model, **options))
+        try:
+            config = EngineConfig(model=model, **options)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ConfigError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        self.engine = Engine(config)
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(self.engine.config.model_path)
         except (OSError, ValueError) as error:
@@ -68,7 +81,7 @@ class LLM:
         progress: bool = True,
     ) -> list[Completion]:
         """Answer one conversation, or each of several, through the model's chat template."""
-        conversations = [messages] if isinstance(messages[0], dict) else messages
+        conversations = [messages] if len(messages) and isinstance(messages[0], dict) else messages
         ids = [
             self.tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=True, return_dict=False)
             for c in conversations
@@ -85,17 +98,20 @@ class LLM:
             raise RequestError(f"{len(each)} SamplingParams for {len(ids)} prompts", "params")
         base = self._next_handle
         self._next_handle += len(ids)
-        for i, (prompt, wanted) in enumerate(zip(ids, each, strict=True)):
-            try:
-                self.engine.add(
-                    AddRequest(
-                        handle=base + i, request_id="", prompt=np.asarray(prompt, np.int32).tobytes(), params=wanted
-                    )
-                )
-            except RequestError:
-                for handle in range(base, base + i):
-                    self.engine.abort(handle)
-                raise
+        try:
+            for handle, (prompt, wanted) in enumerate(zip(ids, each, strict=True), start=base):
+                self.engine.add(AddRequest(handle=handle, request_id="", prompt=_as_bytes(prompt), params=wanted))
+            return self._collect(base, ids, progress)
+        except BaseException:
+            # A refused prompt, or Ctrl-C: the next call finds an idle engine.
+            for handle in range(base, base + len(ids)):
+                self.engine.abort(handle)
+            while self.engine.has_work:
+                self.engine.step()
+            raise
+
+    def _collect(self, base: int, ids: list[list[int]], progress: bool) -> list[Completion]:
+        """Step until the requests `base …` have ended."""
         tokens: list[list[int]] = [[] for _ in ids]
         logprobs: list[list[TokenLogprobs]] = [[] for _ in ids]
         finish = [Finish.RUNNING] * len(ids)
@@ -108,14 +124,10 @@ class LLM:
                 if outputs is None:
                     continue
                 for started in outputs.started:
-                    if started.handle >= base:
-                        cached[started.handle - base] = started.cached_tokens
+                    cached[started.handle - base] = started.cached_tokens
                 for handle, entry in outputs.logprobs.items():
-                    if handle >= base:
-                        logprobs[handle - base].append(entry)
+                    logprobs[handle - base].append(entry)
                 for handle, token, reason in zip(*(c.tolist() for c in outputs.columns()), strict=True):
-                    if handle < base:
-                        continue  # the abort of an earlier, refused call
                     if token >= 0:
                         tokens[handle - base].append(token)
                     if reason:

@@ -71,8 +71,12 @@ class Scheduler:
         else:
             self._num_waiting -= 1
             self._waiting_tokens -= len(request.tokens)
-        request.state = State.FINISHED  # a waiting one is skipped when it reaches the head of the queue
+        request.state = State.FINISHED
         self._aborted.append(handle)
+        # Ended requests leave the queue when they reach its head, or when they are the most of it.
+        if len(self._waiting) > 2 * self._num_waiting + 64:
+            self._waiting = [entry for entry in self._waiting if entry[1].state is State.WAITING]
+            heapq.heapify(self._waiting)
 
     @property
     def num_waiting(self) -> int:

@@ -260,6 +260,8 @@ def _checked(spec: ModelSpec) -> ModelSpec:
         raise ModelError(f"{spec.num_heads} attention heads cannot share {spec.num_kv_heads} KV heads evenly")
     if spec.head_dim % 2:
         raise ModelError(f"head_dim {spec.head_dim} is odd: rotary embedding needs pairs")
+    if any(not 0 <= i < spec.vocab_size for i in spec.eos_token_ids):
+        raise ModelError(f"end token {spec.eos_token_ids} lies outside the vocabulary of {spec.vocab_size}")
     if spec.mlp_bias:
         raise ModelError("mlp_bias is not supported")
     if spec.sliding_window is not None and spec.sliding_window < spec.max_positions:

@@ -85,6 +85,7 @@ class Answer(Response):
             if not work.done():
                 work.cancel()  # the client went away
             error = await self._outcome(work)
+            generation.close(self._cause)  # before the farewell: a client that stopped reading must not hold the engine
             if error is not None:
                 if not self._started:
                     raise error

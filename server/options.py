@@ -108,7 +108,8 @@ def read_yaml(path: Path, model: type[BaseModel]) -> dict[str, Any]:
         name = str(key).replace("-", "_")
         if name not in model.model_fields:
             raise ConfigError(f"--config {path}: unknown option {key}{nearest(name, list(model.model_fields))}")
-        out[name] = value
+        is_list = typing.get_origin(_plain_type(model.model_fields[name].annotation)) in (list, tuple)
+        out[name] = [value] if is_list and isinstance(value, str) else value
     return out
 
 
@@ -151,13 +152,15 @@ def load(model: type[M], flags: dict[str, Any], config_file: Path | None) -> M:
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else ""
-        source = _source(name, given, from_env)
+        source = _source(name, given, from_env, config_file)
         reason = first["msg"].removeprefix("Value error, ")
         shown = "" if first["type"] == "value_error" else f", not {str(first['input'])[:80]!r}"
         raise ConfigError(f"{source}: {reason[0].lower()}{reason[1:]}{shown}" if name else reason) from None
 
 
-def _source(name: str, given: dict[str, Any], from_env: dict[str, Any]) -> str:
+def _source(name: str, given: dict[str, Any], from_env: dict[str, Any], config_file: Path | None) -> str:
     if name not in given and name in from_env:
         return ENV_PREFIX + name.upper()
+    if name not in given and config_file is not None:
+        return f"{name.replace('_', '-')} in {config_file}"
     return "--" + name.replace("_", "-")

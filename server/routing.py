@@ -17,8 +17,11 @@ class JsonRequest(Request):
     """Reads bodies with orjson: strict JSON, so NaN, Infinity and lone surrogates are errors."""
 
     async def json(self) -> Any:
+        if hasattr(self, "_parsed"):
+            return self._parsed
         try:
-            return orjson.loads(await self.body())
+            self._parsed: Any = orjson.loads(await self.body())
+            return self._parsed
         except orjson.JSONDecodeError as error:
             raise bad_request(f"The body is not valid JSON: {clip(str(error))}", code="invalid_json") from None
 
@@ -33,7 +36,7 @@ class JsonRoute(APIRoute):
             json_request = JsonRequest(request.scope, request.receive)
             if request.method == "POST" and self.body_field is not None:
                 _require_json(request)
-                await json_request.body()
+                await json_request.json()  # here: inside FastAPI the error would lose its message; the value is cached
             return await handler(json_request)
 
         return json_handler

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from weft import LLM, SamplingParams
 from weft.engine.demo.corpus import held_out
-from weft.engine.errors import RequestError
+from weft.engine.errors import ConfigError, RequestError
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +44,34 @@ def test_a_refused_prompt_leaves_nothing_behind(llm: LLM) -> None:
     (answer,) = llm.chat([{"role": "user", "content": "What is 1 + 1?"}], progress=False)
     assert answer.text == "2"
     assert llm.engine.scheduler.num_requests == 0
+
+
+@pytest.mark.parametrize("prompt", [[[2**40]], [["a"]], [[]]])
+def test_prompts_that_are_no_token_ids_are_refused(llm: LLM, prompt: list) -> None:
+    with pytest.raises(RequestError):
+        llm.generate(prompt, progress=False)
+
+
+def test_no_conversations_no_answers(llm: LLM) -> None:
+    assert llm.chat([], progress=False) == []
+
+
+def test_unknown_options_are_named() -> None:
+    with pytest.raises(ConfigError, match="foo"):
+        LLM("demo", foo=1)
+
+
+def test_a_script_may_end_while_the_engine_works() -> None:
+    code = """
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
+from weft.engine.messages import AddRequest
+from weft.engine.sampling import SamplingParams
+engine = Engine(EngineConfig())
+engine.add(AddRequest(handle=1, request_id="", prompt=b"\\5\\0\\0\\0" * 400, params=SamplingParams(max_tokens=500)))
+engine.step()
+"""
+    assert subprocess.run([sys.executable, "-P", "-c", code], check=False, timeout=60).returncode == 0
 
 
 def test_one_params_each(llm: LLM) -> None:

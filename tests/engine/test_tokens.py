@@ -153,3 +153,14 @@ def test_bfloat16_stays_close_to_transformers(tiny_model) -> None:
     exact = logits[torch.arange(63), torch.from_numpy(prompt[1:])]
     got = torch.tensor([entry.values[0] for entry in harness.prompt_logprobs[handle]])
     assert float((got - exact).abs().mean()) < 0.15
+
+
+def test_aborted_requests_leave_the_queue(tiny_model) -> None:
+    harness = Harness(tiny_model("yi"), max_num_seqs=1, page_size=8, num_pages=64)
+    harness.add([5], max_tokens=200, ignore_eos=True, **GREEDY)
+    harness.step()
+    for _ in range(500):
+        harness.engine.abort(harness.add([5, 6, 7]))
+    assert harness.engine.scheduler.num_waiting == 0
+    assert len(harness.engine.scheduler._waiting) <= 65
+    harness.run()

@@ -211,7 +211,7 @@ async def test_engine_death_reaches_every_client_and_ends_the_daemon(tmp_path: P
 
 
 async def test_sigterm_lets_open_streams_finish_and_takes_no_new_ones(tmp_path: Path) -> None:
-    with running(tmp_path) as daemon:
+    with running(tmp_path, "--drain-timeout", "120") as daemon:  # a busy machine may be slow
         async with open_streams(daemon, 4) as streams:
             daemon.process.send_signal(signal.SIGTERM)
             await asyncio.sleep(0.1)

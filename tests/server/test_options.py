@@ -58,6 +58,34 @@ def test_config_files_that_cannot_be_used(tmp_path: Path, text: str, message: st
         load(ServeConfig, {}, file)
 
 
+def test_a_bad_value_in_a_file_names_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "weft.yaml"
+    file.write_text("max-num-seqs: many")
+    with pytest.raises(ConfigError, match=r"^max-num-seqs in .*weft\.yaml: "):
+        load(ServeConfig, {}, file)
+
+
+def test_one_value_does_for_a_list_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "weft.yaml"
+    file.write_text("served-model-name: solo")
+    assert load(ServeConfig, {}, file).served_model_name == ["solo"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"seed": "-1"},
+        {"kv_cache_gib": "inf"},
+        {"max_body_mib": "inf"},
+        {"num_pages": "9" * 24},
+        {"port": "70000"},
+    ],
+)
+def test_numbers_that_cannot_work_are_refused(flags: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"^--"):
+        load(ServeConfig, flags, None)
+
+
 def test_a_missing_config_file() -> None:
     with pytest.raises(ConfigError, match="cannot read --config"):
         load(ServeConfig, {}, Path("/nowhere/weft.yaml"))

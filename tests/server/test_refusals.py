@@ -179,6 +179,14 @@ async def test_bodies_that_are_not_a_json_object(server: Server, body: bytes) ->
     error_of(await server.http.post(COMPLETIONS, content=body, headers=headers), 400)
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize"])
+async def test_json_that_does_not_parse_says_so(server: Server, path: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    error = error_of(await server.http.post(path, content=b'{"a":', headers=headers), 400)
+    assert error["code"] == "invalid_json"
+    assert error["message"].startswith("The body is not valid JSON")
+
+
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", None])
 async def test_wrong_content_type(server: Server, kind: str | None) -> None:
     headers = {"Content-Type": kind} if kind else {}
