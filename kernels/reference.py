@@ -70,7 +70,8 @@ def qkv_project(
     """Norm, QKV matrix, bias, q/k norm, rotary embedding; K and V go into the pages.
 
     weight `[(Hq + 2 Hkv) D, H]` packed by `pack`; rotary `[positions, D/2, 2]` float32; positions `[T]` int, or
-    `slice(None)` when the caller picked the tokens' rows of rotary already; slot_mapping `[T]` int: page * page_size + offset of each token (padding points into page 0).
+    `slice(None)` when the caller picked the tokens' rows of rotary already; slot_mapping `[T]` int: page * page_size +
+    offset of each token (padding points into page 0).
     Returns q `[T, Hq, D]`.
     """
     num_kv_heads, head_dim = kv.shape[-2], kv.shape[-1]
