@@ -15,7 +15,7 @@ import torch
 
 from weft.engine.config import EngineConfig
 from weft.engine.device import resolve
-from weft.engine.errors import RequestError
+from weft.engine.errors import OutOfMemory, RequestError
 from weft.engine.events import Events
 from weft.engine.messages import AddRequest, EngineReady, EngineStats, Finish, Outputs
 from weft.engine.pages import PagePool
@@ -53,9 +53,15 @@ class Engine:
             )
 
         # In a thread that ends: a team of OpenMP threads left behind here would slow the runner's (see CpuRunner).
-        with ThreadPoolExecutor(1) as loader:
-            weights = loader.submit(load).result()
-        self.runner: Runner = make_runner(self.spec, weights, plan)
+        try:
+            with ThreadPoolExecutor(1) as loader:
+                weights = loader.submit(load).result()
+            self.runner: Runner = make_runner(self.spec, weights, plan)
+        except torch.OutOfMemoryError:
+            raise OutOfMemory(
+                "the model and its buffers do not fit the GPU: use a smaller model, "
+                "or lower --max-num-seqs or --max-num-batched-tokens"
+            ) from None
         num_pages = self.runner.num_pages
         # A request that can never fit is refused at the door: the context limit is what the pool can hold.
         longest = min(plan.max_model_len, (num_pages - 1) * config.page_size)
