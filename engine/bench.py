@@ -69,7 +69,7 @@ def _prompts(lengths: Lengths, vocab_size: int, seed: int) -> list[np.ndarray]:
 def _run_engine(engine: Engine, prompts: list[np.ndarray], lengths: Lengths, trace: Path | None) -> Figures:
     for i, (prompt, (_, out)) in enumerate(zip(prompts, lengths, strict=True)):
         params = SamplingParams(max_tokens=out, temperature=0.0, ignore_eos=True)
-        engine.add(AddRequest(handle=i, request_id="", prompt=prompt.tobytes(), params=params))
+        engine.add(AddRequest(handle=i, prompt=prompt.tobytes(), params=params))
     schedule = busy = 0.0
     idle: list[float] = []
     widest = finished = 0

@@ -184,7 +184,6 @@ class EngineClient:
         prompt_token_ids: Sequence[int] | npt.NDArray[np.int32],
         params: SamplingParams,
         *,
-        request_id: str = "",
         priority: int = 0,
         cache_salt: str = "",
     ) -> TokenStream:
@@ -199,7 +198,6 @@ class EngineClient:
         self._send(
             AddRequest(
                 handle=handle,
-                request_id=request_id,
                 prompt=prompt,
                 params=params,
                 priority=priority,

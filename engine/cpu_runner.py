@@ -57,10 +57,6 @@ class CpuInFlight:
         self._result, self._error = result, error
         self._done.set()
 
-    @property
-    def done(self) -> bool:
-        return self._done.is_set()
-
     def wait(self) -> StepResult:
         self._done.wait()
         if self._error is not None:

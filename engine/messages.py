@@ -29,7 +29,6 @@ class AddRequest(msgspec.Struct, tag="add", frozen=True, kw_only=True):
     """One sequence to generate. `handle` is chosen by the sender and unique among its open requests."""
 
     handle: int
-    request_id: str
     prompt: bytes
     """int32 token ids"""
     params: SamplingParams

@@ -39,9 +39,6 @@ class PrefixIndex:
         self._by_page: dict[int, PrefixEntry] = {}
         self._idle: OrderedDict[int, PrefixEntry] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     @property
     def num_idle(self) -> int:
         return len(self._idle)

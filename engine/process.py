@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 
 import zmq
@@ -28,6 +29,7 @@ from weft.engine.messages import (
 )
 
 IDLE_POLL_MS = 1000
+LOADING_REPORT_SECONDS = 2.0
 
 
 def _end_with_stdin() -> None:
@@ -35,6 +37,18 @@ def _end_with_stdin() -> None:
     while os.read(0, 4096):
         pass
     os._exit(0)
+
+
+class _Loading:
+    """Says on stderr how far a load is that takes longer than a glance."""
+
+    def __init__(self) -> None:
+        self._said = time.monotonic()
+
+    def __call__(self, done: int, layers: int) -> None:
+        if time.monotonic() - self._said > LOADING_REPORT_SECONDS:
+            self._said = time.monotonic()
+            print(f"weft: loading, layer {done} of {layers}", file=sys.stderr)
 
 
 class _Loop:
@@ -50,7 +64,7 @@ class _Loop:
         try:
             from weft.engine.engine import Engine  # torch is imported here, inside the reach of EngineFailed
 
-            engine = Engine(config)
+            engine = Engine(config, _Loading())
         except WeftError as error:
             self.send(EngineFailed(str(error)))
             return 1

@@ -48,8 +48,6 @@ class Request:
     scheduled_at: float = 0.0
     cached_tokens: int = 0
     """prompt tokens found in the prefix index when it first ran"""
-    started: bool = False
-    """its first token has been confirmed"""
     keys: list[bytes] = field(default_factory=list)
     """prefix keys of the full pages of `tokens`, computed once per waiting period"""
     last_entry: PrefixEntry | None = None

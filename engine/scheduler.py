@@ -292,7 +292,6 @@ class Scheduler:
     def _start(self, slot: int) -> Started:
         request = self.slots.request[slot]
         assert request is not None
-        request.started = True
         now = time.monotonic()
         return Started(
             request.handle, request.cached_tokens, request.scheduled_at - request.arrival, now - request.scheduled_at

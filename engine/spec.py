@@ -39,10 +39,6 @@ class Operation:
     out: int = 0
     inner: int = 0
 
-    @property
-    def flops_per_token(self) -> int:
-        return 2 * self.out * self.inner
-
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:

@@ -49,14 +49,6 @@ class Weights:
     rotary: Tensor
     """[positions, D/2, 2] float32"""
 
-    @property
-    def num_bytes(self) -> int:
-        tensors = [self.embedding, self.norm, self.rotary]
-        tensors += [t for w in self.layers for t in (w.qkv, w.o, w.gate_up, w.down)]
-        if self.lm_head is not self.embedding:
-            tensors.append(self.lm_head)
-        return sum(t.numel() * t.element_size() for t in tensors)
-
 
 class TensorSource(Protocol):
     def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor: ...

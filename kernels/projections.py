@@ -282,11 +282,6 @@ def qkv_project(
     return out
 
 
-def residual_parts(num_tokens: int, features: int, depth: int, num_sms: int, config: GemmConfig | None = None) -> int:
-    """Parts of the sum of squares that `residual_project` writes for this shape."""
-    return triton.cdiv(features, plan_launch(num_tokens, features, depth, config, num_sms).config.features)
-
-
 def residual_project(
     a: Tensor,
     weight: Tensor,

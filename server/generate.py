@@ -68,9 +68,7 @@ class Generation:
         engine, body = self._engine, self.body
         if k and params.seed is not None:
             params = msgspec.structs.replace(params, seed=_next_seed(params.seed, k))
-        stream = engine.client.submit(
-            prompt.ids, params, request_id=self.id, priority=body.priority, cache_salt=body.cache_salt
-        )
+        stream = engine.client.submit(prompt.ids, params, priority=body.priority, cache_salt=body.cache_salt)
         choice = Choice(
             len(self.choices),
             i,

@@ -33,7 +33,6 @@ class Harness:
         self.engine.add(
             AddRequest(
                 handle=handle,
-                request_id=str(handle),
                 prompt=np.asarray(prompt, np.int32).tobytes(),
                 params=SamplingParams(**{"max_tokens": 16, **params}),
                 cache_salt=salt,
