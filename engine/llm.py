@@ -57,7 +57,8 @@ class LLM:
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(self.engine.config.model_path)
         except (OSError, ValueError) as error:
-            raise ModelError(f"{self.engine.config.model_path} has no usable tokenizer: {error}") from None
+            reason = " ".join(str(error).split())[:200]
+            raise ModelError(f"{self.engine.config.model_path} has no usable tokenizer: {reason}") from None
         self._next_handle = 0
 
     def generate(

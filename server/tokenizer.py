@@ -53,7 +53,7 @@ class Tokenizer:
         try:
             hf = Loader.from_pretrained(str(path), local_files_only=True)
         except Exception as error:  # transformers raises all kinds for a broken directory
-            raise ModelError(f"no tokenizer can be loaded from {path}: {clip(str(error))}") from error
+            raise ModelError(f"no tokenizer can be loaded from {path}: {clip(' '.join(str(error).split()))}") from error
         if getattr(hf, "backend_tokenizer", None) is None:
             raise ModelError(f"the tokenizer in {path} has no tokenizer.json and cannot be converted to one")
         return cls(hf)

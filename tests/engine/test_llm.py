@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from weft import LLM, SamplingParams
 from weft.engine.demo.corpus import held_out
-from weft.engine.errors import ConfigError, RequestError
+from weft.engine.errors import ConfigError, ModelError, RequestError
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,12 @@ def test_prompts_that_are_no_token_ids_are_refused(llm: LLM, prompt: list) -> No
 
 def test_no_conversations_no_answers(llm: LLM) -> None:
     assert llm.chat([], progress=False) == []
+
+
+def test_a_model_without_a_tokenizer_is_one_line(tiny_model: Callable[[str], Path]) -> None:
+    with pytest.raises(ModelError, match="no usable tokenizer") as error:
+        LLM(str(tiny_model("yi")), num_pages=8)
+    assert "\n" not in str(error.value)
 
 
 def test_unknown_options_are_named() -> None:
