@@ -22,13 +22,16 @@ from weft.engine.bench_options import Lengths, read_lengths
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError
+from weft.engine.gpu_monitor import PowerMonitor, PowerUse, sustained_flops
 from weft.engine.messages import AddRequest
 from weft.engine.pages import PagePool
 from weft.engine.prefix import PrefixIndex
+from weft.engine.progress import ProgressBar
 from weft.engine.request import Request
 from weft.engine.sampling import SamplingParams
 from weft.engine.scheduler import Scheduler
 from weft.engine.slots import SlotTable
+from weft.engine.trace import Recorder, TraceFigures
 
 Figures = dict[str, Any]
 
@@ -55,7 +58,9 @@ def machine() -> Figures:
 def _report(title: str, figures: Figures, file: Path | None) -> None:
     table = Table(title=title, show_header=False)
     for key, value in figures.items():
-        table.add_row(key.replace("_", " "), f"{value:,.2f}" if isinstance(value, float) else str(value))
+        for name, part in value.items() if isinstance(value, dict) else (("", value),):
+            label = f"{key} · {name}" if name else key
+            table.add_row(label.replace("_", " "), f"{part:,.2f}" if isinstance(part, float) else str(part))
     Console().print(table)
     if file is not None:
         file.write_text(json.dumps(figures, indent=1) + "\n")
@@ -66,14 +71,14 @@ def _prompts(lengths: Lengths, vocab_size: int, seed: int) -> list[np.ndarray]:
     return [rng.integers(0, vocab_size, n).astype(np.int32) for n, _ in lengths]
 
 
-def _run_engine(engine: Engine, prompts: list[np.ndarray], lengths: Lengths, trace: Path | None) -> Figures:
+def _run_engine(engine: Engine, prompts: list[np.ndarray], lengths: Lengths, recorder: Recorder) -> Figures:
     for i, (prompt, (_, out)) in enumerate(zip(prompts, lengths, strict=True)):
         params = SamplingParams(max_tokens=out, temperature=0.0, ignore_eos=True)
         engine.add(AddRequest(handle=i, prompt=prompt.tobytes(), params=params))
     schedule = busy = 0.0
     idle: list[float] = []
     widest = finished = 0
-    profiler = _Profiler(trace)
+    first_token: float | None = None
     begin = time.perf_counter()
     with Progress(transient=True, console=Console(stderr=True)) as bar:
         task = bar.add_task("weft", total=len(prompts))
@@ -82,7 +87,9 @@ def _run_engine(engine: Engine, prompts: list[np.ndarray], lengths: Lengths, tra
             if outputs is None:
                 continue
             stats = outputs.stats
-            profiler.step(stats.iterations)
+            if first_token is None and (outputs.columns()[1] >= 0).any():
+                first_token = time.perf_counter() - begin
+            recorder.step(stats.iterations, stats.iteration_tokens)
             schedule += stats.schedule_seconds
             busy += stats.iteration_seconds
             idle.append(stats.iteration_idle_seconds)
@@ -91,6 +98,7 @@ def _run_engine(engine: Engine, prompts: list[np.ndarray], lengths: Lengths, tra
                 finished += ended
                 bar.update(task, completed=finished)
     seconds = time.perf_counter() - begin
+    recorder.stop()
     stats = engine.stats()
     figures: Figures = {
         "seconds": seconds,
@@ -101,55 +109,60 @@ def _run_engine(engine: Engine, prompts: list[np.ndarray], lengths: Lengths, tra
         "preemptions": stats.preemptions,
         "device_busy_share": busy / seconds,
         "schedule_and_commit_ms_per_iteration": 1e3 * schedule / max(stats.iterations, 1),
+        "first_token_seconds": first_token,
     }
     if engine.plan.device.type == "cuda":
         figures["device_idle_between_iterations_us_median"] = 1e6 * float(np.median(idle))
         figures["device_idle_between_iterations_us_p99"] = 1e6 * float(np.quantile(idle, 0.99))
-    return figures | profiler.figures
-
-
-class _Profiler:
-    """Traces a few iterations in the middle of a run and adds their kernels up by name. Off without a file."""
-
-    FIRST, LAST = 60, 66
-
-    def __init__(self, file: Path | None) -> None:
-        self._file = file
-        self._profile: Any = None
-        self.figures: Figures = {}
-
-    def step(self, iteration: int) -> None:
-        if self._file is None or iteration not in (self.FIRST, self.LAST):
-            return
-        if iteration == self.FIRST:
-            self._profile = torch.profiler.profile()
-            self._profile.start()
-        elif self._profile is not None:
-            self._profile.stop()
-            self._profile.export_chrome_trace(str(self._file))
-            kernels = [e for e in self._profile.key_averages() if e.self_device_time_total > 0]
-            kernels.sort(key=lambda e: -e.self_device_time_total)
-            for event in kernels[:12]:
-                name = f"ms_per_iteration_in_{event.key[:60]}"
-                self.figures[name] = event.self_device_time_total / 1e3 / (self.LAST - self.FIRST)
-            self._profile = None
-
-
-def _run_on_gpu(engine: Engine, prompts: list[np.ndarray], lengths: Lengths, trace: Path | None) -> Figures:
-    """As `_run_engine`, with power, clocks and the fraction of Equation 5's optimum (NanoFlow §3.3)."""
-    from weft.engine.gpu_monitor import PowerMonitor, sustained_flops
-
-    flops = sustained_flops()
-    with PowerMonitor() as monitor:
-        figures = _run_engine(engine, prompts, lengths, trace)
-    optimum = flops / (2 * engine.spec.num_parameters)
-    figures["sustained_tflops_of_cublas"] = flops / 1e12
-    figures["optimum_tokens_per_second"] = optimum
-    figures["fraction_of_optimum"] = figures["total_tokens_per_second"] / optimum
-    if monitor.use is not None:
-        figures["watts"], figures["sm_megahertz"] = monitor.use.watts, monitor.use.megahertz
-        figures["tokens_per_joule"] = sum(a + b for a, b in lengths) / monitor.use.joules
     return figures
+
+
+def _on_gpu(engine: Engine, figures: Figures, lengths: Lengths, use: PowerUse | None) -> Figures:
+    """Power, clocks and the fraction of Equation 5's optimum (NanoFlow §3.3). The GPU is as warm as the run left it."""
+    flops = sustained_flops()
+    optimum = flops / (2 * engine.spec.num_parameters)
+    added: Figures = {
+        "sustained_tflops_of_cublas": flops / 1e12,
+        "optimum_tokens_per_second": optimum,
+        "fraction_of_optimum": figures["total_tokens_per_second"] / optimum,
+    }
+    if use is not None:
+        added["watts"], added["sm_megahertz"] = use.watts, use.megahertz
+        added["tokens_per_joule"] = sum(a + b for a, b in lengths) / use.joules
+    return added
+
+
+def _traced(trace: TraceFigures | None, seconds: float) -> Figures:
+    if trace is None:
+        return {}
+    return {
+        "profiler_seconds_in_the_run": seconds,
+        "traced_iterations": trace.iterations,
+        "traced_ms_per_iteration": trace.milliseconds,
+        "traced_gpu_idle_share": trace.idle_share,
+        "traced_idle_between_iterations_us_median": trace.idle_between_us[0],
+        "traced_idle_between_iterations_us_max": trace.idle_between_us[1],
+        "traced_idle_inside_an_iteration_us": trace.idle_inside_us,
+        "ms_per_iteration": trace.ms_per_iteration,
+    }
+
+
+def _start(imported: float | None, engine: Engine, first_token: float) -> dict[str, float]:
+    """Where the seconds to the first token go, that of a whole iteration included."""
+    before = {} if imported is None else {"imports": imported}
+    total = (imported or 0.0) + engine.load_seconds + first_token
+    phases = {**engine.start_seconds, "first iteration": first_token}
+    rest = {"other": engine.load_seconds - sum(engine.start_seconds.values())}
+    return {**before, **phases, **rest, "in all": total}
+
+
+def _process_age() -> float | None:
+    """Seconds since this process was started, where the system tells."""
+    try:
+        started = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
 def _run_transformers(engine: Engine, prompts: list[np.ndarray], lengths: Lengths, batch: int) -> Figures:
@@ -183,23 +196,38 @@ def run_offline(config: EngineConfig, arguments: argparse.Namespace) -> int:
     lengths = read_lengths(arguments.workload, arguments.lengths, config.seed)
     if arguments.baseline and config.load_format == "dummy":
         raise ConfigError("--baseline needs real weights, not --load-format dummy")
-    engine = Engine(config)
+    imported = _process_age()
+    with ProgressBar() as bar:
+        engine = Engine(config, bar)
     longest = max(a + b for a, b in lengths)
     if longest > engine.plan.max_model_len:
         raise ConfigError(
             f"the workload's longest request has {longest} tokens, the model takes {engine.plan.max_model_len}"
         )
     prompts = _prompts(lengths, engine.spec.vocab_size, config.seed)
-    run = _run_on_gpu if engine.plan.device.type == "cuda" else _run_engine
+    on_gpu = engine.plan.device.type == "cuda"
+    if arguments.trace and not on_gpu:
+        raise ConfigError("--trace records a GPU; this engine runs on the CPU")
+    recorder = Recorder(
+        arguments.trace_iterations if on_gpu else 0, sum(a + b for a, b in lengths), file=arguments.trace
+    )
     figures: Figures = {
         "model": config.model_name,
         "dtype": str(engine.plan.dtype).removeprefix("torch."),
+        "attention_backend": engine.plan.attention,
         "workload": str(arguments.lengths or arguments.workload),
         "requests": len(lengths),
         "max_num_seqs": engine.plan.max_num_seqs,
         "max_num_batched_tokens": engine.plan.max_num_batched_tokens,
-        **run(engine, prompts, lengths, arguments.trace),
     }
+    if on_gpu:
+        with PowerMonitor() as monitor:
+            figures |= _run_engine(engine, prompts, lengths, recorder)
+        figures |= _on_gpu(engine, figures, lengths, monitor.use)
+    else:
+        figures |= _run_engine(engine, prompts, lengths, recorder)
+    figures |= _traced(recorder.figures(), recorder.seconds)
+    figures["start_seconds"] = _start(imported, engine, figures.pop("first_token_seconds"))
     engine.close()
     if arguments.baseline == "transformers":
         torch.set_num_threads(engine.plan.cpu_threads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +12,7 @@ from weft.engine.demo import MODEL_PATH as DEMO_MODEL_PATH
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+Attention = Literal["auto", "triton", "flash-attn", "torch"]
 
 
 class EngineConfig(BaseModel):
@@ -45,7 +47,32 @@ class EngineConfig(BaseModel):
     )
     num_pages: int | None = Field(None, ge=2, lt=2**31, description="KV pages, instead of --kv-cache-gib")
     prefix_caching: bool = Field(True, description="reuse the KV pages of shared prefixes")
+    host_kv_gib: float = Field(
+        0.0, ge=0, description="pinned host memory in GiB that keeps KV pages beyond the GPU's; 0 for none"
+    )
+    ssd_kv_path: str | None = Field(
+        None, min_length=1, description="directory that keeps KV pages beyond the host's, across restarts; one daemon's"
+    )
+    ssd_kv_gib: float = Field(64.0, gt=0, description="disk space in GiB for --ssd-kv-path, taken at start")
+    attention_backend: Attention = Field(
+        "auto", description="attention kernels; 'auto' is triton on a GPU, torch on a CPU; flash-attn needs its package"
+    )
+    batch_invariant: bool = Field(
+        False,
+        description="one accumulation order everywhere: a request's tokens never depend on its neighbours; slower",
+    )
+    cache_dir: str | None = Field(
+        None, min_length=1, description="folder of tuned kernel configurations [$XDG_CACHE_HOME/weft]"
+    )
+    tuning_seconds: float = Field(
+        60.0, ge=0, description="time a start on a GPU may take to tune matrix shapes never seen before; 0 for none"
+    )
     async_scheduling: bool = Field(True, description="schedule the next iteration while this one runs")
+    plan: str = Field(
+        "auto",
+        description="pipeline of nano-batches: a file that `weft search` wrote, 'serial' for none, "
+        "or 'auto': a shipped one that fits the model and the GPU",
+    )
     cpu_threads: int | None = Field(None, ge=1, description="threads for CPU execution [all cores]")
     seed: int = Field(0, ge=0, lt=2**63, description="seed of dummy weights and of requests that bring none")
 
@@ -62,9 +89,23 @@ class EngineConfig(BaseModel):
             raise ValueError("give kv_cache_gib or num_pages, not both")
         return self
 
+    @model_validator(mode="after")
+    def _tiers_rest_on_each_other(self) -> EngineConfig:
+        if self.host_kv_gib and not self.prefix_caching:
+            raise ValueError("host_kv_gib needs prefix_caching")
+        if self.ssd_kv_path is not None and not self.host_kv_gib:
+            raise ValueError("ssd_kv_path needs host_kv_gib: pages reach the disk through host memory")
+        return self
+
     @property
     def model_path(self) -> Path:
         return DEMO_MODEL_PATH if self.model == "demo" else Path(self.model).expanduser()
+
+    @property
+    def cache_path(self) -> Path:
+        if self.cache_dir is not None:
+            return Path(self.cache_dir).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
 
     @property
     def model_name(self) -> str:

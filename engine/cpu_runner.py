@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.engine.attention_plan import AttentionPlanner
 from weft.engine.batch import Batch, Logprobs, PromptLogprobs, SamplingInputs, StepResult
 from weft.engine.device import GIB, DevicePlan
 from weft.engine.errors import OutOfMemory
@@ -25,6 +24,7 @@ from weft.engine.runner import PROMPT_LOGPROB_ROWS
 from weft.engine.spec import ModelSpec
 from weft.engine.weights import Weights
 from weft.kernels import sampling
+from weft.kernels.attention import make_host_attention
 
 
 def _allocate(spec: ModelSpec, plan: DevicePlan) -> Tensor:
@@ -78,9 +78,9 @@ class CpuRunner:
 
     def __init__(self, spec: ModelSpec, weights: Weights, plan: DevicePlan) -> None:
         self.kv = _allocate(spec, plan)
-        self.model = Model(spec, weights, self.kv)
+        self._attention = make_host_attention(plan.attention, plan.attention_shape(spec))
+        self.model = Model(spec, weights, self.kv, self._attention)
         self._num_slots = plan.max_num_seqs
-        self._attention = AttentionPlanner(self.kv, spec.num_heads)
         self._device = plan.device
         self._last_token = torch.zeros(self._num_slots, dtype=torch.int64, device=self._device)
         self._counts: _Counts | None = None
@@ -126,7 +126,7 @@ class CpuRunner:
             token_ids,
             torch.from_numpy(batch.positions.astype(np.int64)),
             torch.from_numpy(batch.slot_mapping),
-            self._attention.plan(batch),
+            self._attention.prepare(batch),
         )
         x, sumsq = self.model.forward(inputs)
         prompt_logprobs = tuple(self._prompt_logprobs(x, sumsq, asked) for asked in batch.prompt_logprobs)
@@ -147,6 +147,9 @@ class CpuRunner:
             logits = raw.clone() if logits is raw else logits
             where = (torch.from_numpy(s.bias_rows.astype(np.int64)), torch.from_numpy(s.bias_ids.astype(np.int64)))
             logits.index_put_(where, torch.from_numpy(s.bias_values), accumulate=True)
+        if len(s.mask_rows):
+            logits = raw.clone() if logits is raw else logits
+            sampling.allow_only(logits, torch.from_numpy(s.mask_rows.astype(np.int64)), torch.from_numpy(s.masks))
         if s.temperature.any():
             tokens = sampling.sample(
                 logits,

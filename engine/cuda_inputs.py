@@ -9,12 +9,16 @@ import torch
 from torch import Tensor
 
 from weft.engine.batch import Batch
+from weft.engine.nano import Deal, deal
+from weft.engine.plan import MAX_NANO_BATCHES, Period
 from weft.kernels.decode_attention import ITEM_FIELDS, plan_decode
 from weft.kernels.prefill_attention import TILE_FIELDS, TILE_ROWS, plan_prefill
 
 RING = 4
 """pinned copies: more than iterations in flight, so that none is rewritten before its transfer is done"""
-COUNTS = ("tokens", "sampled", "decode_items", "prefill_items", "updates")
+_COUNTS = ("tokens", "sampled", "updates")
+# then, for each nano-batch: decode items, prefill items; then live tokens behind each beginning of a range
+_DECODE, _PREFILL, _LIVE = len(_COUNTS), len(_COUNTS) + MAX_NANO_BATCHES, len(_COUNTS) + 2 * MAX_NANO_BATCHES
 
 
 class Layout(NamedTuple):
@@ -23,25 +27,33 @@ class Layout(NamedTuple):
     max_tokens: int
     max_sampled: int
     max_decode_items: int
+    """of one nano-batch"""
     max_prefill_items: int
+    """of one nano-batch"""
     max_updates: int
+    nano_batches: int
+    max_part_slots: int
+    """partial sums of split decode requests, of one nano-batch"""
 
     @classmethod
-    def of(cls, max_tokens: int, max_seqs: int, group: int) -> Layout:
-        tiles = -(-max_tokens // (TILE_ROWS // group)) + max_seqs
-        return cls(max_tokens, max_seqs, 2 * max_seqs + MAX_PART_SLOTS, tiles, max(4096, 2 * max_seqs))
+    def of(
+        cls, max_tokens: int, max_seqs: int, group: int, nano_batches: int = 1, max_part_slots: int = 1024
+    ) -> Layout:
+        tiles = -(-max_tokens // (TILE_ROWS // group)) + 2 * max_seqs + 2  # a chunk may begin and end inside one
+        items = 2 * max_seqs + max_part_slots
+        return cls(max_tokens, max_seqs, items, tiles, max(4096, 2 * max_seqs), nano_batches, max_part_slots)
 
     def columns(self) -> dict[str, tuple[int, bool]]:
         """Words of each column, and whether they are float32."""
         t, s = self.max_tokens, self.max_sampled
         return {
-            "counts": (8, False),
+            "counts": (_LIVE + MAX_NANO_BATCHES, False),
             "token_ids": (t, False),
             "token_slots": (t, False),
             "positions": (t, False),
             "slot_mapping": (t, False),
-            "decode_items": (self.max_decode_items * ITEM_FIELDS, False),
-            "prefill_items": (self.max_prefill_items * TILE_FIELDS, False),
+            "decode_items": (self.nano_batches * self.max_decode_items * ITEM_FIELDS, False),
+            "prefill_items": (self.nano_batches * self.max_prefill_items * TILE_FIELDS, False),
             "update_at": (self.max_updates, False),
             "update_page": (self.max_updates, False),
             "logit_tokens": (s, False),
@@ -52,10 +64,6 @@ class Layout(NamedTuple):
             "min_p": (s, True),
             "uniform": (s, True),
         }
-
-
-MAX_PART_SLOTS = 1024
-"""partial sums of split decode requests"""
 
 
 class DeviceInputs:
@@ -69,7 +77,7 @@ class DeviceInputs:
         self._ring = [torch.zeros(words, dtype=torch.int32, pin_memory=True) for _ in range(RING)]
         self._host: list[dict[str, np.ndarray]] = [self._split_host(r.numpy(), columns) for r in self._ring]
         self.column = self._split_device(self.slab, columns)
-        self.count = {name: self.column["counts"][i : i + 1] for i, name in enumerate(COUNTS)}
+        self.count = {name: self.column["counts"][i : i + 1] for i, name in enumerate(_COUNTS)}
         self.page_table = torch.zeros(num_slots, max_pages, dtype=torch.int32, device=device)
         self._sent_pages = np.zeros((num_slots, max_pages), np.int32)
         self._turn = 0
@@ -92,40 +100,71 @@ class DeviceInputs:
             at += -(-size // 4) * 4
         return out
 
-    def send(self, batch: Batch, *, num_kv_heads: int, group: int, num_programs: int, bucket: int) -> None:
+    def decode_work(self, nano: int) -> tuple[Tensor, Tensor]:
+        """Decode attention of a nano-batch: items `[max, 8]`, and how many there are `[1]`."""
+        items = self.column["decode_items"].view(self.layout.nano_batches, -1, ITEM_FIELDS)[nano]
+        return items, self.column["counts"][_DECODE + nano : _DECODE + nano + 1]
+
+    def prefill_work(self, nano: int) -> tuple[Tensor, Tensor]:
+        """Prefill attention of a nano-batch: items `[max, 4]`, and how many there are `[1]`."""
+        items = self.column["prefill_items"].view(self.layout.nano_batches, -1, TILE_FIELDS)[nano]
+        return items, self.column["counts"][_PREFILL + nano : _PREFILL + nano + 1]
+
+    def live(self, period: Period, begin: int) -> Tensor:
+        """`[1]`: the iteration's tokens from place `begin` on; zero when it ends before."""
+        at = _LIVE + period.begins.index(begin)
+        return self.column["counts"][at : at + 1]
+
+    def send(
+        self, batch: Batch, period: Period, *, num_kv_heads: int, group: int, per_sm: int, part_tokens: int = 0
+    ) -> Deal:
         """Write the batch into the next ring slot and start its transfer on the current stream.
 
-        Padding tokens up to `bucket` point into the dummy page.
+        Padding tokens up to the period's bucket point into the dummy page. per_sm: decode programs on each SM;
+        part_tokens: see `plan_decode`. Returns where the tokens stand.
         """
         self._turn = (self._turn + 1) % RING
-        host, t, d = self._host[self._turn], batch.num_tokens, batch.num_decodes
-        host["token_ids"][:t] = batch.token_ids
-        host["token_slots"][:d] = batch.slots[:d]
-        host["token_slots"][d:bucket] = -1
-        host["token_ids"][t:bucket] = 0
-        host["positions"][:t] = batch.positions
-        host["positions"][t:bucket] = 0
-        host["slot_mapping"][:t] = batch.slot_mapping
-        host["slot_mapping"][t:bucket] = 0
-        decode = plan_decode(
-            batch.kv_len[:d], num_kv_heads=num_kv_heads, num_programs=num_programs, max_slots=MAX_PART_SLOTS
+        host, t, d, bucket = self._host[self._turn], batch.num_tokens, batch.num_decodes, period.tokens
+        dealt = deal(batch, period.nano_batches)
+        order = slice(None) if dealt.order is None else dealt.order
+        token_slots = np.full(t, -1, np.int32)
+        token_slots[:d] = batch.slots[:d]
+        columns = (
+            ("token_ids", batch.token_ids, 0),
+            ("token_slots", token_slots, -1),
+            ("positions", batch.positions, 0),
+            ("slot_mapping", batch.slot_mapping, 0),
         )
-        decode[:, 1] = batch.slots[decode[:, 1]]  # page tables are kept by slot
-        host["decode_items"][: decode.size] = decode.reshape(-1)
-        starts = np.cumsum(batch.query_len) - batch.query_len
-        prefill = plan_prefill(
-            starts[d:], batch.query_len[d:], (batch.kv_len - batch.query_len)[d:], batch.slots[d:], group=group
-        )
-        host["prefill_items"][: prefill.size] = prefill.reshape(-1)
+        for name, values, filler in columns:
+            host[name][:t] = values[order]
+            host[name][t:bucket] = filler
+        counts = host["counts"]
+        for k, (nano, sms) in enumerate(zip(dealt.nano_batches, period.decode_sms, strict=True)):
+            decode = plan_decode(
+                batch.kv_len[nano.decodes], num_kv_heads=num_kv_heads, num_programs=sms * per_sm,
+                max_slots=self.layout.max_part_slots, part_tokens=part_tokens,
+            )  # fmt: skip
+            decode[:, 1] = batch.slots[nano.decodes[decode[:, 1]]]  # page tables are kept by slot
+            decode[:, 0] += nano.first_decode
+            prefill = plan_prefill(
+                nano.chunk_start, nano.chunk_len, nano.chunk_context, batch.slots[nano.chunk_rows], group=group
+            )
+            for name, items, at in (("decode_items", decode, _DECODE), ("prefill_items", prefill, _PREFILL)):
+                first = k * (host[name].size // self.layout.nano_batches)
+                host[name][first : first + items.size] = items.reshape(-1)
+                counts[at + k] = len(items)
+        for j, begin in enumerate(period.begins):
+            counts[_LIVE + j] = max(0, t - begin)
         s = batch.sampling
         n = len(s.slots)
-        for name in ("logit_tokens", "slots", "top_k", "temperature", "top_p", "min_p", "uniform"):
+        for name in ("slots", "top_k", "temperature", "top_p", "min_p", "uniform"):
             host[name][:n] = getattr(s, name)
+        host["logit_tokens"][:n] = s.logit_tokens if dealt.places is None else dealt.places[s.logit_tokens]
         host["logit_tokens"][n:] = 0
         host["temperature"][n:] = 0.0
-        updates = self._page_updates(batch, host)
-        host["counts"][: len(COUNTS)] = (t, n, len(decode), len(prefill), updates)
+        counts[: len(_COUNTS)] = (t, n, self._page_updates(batch, host))
         self.slab.copy_(self._ring[self._turn], non_blocking=True)
+        return dealt
 
     def _page_updates(self, batch: Batch, host: dict[str, np.ndarray]) -> int:
         """Page-table entries that the device does not have yet; returns how many are in the slab."""

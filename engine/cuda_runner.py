@@ -1,4 +1,4 @@
-"""`CudaRunner`: one captured graph per token bucket, inputs through a pinned ring, nothing waits for the host.
+"""`CudaRunner`: a captured graph for each token bucket and plan period, inputs through a pinned ring, no host waits.
 
 An iteration is two graphs: the model up to the logits, and sampling. Between them go, as ordinary launches and only in
 batches that ask for them, logit biases, penalties and log-probabilities. A request's last token stays on the device.
@@ -6,29 +6,28 @@ batches that ask for them, logit biases, penalties and log-probabilities. A requ
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from weft.engine.batch import Batch, Logprobs, PromptLogprobs, StepResult
-from weft.engine.cuda_inputs import MAX_PART_SLOTS, DeviceInputs, Layout
+from weft.engine.cuda_inputs import DeviceInputs, Layout
 from weft.engine.device import GIB, DevicePlan
 from weft.engine.errors import OutOfMemory
+from weft.engine.executor import INVARIANT_PART_TOKENS, Executor
+from weft.engine.plan import Period, serial_period
+from weft.engine.progress import Progress
 from weft.engine.runner import PROMPT_LOGPROB_ROWS
 from weft.engine.spec import ModelSpec
 from weft.engine.weights import Weights
 from weft.kernels import reference, resident, sampling
-from weft.kernels.decode_attention import ITEM_FIELDS, decode_attention, decode_workspace
-from weft.kernels.embedding import embed, final_norm
-from weft.kernels.gemm import matmul, workspace
-from weft.kernels.prefill_attention import TILE_FIELDS, prefill_attention
-from weft.kernels.projections import gate_up_project, qkv_project, residual_project, sumsq_buffer
+from weft.kernels.attention import AttentionBackend, HostAttention, make_host_attention
+from weft.kernels.attention_triton import PER_SM, TritonAttention
 from weft.kernels.sampler import sample, sample_scratch
 
-PER_SM = 4
-"""programs of decode attention on each SM"""
 RESERVE_BYTES = GIB
 """left free beside the KV pool: graphs, and the workspaces of batches with penalties or log-probabilities"""
 
@@ -42,8 +41,13 @@ def token_buckets(max_tokens: int) -> list[int]:
     return sorted({min(s, max_tokens) for s in sizes})
 
 
+def _no_progress(phase: str, done: int, total: int) -> None:
+    """Nobody watches the start."""
+
+
 class _Graphs(NamedTuple):
     model: torch.cuda.CUDAGraph
+    """empty with an attention back end that plans on the host: the model then runs as ordinary launches"""
     sample: torch.cuda.CUDAGraph
 
 
@@ -86,46 +90,51 @@ def _columns(extras: _Extras) -> Logprobs:
 class CudaRunner:
     """The runner of one GPU (see `runner.Runner`). Everything a graph points at is allocated here, once."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, plan: DevicePlan) -> None:
+    def __init__(self, spec: ModelSpec, weights: Weights, plan: DevicePlan, progress: Progress | None = None) -> None:
         self.spec, self.weights, self.plan = spec, weights, plan
-        device, dtype = plan.device, plan.dtype
+        report = progress or _no_progress
+        device = plan.device
         self._device = device
-        self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self._stream = torch.cuda.Stream(device)
-        self._buckets = token_buckets(plan.max_num_batched_tokens)
+        self.stream = torch.cuda.Stream(device)
+        """where iterations run, one behind the other"""
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         t, s = plan.max_num_batched_tokens, plan.max_num_seqs
-        with torch.cuda.device(device), torch.cuda.stream(self._stream), torch.inference_mode():
-
-            def buffer(*shape: int, kind: torch.dtype = dtype) -> Tensor:
-                return torch.zeros(shape, dtype=kind, device=device)
-
-            self._inputs = DeviceInputs(
-                Layout.of(t, s, spec.heads_per_kv), device, s, -(-plan.max_model_len // plan.page_size)
+        sizes = token_buckets(t)
+        self._serial = [serial_period(spec, size, num_sms) for size in sizes]
+        self._decoding = [serial_period(spec, size, num_sms, decode_only=True) for size in sizes if size <= 64]
+        pipelines = plan.pipelines.periods if plan.pipelines is not None else ()
+        nano_batches = max((len(p.nano_batches) for p in pipelines), default=1)
+        with torch.cuda.device(device), torch.cuda.stream(self.stream), torch.inference_mode():
+            self._part_tokens = INVARIANT_PART_TOKENS if plan.batch_invariant else 0
+            parts = s * -(-plan.max_model_len // INVARIANT_PART_TOKENS) if plan.batch_invariant else 1024
+            layout = Layout.of(t, s, spec.heads_per_kv, nano_batches, parts)
+            self._inputs = DeviceInputs(layout, device, s, -(-plan.max_model_len // plan.page_size))
+            shape = plan.attention_shape(spec)
+            self._host_attention: HostAttention[Any] | None = None
+            if plan.attention == "triton":
+                attention: AttentionBackend[Any] = TritonAttention(shape, num_sms)
+            else:
+                attention = self._host_attention = make_host_attention(
+                    plan.attention, shape, batch_invariant=plan.batch_invariant
+                )
+            self._executor = Executor(
+                spec, weights, self._inputs, plan.dtype, attention, invariant=plan.batch_invariant
             )
-            self._last_token = buffer(s, kind=torch.int64)
-            self._ids = buffer(t, kind=torch.int32)
-            self._x = buffer(t, spec.hidden_size)
-            self._sumsq = sumsq_buffer(spec.hidden_size, t, device)
-            self._q = buffer(t, spec.num_heads, spec.head_dim)
-            self._a = buffer(t, spec.num_heads * spec.head_dim)
-            self._h = buffer(t, spec.intermediate_size)
-            self._rows = buffer(s, spec.hidden_size)
-            self._logits = buffer(s, spec.vocab_size, kind=torch.float32)
-            self._tokens = buffer(s, kind=torch.int64)
+            self._tokens = torch.zeros(s, dtype=torch.int64, device=device)
             self._candidates = sample_scratch(s, device)
-            self._gemm_space = workspace(device, elements=1 << 26)
-            self._decode_space = decode_workspace(
-                MAX_PART_SLOTS, s, spec.num_kv_heads, spec.heads_per_kv, spec.head_dim, device
-            )
             self._last_end: torch.cuda.Event | None = None
             self._seen: Tensor | None = None
             self._counts: Tensor | None = None
             # A pool of two pages serves the warm-up, which loads every kernel; what is left then is measured.
             self.kv = self._allocate(2)
-            self._warm_up()
+            self._warm_up((*self._serial, *self._decoding, *pipelines), report)
             self.kv = self._allocate(self._measure_pages())
-            self._graphs = {size: self._capture(size) for size in reversed(self._buckets)}
-            self._stream.synchronize()
+            periods = (*reversed(self._serial), *self._decoding, *pipelines)
+            self._graphs = {}
+            for done, period in enumerate(periods):
+                report("capturing graphs", done, len(periods))
+                self._graphs[id(period)] = self._capture(period)
+            self.stream.synchronize()
 
     @property
     def num_pages(self) -> int:
@@ -157,82 +166,62 @@ class CudaRunner:
             )
         return int(pages)
 
-    def _warm_up(self) -> None:
-        for size in self._buckets:
-            self._model(size)
-            self._sample(size)
+    def _warm_up(self, periods: Sequence[Period], report: Progress) -> None:
+        for done, period in enumerate(periods):
+            report("compiling kernels", done, len(periods))
+            if self._host_attention is None:
+                self._model(period)
+            self._sample(period)
 
-    def _capture(self, size: int) -> _Graphs:
+    def _capture(self, period: Period) -> _Graphs:
         graphs = _Graphs(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs.model, stream=self._stream):
-            self._model(size)
-        with torch.cuda.graph(graphs.sample, stream=self._stream):
-            self._sample(size)
+        if self._host_attention is None:
+            with torch.cuda.graph(graphs.model, stream=self.stream):
+                self._model(period)
+        with torch.cuda.graph(graphs.sample, stream=self.stream):
+            self._sample(period)
         return graphs
 
-    def _model(self, size: int) -> None:
-        """The serial plan for `size` tokens, from the slab to the logits. Fixed grids, counts in device memory."""
-        spec, w, kv, sms, space = self.spec, self.weights, self.kv, self._num_sms, self._gemm_space
-        column, count = self._inputs.column, self._inputs.count
-        page_table, live = self._inputs.page_table, count["tokens"]
-        ids, x, q, a, h = self._ids[:size], self._x[:size], self._q[:size], self._a[:size], self._h[:size]
-        sumsq_space = self._sumsq[:, :size]
-        positions, slot_mapping = column["positions"][:size], column["slot_mapping"][:size]
-        decode_items = column["decode_items"].view(-1, ITEM_FIELDS)
-        prefill_items = column["prefill_items"].view(-1, TILE_FIELDS)
-        resident.prepare(
-            column["token_ids"], column["token_slots"], self._last_token, page_table, column["update_at"],
-            column["update_page"], count["updates"], out=ids,
-        )  # fmt: skip
-        _, sumsq = embed(ids, w.embedding, out=x, sumsq=sumsq_space)
-        for i, layer in enumerate(w.layers):
-            qkv_project(
-                x, sumsq, layer.qkv, layer.qkv_bias, spec.rms_norm_eps, w.rotary, positions, slot_mapping, kv, i,
-                spec.num_heads, out=q, num_sms=sms, space=space, num_tokens=live,
-            )  # fmt: skip
-            decode_attention(
-                q, kv, i, page_table, decode_items, count["decode_items"], out=a, num_sms=sms,
-                space=self._decode_space, per_sm=PER_SM,
-            )  # fmt: skip
-            prefill_attention(q, kv, i, page_table, prefill_items, count["prefill_items"], out=a, num_sms=sms)
-            if layer.o_bias is not None:
-                x.add_(layer.o_bias)
-            _, sumsq = residual_project(
-                a, layer.o, x, out=x, sumsq=sumsq_space, num_sms=sms, space=space, num_tokens=live
-            )
-            gate_up_project(
-                x, sumsq, layer.gate_up, spec.rms_norm_eps, out=h, num_sms=sms, space=space, num_tokens=live
-            )
-            _, sumsq = residual_project(
-                h, layer.down, x, out=x, sumsq=sumsq_space, num_sms=sms, space=space, num_tokens=live
-            )
-        rows = min(size, self.plan.max_num_seqs)
-        final_norm(x, sumsq, column["logit_tokens"][:rows], w.norm, spec.rms_norm_eps, out=self._rows[:rows])
-        matmul(self._rows[:rows], w.lm_head, self._logits[:rows], num_sms=sms, space=space, num_tokens=count["sampled"])
+    def _model(self, period: Period) -> None:
+        self._executor.forward(period, self.kv, min(period.tokens, self.plan.max_num_seqs))
 
-    def _sample(self, size: int) -> None:
-        n = min(size, self.plan.max_num_seqs)
+    def _sample(self, period: Period) -> None:
+        n = min(period.tokens, self.plan.max_num_seqs)
         c = {k: v[:n] for k, v in self._inputs.column.items()}
         tokens = self._tokens[:n]
-        sample(self._logits[:n], c["temperature"], c["top_k"], c["top_p"], c["min_p"], c["uniform"], out=tokens,
-               scratch=self._candidates[:n])  # fmt: skip
-        resident.remember(tokens, c["slots"], self._inputs.count["sampled"], self._last_token)
+        sample(self._executor.logits[:n], c["temperature"], c["top_k"], c["top_p"], c["min_p"], c["uniform"],
+               out=tokens, scratch=self._candidates[:n])  # fmt: skip
+        resident.remember(tokens, c["slots"], self._inputs.count["sampled"], self._executor.last_token)
+
+    def _period(self, batch: Batch) -> Period:
+        """The plan's pipeline for this iteration, or the serial plan where the search found no better."""
+        if self.plan.pipelines is not None:
+            kv_tokens = int(batch.kv_len[: batch.num_decodes].sum())
+            if (period := self.plan.pipelines.period_for(batch.num_tokens, kv_tokens)) is not None:
+                return period
+        if batch.num_decodes == batch.num_requests and batch.num_tokens <= self._decoding[-1].tokens:
+            return next(p for p in self._decoding if p.tokens >= batch.num_tokens)
+        return next(p for p in self._serial if p.tokens >= batch.num_tokens)
 
     def launch(self, batch: Batch) -> CudaInFlight:
-        size = next(b for b in self._buckets if b >= batch.num_tokens)
-        graphs, s = self._graphs[size], batch.sampling
+        period = self._period(batch)
+        graphs, s, logits = self._graphs[id(period)], batch.sampling, self._executor.logits
         n = len(s.slots)
-        with torch.cuda.stream(self._stream), torch.inference_mode():
+        with torch.cuda.stream(self.stream), torch.inference_mode():
             in_flight = CudaInFlight(batch, self._last_end)
             in_flight.begin.record()
-            self._inputs.send(
-                batch, num_kv_heads=self.spec.num_kv_heads, group=self.spec.heads_per_kv,
-                num_programs=self._num_sms * PER_SM, bucket=size,
+            dealt = self._inputs.send(
+                batch, period, num_kv_heads=self.spec.num_kv_heads, group=self.spec.heads_per_kv, per_sm=PER_SM,
+                part_tokens=self._part_tokens,
             )  # fmt: skip
-            graphs.model.replay()
-            in_flight.prompts = [self._prompt_logprobs(size, asked) for asked in batch.prompt_logprobs]
+            if self._host_attention is None:
+                graphs.model.replay()
+            else:
+                self._executor.steps = [self._host_attention.prepare(batch)]
+                self._model(period)
+            in_flight.prompts = [self._prompt_logprobs(asked, dealt.places) for asked in batch.prompt_logprobs]
             asked = np.flatnonzero(s.logprobs >= 0)
-            raw = self._logits[self._up(asked)].clone() if len(asked) else None
+            raw = logits[self._up(asked)].clone() if len(asked) else None
             self._adjust(batch)
             graphs.sample.replay()
             if s.counted.any():
@@ -248,7 +237,7 @@ class CudaRunner:
         return in_flight
 
     def close(self) -> None:
-        self._stream.synchronize()
+        self.stream.synchronize()
 
     # -- what only some batches ask for
 
@@ -264,8 +253,8 @@ class CudaRunner:
         return _Extras(rows, (columns[0], columns[1], columns[2]))
 
     def _adjust(self, batch: Batch) -> None:
-        """Penalties and biases, in place on the logits."""
-        s = batch.sampling
+        """Penalties, biases and the masks of grammars, in place on the logits."""
+        s, logits = batch.sampling, self._executor.logits
         for reset in batch.count_resets:
             seen, counts = self._resident_counts()
             seen[reset.slot] = False
@@ -275,13 +264,15 @@ class CudaRunner:
         if s.counted.any():
             seen, counts = self._resident_counts()
             rows, slots = self._up(np.flatnonzero(s.counted)), self._up(s.slots[s.counted].astype(np.int64))
-            self._logits[rows] = sampling.apply_penalties(
-                self._logits[rows], seen[slots], counts[slots], self._up(s.presence[s.counted]),
+            logits[rows] = sampling.apply_penalties(
+                logits[rows], seen[slots], counts[slots], self._up(s.presence[s.counted]),
                 self._up(s.frequency[s.counted]), self._up(s.repetition[s.counted]),
             )  # fmt: skip
         if len(s.bias_rows):
             where = (self._up(s.bias_rows.astype(np.int64)), self._up(s.bias_ids.astype(np.int64)))
-            self._logits.index_put_(where, self._up(s.bias_values), accumulate=True)
+            logits.index_put_(where, self._up(s.bias_values), accumulate=True)
+        if len(s.mask_rows):
+            sampling.allow_only(logits, self._up(s.mask_rows.astype(np.int64)), self._up(s.masks))
 
     def _resident_counts(self) -> tuple[Tensor, Tensor]:
         """(prompt_seen bool, output counts int32) `[slots, V]`, made when the first request with penalties comes."""
@@ -291,13 +282,13 @@ class CudaRunner:
             self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
         return self._seen, self._counts
 
-    def _prompt_logprobs(self, size: int, asked: PromptLogprobs) -> _Extras:
+    def _prompt_logprobs(self, asked: PromptLogprobs, places: np.ndarray | None) -> _Extras:
         """Eager: the graph computed logits of sampled rows only."""
-        w, eps = self.weights, self.spec.rms_norm_eps
-        x = self._x[:size]
+        w, eps, x = self.weights, self.spec.rms_norm_eps, self._executor.x
+        tokens = asked.tokens if places is None else places[asked.tokens]
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         for start in range(0, len(asked.tokens), PROMPT_LOGPROB_ROWS):
-            rows = self._up(asked.tokens[start : start + PROMPT_LOGPROB_ROWS].astype(np.int64))
+            rows = self._up(tokens[start : start + PROMPT_LOGPROB_ROWS].astype(np.int64))
             targets = self._up(asked.targets[start : start + PROMPT_LOGPROB_ROWS].astype(np.int64))
             picked = x[rows]
             logits = reference.lm_head(picked, picked.float().square().sum(-1), w.norm, w.lm_head, eps)

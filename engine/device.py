@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, OutOfMemory
+from weft.engine.pipelines import choose_pipelines, target_of
+from weft.engine.plan import Plan
 from weft.engine.spec import ModelSpec
+from weft.kernels import attention
+from weft.kernels.attention import AttentionShape, AttentionUnavailable, BackendName
 
 GIB = 2**30
 CPU_MEMORY_SHARE = 0.25
 """of the machine's memory, at most, for KV pages on the CPU"""
+
+INVARIANT_CHUNK = 128
+"""with batch invariance prompts are cut at multiples of this alone: a tile of attention never depends on the cut"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +38,17 @@ class DevicePlan:
     """None: as many as the GPU has room for once everything else is there"""
     gpu_memory_utilization: float
     cpu_threads: int
+    attention: BackendName
+    batch_invariant: bool
+    """one accumulation order for every operation, whatever shares the batch"""
+    cache_dir: Path
+    """of what was tuned on this machine"""
+    tuning_seconds: float
+    pipelines: Plan | None = None
+    """plans of overlapped nano-batches; None: the serial plan alone"""
+
+    def attention_shape(self, spec: ModelSpec) -> AttentionShape:
+        return AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, self.page_size, self.dtype, self.device)
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -72,8 +91,11 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> DevicePlan:
         raise ConfigError(f"--max-model-len {max_model_len} is more than the model's {spec.max_positions} positions")
     max_num_seqs = config.max_num_seqs or (1024 if cuda else 256)
     max_num_batched_tokens = config.max_num_batched_tokens or (2048 if cuda else 512)
+    if config.batch_invariant and max_num_batched_tokens < INVARIANT_CHUNK:
+        raise ConfigError(f"--batch-invariant needs --max-num-batched-tokens {INVARIANT_CHUNK} or more")
     if cuda:
-        _check_kernels(config, spec)
+        _check_kernels(spec)
+    backend = _attention(config, spec, device, dtype)
     page_size = config.page_size
     page_bytes = page_size * spec.kv_bytes_per_token(dtype.itemsize)
     weight_bytes = spec.num_parameters * dtype.itemsize
@@ -110,16 +132,40 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> DevicePlan:
         config.gpu_memory_utilization,
         # An operator's thread count, or all cores: the scheduler needs a fraction of one.
         config.cpu_threads or len(os.sched_getaffinity(0)),
+        backend,
+        config.batch_invariant,
+        config.cache_path,
+        config.tuning_seconds,
+        _pipelines(config, spec, device, dtype, backend, max_num_batched_tokens) if cuda else None,
     )
 
 
-def _check_kernels(config: EngineConfig, spec: ModelSpec) -> None:
-    """Refuse what the GPU kernels were not made for."""
+def _pipelines(
+    config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype, backend: str, max_tokens: int
+) -> Plan | None:
+    if backend != "triton" or config.batch_invariant:
+        if config.plan not in ("auto", "serial"):
+            raise ConfigError(
+                f"--plan {config.plan}: pipelines need the triton attention back end and no batch invariance"
+            )
+        return None
+    return choose_pipelines(config.plan, spec, target_of(spec, device, dtype), max_tokens)
+
+
+def _attention(config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> BackendName:
+    """The attention back end, known to work here. Raises `ConfigError`."""
+    shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, config.page_size, dtype, device)
+    try:
+        name = attention.choose(config.attention_backend, device)
+        attention.check(name, shape)
+    except AttentionUnavailable as error:
+        raise ConfigError(f"--attention-backend {config.attention_backend}: {error}") from None
+    return name
+
+
+def _check_kernels(spec: ModelSpec) -> None:
+    """Refuse what the GPU kernels were not made for. Attention's own limits: see `attention.check`."""
     if spec.head_dim not in (64, 128):
         raise ConfigError(f"head_dim {spec.head_dim} is not supported on a GPU (64 and 128 are); use --device cpu")
-    if config.page_size not in (16, 32, 64, 128):
-        raise ConfigError(f"--page-size {config.page_size}: a GPU takes 16, 32, 64 or 128")
-    if spec.heads_per_kv > 16:
-        raise ConfigError(f"{spec.heads_per_kv} query heads per KV head are not supported on a GPU (16 at most)")
     if spec.hidden_size % 8 or spec.intermediate_size % 8:
         raise ConfigError("a GPU needs hidden and intermediate sizes that are multiples of 8; use --device cpu")

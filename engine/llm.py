@@ -14,6 +14,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError, ModelError, RequestError
 from weft.engine.messages import AddRequest, Finish, TokenLogprobs
+from weft.engine.progress import ProgressBar
 from weft.engine.sampling import SamplingParams
 
 Prompt = str | Sequence[int]
@@ -43,17 +44,18 @@ class LLM:
 
         LLM("demo").generate(["1 2 3"], SamplingParams(max_tokens=8, temperature=0))
 
-    Keyword arguments are the fields of `EngineConfig`. Raises `WeftError` with one clear line when the model or an
-    option cannot work.
+    Keyword arguments are the fields of `EngineConfig`; `progress` shows a bar on stderr while the model loads. Raises
+    `WeftError` with one clear line when the model or an option cannot work.
     """
 
-    def __init__(self, model: str = "demo", **options: Any) -> None:
+    def __init__(self, model: str = "demo", *, progress: bool = True, **options: Any) -> None:
         try:
             config = EngineConfig(model=model, **options)
         except ValidationError as error:
             first = error.errors()[0]
             raise ConfigError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-        self.engine = Engine(config)
+        with ProgressBar(enabled=progress) as bar:
+            self.engine = Engine(config, bar)
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(self.engine.config.model_path)
         except (OSError, ValueError) as error:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from weft.engine.spec import ModelSpec
 from weft.engine.weights import Weights
 from weft.kernels import reference as k
-from weft.kernels.reference import AttentionWork
+from weft.kernels.attention import AttentionBackend
 
 
 class ModelInputs(NamedTuple):
@@ -21,16 +21,18 @@ class ModelInputs(NamedTuple):
     """[T] int64"""
     slot_mapping: Tensor
     """[T] int64"""
-    attention: AttentionWork
+    attention: Any
+    """the attention back end's step"""
 
 
 class Model:
     """Weights and KV pool of one device. `kv [pages, layers, 2, page_size, Hkv, D]`."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, kv: Tensor) -> None:
+    def __init__(self, spec: ModelSpec, weights: Weights, kv: Tensor, attention: AttentionBackend[Any]) -> None:
         self.spec = spec
         self.weights = weights
         self.kv = kv
+        self.attention = attention
 
     def forward(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
         """The residual stream after the last layer: x `[T, H]` and its sum of squares `[T]`."""
@@ -51,7 +53,7 @@ class Model:
                 i,
                 spec.num_heads,
             )
-            a = k.paged_attention(q, self.kv, i, inputs.attention)
+            a = self.attention.attend(q, self.kv, i, inputs.attention, out=q.new_empty(len(q), q[0].numel()))
             x, sumsq = k.residual_project(a, w.o, x if w.o_bias is None else x + w.o_bias)
             h = k.gate_up_project(x, sumsq, w.gate_up, eps)
             x, sumsq = k.residual_project(h, w.down, x)

@@ -9,6 +9,8 @@ from torch import Tensor
 from weft.engine.batch import Batch, StepResult
 from weft.engine.device import DevicePlan
 from weft.engine.errors import ConfigError
+from weft.engine.products import prepare_products
+from weft.engine.progress import Progress
 from weft.engine.spec import ModelSpec
 from weft.engine.weights import Weights
 
@@ -43,7 +45,7 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
-def make_runner(spec: ModelSpec, weights: Weights, plan: DevicePlan) -> Runner:
+def make_runner(spec: ModelSpec, weights: Weights, plan: DevicePlan, progress: Progress | None = None) -> Runner:
     """The runner for the plan's device, its KV pool allocated. Raises `OutOfMemory`."""
     if plan.device.type == "cuda":
         try:
@@ -52,7 +54,8 @@ def make_runner(spec: ModelSpec, weights: Weights, plan: DevicePlan) -> Runner:
             if error.name != "triton":
                 raise
             raise ConfigError("a GPU needs Triton: pip install 'weft-serve[gpu]', or use --device cpu") from None
-        return CudaRunner(spec, weights, plan)
+        prepare_products(spec, plan, progress)
+        return CudaRunner(spec, weights, plan, progress)
     from weft.engine.cpu_runner import CpuRunner
 
     return CpuRunner(spec, weights, plan)

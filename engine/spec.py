@@ -98,8 +98,9 @@ class ModelSpec:
         """The operations of one layer in order, with dependencies inside the layer."""
         h, i, a = self.hidden_size, self.intermediate_size, self.num_heads * self.head_dim
         yield Operation("qkv", Resource.COMPUTE, (), self.qkv_size, h)
-        yield Operation("attention", Resource.MEMORY, ("qkv",))
-        yield Operation("o", Resource.COMPUTE, ("attention",), h, a)
+        yield Operation("decode", Resource.MEMORY, ("qkv",))
+        yield Operation("prefill", Resource.COMPUTE, ("qkv",))
+        yield Operation("o", Resource.COMPUTE, ("decode", "prefill"), h, a)
         yield Operation("gate_up", Resource.COMPUTE, ("o",), 2 * i, h)
         yield Operation("down", Resource.COMPUTE, ("gate_up",), h, i)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +14,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from weft.engine.errors import ModelError
+from weft.engine.progress import Progress
 from weft.engine.spec import ModelSpec
 from weft.kernels import pack
 
-Progress = Callable[[int, int], None]
-"""called with (layers done, layers in all)"""
+LOADING = "loading layers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +148,8 @@ def load_weights(
     Raises `ModelError` for a missing shard or tensor and for a shape that does not fit the config.
     """
 
+    if progress is not None:
+        progress(LOADING, 0, spec.num_layers)
     with ExitStack() as stack:
         source: TensorSource
         if dummy_seed is not None:
@@ -167,7 +169,7 @@ def load_weights(
             for i in range(spec.num_layers):
                 yield _layer(get, spec, i)
                 if progress is not None:
-                    progress(i + 1, spec.num_layers)
+                    progress(LOADING, i + 1, spec.num_layers)
 
         packed = tuple(layers())
         norm = get("model.norm.weight", (spec.hidden_size,))

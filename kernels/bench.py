@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,20 +15,15 @@ from torch import Tensor
 
 from weft.kernels import gemm, projections
 from weft.kernels.decode_attention import decode_attention, decode_workspace, plan_decode
-from weft.kernels.gemm import GemmConfig
+from weft.kernels.gemm_config import GemmConfig
 from weft.kernels.measure import Meter, Sustained, burst, sustained
 from weft.kernels.prefill_attention import plan_prefill, prefill_attention
 from weft.kernels.sampler import sample, sample_scratch
+from weft.kernels.tuned import Shape
 
 DEVICE = "cuda"
 DTYPE = torch.bfloat16
 HEAD_DIM = 128
-
-
-class Shape(NamedTuple):
-    kind: str
-    features: int
-    depth: int
 
 
 def layer_shapes(hidden: int, inter: int, heads: int, kv_heads: int, head_dim: int = HEAD_DIM) -> list[Shape]:
@@ -46,7 +41,7 @@ LLAMA_1B = layer_shapes(2048, 8192, 32, 8, 64)
 
 def product(
     shape: Shape, tokens: int, weight: Tensor, space: gemm.Workspace, num_sms: int, config: GemmConfig | None,
-    head_dim: int = HEAD_DIM,
+    head_dim: int = HEAD_DIM, kv_heads: int = 8,
 ) -> Callable[[], object]:  # fmt: skip
     """A call of the fused product of this shape, its operands made once."""
     n, k = shape.features, shape.depth
@@ -54,7 +49,6 @@ def product(
     sumsq = a.float().square().view(tokens, 16, -1).sum(-1).t().contiguous()
     options: dict[str, Any] = {"num_sms": num_sms, "space": space, "config": config}
     if shape.kind == "qkv":
-        kv_heads = 8
         heads = n // head_dim - 2 * kv_heads
         kv = torch.zeros(tokens // 64 + 2, 2, 2, 64, kv_heads, head_dim, device=DEVICE, dtype=DTYPE)
         rotary = torch.randn(4096, head_dim // 2, 2, device=DEVICE)
@@ -92,7 +86,7 @@ def copies_for(shape: Shape) -> int:
 
 def decode_calls(
     batch: int, context: int, page: int, layers: int = 8, heads: int = 32, kv_heads: int = 8, head_dim: int = HEAD_DIM,
-    lengths: np.ndarray | None = None, num_sms: int = 132, **options: int,
+    lengths: np.ndarray | None = None, num_sms: int = 132, **options: Any,
 ) -> tuple[list[Callable[[], object]], float]:  # fmt: skip
     """Decode attention of every layer of one pool, pages at random places; and the bytes one call must read."""
     lengths = np.full(batch, context) if lengths is None else lengths

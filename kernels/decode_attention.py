@@ -36,6 +36,8 @@ class DecodeWorkspace(NamedTuple):
     """[slots, Hkv, D + 2, group padded] float32: sums, then row maximum and row sum"""
     arrived: Tensor
     """[rows * Hkv] int32, zero between launches"""
+    tickets: Tensor
+    """[2] int32, zero between launches: tasks drawn, and programs that have drawn their last"""
 
 
 def group_block(group: int) -> int:
@@ -50,6 +52,7 @@ def decode_workspace(
     return DecodeWorkspace(
         torch.empty(shape, dtype=torch.float32, device=device),
         torch.zeros(rows * num_kv_heads, dtype=torch.int32, device=device),
+        torch.zeros(2, dtype=torch.int32, device=device),
     )
 
 
@@ -116,6 +119,7 @@ def _decode_kernel(
     q, kv_tiles, kv, out, table, stride_table, items, num_items, partial, arrived, layer, layers, scale,
     HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
     TMA: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, PDL: tl.constexpr,
+    JOIN: tl.constexpr = 8,
 ):  # fmt: skip
     release(PDL)  # memory is idle while few requests attend: the next product may already fetch weights
     begin(PDL)
@@ -173,14 +177,22 @@ def _decode_kernel(
                 m = tl.full([GP], -1e30, tl.float32)
                 norm = tl.zeros([GP], tl.float32)
                 acc = tl.zeros([D, GP], tl.float32)
-                for other in range(parts):
-                    at = base + other * (HKV * SIZE)
-                    m_other = tl.load(at + D * GP + column, cache_modifier=".cg")
-                    m_new = tl.maximum(m, m_other)
+                index = tl.arange(0, JOIN)
+                for first in range(0, parts, JOIN):  # several at once: each waits for memory once
+                    live = first + index < parts
+                    at = base + (first + index) * (HKV * SIZE)
+                    edge = at[:, None] + D * GP + column[None, :]
+                    m_other = tl.load(edge, mask=live[:, None], other=-1e30, cache_modifier=".cg")
+                    norm_other = tl.load(edge + GP, mask=live[:, None], other=0.0, cache_modifier=".cg")
+                    acc_other = tl.load(
+                        at[:, None, None] + block[None, :, :], mask=live[:, None, None], other=0.0,
+                        cache_modifier=".cg",
+                    )  # fmt: skip
+                    m_new = tl.maximum(m, tl.max(m_other, axis=0))
                     alpha = tl.exp2(m - m_new)
-                    beta = tl.exp2(m_other - m_new)
-                    norm = norm * alpha + tl.load(at + (D + 1) * GP + column, cache_modifier=".cg") * beta
-                    acc = acc * alpha[None, :] + tl.load(at + block, cache_modifier=".cg") * beta[None, :]
+                    beta = tl.exp2(m_other - m_new[None, :])
+                    norm = norm * alpha + tl.sum(norm_other * beta, axis=0)
+                    acc = acc * alpha[None, :] + tl.sum(acc_other * beta[:, None, :], axis=0)
                     m = m_new
                 tl.store(target, (acc / norm[None, :]).to(DTYPE), mask=mine)
                 tl.store(arrived + row * HKV + head, 0)
@@ -202,11 +214,14 @@ def decode_attention(
     block: int = 64,
     stages: int = 2,
     warps: int = 4,
+    portable: bool = False,
 ) -> Tensor:
     """Attention of `q [T, Hq, D]` rows named by the work items over their pages -> the same rows of `out [T, Hq * D]`.
 
     kv `[pages, layers, 2, page_size, Hkv, D]`; page_table `[rows, max_pages]` int32; items `[max_items, 8]` int32 from
     `plan_decode`; num_items `[1]` int32 in device memory. K and V of the query token itself are already in its page.
+    On Hopper a warp-specialised kernel does it, one program per SM (`decode_hopper`); `portable` forces the Triton
+    kernel here, which alone heeds `per_sm`, `block`, `stages` and `warps`.
     """
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
     group = q.shape[1] // num_kv_heads
@@ -214,6 +229,13 @@ def decode_attention(
         raise ValueError("q, kv, out and items must be contiguous")
     if page_table.stride(1) != 1:
         raise ValueError("rows of the page table must be contiguous")
+    if not portable:
+        from weft.kernels.decode_hopper import launch_decode, supports
+
+        if supports(q, kv):
+            return launch_decode(
+                q, kv, layer, page_table, items, num_items, out=out, num_sms=num_sms, space=space, scale=scale
+            )
     tma = page_size % block == 0
     slabs = kv.view(-1, page_size, num_kv_heads * head_dim)  # K or V of one page and layer
     _decode_kernel[(num_sms * per_sm,)](

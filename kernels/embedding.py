@@ -36,6 +36,29 @@ def embed(token_ids: Tensor, table: Tensor, *, out: Tensor, sumsq: Tensor) -> tu
     return out, sumsq[:1]
 
 
+@triton.jit
+def _row_sumsq_kernel(x, sumsq, H, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    release(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    squares = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, H, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(x + row * H + at, mask=at < H, other=0.0).to(tl.float32)
+        squares += value * value
+    tl.store(sumsq + row, tl.sum(squares, axis=0))
+
+
+def row_sumsq(x: Tensor, *, out: Tensor) -> Tensor:
+    """Sums of squares of the rows of `x [T, H]` into `out [1, T]` float32, in an order that depends on H alone."""
+    hidden = x.shape[1]
+    _row_sumsq_kernel[(x.shape[0],)](
+        x, out, hidden, BLOCK=min(2048, triton.next_power_of_2(hidden)), num_warps=8 if hidden > 2048 else 4,
+        **pdl_options(),
+    )  # fmt: skip
+    return out
+
+
 @triton.jit(do_not_specialize=["T", "stride_sumsq"])
 def _final_norm_kernel(x, sumsq, stride_sumsq, rows, weight, out, T, H, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr,
                        PDL: tl.constexpr):  # fmt: skip

@@ -18,9 +18,9 @@ Two shapes of one loop:
 from __future__ import annotations
 
 import functools
-import json
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 import triton
@@ -28,35 +28,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-
-class GemmConfig(NamedTuple):
-    """How one product is cut. All block sizes are powers of two."""
-
-    tokens: int
-    """rows of `a` in a tile"""
-    features: int
-    """rows of the weight in a tile"""
-    depth: int
-    """columns of both in one step"""
-    stages: int
-    warps: int
-    group: int = 8
-    """token tiles that share a weight tile in L2 order"""
-    split: int = 1
-    """programs that share one tile's depth"""
-    swap: bool = False
-    """weight rows as the left operand"""
-    per_sm: int = 1
-    """programs resident on one SM"""
-    slices: int = 2
-    """column slices of the epilogue: fewer live registers and less shared memory"""
-    special: bool = False
-    """the warp-specialised kernel of `gemm_hopper`; its blocks are fixed"""
-    ahead: int = 0
-    """steps of the weight that a program asks the L2 for while the kernel before still runs"""
-
-
-SPECIAL = GemmConfig(128, 256, 64, 4, 4, special=True)
+from weft.kernels import tuned
+from weft.kernels.gemm_config import SPECIAL, GemmConfig
 
 
 class Workspace(NamedTuple):
@@ -79,40 +52,19 @@ def _has_special() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
-@functools.cache
-def _shipped() -> dict[str, list[int]]:
-    """Measured configurations: `"M,N,K"` -> the fields of a `GemmConfig`, M the largest token count it serves."""
-    path = Path(__file__).with_name("gemm_h200.json")
-    return dict(json.loads(path.read_text())) if path.exists() else {}
-
-
-@functools.cache
-def _buckets(features: int, depth: int) -> list[tuple[int, GemmConfig]]:
-    """Shipped configurations of one weight shape, by rising token count."""
-    rows = []
-    for key, value in _shipped().items():
-        m, n, k = map(int, key.split(","))
-        if (n, k) == (features, depth):
-            fields: list[Any] = list(value)
-            fields[7], fields[10] = bool(value[7]), bool(value[10])  # swap, special
-            rows.append((m, GemmConfig(*fields)))
-    return sorted(rows)
-
-
 def choose(num_tokens: int, features: int, depth: int, num_sms: int) -> GemmConfig:
-    """The configuration for a product of `num_tokens` rows: shipped if the shape is known, else by rule."""
-    for limit, config in _buckets(features, depth):
-        if num_tokens <= limit:
-            return config
+    """The configuration for a product of `num_tokens` rows: a measured one if the shape is known, else by rule."""
+    if (measured := tuned.lookup(num_tokens, features, depth)) is not None:
+        return measured
     if num_tokens <= 128:
         tokens = max(16, triton.next_power_of_2(num_tokens))
         tiles = triton.cdiv(features, 64)
         steps = triton.cdiv(depth, 128)
-        # the split whose last wave is fullest; smaller splits win ties
+        # the smallest split whose last wave is nearly full: partial sums cost traffic
         per_sm = 2
         slots = per_sm * num_sms
         fill = {s: tiles * s / (triton.cdiv(tiles * s, slots) * slots) for s in (1, 2, 4, 8) if s * 4 <= steps}
-        split = max(fill, key=lambda s: (round(fill[s], 1), -s)) if fill else 1
+        split = next((s for s in fill if fill[s] >= 0.9), max(fill, key=lambda s: fill[s], default=1))
         return GemmConfig(tokens, 64, 128, 4 if tokens <= 32 else 3, 4, 8, split, True, per_sm, 1, ahead=4)
     if num_tokens <= 256 or triton.cdiv(num_tokens, 128) * triton.cdiv(features, 256) < num_sms:
         return GemmConfig(128, 128, 64, 4, 8 if num_tokens > 256 else 4, 8, 1, False, 1, 1)
@@ -274,11 +226,28 @@ def _matmul_kernel(
 TORCH_TO_TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
+_dependent = True
+
+
+@contextmanager
+def dependent_launch(allowed: bool) -> Iterator[None]:
+    """Launches inside start early behind the kernel before them on their stream, or, if not `allowed`, do not."""
+    global _dependent
+    before, _dependent = _dependent, allowed
+    try:
+        yield
+    finally:
+        _dependent = before
+
+
 @functools.cache
+def _has_dependent_launch() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+
+
 def pdl_options() -> dict[str, bool]:
     """Launch options of dependent launch, where the GPU has it. Kernels launched so must call `begin` first of all."""
-    able = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
-    return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
+    return {"PDL": True, "launch_pdl": True} if _dependent and _has_dependent_launch() else {"PDL": False}
 
 
 class Launch(NamedTuple):

@@ -33,16 +33,22 @@ def plan_prefill(
     *,
     group: int,
 ) -> NDArray[np.int32]:
-    """Work items `[items, 4]` for chunks of `queries` tokens behind `context` tokens in pages, longest first."""
+    """Work items `[items, 4]` for chunks of `queries` tokens behind `context` tokens in pages, longest first.
+
+    Tiles begin at multiples of their size in the request, wherever the chunk begins: so a token's tile, and with it the
+    order of its sums, does not depend on how the prompt was cut (at such multiples).
+    """
     per_tile = TILE_ROWS // group
-    queries = np.asarray(queries, dtype=np.int64)
-    tiles = -(-queries // per_tile)
+    queries, context = np.asarray(queries, dtype=np.int64), np.asarray(context, dtype=np.int64)
+    before = context % per_tile  # tokens of the first tile that an earlier chunk computed
+    tiles = -(-(queries + before) // per_tile)
     chunk = np.repeat(np.arange(len(queries)), tiles)
-    first = (np.arange(len(chunk)) - (np.cumsum(tiles) - tiles)[chunk]) * per_tile
+    end = (np.arange(len(chunk)) - (np.cumsum(tiles) - tiles)[chunk] + 1) * per_tile - before[chunk]
+    first = np.maximum(end - per_tile, 0)
     items = np.empty((len(chunk), TILE_FIELDS), np.int32)
     items[:, 0] = np.asarray(first_rows)[chunk] + first
-    items[:, 1] = np.minimum(queries[chunk] - first, per_tile)
-    items[:, 2] = np.asarray(context)[chunk] + first
+    items[:, 1] = np.minimum(queries[chunk], end) - first
+    items[:, 2] = context[chunk] + first
     items[:, 3] = np.asarray(page_rows)[chunk]
     return items[np.argsort(-(items[:, 1] + items[:, 2]), kind="stable")]
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from weft.kernels.gemm import (
     TORCH_TO_TRITON,
-    GemmConfig,
     Workspace,
     accumulate,
     ahead,
@@ -34,6 +33,7 @@ from weft.kernels.gemm import (
     tile_of,
     tiles,
 )
+from weft.kernels.gemm_config import GemmConfig
 
 
 @triton.jit
@@ -211,7 +211,7 @@ def _gate_up_kernel(
             for s in tl.static_range(SLICES):
                 y = columns(total, s, SLICES) * scale[:, None]
                 gate, up = tl.split(tl.reshape(y, (BM, W // 2, 2)))
-                h = gate * tl.sigmoid(gate) * up
+                h = gate * up / (1.0 + tl.exp(-gate))  # as in gemm_hopper, to the bit
                 out.store([tile_m * BM, (tile_n * BN + s * W) // 2], h.to(OUT))
     release(PDL)
 

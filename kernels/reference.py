@@ -147,7 +147,9 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, group: AttentionGroup) -> Tensor:
     """
     size, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[2] // head_dim
-    own = torch.eye(num_kv_heads, dtype=q.dtype).repeat_interleave(num_heads // num_kv_heads, 0)  # [Hq, Hkv]
+    own = torch.eye(num_kv_heads, dtype=q.dtype, device=q.device).repeat_interleave(
+        num_heads // num_kv_heads, 0
+    )  # [Hq, Hkv]
     wide = (q[:, :, None] * own[:, :, None]).view(size, num_heads, -1)
     mask = group.mask[:, 0, :1].expand(-1, num_heads, -1)
     scores = torch.baddbmm(mask, wide, k.transpose(1, 2), alpha=head_dim**-0.5)
@@ -155,14 +157,15 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, group: AttentionGroup) -> Tensor:
     return (o * own[:, :, None]).sum(2)
 
 
-def paged_attention(q: Tensor, kv: Tensor, layer: int, work: AttentionWork) -> Tensor:
+def paged_attention(q: Tensor, kv: Tensor, layer: int, work: AttentionWork, *, out: Tensor) -> Tensor:
     """Causal attention of q `[T, Hq, D]` over each request's pages; K and V of this layer are already written.
 
-    Returns `[T, Hq * D]`. Whatever lies in a page past the request's last token (NaN included) cannot reach a result.
+    Writes the requests' rows of `out [T, Hq * D]` and returns it. Whatever lies in a page past the request's last token
+    (NaN included) cannot reach a result.
     """
-    num_tokens, num_heads, head_dim = q.shape
+    num_heads, head_dim = q.shape[1:]
     page_size, num_kv_heads = kv.shape[3], kv.shape[4]
-    out = torch.empty_like(q)
+    heads = out.view(q.shape)
     flat = kv.view(-1, page_size * num_kv_heads * head_dim)  # one row: K or V of a page and layer
     layers = kv.shape[1]
     for group in work.groups:
@@ -175,7 +178,9 @@ def paged_attention(q: Tensor, kv: Tensor, layer: int, work: AttentionWork) -> T
         k.index_fill_(0, group.stale, 0.0)
         v.index_fill_(0, group.stale, 0.0)
         if queries == 1 and num_kv_heads <= MAX_DIAGONAL_HEADS:
-            out[group.rows] = _decode(q[group.rows], k.view(size, -1, k.shape[1]), v.view(size, -1, v.shape[1]), group)
+            heads[group.rows] = _decode(
+                q[group.rows], k.view(size, -1, k.shape[1]), v.view(size, -1, v.shape[1]), group
+            )
             continue
         k = k.view(size, -1, num_kv_heads, head_dim).transpose(1, 2)
         v = v.view(size, -1, num_kv_heads, head_dim).transpose(1, 2)
@@ -185,5 +190,5 @@ def paged_attention(q: Tensor, kv: Tensor, layer: int, work: AttentionWork) -> T
         o = F.scaled_dot_product_attention(gq, k, v, attn_mask=group.mask)
         o = o.view(size, num_kv_heads, -1, queries, head_dim).permute(0, 3, 1, 2, 4)
         o = o.reshape(size * queries, num_heads, head_dim)
-        out[group.rows] = o if group.unpad is None else o[group.unpad]
-    return out.view(num_tokens, num_heads * head_dim)
+        heads[group.rows] = o if group.unpad is None else o[group.unpad]
+    return out

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+MASK_ROWS = 64
+"""rows of masks unpacked at once: bounds memory with a large vocabulary"""
+
 
 def apply_penalties(
     logits: Tensor, prompt_seen: Tensor, counts: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor
@@ -18,6 +21,20 @@ def apply_penalties(
     factor = torch.where(seen, repetition[:, None], 1.0)
     logits = torch.where(logits > 0, logits / factor, logits * factor)
     return logits - frequency[:, None] * counts - presence[:, None] * (counts > 0)
+
+
+def allow_only(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+    """Set tokens that a row's mask does not allow to -inf, in place on `logits [S, V]`.
+
+    rows `[m]` int64; masks `[m, W]` int32, bit i of word w: token 32 w + i is allowed; tokens beyond 32 W are not.
+    """
+    shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    for part, words in zip(rows.split(MASK_ROWS), masks.split(MASK_ROWS), strict=True):
+        bits = (words.view(torch.uint8)[:, :, None] >> shifts) & 1  # a word's bytes stand lowest first
+        allowed = torch.zeros(len(part), logits.shape[1], dtype=torch.bool, device=logits.device)
+        known = min(logits.shape[1], bits.shape[1] * 8)
+        allowed[:, :known] = bits.reshape(len(part), -1)[:, :known].bool()
+        logits[part] = logits[part].masked_fill_(~allowed, -torch.inf)
 
 
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -11,9 +12,12 @@ from pathlib import Path
 import torch
 
 from weft.kernels import gemm
-from weft.kernels.bench import DEVICE, Shape, copies_for, cublas, product, weights
-from weft.kernels.gemm import GemmConfig
+from weft.kernels.bench import DEVICE, copies_for, cublas, product, weights
+from weft.kernels.gemm_config import SPECIAL, GemmConfig
 from weft.kernels.measure import burst
+from weft.kernels.tuned import Shape
+
+log = logging.getLogger("weft.kernels")
 
 
 def candidates(tokens: int) -> list[GemmConfig]:
@@ -43,7 +47,39 @@ def candidates(tokens: int) -> list[GemmConfig]:
             (128, 128, 4, 4, False, 2), (64, 128, 6, 4, False, 2),
         )
         for group in ((8,) if tokens < 1024 else (8, 16))
-    ] + [gemm.SPECIAL._replace(group=g) for g in (4, 8, 16)]  # fmt: skip
+    ] + [SPECIAL._replace(group=g) for g in (4, 8, 16)]  # fmt: skip
+
+
+class QuickTimer:
+    """Times products for `tuned.search`: bursts on the current GPU, with the weight of the last shape kept."""
+
+    def __init__(self, head_dim: int, kv_heads: int) -> None:
+        self._head_dim, self._kv_heads = head_dim, kv_heads
+        self._sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+        self._space: gemm.Workspace | None = None
+        self._shape: Shape | None = None
+        self._weights: list[torch.Tensor] = []
+
+    def rule(self, shape: Shape, tokens: int) -> GemmConfig:
+        return gemm.choose(tokens, shape.features, shape.depth, self._sms)
+
+    def __call__(self, shape: Shape, tokens: int, config: GemmConfig) -> float | None:
+        """Milliseconds; None if the configuration does not compile, or memory does not suffice."""
+        try:
+            space = self._space = self._space or gemm.workspace(DEVICE, 1 << 24)
+            if shape != self._shape:
+                self._shape, self._weights = None, []
+                self._shape, self._weights = shape, weights(shape, copies_for(shape))
+            return burst(
+                [
+                    product(shape, tokens, w, space, self._sms, config, self._head_dim, self._kv_heads)
+                    for w in self._weights
+                ],
+                5,
+            )
+        except Exception as error:  # a compiler may raise anything for a tile that does not fit
+            log.debug("%s with %d tokens and %s: %s", shape, tokens, config, error)
+            return None
 
 
 def try_config(task: tuple[Shape, int, GemmConfig, int]) -> bool:

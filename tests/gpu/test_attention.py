@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +15,7 @@ from weft.kernels.decode_attention import ITEM_FIELDS, decode_attention, decode_
 from weft.kernels.prefill_attention import TILE_FIELDS, plan_prefill, prefill_attention
 
 LAYERS, LAYER = 3, 1
+PORTABLE = partial(decode_attention, portable=True)
 
 
 def pool(
@@ -57,7 +61,7 @@ def upload(items: np.ndarray, fields: int, device: str) -> tuple[Tensor, Tensor]
 
 def check_decode(
     lengths: list[int], heads: int, kv_heads: int, d: int, page: int, dtype: torch.dtype, device: str, num_sms: int,
-    part_tokens: int = 0, **options: int,
+    part_tokens: int = 0, kernel: Callable[..., Tensor] = PORTABLE,
 ) -> None:  # fmt: skip
     kv, table = pool(lengths, page, kv_heads, d, dtype, device)
     q = torch.randn(len(lengths) + 2, heads, d, device=device).to(dtype)
@@ -68,14 +72,17 @@ def check_decode(
     space = decode_workspace(256, len(lengths), kv_heads, heads // kv_heads, d, device)
     out = torch.full((len(q), heads * d), float("nan"), dtype=dtype, device=device)
     work = upload(items, ITEM_FIELDS, device)
-    decode_attention(q, kv, LAYER, table, *work, out=out, num_sms=num_sms, space=space, **options)
+    space.partial.fill_(float("nan"))
+    kernel(q, kv, LAYER, table, *work, out=out, num_sms=num_sms, space=space)
     again = out.clone()
-    decode_attention(q, kv, LAYER, table, *work, out=again, num_sms=num_sms, space=space, **options)
+    space.partial.fill_(float("nan"))
+    kernel(q, kv, LAYER, table, *work, out=again, num_sms=num_sms, space=space)
     assert torch.equal(again[: len(lengths)], out[: len(lengths)])
     want = torch.cat([attend(q[i : i + 1], kv, table[i, : -(-n // page)], n) for i, n in enumerate(lengths)])
     assert error(out[: len(lengths)], want) < 6e-3
     assert bool(out[len(lengths) :].isnan().all())
     assert int(space.arrived.abs().sum()) == 0
+    assert space.tickets.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("page", [16, 64])
@@ -102,6 +109,65 @@ def test_decode(group: int, d: int, dtype: torch.dtype, page: int, device: str, 
 def test_decode_of_one_long_request_is_split(page: int, device: str, num_sms: int) -> None:
     check_decode([9999], 32, 8, 128, page, torch.bfloat16, device, num_sms)
     check_decode([20000, 1, 700], 32, 8, 128, page, torch.bfloat16, device, num_sms, part_tokens=512)
+
+
+@pytest.fixture
+def hopper(device: str) -> Callable[..., Tensor]:
+    """The kernel with one program per SM."""
+    if device == "cpu" or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    from weft.kernels.decode_hopper import launch_decode
+
+    return launch_decode
+
+
+@pytest.mark.parametrize("page", [16, 32, 64, 128])
+@pytest.mark.parametrize(
+    ("group", "d", "dtype"),
+    [(g, 128, torch.bfloat16) for g in range(1, 9)]
+    + [(1, 64, torch.float16), (4, 64, torch.bfloat16), (7, 64, torch.float16), (16, 128, torch.float16)],
+)
+def test_hopper_decode(
+    group: int, d: int, dtype: torch.dtype, page: int, device: str, num_sms: int, hopper: Callable[..., Tensor]
+) -> None:
+    lengths = [1, 2, page, page + 1, 127, 128, 129, 1000, 3000]
+    check_decode(lengths, 2 * group, 2, d, page, dtype, device, num_sms, kernel=hopper)
+    check_decode(lengths, 2 * group, 2, d, page, dtype, device, 3, part_tokens=128, kernel=hopper)
+    check_decode([1 + 17 * i % 700 for i in range(300)], 2 * group, 2, d, page, dtype, device, 24, kernel=hopper)
+
+
+@pytest.mark.parametrize("page", [16, 64, 128])
+def test_hopper_decode_of_one_long_request_is_split(
+    page: int, device: str, num_sms: int, hopper: Callable[..., Tensor]
+) -> None:
+    check_decode([9999], 32, 8, 128, page, torch.bfloat16, device, num_sms, kernel=hopper)
+    check_decode([20000, 1, 700], 32, 8, 128, page, torch.bfloat16, device, num_sms, part_tokens=512, kernel=hopper)
+
+
+def test_hopper_decode_does_not_depend_on_timing(device: str, num_sms: int, hopper: Callable[..., Tensor]) -> None:
+    count, length, page = 16, 4096, 64
+    kv, table = pool([length] * count, page, 8, 128, torch.bfloat16, device)
+    q = torch.randn(count, 32, 128, device=device).to(torch.bfloat16)
+    items = plan_decode(np.full(count, length), num_kv_heads=8, num_programs=4 * num_sms, max_slots=256)
+    work = upload(items, ITEM_FIELDS, device)
+    space = decode_workspace(256, count, 8, 4, 128, device)
+    outs = []
+    for sms in (num_sms, 48) * 200:
+        space.partial.fill_(float("nan"))
+        out = torch.full((count, 32 * 128), float("nan"), dtype=q.dtype, device=device)
+        outs.append(hopper(q, kv, LAYER, table, *work, out=out, num_sms=sms, space=space))
+    assert not any(bool((out != outs[0]).any()) for out in outs)
+    want = torch.cat([attend(q[i : i + 1], kv, table[i, : length // page], length) for i in range(count)])
+    assert error(outs[0], want) < 6e-3
+
+
+def test_hopper_decode_of_nothing_writes_nothing(device: str, num_sms: int, hopper: Callable[..., Tensor]) -> None:
+    kv, table = pool([1], 64, 2, 128, torch.bfloat16, device)
+    q = torch.randn(1, 8, 128, device=device).to(torch.bfloat16)
+    out = torch.full((1, 8 * 128), float("nan"), dtype=torch.bfloat16, device=device)
+    work = upload(np.zeros((0, ITEM_FIELDS), np.int32), ITEM_FIELDS, device)
+    hopper(q, kv, LAYER, table, *work, out=out, num_sms=num_sms, space=decode_workspace(4, 1, 2, 4, 128, device))
+    assert bool(out.isnan().all())
 
 
 def check_prefill(

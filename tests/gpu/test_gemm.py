@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from weft.kernels import gemm
-from weft.kernels.gemm import GemmConfig
+from weft.kernels.gemm_config import GemmConfig
 
 SPLIT = GemmConfig(16, 64, 64, 3, 4, 8, 3, True, 2, 1)
 CONFIGS = {

@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from weft.kernels import embedding, gemm, pack, projections, reference
-from weft.kernels.gemm import GemmConfig
+from weft.kernels.gemm_config import GemmConfig
 
 TINY = GemmConfig(16, 64, 64, 3, 4, 8, 2, True, 2, 1)
 WHOLE = GemmConfig(16, 128, 64, 3, 4, 8, 1, True, 1, 1)

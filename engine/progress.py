@@ -1,0 +1,84 @@
+"""How far a long start is: loading, compiling, capturing. Who starts the engine chooses how it is shown."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Protocol
+
+REPORT_SECONDS = 2.0
+
+
+class Progress(Protocol):
+    """Told at the beginning of a phase (done = 0) and whenever one of its `total` parts is done."""
+
+    def __call__(self, phase: str, done: int, total: int) -> None: ...
+
+
+class Phases:
+    """Passes reports on and keeps the seconds of each phase: from its first report to the next phase's, or `end`."""
+
+    def __init__(self, to: Progress | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._to, self._clock = to, clock
+        self._phase: str | None = None
+        self._since = 0.0
+        self.seconds: dict[str, float] = {}
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        if phase != self._phase:
+            self.end()
+            self._phase = phase
+        if self._to is not None:
+            self._to(phase, done, total)
+
+    def end(self) -> None:
+        """The phase is over, whatever comes next."""
+        now = self._clock()
+        if self._phase is not None:
+            self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + now - self._since
+        self._phase, self._since = None, now
+
+
+class ProgressLines:
+    """Says on stderr, every two seconds, how far a start is that takes longer than a glance. For logs."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._said = clock()
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        if self._clock() - self._said >= REPORT_SECONDS:
+            self._said = self._clock()
+            print(f"weft: {phase}, {done} of {total}", file=sys.stderr, flush=True)
+
+
+class ProgressBar:
+    """A bar on stderr while the block runs, gone afterwards; nothing where stderr is no terminal."""
+
+    def __init__(self, *, enabled: bool = True) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        console = Console(stderr=True)
+        shown = enabled and (console.is_terminal or console.is_jupyter)
+        self._bar = Progress(*columns, console=console, transient=True, disable=not shown)
+        self._phase: str | None = None
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        if phase != self._phase:
+            self._bar.start()
+            for task in self._bar.task_ids:
+                self._bar.remove_task(task)
+            self._task, self._phase = self._bar.add_task(phase, total=total), phase
+        self._bar.update(self._task, completed=done, total=total)

@@ -1,0 +1,167 @@
+"""Attention back ends behind one interface: `triton` (default on a GPU), `flash-attn`, `torch` (the twin, anywhere).
+
+Everything that depends on an iteration's lengths is in a step; with it, attention runs once a layer. A back end that is
+`captured` reads lengths and work from device memory, in buffers that stay put: its step never changes, and its launches
+may be inside a CUDA graph. The others plan on the host (`HostAttention.prepare`) and run as ordinary launches.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+BackendName = Literal["triton", "flash-attn", "torch"]
+NAMES: tuple[BackendName, ...] = ("triton", "flash-attn", "torch")
+TRITON_PAGE_SIZES = (16, 32, 64, 128)
+TRITON_HEAD_DIMS = (64, 128)
+TRITON_MAX_GROUP = 16
+
+
+class AttentionUnavailable(ValueError):
+    """A back end cannot serve this shape here. One line that says what to change."""
+
+
+class AttentionShape(NamedTuple):
+    """What a back end is made for."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def group(self) -> int:
+        """query heads of one KV head"""
+        return self.num_heads // self.num_kv_heads
+
+
+class AttentionRequests(Protocol):
+    """One iteration's R requests, on the host; the engine's `Batch` is one. Decodes come first, one query each."""
+
+    @property
+    def num_decodes(self) -> int: ...
+
+    @property
+    def query_len(self) -> NDArray[np.int32]:
+        """[R] queries; request i's rows of q follow those of request i - 1"""
+        ...
+
+    @property
+    def kv_len(self) -> NDArray[np.int32]:
+        """[R] positions visible to the request's last query, its own included"""
+        ...
+
+    @property
+    def page_table(self) -> NDArray[np.int32]:
+        """[R, P]; padding is page 0"""
+        ...
+
+
+Step = TypeVar("Step")
+Held = TypeVar("Held", contravariant=True)
+
+
+class AttentionBackend(Protocol[Held]):
+    """Causal attention over paged K and V; decodes and prefill chunks may be launched apart.
+
+    q `[T, Hq, D]`; kv `[pages, layers, 2, page_size, Hkv, D]`, K and V of this layer already in their pages; each call
+    writes its requests' rows of `out [T, Hq * D]` and returns it. T may be larger than the requests have tokens: what
+    is left of `out` stays as it is. num_sms: SMs to use at most, where the back end can tell its kernels; None: all.
+
+    The constructors raise `AttentionUnavailable`.
+    """
+
+    @property
+    def captured(self) -> bool:
+        """Whether its launches may be captured in a CUDA graph."""
+        ...
+
+    def decode(
+        self, q: Tensor, kv: Tensor, layer: int, step: Held, *, out: Tensor, num_sms: int | None = None
+    ) -> Tensor: ...
+
+    def prefill(
+        self, q: Tensor, kv: Tensor, layer: int, step: Held, *, out: Tensor, num_sms: int | None = None
+    ) -> Tensor: ...
+
+    def attend(self, q: Tensor, kv: Tensor, layer: int, step: Held, *, out: Tensor) -> Tensor:
+        """Decodes, then chunks."""
+        self.decode(q, kv, layer, step, out=out)
+        return self.prefill(q, kv, layer, step, out=out)
+
+
+class HostAttention(AttentionBackend[Step], Protocol[Step]):
+    """A back end that plans on the host once an iteration. Not captured; no nano-batches: rows of q are in the order
+    of the requests.
+    """
+
+    def prepare(self, requests: AttentionRequests) -> Step:
+        """What `decode` and `prefill` need in this iteration. Transfers it starts are on the current stream."""
+        ...
+
+
+def choose(name: str, device: torch.device) -> BackendName:
+    """The back end that `name` means on this device; `auto`: triton on a GPU, torch elsewhere."""
+    if name == "auto":
+        return "triton" if device.type == "cuda" else "torch"
+    for known in NAMES:
+        if name == known:
+            return known
+    raise AttentionUnavailable(f"unknown attention back end {name!r}; there are {', '.join(NAMES)}")
+
+
+def check(name: BackendName, shape: AttentionShape) -> None:
+    """Raise `AttentionUnavailable` when the back end cannot serve `shape`. Allocates nothing."""
+    if name == "torch":
+        return
+    if shape.device.type != "cuda":
+        raise AttentionUnavailable(f"the {name} attention back end needs a GPU; on a CPU use auto or torch")
+    if name == "triton":
+        check_triton(shape)
+    else:
+        from weft.kernels.flash import check_flash
+
+        check_flash(shape)
+
+
+def check_triton(shape: AttentionShape) -> None:
+    """What the Triton kernels were made for. Raises `AttentionUnavailable`."""
+    if shape.head_dim not in TRITON_HEAD_DIMS:
+        raise AttentionUnavailable(
+            f"the triton attention back end takes head_dim 64 or 128, the model has {shape.head_dim}; "
+            "use flash-attn or torch"
+        )
+    if shape.page_size not in TRITON_PAGE_SIZES:
+        raise AttentionUnavailable(
+            f"the triton attention back end takes pages of 16, 32, 64 or 128 tokens, not {shape.page_size}; "
+            "change the page size, or use flash-attn or torch"
+        )
+    if shape.group > TRITON_MAX_GROUP:
+        raise AttentionUnavailable(
+            f"the triton attention back end takes up to {TRITON_MAX_GROUP} query heads per KV head, "
+            f"the model has {shape.group}; use flash-attn or torch"
+        )
+
+
+def make_host_attention(
+    name: BackendName, shape: AttentionShape, *, batch_invariant: bool = False
+) -> HostAttention[Any]:
+    """A back end that plans on the host. Raises `AttentionUnavailable`; `triton` is none: see `attention_triton`.
+
+    batch_invariant: one accumulation order for a request, whatever shares its batch.
+    """
+    if name == "torch":
+        from weft.kernels.attention_torch import TorchAttention
+
+        return TorchAttention(shape)
+    if name == "flash-attn":
+        from weft.kernels.flash import FlashAttention
+
+        return FlashAttention(shape, batch_invariant=batch_invariant)
+    raise AttentionUnavailable(f"{name} plans on the device; use flash-attn or torch")

@@ -1,0 +1,129 @@
+"""The `torch` attention back end: the twin, `reference.paged_attention`, with its padded groups planned on the host.
+
+Serves on the CPU. On a GPU it is for comparison: it copies the K and V that it reads, so it needs memory beside the
+pool, and it waits for its transfers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from weft.kernels.attention import AttentionRequests, AttentionShape, HostAttention, check
+from weft.kernels.reference import AttentionGroup, AttentionWork, paged_attention
+
+GROUP_ELEMENTS = 1 << 27
+"""bounds a group's gathered K, and its mask: more requests than fit go into several groups"""
+
+
+def _similar(lengths: NDArray[np.int32]) -> Iterator[NDArray[np.intp]]:
+    """Split rows into groups whose lengths differ by less than a factor of two: padding wastes less than half."""
+    bucket = np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int32)
+    for b in np.unique(bucket):
+        yield np.flatnonzero(bucket == b)
+
+
+class TorchStep(NamedTuple):
+    """Both are empty where there is nothing to do; the scratch is the same."""
+
+    decode: AttentionWork
+    prefill: AttentionWork
+
+
+class TorchAttention(HostAttention[TorchStep]):
+    """See `attention.HostAttention`. Owns the scratch of the gathered pages."""
+
+    captured = False
+
+    def __init__(self, shape: AttentionShape) -> None:
+        check("torch", shape)
+        self._page_size, self._group_size, self._device = shape.page_size, shape.group, shape.device
+        self._page_elements = shape.page_size * shape.num_kv_heads * shape.head_dim
+        self._scratch = torch.zeros(2, 0, dtype=shape.dtype, device=shape.device)
+
+    def prepare(self, requests: AttentionRequests) -> TorchStep:
+        num_pages = -(-requests.kv_len // self._page_size)
+        d = requests.num_decodes
+
+        def groups(lengths: NDArray[np.int32], first: int) -> tuple[AttentionGroup, ...]:
+            return tuple(
+                self._group(requests, part, num_pages)
+                for rows in _similar(lengths)
+                for part in self._parts(requests, rows + first, num_pages)
+            )
+
+        decode, prefill = groups(num_pages[:d], 0), groups(requests.query_len[d:], d)
+        needed = max(len(g.pages) for g in decode + prefill) * self._page_elements
+        if needed > self._scratch.shape[1]:
+            self._scratch = torch.zeros(2, needed, dtype=self._scratch.dtype, device=self._device)
+        return TorchStep(AttentionWork(decode, self._scratch), AttentionWork(prefill, self._scratch))
+
+    def decode(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        layer: int,
+        step: TorchStep,
+        *,
+        out: Tensor,
+        num_sms: int | None = None,  # noqa: ARG002 - the library knows no such thing
+    ) -> Tensor:
+        return paged_attention(q, kv, layer, step.decode, out=out)
+
+    def prefill(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        layer: int,
+        step: TorchStep,
+        *,
+        out: Tensor,
+        num_sms: int | None = None,  # noqa: ARG002
+    ) -> Tensor:
+        return paged_attention(q, kv, layer, step.prefill, out=out)
+
+    def _parts(
+        self, requests: AttentionRequests, rows: NDArray[np.intp], num_pages: NDArray[np.int32]
+    ) -> list[NDArray[np.intp]]:
+        """The rows of one group, in as many groups as their padded sizes ask for."""
+        pages = int(num_pages[rows].max())
+        masked = int(requests.query_len[rows].max()) * self._group_size * self._page_size
+        groups = -(-len(rows) * pages * max(self._page_elements, masked) // GROUP_ELEMENTS)
+        return np.array_split(rows, min(len(rows), groups))
+
+    def _group(
+        self, requests: AttentionRequests, rows: NDArray[np.intp], num_pages: NDArray[np.int32]
+    ) -> AttentionGroup:
+        query_len, kv_len, own_pages = requests.query_len[rows], requests.kv_len[rows], num_pages[rows]
+        starts = (np.cumsum(requests.query_len) - requests.query_len)[rows]
+        queries, width = int(query_len.max()), int(own_pages.max())
+        column = np.arange(queries)
+        real = column < query_len[:, None]  # [G, Q]
+        # Padding repeats the request's first token: it attends to something and its result is thrown away.
+        offset = np.where(real, column, 0)
+        tokens = starts[:, None] + offset
+        position = (kv_len - query_len)[:, None] + offset
+        key = np.arange(width * self._page_size)
+        mask = np.where(key <= position[:, :, None], np.float32(0), np.float32(-np.inf))  # [G, Q, keys]
+        mask = np.repeat(mask[:, None], self._group_size, axis=1)
+        # Pages reserved for later chunks are left out.
+        pages = np.where(np.arange(width) < own_pages[:, None], requests.page_table[rows, :width], 0)
+        # Beyond a request's own pages lies the dummy page, which stays finite: only its own last page has a stale tail.
+        stale = np.flatnonzero((key >= kv_len[:, None]) & (key < (own_pages * self._page_size)[:, None]))
+
+        def index(array: NDArray[np.integer]) -> Tensor:
+            return torch.from_numpy(array.astype(np.int64)).to(self._device)
+
+        return AttentionGroup(
+            tokens=index(tokens),
+            unpad=None if real.all() else index(np.flatnonzero(real)),
+            rows=index(tokens[real]),
+            pages=index(pages.reshape(-1)),
+            mask=torch.from_numpy(mask.reshape(len(rows), 1, -1, len(key))).to(self._device, self._scratch.dtype),
+            stale=index(stale),
+        )

@@ -1,0 +1,63 @@
+"""The `triton` attention back end: our kernels, over work lists in device memory. May be captured in a CUDA graph."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from weft.kernels.attention import AttentionBackend, AttentionShape, check
+from weft.kernels.decode_attention import DecodeWorkspace, decode_attention
+from weft.kernels.prefill_attention import prefill_attention
+
+PER_SM = 4
+"""programs of decode attention on each SM"""
+
+
+class TritonStep(NamedTuple):
+    """Where the work of one nano-batch lies on the device. The tensors stay put; their owner fills the lists once an
+    iteration with `plan_decode` and `plan_prefill`.
+    """
+
+    page_table: Tensor
+    """[rows, max_pages] int32"""
+    decode_items: Tensor
+    """[max_items, ITEM_FIELDS] int32"""
+    decode_count: Tensor
+    """[1] int32"""
+    prefill_items: Tensor
+    """[max_items, TILE_FIELDS] int32"""
+    prefill_count: Tensor
+    """[1] int32"""
+    space: DecodeWorkspace
+    """of no other step whose launches may run at the same time"""
+
+
+class TritonAttention(AttentionBackend[TritonStep]):
+    """See `attention.AttentionBackend`. Raises `AttentionUnavailable` for a shape that the kernels do not take.
+
+    num_sms: SMs of the GPU. `plan_decode` cuts the work for `num_sms * PER_SM` programs.
+    """
+
+    captured = True
+
+    def __init__(self, shape: AttentionShape, num_sms: int) -> None:
+        check("triton", shape)
+        self._num_sms = num_sms
+
+    def decode(
+        self, q: Tensor, kv: Tensor, layer: int, step: TritonStep, *, out: Tensor, num_sms: int | None = None
+    ) -> Tensor:
+        sms = num_sms or self._num_sms
+        return decode_attention(
+            q, kv, layer, step.page_table, step.decode_items, step.decode_count, out=out, num_sms=sms, space=step.space,
+            per_sm=PER_SM,
+        )  # fmt: skip
+
+    def prefill(
+        self, q: Tensor, kv: Tensor, layer: int, step: TritonStep, *, out: Tensor, num_sms: int | None = None
+    ) -> Tensor:
+        return prefill_attention(
+            q, kv, layer, step.page_table, step.prefill_items, step.prefill_count, out=out,
+            num_sms=num_sms or self._num_sms,
+        )  # fmt: skip

@@ -1,0 +1,377 @@
+"""Paged attention of one query token per request on Hopper with one program per SM, so that a GEMM can have the other
+SMs (twin: `reference.paged_attention`; `decode_attention.py` is the portable kernel).
+
+What decides is how many bytes are on their way. Four consumers of one warp each work on a task (work item, KV head) of
+their own; each has a ring of K and V blocks in shared memory that its own producer warp keeps full by TMA, so all of an
+SM's shared memory is in flight but for the blocks being read. A consumer of one warp needs no barrier, and its maxima
+and sums no exchange between warps. K, then V transposed, is the left operand of the MMA and the query heads of the
+group its 8 (or 16) columns, as in the portable kernel.
+
+SMs are not equally fast: the two of a TPC share a port, and a GEMM may sit behind it. So only the first task of a
+producer is fixed; the others are drawn from a common counter, longest first. Which producer drew a task changes no
+result.
+
+A box that reaches past the last token is fetched *shifted*: it starts that many rows early. So nothing behind the last
+token, NaN included, is ever loaded.
+"""
+
+# Device functions carry no Python types.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from weft.kernels.decode_attention import DecodeWorkspace, group_block
+from weft.kernels.gemm import pdl_options
+
+# renamed after Triton 3.6
+load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+@gluon.jit
+def _put(word, value):
+    """One int32 into shared memory, by a partition of one warp."""
+    word.store(gl.full([1], value, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def _get(word):
+    return gl.max(word.load(gl.BlockedLayout([1], [32], [1], [0])), axis=0)
+
+
+@gluon.jit
+def _load_block(
+    kv, smem, bar, table, page, slab, slabs, first, end, column,
+    PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """K or V of tokens `first .. first + BN`, which begin in `page`, into `smem [BN, D]`; boxes past `end` arrive
+    shifted or as zeros.
+    """
+    for box in gl.static_range(BN // BOX):
+        token = first + box * BOX
+        if box > 0:
+            page = gl.load(table + gl.minimum(token, end - 1) // PAGE)
+        shift = gl.minimum(gl.maximum(token + BOX - end, 0), BOX)
+        row = gl.where(shift == BOX, PAGE, token % PAGE - shift)
+        target = smem.reshape([1, BN, D]).slice(box * BOX, BOX, dim=1)
+        load_tile(kv, [page * slabs + slab, row, column], bar, target)
+
+
+@gluon.jit
+def _range(items, task, tasks, table, stride_table, HKV: gl.constexpr):
+    """First token, end, q row and page-table row of a task; zeros behind the last."""
+    item = items + (task // HKV) * 8
+    live = task < tasks
+    pages = table + gl.load(item + 1, mask=live, other=0).to(gl.int64) * stride_table
+    start = gl.load(item + 2, mask=live, other=0)
+    return start, gl.load(item + 3, mask=live, other=0), gl.load(item, mask=live, other=0), pages
+
+
+@gluon.jit
+def _produce(
+    source, CONSUMERS: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, PAGE: gl.constexpr,
+    BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    (q, kv, q_smem, ring, full, empty, task_smem, tokens_smem, table, stride_table, items, tasks, tickets, layer,
+     layers) = source  # fmt: skip
+    QUERIES: gl.constexpr = (SLOTS + 1) // 2  # tasks that a ring can touch at once
+    slot = 0
+    phase = 1  # a fresh ring is empty
+    turn = 0
+    producers = gl.num_programs(0) * CONSUMERS
+    task = gl.program_id(0) + CONSUMER * gl.num_programs(0)
+    start, end, row, pages = _range(items, task, tasks, table, stride_table, HKV)
+    page = gl.load(pages + start // PAGE)
+    while task < tasks:
+        column = (task % HKV) * D
+        task_next = tasks
+        start_next, end_next, row_next, pages_next = start, end, row, pages
+        for first in range(start, end, BN):
+            at = CONSUMER * SLOTS + slot
+            mbarrier.wait(empty.index(at), phase)
+            if first == start:
+                _put(task_smem.index(at), task)
+                _put(tokens_smem.index(at), end - start)
+                mbarrier.expect(full.index(at), (BN + GP) * D * 2)
+                query = q_smem.index(CONSUMER * QUERIES + turn % QUERIES)
+                load_tile(q, [(row * HKV + task % HKV) * G, 0], full.index(at), query)
+            else:
+                mbarrier.expect(full.index(at), BN * D * 2)
+            _load_block(kv, ring.index(at), full.index(at), pages, page, layer * 2, layers * 2, first, end, column,
+                        PAGE, BN, BOX, D)  # fmt: skip
+            slot += 1
+            if slot == SLOTS:
+                slot = 0
+                phase ^= 1
+            # what the next task needs is fetched while this one waits for room
+            if (first == start) & (tasks > producers):
+                task_next = producers + gl.atomic_add(tickets, 1, sem="relaxed")
+            if first + BN >= end:
+                start_next, end_next, row_next, pages_next = _range(items, task_next, tasks, table, stride_table, HKV)
+
+            at = CONSUMER * SLOTS + slot
+            mbarrier.wait(empty.index(at), phase)
+            mbarrier.expect(full.index(at), BN * D * 2)
+            _load_block(kv, ring.index(at), full.index(at), pages, page, layer * 2 + 1, layers * 2, first, end, column,
+                        PAGE, BN, BOX, D)  # fmt: skip
+            after = first + BN
+            page = gl.load(gl.where(after < end, pages + after // PAGE, pages_next + start_next // PAGE))
+            slot += 1
+            if slot == SLOTS:
+                slot = 0
+                phase ^= 1
+        task, start, end, row, pages = task_next, start_next, end_next, row_next, pages_next
+        turn += 1
+    at = CONSUMER * SLOTS + slot
+    mbarrier.wait(empty.index(at), phase)
+    _put(task_smem.index(at), -1)
+    mbarrier.arrive(full.index(at), count=1)
+    if tasks > producers:  # noqa: SIM102 (`and` would draw in any case)
+        # the last producer to finish leaves the counters as it found them
+        if gl.atomic_add(tickets + 1, 1, sem="acq_rel") == producers - 1:
+            gl.store(tickets, 0)
+            gl.store(tickets + 1, 0)
+
+
+@gluon.jit
+def _release(bar):
+    """Give a slot back: what was read from it by ordinary loads is here before the copy engine writes it again."""
+    fence_async_shared()
+    mbarrier.arrive(bar, count=1)
+
+
+@gluon.jit
+def _turn(x, L: gl.constexpr):
+    """16-bit `x [N, GP]` as it leaves an MMA -> the same as right operand: every 8 x 8 block changes lanes."""
+    N: gl.constexpr = x.shape[0]
+    GP: gl.constexpr = x.shape[1]
+    x = gl.inline_asm_elementwise("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=x.dtype,
+                                  is_pure=False, pack=2)  # fmt: skip
+    blocks = gl.permute(gl.reshape(x, (N // 8, 8, GP // 8, 8)), (0, 3, 2, 1))
+    return gl.convert_layout(gl.reshape(blocks, (N, GP)), L, assert_trivial=True)
+
+
+@gluon.jit
+def _part(base, part, parts, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr, MMA: gl.constexpr):
+    """Row maxima, sums and `[D, GP]` products that one part left; behind the last part they weigh nothing."""
+    column = gl.arange(0, GP, layout=gl.SliceLayout(0, MMA))
+    d = gl.arange(0, D, layout=gl.SliceLayout(1, MMA))
+    at = base + gl.minimum(part, parts - 1).to(gl.int64) * (HKV * (D + 2) * GP)
+    m = gl.load(at + D * GP + column, cache_modifier=".cg")
+    norm = gl.load(at + (D + 1) * GP + column, cache_modifier=".cg")
+    acc = gl.load(at + d[:, None] * GP + column[None, :], mask=(column < G)[None, :], other=0.0, cache_modifier=".cg")
+    return gl.where(part < parts, m, float("-inf")), norm, acc
+
+
+@gluon.jit
+def _add(m, norm, acc, m_other, norm_other, acc_other):
+    m_new = gl.maximum(m, m_other)
+    alpha = gl.exp2(m - m_new)
+    beta = gl.exp2(m_other - m_new)
+    return m_new, norm * alpha + norm_other * beta, acc * alpha[None, :] + acc_other * beta[None, :]
+
+
+@gluon.jit
+def _join(
+    base, parts, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr, MMA: gl.constexpr
+):  # fmt: skip
+    """Products and sums of all parts of a request, added in their order; four parts are on their way at a time."""
+    m = gl.full([GP], -1e30, gl.float32, layout=gl.SliceLayout(0, MMA))
+    norm = gl.zeros([GP], gl.float32, layout=gl.SliceLayout(0, MMA))
+    acc = gl.zeros([D, GP], gl.float32, layout=MMA)
+    for part in range(0, parts, 4):
+        m_a, norm_a, acc_a = _part(base, part, parts, HKV, G, GP, D, MMA)
+        m_b, norm_b, acc_b = _part(base, part + 1, parts, HKV, G, GP, D, MMA)
+        m_c, norm_c, acc_c = _part(base, part + 2, parts, HKV, G, GP, D, MMA)
+        m_d, norm_d, acc_d = _part(base, part + 3, parts, HKV, G, GP, D, MMA)
+        m, norm, acc = _add(m, norm, acc, m_a, norm_a, acc_a)
+        m, norm, acc = _add(m, norm, acc, m_b, norm_b, acc_b)
+        m, norm, acc = _add(m, norm, acc, m_c, norm_c, acc_c)
+        m, norm, acc = _add(m, norm, acc, m_d, norm_d, acc_d)
+    return acc, norm
+
+
+@gluon.jit
+def _consume(
+    sink, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr,
+    SLOTS: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """Work off the tasks of one producer; `m`, `norm` and `acc` as in flash attention, in the log2 domain."""
+    out, q_smem, ring, full, empty, task_smem, tokens_smem, items, partial, arrived, scale = sink
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    LANES: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [1, 1], [1, 0])
+    QUERIES: gl.constexpr = (SLOTS + 1) // 2
+    column = gl.arange(0, GP, layout=gl.SliceLayout(0, MMA))
+    token = gl.arange(0, BN, layout=gl.SliceLayout(1, MMA))
+    slot = 0
+    phase = 0
+    turn = 0
+    mbarrier.wait(full.index(CONSUMER * SLOTS), 0)
+    task = _get(task_smem.index(CONSUMER * SLOTS))
+    while task >= 0:
+        tokens = _get(tokens_smem.index(CONSUMER * SLOTS + slot))
+        query = q_smem.index(CONSUMER * QUERIES + turn % QUERIES).permute((1, 0)).load(B)
+        head = task % HKV
+        item = items + (task // HKV) * 8
+        row = gl.load(item).to(gl.int64)  # needed at the end
+        parts = gl.load(item + 5)
+
+        m = gl.full([GP], -1e30, gl.float32, layout=gl.SliceLayout(0, MMA))
+        norm = gl.zeros([8, GP], gl.float32, layout=LANES)  # a sum per lane
+        acc = gl.zeros([D, GP], gl.float32, layout=MMA)
+        for first in range(0, tokens, BN):
+            at = CONSUMER * SLOTS + slot
+            mbarrier.wait(full.index(at), phase)
+            k = ring.index(at).load(A)
+            s = mma_v2(k, query, gl.zeros([BN, GP], gl.float32, layout=MMA))
+            _release(empty.index(at))
+            slot += 1
+            if slot == SLOTS:
+                slot = 0
+                phase ^= 1
+            if first + BN > tokens:
+                shift = gl.minimum(gl.maximum(first + (token // BOX + 1) * BOX - tokens, 0), BOX)
+                s = gl.where((token % BOX >= shift)[:, None], s, float("-inf"))
+            m_new = gl.maximum(m, gl.max(s, axis=0) * scale)
+            p = gl.exp2(s * scale - m_new[None, :])
+            alpha = gl.exp2(m - m_new)
+            sums = gl.convert_layout(gl.sum(gl.reshape(p, (BN // 8, 8, GP)), axis=0), LANES)
+            norm = norm * gl.convert_layout(alpha, gl.SliceLayout(0, LANES))[None, :] + sums
+            acc = acc * alpha[None, :]
+            probs = _turn(p.to(ring.dtype), B)
+            at = CONSUMER * SLOTS + slot
+            mbarrier.wait(full.index(at), phase)
+            v = ring.index(at).permute((1, 0)).load(A)
+            acc = mma_v2(v, probs, acc)
+            _release(empty.index(at))
+            slot += 1
+            if slot == SLOTS:
+                slot = 0
+                phase ^= 1
+            m = m_new
+
+        total = gl.convert_layout(gl.sum(norm, axis=0), gl.SliceLayout(0, MMA))
+        last = True
+        if parts > 1:
+            SIZE: gl.constexpr = (D + 2) * GP
+            base = partial + (gl.load(item + 4).to(gl.int64) * HKV + head) * SIZE
+            mine = base + gl.load(item + 6).to(gl.int64) * (HKV * SIZE)
+            d = gl.arange(0, D, layout=gl.SliceLayout(1, MMA))
+            gl.store(mine + d[:, None] * GP + column[None, :], acc, mask=(column < G)[None, :])
+            gl.store(mine + D * GP + column, m)
+            gl.store(mine + (D + 1) * GP + column, total)
+            barrier()  # every lane's store precedes the release below
+            last = gl.atomic_add(arrived + row * HKV + head, 1, sem="acq_rel") == parts - 1
+            barrier()
+            if last:
+                acc, total = _join(base, parts, HKV, G, GP, D, MMA)
+                gl.store(arrived + row * HKV + head, 0)
+        if last:
+            result = _turn((acc / total[None, :]).to(ring.dtype), B)
+            d = gl.arange(0, D, layout=gl.SliceLayout(1, B))
+            heads = gl.arange(0, GP, layout=gl.SliceLayout(0, B))
+            target = out + (row * HKV + head) * (G * D) + heads[None, :] * D + d[:, None]
+            gl.store(target, result, mask=(heads < G)[None, :])
+        turn += 1
+        mbarrier.wait(full.index(CONSUMER * SLOTS + slot), phase)
+        task = _get(task_smem.index(CONSUMER * SLOTS + slot))
+
+
+@gluon.jit
+def _idle():
+    """The partition that a program starts with: it has four warps, and one is a consumer."""
+
+
+@gluon.jit(do_not_specialize=["layer"])
+def decode_kernel(
+    q, kv, out, table, stride_table, items, num_items, partial, arrived, tickets, layer, layers, scale,
+    HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr,
+    BOX: gl.constexpr, SLOTS: gl.constexpr, DTYPE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    C: gl.constexpr = 4
+    shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    ring = gl.allocate_shared_memory(DTYPE, [C * SLOTS, BN, D], shared)
+    q_smem = gl.allocate_shared_memory(DTYPE, [C * ((SLOTS + 1) // 2), GP, D], shared)
+    task_smem = gl.allocate_shared_memory(gl.int32, [C * SLOTS, 1], word)
+    tokens_smem = gl.allocate_shared_memory(gl.int32, [C * SLOTS, 1], word)
+    full = gl.allocate_shared_memory(gl.int64, [C * SLOTS, 1], bar)
+    empty = gl.allocate_shared_memory(gl.int64, [C * SLOTS, 1], bar)
+    for slot in gl.static_range(C * SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+    for slot in gl.static_range(C * SLOTS):
+        mbarrier.init(empty.index(slot), count=1)
+    if PDL:
+        # memory is idle while few requests attend: the next product may already fetch weights
+        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
+                                  pack=1)  # fmt: skip
+        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    tasks = gl.load(num_items) * HKV
+    source = (q, kv, q_smem, ring, full, empty, task_smem, tokens_smem, table, stride_table, items, tasks, tickets,
+              layer, layers)  # fmt: skip
+    sink = (out, q_smem, ring, full, empty, task_smem, tokens_smem, items, partial, arrived, scale)
+    gl.warp_specialize(
+        [
+            (_idle, ()),
+            (_consume, (sink, HKV, G, GP, BN, BOX, D, SLOTS, 0)),
+            (_consume, (sink, HKV, G, GP, BN, BOX, D, SLOTS, 1)),
+            (_consume, (sink, HKV, G, GP, BN, BOX, D, SLOTS, 2)),
+            (_consume, (sink, HKV, G, GP, BN, BOX, D, SLOTS, 3)),
+            (_produce, (source, C, HKV, G, GP, PAGE, BN, BOX, D, SLOTS, 0)),
+            (_produce, (source, C, HKV, G, GP, PAGE, BN, BOX, D, SLOTS, 1)),
+            (_produce, (source, C, HKV, G, GP, PAGE, BN, BOX, D, SLOTS, 2)),
+            (_produce, (source, C, HKV, G, GP, PAGE, BN, BOX, D, SLOTS, 3)),
+        ],
+        [1] * 8,
+        [248, 248, 248, 248, 48, 48, 48, 48],
+    )  # fmt: skip
+
+
+CONSUMERS = 4
+"""tasks that a program works on at once"""
+_RING = 196608
+"""bytes of shared memory for K and V: with it no other program of any size fits on the SM"""
+
+
+def supports(q: Tensor, kv: Tensor) -> bool:
+    """Whether `launch_decode` takes these shapes on this device."""
+    page_size, num_kv_heads, head_dim = kv.shape[3:]
+    return (
+        q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9
+        and q.dtype in (torch.bfloat16, torch.float16) and page_size in (16, 32, 64, 128)
+        and head_dim in (64, 128) and q.shape[1] // num_kv_heads <= 16
+    )  # fmt: skip
+
+
+def launch_decode(
+    q: Tensor, kv: Tensor, layer: int, page_table: Tensor, items: Tensor, num_items: Tensor, *, out: Tensor,
+    num_sms: int, space: DecodeWorkspace, scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """As `decode_attention`, which checks the arguments; on `num_sms` SMs, whose shared memory it takes whole."""
+    layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
+    group = q.shape[1] // num_kv_heads
+    block = 64
+    box = min(page_size, block)
+    shared = [gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (2, 3)]
+    slabs = kv.view(-1, page_size, num_kv_heads * head_dim)  # K or V of one page and layer
+    queries = q.view(-1, head_dim)
+    decode_kernel[(num_sms,)](
+        TensorDescriptor.from_tensor(queries, [group_block(group), head_dim], shared[0]),
+        TensorDescriptor.from_tensor(slabs, [1, box, head_dim], shared[1]), out, page_table, page_table.stride(0),
+        items, num_items, space.partial, space.arrived, space.tickets, layer, layers,
+        (scale if scale is not None else head_dim**-0.5) * 1.4426950408889634,
+        HKV=num_kv_heads, G=group, GP=group_block(group), D=head_dim, PAGE=page_size, BN=block, BOX=box,
+        SLOTS=_RING // (CONSUMERS * block * head_dim * 2),
+        DTYPE={torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[q.dtype], num_warps=4, **pdl_options(),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,42 @@
+"""`weft bench offline` on the demo model: which figures it prints, and that parts add up. No timing is asserted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from weft.server.cli import main
+
+SMALL = ["bench", "offline", "--device", "cpu", "--workload", "20:4:6", "--max-num-seqs", "3", "--num-pages", "64"]
+
+
+def test_figures_go_into_the_file_and_the_start_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "figures.json"
+    assert main([*SMALL, "--json", str(file)]) == 0
+    figures = json.loads(file.read_text())
+    assert (figures["requests"], figures["attention_backend"]) == (6, "torch")
+    assert figures["requests_in_the_widest_iteration"] == 3
+    assert figures["total_tokens_per_second"] == pytest.approx(6 * 24 / figures["seconds"])
+    start = figures["start_seconds"]
+    assert {"loading layers", "first iteration"} <= start.keys()
+    assert start.pop("in all") == pytest.approx(sum(start.values()))
+    assert "start seconds · loading layers" in capsys.readouterr().out
+
+
+def test_a_trace_of_a_cpu_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--trace", str(tmp_path / "trace.json")]) == 1
+    assert capsys.readouterr().err == "weft bench offline: --trace records a GPU; this engine runs on the CPU\n"
+
+
+@pytest.mark.parametrize("count", ["-1", "1001", "many"])
+def test_a_count_of_traced_iterations_that_cannot_be_is_one_line(
+    count: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([*SMALL, f"--trace-iterations={count}"])
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err
+    assert "0 to 1000" in error
+    assert error.count("\n") == 1

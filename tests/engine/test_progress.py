@@ -1,0 +1,78 @@
+"""Reports of a long start: what is timed, what is shown, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
+from weft.engine.progress import Phases, ProgressBar, ProgressLines
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_phases_are_timed_from_their_first_report_to_the_next_phase() -> None:
+    clock = Clock()
+    told: list[tuple[str, int, int]] = []
+    phases = Phases(lambda *report: told.append(report), clock)
+    for phase, done, seconds in (("load", 0, 2.0), ("load", 1, 0.5), ("compile", 0, 4.0)):
+        phases(phase, done, 2)
+        clock.now += seconds
+    phases.end()
+    clock.now += 10  # nobody's
+    phases("capture", 0, 1)
+    clock.now += 1
+    phases.end()
+    assert phases.seconds == {"load": 2.5, "compile": 4.0, "capture": 1.0}
+    assert told == [("load", 0, 2), ("load", 1, 2), ("compile", 0, 2), ("capture", 0, 1)]
+
+
+def test_a_phase_that_comes_back_is_added_up() -> None:
+    clock = Clock()
+    phases = Phases(clock=clock)
+    for phase in ("a", "b", "a"):
+        phases(phase, 0, 1)
+        clock.now += 1
+    phases.end()
+    assert phases.seconds == {"a": 2.0, "b": 1.0}
+
+
+def test_lines_come_every_two_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    lines = ProgressLines(clock)
+    for done in range(10):
+        lines("compiling kernels", done, 10)
+        clock.now += 0.75
+    assert capsys.readouterr().err.splitlines() == [
+        "weft: compiling kernels, 3 of 10",
+        "weft: compiling kernels, 6 of 10",
+        "weft: compiling kernels, 9 of 10",
+    ]
+
+
+def test_the_engine_reports_every_layer_once(tiny_model: Callable[[str], Path]) -> None:
+    told: list[tuple[str, int, int]] = []
+    engine = Engine(
+        EngineConfig(model=str(tiny_model("yi")), dtype="float32", num_pages=8), lambda *report: told.append(report)
+    )
+    layers = engine.spec.num_layers
+    assert told == [("loading layers", done, layers) for done in range(layers + 1)]
+    assert 0 < engine.start_seconds["loading layers"] <= engine.load_seconds
+    engine.close()
+
+
+def test_a_bar_leaves_nothing_behind_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressBar() as bar:
+        bar("loading layers", 0, 2)
+        bar("loading layers", 2, 2)
+        bar("capturing graphs", 0, 5)
+    assert capsys.readouterr() == ("", "")

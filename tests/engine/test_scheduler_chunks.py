@@ -1,0 +1,51 @@
+"""Where prompts are cut."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from weft.engine.config import EngineConfig
+from weft.engine.device import resolve
+from weft.engine.errors import ConfigError
+from weft.engine.pages import PagePool
+from weft.engine.prefix import PrefixIndex
+from weft.engine.request import Request
+from weft.engine.sampling import SamplingParams
+from weft.engine.scheduler import Scheduler
+from weft.engine.slots import SlotTable
+from weft.engine.spec import read_spec
+
+
+@pytest.mark.parametrize(("step", "budget"), [(1, 300), (128, 300), (128, 130), (128, 128)])
+def test_chunks_end_at_multiples_of_the_step_or_with_the_prompt(step: int, budget: int) -> None:
+    scheduler = Scheduler(
+        SlotTable(8, 2048, 16), PagePool(600, 16, PrefixIndex("test")), max_num_batched_tokens=budget,
+        prefix_caching=False, chunk_step=step,
+    )  # fmt: skip
+    lengths = [700, 33, 257, 128]
+    for i, length in enumerate(lengths):
+        scheduler.add(
+            Request(
+                handle=i, tokens=np.arange(length, dtype=np.int32), prompt_len=length,
+                params=SamplingParams(max_tokens=1), limit=length + 1, priority=0, order=i, arrival=0.0, salt="",
+                stop_ids=(), seed=i,
+            )
+        )  # fmt: skip
+    done: dict[int, int] = {}
+    for number in range(1, 60):
+        batch = scheduler.schedule(number)
+        if batch is None:
+            break
+        assert batch.num_tokens <= budget
+        for slot, end in zip(batch.slots.tolist(), batch.kv_len.tolist(), strict=True):
+            handle = int(scheduler.slots.handle[slot])
+            assert end % step == 0 or end == lengths[handle]
+            done[handle] = end
+    assert [done[i] for i in range(4)] == lengths
+
+
+def test_a_dense_batch_smaller_than_a_chunk_is_refused() -> None:
+    config = EngineConfig(batch_invariant=True, max_num_batched_tokens=64)
+    with pytest.raises(ConfigError, match="--max-num-batched-tokens 128"):
+        resolve(config, read_spec(config.model_path))

@@ -1,0 +1,95 @@
+"""The copy engine on a GPU, and the demo model's answers when its pages have left the GPU and come back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from harness import GREEDY, Harness
+from tokenizers import Tokenizer
+
+from weft.engine.cuda_transfer import CudaCopyEngine
+from weft.engine.demo import MODEL_PATH
+from weft.engine.demo.corpus import prompt_ids
+from weft.engine.demo.skills import held_out
+from weft.engine.transfer import Copy
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+SMALL = {"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 64, "max_num_batched_tokens": 256, "page_size": 16}
+
+
+def settled(copies: CudaCopyEngine, copy: Copy) -> Copy:
+    while not copy.done():
+        copies.wait([copy], 1.0)
+    return copy
+
+
+@pytest.mark.parametrize("shape", [(12, 2, 2, 16, 2, 64), (40, 8, 2, 64, 8, 128), (9, 3, 2, 5, 1, 24)])
+def test_pages_come_back_as_they_were(shape: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    kv = torch.randn(shape, device="cuda").bfloat16()
+    want = kv.clone()
+    copies = CudaCopyEngine(kv, 20)
+    pages = rng.choice(np.arange(1, shape[0]), 8, replace=False).tolist()
+    slots = rng.choice(20, 8, replace=False).tolist()
+    settled(copies, copies.out(list(zip(pages, slots, strict=True))))
+    for page, slot in zip(pages, slots, strict=True):
+        there = torch.from_numpy(copies.host[slot, : copies.page_bytes]).view(torch.bfloat16).view(shape[1:])
+        assert torch.equal(there, want[page].cpu())
+    kv.zero_()
+    torch.cuda.synchronize()
+    moved = pages[1:] + pages[:1]
+    back = settled(copies, copies.back(list(zip(moved, slots, strict=True))))
+    assert back.seconds > 0
+    for page, source in zip(moved, pages, strict=True):
+        assert torch.equal(kv[page], want[source])
+    assert int(kv.abs().sum(dim=tuple(range(1, 6))).count_nonzero()) == 8
+    copies.close()
+
+
+def test_the_host_pool_is_pinned_and_copies_do_not_wait_for_compute() -> None:
+    kv = torch.zeros((16, 4, 2, 64, 8, 128), device="cuda", dtype=torch.bfloat16)
+    copies = CudaCopyEngine(kv, 16)
+    assert torch.from_numpy(copies.host).is_pinned()
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    a @ a
+    torch.cuda.synchronize()
+    for _ in range(200):
+        a @ a  # about 0.3 s of work on the stream of computation
+    computed = torch.cuda.Event()
+    computed.record()
+    copy = copies.out([(i, i) for i in range(1, 16)])
+    settled(copies, copy)
+    assert not computed.query(), "the copy waited for the computation"
+    torch.cuda.synchronize()
+    copies.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(MODEL_PATH / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("ssd", [False, True])
+def test_recall_is_right_from_every_tier(tokenizer: Tokenizer, tmp_path: Path, ssd: bool) -> None:
+    examples = held_out("recall", 64, 7, context_tokens=900)
+    options = {"ssd_kv_path": str(tmp_path), "ssd_kv_gib": 1.0} if ssd else {}
+    # 64 conversations of about 60 pages each; nine fit the GPU, all of them the host, or a tenth of them with an SSD.
+    harness = Harness("demo", num_pages=560, host_kv_gib=0.05 if ssd else 0.6, **options, **SMALL)
+    harness.poison_pages()
+    tiers = harness.engine.tiers
+    assert tiers is not None
+    tiers.speeds.worthwhile = lambda entries, _: len(entries)  # type: ignore[method-assign]
+    prompts = [np.array(prompt_ids(tokenizer, e)) for e in examples]
+    for _ in range(3):
+        handles = [harness.add(p, max_tokens=30, **GREEDY) for p in prompts]
+        harness.run()
+        answers = [tokenizer.decode(harness.tokens[h], skip_special_tokens=True) for h in handles]
+        assert sum(a == e.answer for a, e in zip(answers, examples, strict=True)) >= 62
+    stats = harness.engine.stats().tiers
+    assert stats["host"].hit_tokens > 0
+    assert not ssd or stats["ssd"].hit_tokens > 0
+    assert all(s.failures == 0 for s in stats.values())
+    harness.engine.close()

@@ -1,0 +1,69 @@
+"""The Llama-3-8B shape with 4 layers against `transformers` on the GPU, in bf16: logits and teacher-forced tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from harness import GREEDY, Harness
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = transformers.LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=4, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=8192, rms_norm_eps=1e-5, rope_theta=500000.0,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    path = tmp_path_factory.mktemp("llama")
+    model.save_pretrained(path)
+    return path
+
+
+def test_logits_and_tokens_agree_on_64_prompts(checkpoint: Path) -> None:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 128256, int(n)).astype(np.int32) for n in rng.integers(16, 512, 64)]
+    harness = Harness(
+        checkpoint, device="cuda", dtype="bfloat16", max_num_seqs=64, max_num_batched_tokens=2048, num_pages=1000
+    )
+    runner, last = harness.engine.runner, []
+    handles = []
+    for prompt in prompts:  # one at a time, so that the rows of the logits are this prompt's
+        handles.append(harness.add(prompt, max_tokens=1, prompt_logprobs=1, **GREEDY))
+        harness.run()
+        last.append(runner._executor.logits[0].clone())
+    models = [
+        transformers.LlamaForCausalLM.from_pretrained(checkpoint, dtype=dtype).cuda()
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    worst, agree, total = np.zeros(3), np.zeros(3), 0
+    for handle, prompt, ours in zip(handles, prompts, last, strict=True):
+        ids = torch.from_numpy(prompt.astype(np.int64)).cuda()[None]
+        with torch.inference_mode():
+            exact, theirs = (model(ids).logits[0].float() for model in models)
+        # column 0 is the prompt's own token, column 1 the best
+        mine = [int(column.ids[1]) for column in harness.prompt_logprobs[handle]] + [int(harness.tokens[handle][0])]
+        best = [np.array(mine), theirs.argmax(-1).cpu().numpy(), exact.argmax(-1).cpu().numpy()]
+        pairs = ((ours, exact[-1], 0, 2), (theirs[-1], exact[-1], 1, 2), (ours, theirs[-1], 0, 1))
+        for i, (a, b, left, right) in enumerate(pairs):
+            worst[i] = max(worst[i], float((a - b).norm() / b.norm()))
+            agree[i] += (best[left] == best[right]).sum()
+        total += len(mine)
+    for name, difference, share in zip(
+        ("weft bf16 and float32", "transformers bf16 and float32", "weft and transformers, both bf16"),
+        worst, agree / total, strict=True,
+    ):  # fmt: skip
+        print(
+            f"{name}: worst relative difference of logits {difference:.2e}, the same argmax at {share:.2%} of {total}"
+        )
+    assert worst[0] < 2e-2
+    # random weights have near ties everywhere: bf16 itself, in either program, turns some of them
+    assert agree[0] >= agree[1] - 0.005 * total

@@ -1,0 +1,234 @@
+"""Configurations of matrix products: which table serves a GPU, what a start searches for, and the file it keeps."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from weft.kernels import tuned
+from weft.kernels.gemm_config import SPECIAL, GemmConfig
+from weft.kernels.tuned import (
+    BUCKETS,
+    Machine,
+    Shape,
+    bucket_of,
+    candidates,
+    find,
+    missing,
+    read_cache,
+    search,
+    shipped,
+)
+
+H200 = Machine("NVIDIA H200", (9, 0), 132, "3.6.0", "abc")
+OTHER = H200._replace(gpu="NVIDIA L40S", capability=(8, 9), sms=142)
+QKV, DOWN = Shape("qkv", 5120, 4000), Shape("residual", 4000, 11000)
+RULE = GemmConfig(1, 2, 3, 4, 5)
+
+
+def rule(_: Shape, bucket: int) -> GemmConfig:
+    return RULE._replace(tokens=bucket)
+
+
+class Lab:
+    """A GPU whose timings are a function, and its clock."""
+
+    def __init__(self, ms: Callable[[Shape, int, GemmConfig], float | None], seconds: float = 1.0) -> None:
+        self._ms, self._seconds = ms, seconds
+        self.now = 50.0
+        self.asked: list[tuple[Shape, int, GemmConfig]] = []
+
+    def __call__(self, shape: Shape, bucket: int, config: GemmConfig) -> float | None:
+        self.now += self._seconds
+        self.asked.append((shape, bucket, config))
+        return self._ms(shape, bucket, config)
+
+    def clock(self) -> float:
+        return self.now
+
+
+def test_an_h100_is_served_by_the_table_of_the_h200() -> None:
+    table = shipped((9, 0), 132)
+    assert table[2048, 6144, 4096].tokens == 128
+    assert all(isinstance(c.swap, bool) and isinstance(c.special, bool) for c in table.values())
+    assert {key[0] for key in table} == set(BUCKETS)
+    assert shipped((9, 0), 114) == {}
+    assert shipped((10, 0), 132) == {}
+
+
+@pytest.mark.parametrize(("tokens", "bucket"), [(1, 16), (16, 16), (17, 32), (2048, 2048), (4096, 4096), (4097, None)])
+def test_a_bucket_serves_up_to_its_own_size(tokens: int, bucket: int | None) -> None:
+    assert bucket_of(tokens) == bucket
+
+
+def test_lookup_knows_shipped_and_found_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuned, "_shipped_here", lambda: shipped((9, 0), 132))
+    monkeypatch.setattr(tuned, "_found", {})
+    assert tuned.lookup(100, 6144, 4096) == shipped((9, 0), 132)[128, 6144, 4096]
+    assert tuned.lookup(9, 5120, 4000) is None
+    tuned.use({(16, 5120, 4000): RULE, (16, 6144, 4096): RULE})
+    assert tuned.lookup(9, 5120, 4000) == RULE
+    assert tuned.lookup(17, 5120, 4000) is None
+    assert tuned.lookup(5000, 6144, 4096) is None
+    assert tuned.lookup(9, 6144, 4096) == shipped((9, 0), 132)[16, 6144, 4096]
+
+
+def test_only_unknown_large_shapes_are_missing_and_large_buckets_come_first() -> None:
+    tiny = Shape("residual", 1024, 1024)
+    known = {(64, DOWN.features, DOWN.depth): RULE}
+    got = missing([QKV, DOWN, DOWN, tiny, Shape("qkv", 6144, 4096)], 100, known, shipped((9, 0), 132))
+    assert got == [
+        (QKV, 128), (DOWN, 128), (QKV, 64), (QKV, 32), (DOWN, 32), (QKV, 16), (DOWN, 16)
+    ]  # fmt: skip
+
+
+def test_candidates_are_frequent_winners_that_the_gpu_has() -> None:
+    for bucket in BUCKETS:
+        wins = [c for (m, _, _), c in shipped((9, 0), 132).items() if m == bucket]
+        chosen = candidates(bucket, True)
+        assert 1 <= len(chosen) <= tuned.CANDIDATES
+        assert min(wins.count(c) for c in chosen) >= max([wins.count(c) for c in set(wins) - {*chosen}], default=0)
+        assert not any(c.special for c in candidates(bucket, False))
+    assert any(c.special for c in candidates(2048, True))
+
+
+def test_the_fastest_that_runs_wins_and_the_rule_may_be_it() -> None:
+    best = candidates(2048, True)[1]
+
+    def ms(shape: Shape, bucket: int, config: GemmConfig) -> float | None:
+        if bucket == 16:
+            return 1.0 if config == rule(shape, bucket) else 2.0
+        return {best: 1.0, candidates(2048, True)[0]: None}.get(config, 3.0)
+
+    lab = Lab(ms)
+    reports: list[tuple[int, int]] = []
+    found = search(
+        [(QKV, 2048), (QKV, 16)], lab, rule, special=True, budget_s=1e3, clock=lab.clock,
+        progress=lambda *r: reports.append(r),
+    )  # fmt: skip
+    assert found == {(2048, 5120, 4000): best, (16, 5120, 4000): RULE._replace(tokens=16)}
+    assert reports == [(0, 2), (1, 2), (2, 2)]
+    assert lab.asked[0] == (QKV, 2048, RULE._replace(tokens=2048))
+
+
+def test_what_no_configuration_runs_is_left_to_the_rule() -> None:
+    lab = Lab(lambda *_: None)
+    assert search([(QKV, 64)], lab, rule, special=True, budget_s=1e3, clock=lab.clock) == {}
+
+
+@pytest.mark.parametrize("budget", [0.5, 3.0, 7.0, 12.0, 40.0, 1000.0])
+def test_a_search_ends_within_its_budget_and_keeps_whole_buckets_only(budget: float) -> None:
+    lab = Lab(lambda *_: 1.0)
+    wanted = [(shape, bucket) for bucket in (2048, 64) for shape in (QKV, DOWN)]
+    found = search(wanted, lab, rule, special=True, budget_s=budget, clock=lab.clock)
+    assert lab.now - 50.0 <= budget + (1.0 if budget < 1 else 0.0)
+    tried = [(s, b) for s, b in wanted if sum((s, b) == a[:2] for a in lab.asked) == 1 + len(candidates(b, True))]
+    assert list(found) == [(b, s.features, s.depth) for s, b in tried]
+
+
+def test_a_second_start_measures_nothing(tmp_path: Path) -> None:
+    first, second = Lab(lambda *_: 1.0), Lab(lambda *_: 1.0)
+    folder = tmp_path / "new" / "weft"
+    found = find([QKV, DOWN], 64, OTHER, folder, first, rule, budget_s=60)
+    assert {k[0] for k in found} == {16, 32, 64}
+    assert first.asked
+    assert find([QKV, DOWN], 64, OTHER, folder, second, rule, budget_s=60) == found
+    assert not second.asked
+    assert not [f for f in folder.iterdir() if f.suffix == ".part"]
+
+
+@pytest.mark.parametrize(
+    "change", [{"gpu": "X"}, {"sms": 1}, {"triton": "4"}, {"kernels": "def"}, {"capability": (9, 9)}]
+)
+def test_what_another_machine_found_is_not_used(tmp_path: Path, change: dict) -> None:
+    find([QKV], 16, OTHER, tmp_path, Lab(lambda *_: 1.0), rule, budget_s=60)
+    assert read_cache(tmp_path, OTHER)
+    assert read_cache(tmp_path, OTHER._replace(**change)) == {}
+
+
+def test_shapes_are_added_to_what_the_file_has(tmp_path: Path) -> None:
+    find([QKV], 16, OTHER, tmp_path, Lab(lambda *_: 1.0), rule, budget_s=60)
+    lab = Lab(lambda *_: 1.0)
+    both = find([QKV, DOWN], 16, OTHER, tmp_path, lab, rule, budget_s=60)
+    assert {shape for shape, _, _ in lab.asked} == {DOWN}
+    assert read_cache(tmp_path, OTHER) == both
+    assert len(both) == 2
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"table": 3}', '{"table": {"1,2": [1]}}', '{"table": {"1,2,3": ["x"]}}']
+)
+def test_a_spoilt_file_is_replaced(tmp_path: Path, text: str) -> None:
+    file = tuned.cache_file(tmp_path, OTHER)
+    file.write_text(text)
+    assert read_cache(tmp_path, OTHER) == {}
+    find([QKV], 16, OTHER, tmp_path, Lab(lambda *_: 1.0), rule, budget_s=60)
+    assert json.loads(file.read_text())["machine"]["gpu"] == "NVIDIA L40S"
+    assert len(read_cache(tmp_path, OTHER)) == 1
+
+
+def test_configurations_survive_the_file(tmp_path: Path) -> None:
+    table = {(16, 2, 3): SPECIAL, (32, 2, 3): GemmConfig(32, 64, 128, 6, 4, split=4, swap=True, ahead=4)}
+    tuned.write_cache(tmp_path, OTHER, table)
+    assert read_cache(tmp_path, OTHER) == table
+
+
+def test_without_time_or_a_place_to_keep_it_nothing_is_measured(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lab = Lab(lambda *_: 1.0)
+    assert find([QKV], 16, OTHER, tmp_path, lab, rule, budget_s=0) == {}
+    (tmp_path / "file").write_text("")
+    assert find([QKV], 16, OTHER, tmp_path / "file" / "weft", lab, rule, budget_s=60) == {}
+    assert not lab.asked
+    assert "cannot be written" in caplog.text
+
+
+def _start(folder: Path, log: Path) -> None:
+    def measure(shape: Shape, bucket: int, config: GemmConfig) -> float:
+        with log.open("a") as file:
+            file.write(f"{shape.kind} {bucket} {config.tokens} {config.stages}\n")
+        time.sleep(0.002)
+        return float(config.stages)
+
+    found = find([QKV, DOWN], 32, OTHER, folder, measure, rule, budget_s=60)
+    assert len(found) == 4
+
+
+def test_of_processes_that_start_at_once_one_measures(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    log = tmp_path / "log"
+    starts = [context.Process(target=_start, args=(tmp_path / "cache", log)) for _ in range(4)]
+    for start in starts:
+        start.start()
+    for start in starts:
+        start.join(30)
+    assert [start.exitcode for start in starts] == [0] * 4
+    assert len(log.read_text().splitlines()) == sum(2 * (1 + len(candidates(b, False))) for b in (16, 32))
+
+
+def test_a_start_does_not_wait_for_ever_for_another_one(tmp_path: Path) -> None:
+    lock = tuned.cache_file(tmp_path, OTHER).with_suffix(".lock")
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with tuned._only_one(lock, 1.0) as alone:
+            assert alone
+            entered.set()
+            leave.wait(10)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    entered.wait(10)
+    lab = Lab(lambda *_: 1.0)
+    assert find([QKV], 16, OTHER, tmp_path, lab, rule, budget_s=0.1) == {}
+    leave.set()
+    holder.join()
+    assert not lab.asked
+    assert len(find([QKV], 16, OTHER, tmp_path, lab, rule, budget_s=60)) == 1
