@@ -1,0 +1,78 @@
+"""The accelerators of NanoFlow's Table 1, and the power term that the table lacks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from weft.engine.errors import ConfigError
+
+
+class Energy(NamedTuple):
+    """What work costs beyond idling, measured on one card under sustained load."""
+
+    idle_watts: float
+    joules_per_tflop: float
+    """dense bf16 products from the tensor cores, their operands' traffic included"""
+    joules_per_gb: float
+    """streaming reads of HBM"""
+
+
+class Accelerator(NamedTuple):
+    """One device. Sizes and rates are decimal: GB, GB/s, GFLOP/s."""
+
+    name: str
+    vendor: str
+    year: int
+    mem_gb: float
+    mem_gbs: float
+    net_gbs: float
+    """both directions together; one direction is half of it"""
+    gflops: float
+    """dense FP16"""
+    watts: float
+    """power limit of the module"""
+    energy: Energy | None = None
+
+    @property
+    def mem_seconds(self) -> float:
+        """MemSize / MemBW: reading the whole memory once."""
+        return self.mem_gb / self.mem_gbs
+
+    @property
+    def flops_per_byte(self) -> float:
+        """Compute / MemBW."""
+        return self.gflops / self.mem_gbs
+
+    @property
+    def net_share(self) -> float:
+        """NetBW / MemBW."""
+        return self.net_gbs / self.mem_gbs
+
+
+# (690 - 122) W x 1.370 ms for 0.893 TFLOP of products; (656 - 122) W x 0.626 ms for 2.684 GB of keys and values.
+_H200_ENERGY = Energy(122, 0.871, 0.1245)
+
+ACCELERATORS = (
+    Accelerator("v100", "NVIDIA", 2017, 16, 900, 300, 125_000, 300),
+    Accelerator("a100-40gb", "NVIDIA", 2020, 40, 1_555, 600, 312_000, 400),
+    Accelerator("a100", "NVIDIA", 2021, 80, 2_000, 600, 312_000, 400),
+    Accelerator("h100", "NVIDIA", 2023, 80, 3_352, 900, 989_000, 700),
+    # the paper prints 96 GB; the product has 141
+    Accelerator("h200", "NVIDIA", 2024, 96, 4_800, 900, 989_000, 700, _H200_ENERGY),
+    Accelerator("b100", "NVIDIA", 2024, 120, 8_000, 1_800, 1_800_000, 700),
+    Accelerator("b200", "NVIDIA", 2024, 120, 8_000, 1_800, 2_250_000, 1_000),
+    Accelerator("mi250", "AMD", 2021, 128, 3_352, 800, 362_000, 500),
+    Accelerator("mi300", "AMD", 2023, 192, 5_300, 1_024, 1_307_000, 750),
+    Accelerator("mi325x", "AMD", 2024, 256, 6_000, 1_024, 1_307_000, 1_000),
+    Accelerator("gaudi2", "Intel", 2022, 96, 2_400, 600, 1_000_000, 600),
+    Accelerator("gaudi3", "Intel", 2024, 128, 3_700, 1_200, 1_800_000, 900),
+    Accelerator("ada6000", "NVIDIA", 2022, 48, 960, 64, 182_000, 300),
+)
+
+
+def accelerator(name: str) -> Accelerator:
+    """The row of Table 1 with this name. Raises `ConfigError`."""
+    for row in ACCELERATORS:
+        if row.name == name.lower():
+            return row
+    raise ConfigError(f"unknown accelerator {name!r}; known: {', '.join(a.name for a in ACCELERATORS)}")

@@ -1,0 +1,69 @@
+"""`Bench`: what the search asks of a machine. A GPU implements it, and so does a synthetic machine in the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from weft.engine.nano import decode_counts
+from weft.engine.plan import NanoOperation, Period
+
+
+class Load(NamedTuple):
+    """The iteration that is measured: a dense batch in the steady state of a workload."""
+
+    tokens: int
+    """the dense batch: decodes, then prefill tokens"""
+    decodes: int
+    """requests that decode one token each"""
+    context: int
+    """mean KV tokens that a decode reads"""
+    prompt: int
+    """mean prompt length: a prefill token attends to half of it on average"""
+
+    @property
+    def kv_tokens(self) -> int:
+        """KV tokens of all decodes together: the work of decode attention."""
+        return self.decodes * self.context
+
+    @property
+    def prefill_tokens(self) -> int:
+        return max(0, self.tokens - self.decodes)
+
+    def dealt(self, ranges: Sequence[tuple[int, int]]) -> tuple[Load, ...]:
+        """The loads of the nano-batches `[begin, end)`, as the engine deals tokens to them (`engine/nano.py`)."""
+        room = [max(0, min(end, self.tokens) - begin) for begin, end in ranges]
+        counts = decode_counts(min(self.decodes, sum(room)), room)
+        return tuple(self._replace(tokens=r, decodes=d) for r, d in zip(room, counts, strict=True))
+
+
+class Timing(NamedTuple):
+    """A sustained measurement: seconds of the same work at the clock and power that are then left."""
+
+    ms: float
+    watts: float
+    mhz: float
+
+    @property
+    def joules(self) -> float:
+        return self.ms * 1e-3 * self.watts
+
+
+class Bench(Protocol):
+    """Sustained timings on one accelerator. `load` is always that of the whole dense batch, `op` a part of it."""
+
+    num_sms: int
+    seconds: float
+    """how long a measurement runs"""
+
+    def alone(self, op: NanoOperation, load: Load) -> Timing:
+        """One nano-operation repeated on `op.sms` SMs: time, watts and clock of one."""
+        ...
+
+    def pair(self, a: NanoOperation, b: NanoOperation, load: Load) -> tuple[Timing, Timing]:
+        """Each repeated on its own lane, both busy all the time: the time of each; watts are the card's."""
+        ...
+
+    def period(self, period: Period, load: Load) -> Timing:
+        """The pipeline over a few layers: milliseconds and joules of one layer."""
+        ...

@@ -1,0 +1,135 @@
+"""The cost model of NanoFlow §3: Equations 1-5, the classification T_R, and Table 2; and joules beside its seconds."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from weft.autosearch.accelerators import Accelerator
+from weft.engine.spec import ModelSpec, Resource
+
+
+class Usage(NamedTuple):
+    """Workload of one iteration: a dense batch in the steady state of prompts of `prompt` and answers of `output`."""
+
+    dense_batch: int
+    prompt: float
+    output: float
+
+    @property
+    def decodes(self) -> float:
+        """Of every p + d tokens a request needs, d are decoded."""
+        return self.dense_batch * self.output / (self.prompt + self.output)
+
+    @property
+    def prefills(self) -> float:
+        return self.dense_batch - self.decodes
+
+    @property
+    def context(self) -> float:
+        """Mean keys of a decode: the prompt and half of the answer."""
+        return self.prompt + self.output / 2
+
+
+class Cost(NamedTuple):
+    """What one operation needs in one iteration over all layers and GPUs (a row of Table 2)."""
+
+    name: str
+    gflop: float
+    mem_gb: float
+    net_gb: float
+
+    def seconds(self, device: Accelerator, gpus: int = 1) -> dict[Resource, float]:
+        """T_compute, T_mem and T_net; the network counts one direction (footnote 5)."""
+        return {
+            Resource.COMPUTE: self.gflop / (gpus * device.gflops),
+            Resource.MEMORY: self.mem_gb / (gpus * device.mem_gbs),
+            Resource.NETWORK: self.net_gb / (gpus * device.net_gbs / 2),
+        }
+
+    def bound(self, device: Accelerator, gpus: int = 1) -> Resource:
+        """The resource that it is short of: the longest of its times."""
+        seconds = self.seconds(device, gpus)
+        return max(seconds, key=lambda r: seconds[r])
+
+    def joules(self, device: Accelerator) -> float | None:
+        """Energy beyond idling; None where this device's was never measured.
+
+        The coefficient of a product holds its operands' traffic, so the larger of the two terms counts.
+        """
+        if (energy := device.energy) is None:
+            return None
+        return max(self.gflop / 1e3 * energy.joules_per_tflop, self.mem_gb * energy.joules_per_gb)
+
+    def power_seconds(self, device: Accelerator, gpus: int = 1) -> float | None:
+        """The fourth resource: its joules by the watts that the limit leaves above idling."""
+        joules = self.joules(device)
+        return None if joules is None or device.energy is None else joules / (
+            gpus * (device.watts - device.energy.idle_watts)
+        )  # fmt: skip
+
+
+def t_mem(device: Accelerator) -> float:
+    """Equation 1: seconds to read the whole memory once, on any number of GPUs."""
+    return device.mem_seconds
+
+
+def t_compute(dense_batch: int, parameters: float, device: Accelerator, gpus: int = 1) -> float:
+    """Equation 2: seconds of the dense operations."""
+    return 2 * dense_batch * parameters / (gpus * device.gflops * 1e9)
+
+
+def t_net(dense_batch: int, hidden: int, layers: int, itemsize: int, device: Accelerator, gpus: int) -> float:
+    """Equation 3: seconds of tensor parallelism's collectives; `NetBW` is that of all GPUs together."""
+    return 4 * gpus * dense_batch * hidden * itemsize * layers / (gpus * device.net_gbs * 1e9)
+
+
+def t_ratio(dense_batch: int, parameters: float, device: Accelerator, gpus: int = 1) -> float:
+    """Equation 4, T_R: above 1 the workload is bound by memory, below by compute."""
+    return t_mem(device) / t_compute(dense_batch, parameters, device, gpus)
+
+
+def classify(dense_batch: int, parameters: float, device: Accelerator, gpus: int = 1) -> Resource:
+    return Resource.MEMORY if t_ratio(dense_batch, parameters, device, gpus) > 1 else Resource.COMPUTE
+
+
+def optimal_throughput(flops: float, parameters: float) -> float:
+    """Equation 5: tokens/s of one GPU that computes `flops` FLOP/s without a pause."""
+    return flops / (2 * parameters)
+
+
+def operation_costs(spec: ModelSpec, usage: Usage, gpus: int = 1, itemsize: int = 2) -> list[Cost]:
+    """Table 2: every operation of an iteration over all layers. `gpus` > 1 adds the collectives.
+
+    A product reads its weights and its input once and writes its output once. Attention reads keys and values, reads
+    queries, writes outputs, and writes the new keys and values. Prompts attend to all of their tokens (not to half of
+    them), as in the paper's table. Collectives move the activations of two all-reduces to every other GPU, and half of
+    what they move is added up.
+    """
+    layers, tokens = spec.num_layers, usage.dense_batch
+    width = spec.num_heads * spec.head_dim
+    kv_bytes = spec.kv_bytes_per_token(itemsize)
+    out = []
+    for op in spec.layer_operations():
+        if op.resource is Resource.NETWORK:
+            continue
+        gflop: float
+        moved: float
+        if op.inner:
+            gflop = 2 * tokens * op.out * op.inner * layers
+            moved = (op.out * op.inner + tokens * (op.out + op.inner)) * itemsize * layers
+        elif op.resource is Resource.MEMORY:
+            gflop = 4 * usage.decodes * usage.context * width * layers
+            own = 2 * width * itemsize * layers + kv_bytes
+            moved = usage.decodes * (usage.context * kv_bytes + own)
+        else:
+            gflop = 4 * usage.prefills * usage.prompt * width * layers
+            moved = usage.prefills * (2 * width * itemsize * layers + kv_bytes)
+        out.append(Cost(op.name, gflop / 1e9, moved / 1e9, 0.0))
+    if gpus > 1:
+        traffic = 4 * (gpus - 1) * tokens * spec.hidden_size * itemsize * layers / 1e9
+        out.append(Cost("network", traffic / itemsize / 2, traffic, traffic))
+    return out
+
+
+def total(costs: list[Cost]) -> Cost:
+    return Cost("total", *(sum(getattr(c, f) for c in costs) for f in ("gflop", "mem_gb", "net_gb")))

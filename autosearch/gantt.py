@@ -1,0 +1,234 @@
+"""Draws a period: on the terminal and as SVG, the lanes of NanoFlow's Figure 6, SM shares as heights."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING, NamedTuple
+
+from weft.engine.plan import NanoOperation, Period, Plan
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+LANES = ("compute", "memory", "network")
+COLORS = {
+    "qkv": "#4c78a8", "o": "#72b7b2", "gate_up": "#f2a65a", "down": "#d1725b", "prefill": "#9d83c4",
+    "decode": "#5aa469",
+}  # fmt: skip
+NETWORK_COLOR = "#8fa3bf"
+
+
+class Bar(NamedTuple):
+    """One nano-operation in time (ms)."""
+
+    start: float
+    ms: float
+    op: NanoOperation
+
+
+class Picture(NamedTuple):
+    """What is drawn."""
+
+    ms: float
+    bars: list[Bar]
+    timed: bool
+    """False: the plan has no times, widths are tokens"""
+    serial: list[tuple[str, float]]
+    """operation and ms of the serial plan, where known"""
+
+
+def picture(period: Period) -> Picture:
+    """The bars of a period, from its figures; without them one after another in each lane, as wide as their tokens."""
+    figures = period.figures
+    if all(f"start.{i}" in figures and f"ms.{i}" in figures for i in range(len(period.operations))):
+        bars = [Bar(figures[f"start.{i}"], figures[f"ms.{i}"], op) for i, op in enumerate(period.operations)]
+        serial = [(k.removeprefix("serial."), v) for k, v in figures.items() if k.startswith("serial.")]
+        return Picture(figures.get("predicted_ms", max(b.start + b.ms for b in bars)), bars, True, serial)
+    at = dict.fromkeys(LANES, 0.0)
+    bars = []
+    for op in period.operations:
+        bars.append(Bar(at[op.lane], op.end - op.begin, op))
+        at[op.lane] += op.end - op.begin
+    return Picture(max(at.values()), bars, False, [])
+
+
+def wrapped(picture: Picture) -> list[Bar]:
+    """Bars cut at the end of the period: what sticks out runs at the beginning of the next one."""
+    out = []
+    for bar in picture.bars:
+        start = bar.start % picture.ms if picture.ms else 0.0
+        inside = min(bar.ms, picture.ms - start)
+        out.append(bar._replace(start=start, ms=inside))
+        if bar.ms - inside > 1e-9:
+            out.append(bar._replace(start=0.0, ms=bar.ms - inside))
+    return out
+
+
+def summary(plan: Plan) -> str:
+    """One line."""
+    if not plan.periods:
+        return "no pipeline beats the serial plan for this workload; the serial plan runs"
+    gains = [p.figures["gain"] for p in plan.periods if "gain" in p.figures]
+    kind = "measured" if any("measured_ms" in p.figures for p in plan.periods) else "predicted"
+    count = len(plan.periods)
+    text = f"{count} pipeline{'s' if count > 1 else ''}"
+    return f"{text}, {kind} gain over the serial plan {min(gains):.3f}-{max(gains):.3f}" if gains else text
+
+
+# -- terminal
+
+
+def draw(period: Period, console: Console, title: str = "") -> None:
+    """Bars of Unicode blocks, one row a lane, then the operations in the order of their launch."""
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = picture(period)
+    width = max(40, console.width - 10)
+    unit = "ms" if shown.timed else "tokens"
+    console.print(f"\n[bold]{escape(title) or 'pipeline'}[/bold]: {_head(period)}", highlight=False)
+    bars = wrapped(shown)
+    for lane in LANES:
+        own = sorted((b for b in bars if b.op.lane == lane), key=lambda b: b.start)
+        if not own:
+            continue
+        text, at = Text(f"{lane:8} "), 0
+        for bar in own:
+            begin, end = (round(t / shown.ms * width) for t in (bar.start, bar.start + bar.ms))
+            begin = max(begin, at)
+            text.append("·" * (begin - at), style="dim")
+            label = f"{bar.op.operation}{chr(39) if bar.op.next_layer else ''}"
+            text.append(label[: max(0, end - begin)].center(end - begin), style=f"black on {_color(bar.op.operation)}")
+            at = max(at, end)
+        text.append("·" * max(0, width - at), style="dim")
+        console.print(text, no_wrap=True, overflow="crop")
+    table = Table(box=None, pad_edge=False)
+    for name in ("#", "operation", "tokens", "SMs", "lane", "layer", f"start {unit}", unit, "kernel"):
+        table.add_column(name, justify="right" if name in ("#", "SMs", f"start {unit}", unit) else "left")
+    for i, bar in enumerate(shown.bars):
+        op, config = bar.op, bar.op.config
+        kernel = (
+            f"{config.tokens}x{config.features}x{config.depth}{' special' if config.special else ''}" if config else ""
+        )
+        table.add_row(
+            str(i), op.operation, f"{op.begin}-{op.end}", str(op.sms), op.lane, "next" if op.next_layer else "this",
+            f"{bar.start:.3f}" if shown.timed else f"{bar.start:.0f}",
+            f"{bar.ms:.3f}" if shown.timed else f"{bar.ms:.0f}", kernel,
+        )  # fmt: skip
+    console.print(table)
+    for edge in period.waits:
+        away = " of the period before" if edge.distance else ""
+        console.print(f"{edge.after} waits for {edge.before}{away}", highlight=False)
+
+
+def _head(period: Period) -> str:
+    f = period.figures
+    parts = [f"up to {period.tokens} tokens"]
+    if period.min_tokens > 1:
+        parts[0] = f"{period.min_tokens}-{period.tokens} tokens"
+    if period.min_kv_tokens or period.max_kv_tokens < 2**62:
+        top = f"-{period.max_kv_tokens - 1:,}" if period.max_kv_tokens < 2**62 else " or more"
+        parts.append(f"{period.min_kv_tokens:,}{top} KV tokens")
+    for kind in ("predicted", "measured"):
+        if f"{kind}_ms" in f:
+            parts.append(f"{kind} {f[f'{kind}_ms']:.3f} ms a layer")
+            if f"serial_{kind}_ms" in f:
+                parts[-1] += f" (serial {f[f'serial_{kind}_ms']:.3f})"
+            if f"{kind}_joules" in f:
+                parts[-1] += f", {f[f'{kind}_joules'] / period.tokens * 1e3:.3f} mJ a token and layer"
+    if "gain" in f:
+        parts.append(f"gain {f['gain']:.3f}")
+    return "; ".join(parts)
+
+
+def _color(operation: str) -> str:
+    return COLORS.get(operation, NETWORK_COLOR)
+
+
+# -- SVG
+
+WIDTH, LEFT, LANE_HEIGHT, GAP, TOP = 1180, 92, 92, 14, 62
+
+
+def svg(period: Period, title: str = "") -> str:
+    """A self-contained SVG document. Times run to the right; the height of a bar is its share of the SMs."""
+    shown = picture(period)
+    bars = wrapped(shown)
+    lanes = [lane for lane in LANES if any(b.op.lane == lane for b in bars)]
+    serial_ms = sum(ms for _, ms in shown.serial)
+    scale = (WIDTH - LEFT - 24) / max(shown.ms, serial_ms, 1e-9)
+    sms = max(op.sms for op in period.operations)
+    starts = sorted(set(period.begins))
+    out: list[str] = []
+    y = TOP
+    for lane in lanes:
+        out.append(_rect(LEFT, y, shown.ms * scale, LANE_HEIGHT, "#f3f4f6"))
+        out.append(_text(LEFT - 10, y + LANE_HEIGHT / 2 + 4, lane, "end", 13, bold=True))
+        for bar in bars:
+            if bar.op.lane == lane:
+                height = max(10.0, LANE_HEIGHT * bar.op.sms / sms)
+                out += _bar(bar, LEFT + bar.start * scale, y + LANE_HEIGHT - height, bar.ms * scale, height, starts)
+        y += LANE_HEIGHT + GAP
+    if shown.serial:
+        x = float(LEFT)
+        out.append(_text(LEFT - 10, y + 24, "serial", "end", 13, bold=True))
+        for name, ms in shown.serial:
+            out.append(_rect(x, y, ms * scale, 38, _color(name), f"{name}: {ms:.3f} ms"))
+            if ms * scale > 7 * len(name) + 6:
+                out.append(_text(x + ms * scale / 2, y + 24, name, "middle", 11))
+            x += ms * scale
+        y += 38 + GAP
+    out += _axis(max(shown.ms, serial_ms), scale, y, "ms" if shown.timed else "tokens")
+    end = LEFT + shown.ms * scale
+    out.append(f'<line x1="{end:.1f}" y1="{TOP - 6}" x2="{end:.1f}" y2="{y}" stroke="#222" stroke-dasharray="4 3"/>')
+    height = y + 44
+    head = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
+        'font-family="Helvetica, Arial, sans-serif">',
+        _rect(0, 0, WIDTH, height, "#ffffff"),
+        _text(LEFT, 24, title or "pipeline of one layer", "start", 15, bold=True),
+        _text(LEFT, 44, _head(period), "start", 12),
+    ]
+    return "\n".join([*head, *out, "</svg>", ""])
+
+
+def _bar(bar: Bar, x: float, y: float, width: float, height: float, starts: list[int]) -> list[str]:
+    op = bar.op
+    tip = f"{op.label}: {bar.ms:.3f}, {op.sms} SMs"
+    out = [
+        _rect(x, y, width, height, _color(op.operation), tip, shade=starts.index(op.begin) if len(starts) > 1 else 0)
+    ]
+    name = op.operation + ("'" if op.next_layer else "")
+    lines = [(name, 12, True), (f"{op.begin}-{op.end}", 10, False), (f"{op.sms} SMs", 10, False)]
+    room = int((height - 4) // 14)
+    lines = [line for line in lines[: max(1, room)] if width > 6.2 * len(line[0])]
+    middle = y + height / 2 + 4 - 7 * (len(lines) - 1)
+    for i, (text, size, bold) in enumerate(lines):
+        out.append(_text(x + width / 2, middle + 14 * i, text, "middle", size, bold=bold))
+    return out
+
+
+def _axis(length: float, scale: float, y: float, unit: str) -> list[str]:
+    step = next(s for k in range(-4, 7) for s in (10.0**k, 2 * 10.0**k, 5 * 10.0**k) if length / s <= 12)
+    out = []
+    for i in range(int(length / step) + 1):
+        x = LEFT + i * step * scale
+        out.append(f'<line x1="{x:.1f}" y1="{y}" x2="{x:.1f}" y2="{y + 5}" stroke="#555"/>')
+        out.append(_text(x, y + 19, f"{i * step:g}" + (f" {unit}" if not i else ""), "middle", 11))
+    return out
+
+
+def _rect(x: float, y: float, width: float, height: float, fill: str, tip: str = "", shade: int = 0) -> str:
+    """shade: token range; later ones are paler, as Figure 6 shades the second nano-batch."""
+    opacity = f' fill-opacity="{max(0.4, 1 - 0.28 * shade):.2f}"' if shade else ""
+    stroke = ' stroke="#333" stroke-width="0.7"' if tip else ""
+    tip = f"<title>{escape(tip)}</title>" if tip else ""
+    return (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{fill}"{opacity}{stroke}>'
+        f"{tip}</rect>"
+    )
+
+
+def _text(x: float, y: float, text: str, anchor: str, size: int, *, bold: bool = False) -> str:
+    style = f'font-size="{size}" fill="#111"' + (' font-weight="bold"' if bold else "")
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {style}>{escape(text)}</text>'

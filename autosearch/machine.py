@@ -1,0 +1,84 @@
+"""`Machine`: a `Bench` made of a recorded profile: predicts what a GPU would measure. The stages search on it."""
+
+from __future__ import annotations
+
+from weft.autosearch.bench_protocol import Load, Timing
+from weft.autosearch.interference import Interference
+from weft.autosearch.profile import Curves, Profile, work_of
+from weft.autosearch.simulate import Timeline, simulate
+from weft.engine.errors import ConfigError
+from weft.engine.plan import NanoOperation, Period
+from weft.engine.spec import ModelSpec, Resource
+
+
+class Machine:
+    """Durations D_best / P(R): alone on all SMs, or beside a partner on some of them (NanoFlow §4.1.3)."""
+
+    def __init__(self, profile: Profile, spec: ModelSpec) -> None:
+        self.spec, self.profile = spec, profile
+        self.num_sms = profile.target.sms
+        self.seconds = 0.0
+        self.operations = {o.name: o for o in spec.layer_operations()}
+        if missing := sorted(set(self.operations) - set(profile.features)):
+            raise ConfigError(f"the profile has no operation {', '.join(missing)}: it was made for another model")
+        self.curves = Curves(profile)
+        resources = {name: o.resource for name, o in self.operations.items()}
+        self.interference = Interference(profile, self.curves, resources)
+        self.watts = max(p.watts for p in profile.points)
+        """the most that the card was seen to draw for long"""
+
+    def works(self, period: Period, load: Load) -> list[float]:
+        """The work of each nano-operation of the period."""
+        dealt = dict(zip(period.nano_batches, load.dealt(period.nano_batches), strict=True))
+        works = []
+        for op in period.operations:
+            tokens = max(0, min(op.end, load.tokens) - op.begin)
+            part = dealt.get((op.begin, op.end), load._replace(tokens=tokens))
+            works.append(work_of(self.operations[op.operation], part))
+        return works
+
+    def duration(self, operation: str, work: float, sms: int, *, serial: bool = False) -> float:
+        """Milliseconds on `sms` SMs: alone when they are all, else beside a partner."""
+        ms = self.curves.ms(operation, work, sms, serial=serial)
+        return ms if sms >= self.num_sms else ms * self.interference.slowdown(self.operations[operation].resource, sms)
+
+    def timeline(self, period: Period, load: Load) -> tuple[Timeline, list[float]]:
+        """The period as it would run, and the milliseconds of each nano-operation."""
+        durations = [
+            self.duration(op.operation, work, op.sms, serial=op.config is None)
+            for op, work in zip(period.operations, self.works(period, load), strict=True)
+        ]
+        return simulate(period, self.spec, durations, self.num_sms), durations
+
+    def serial_ms(self, load: Load) -> float:
+        """The sum of all operations on the whole batch."""
+        return sum(
+            self.curves.ms(name, work_of(op, load), self.num_sms, serial=True) for name, op in self.operations.items()
+        )
+
+    def resource(self, operation: str) -> Resource:
+        return self.operations[operation].resource
+
+    # -- `Bench`
+
+    def alone(self, op: NanoOperation, load: Load) -> Timing:
+        work = work_of(self.operations[op.operation], load._replace(tokens=op.end - op.begin))
+        ms = self.curves.ms(op.operation, work, op.sms, serial=op.config is None)
+        joules = self.curves.joules(op.operation, work, op.sms, serial=op.config is None)
+        return Timing(ms, joules / ms * 1e3, 0.0)
+
+    def pair(self, a: NanoOperation, b: NanoOperation, load: Load) -> tuple[Timing, Timing]:
+        ms = []
+        for op in (a, b):
+            work = work_of(self.operations[op.operation], load._replace(tokens=op.end - op.begin))
+            ms.append(self.duration(op.operation, work, op.sms))
+        return Timing(ms[0], self.watts, 0.0), Timing(ms[1], self.watts, 0.0)
+
+    def period(self, period: Period, load: Load) -> Timing:
+        """Energy: that of every operation alone, or what the card can draw in the time where that is less."""
+        timeline, _ = self.timeline(period, load)
+        joules = sum(
+            self.curves.joules(op.operation, work, self.num_sms, serial=op.config is None)
+            for op, work in zip(period.operations, self.works(period, load), strict=True)
+        )
+        return Timing(timeline.ms, min(joules / timeline.ms * 1e3, self.watts), 0.0)

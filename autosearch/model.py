@@ -1,0 +1,75 @@
+"""`weft plan model`: what a model needs of an accelerator, by the cost model alone (NanoFlow Table 2)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from weft.autosearch import costmodel
+from weft.autosearch.accelerators import ACCELERATORS, accelerator
+from weft.autosearch.options import OneLineParser
+from weft.autosearch.workload import workload_pair
+from weft.engine.errors import ConfigError, WeftError
+from weft.engine.spec import Resource, read_spec
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the time, energy and bottleneck of every operation of an iteration, and the optimal throughput."""
+    from rich.console import Console
+    from rich.table import Table
+
+    parser = OneLineParser(prog="weft plan model", description=main.__doc__)
+    names = ", ".join(a.name for a in ACCELERATORS)
+    parser.add_argument("--model", metavar="DIR", type=Path, required=True, help="Hugging Face model directory")
+    parser.add_argument(
+        "--workload", metavar="P:D", default="1024:512", help="mean prompt and output tokens [1024:512]"
+    )
+    parser.add_argument("--gpu", metavar="NAME", default="h200", help=f"one of {names} [h200]")
+    parser.add_argument("--gpus", metavar="N", type=int, default=1, help="GPUs that share the model [1]")
+    parser.add_argument("--tokens", metavar="N", type=int, default=2048, help="the dense batch [2048]")
+    arguments = parser.parse_args(argv)
+    try:
+        if arguments.gpus < 1 or arguments.tokens < 1:
+            raise ConfigError("--gpus and --tokens must be at least 1")
+        device, spec = accelerator(arguments.gpu), read_spec(arguments.model)
+        prompt, output = workload_pair(arguments.workload)
+    except WeftError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    gpus = arguments.gpus
+    costs = costmodel.operation_costs(spec, costmodel.Usage(arguments.tokens, prompt, output), gpus)
+    table = Table(title=f"one iteration of {arguments.tokens} tokens, {gpus} x {device.name}, all layers")
+    for name in (
+        "operation",
+        "GFLOP",
+        "GB",
+        "network GB",
+        "compute ms",
+        "memory ms",
+        "network ms",
+        "power ms",
+        "bound",
+    ):
+        table.add_column(name, justify="left" if name in ("operation", "bound") else "right")
+    powers = [cost.power_seconds(device, gpus) for cost in costs]
+    powers.append(sum(p for p in powers if p) if any(powers) else None)
+    for cost, power in zip([*costs, costmodel.total(costs)], powers, strict=True):
+        seconds = cost.seconds(device, gpus)
+        table.add_row(
+            cost.name, f"{cost.gflop:.1f}", f"{cost.mem_gb:.1f}", f"{cost.net_gb:.1f}",
+            *(f"{seconds[r] * 1e3:.2f}" for r in (Resource.COMPUTE, Resource.MEMORY, Resource.NETWORK)),
+            "-" if power is None else f"{power * 1e3:.2f}", cost.bound(device, gpus).value,
+        )  # fmt: skip
+    console = Console()
+    console.print(table)
+    ratio = costmodel.t_ratio(arguments.tokens, spec.num_parameters, device, gpus)
+    kind = costmodel.classify(arguments.tokens, spec.num_parameters, device, gpus).value
+    best = costmodel.optimal_throughput(device.gflops * 1e9, spec.num_parameters)
+    console.print(f"T_R {ratio:.2f}: bound by {kind} (Equation 4)", highlight=False)
+    console.print(f"optimal throughput {best:,.0f} tokens/s/GPU at the printed FLOP/s (Equation 5)", highlight=False)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,40 @@
+"""Flags of `weft search`. Imports nothing heavy: `weft --help` reads this."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import NoReturn
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """For commands that run without the server package: an error is one line and exit status 2."""
+
+    def __init__(self, prog: str, description: str | None) -> None:
+        super().__init__(prog=prog, description=description, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def add_search_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="DIR", type=Path, required=True, help="Hugging Face model directory")
+    parser.add_argument(
+        "--workload", metavar="P:D", default="1024:512", help="mean prompt and output tokens [1024:512]"
+    )
+    parser.add_argument("--lengths", metavar="FILE", type=Path, help="JSON list of [input, output] pairs, instead")
+    parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="the plan file to write")
+    parser.add_argument("--tokens", metavar="N", type=int, default=2048, help="the dense batch [2048]")
+    parser.add_argument("--max-num-seqs", metavar="N", type=int, default=1024, help="requests running at once [1024]")
+    parser.add_argument(
+        "--profile", metavar="FILE", type=Path, help="a recorded profile [this GPU's, else a shipped one]"
+    )
+    parser.add_argument("--predict-only", action="store_true", help="measure nothing, even where there is a GPU")
+    parser.add_argument(
+        "--budget-seconds", metavar="S", type=float, default=600, help="time for the whole search [600]"
+    )
+    parser.add_argument(
+        "--stages", metavar="FILE", type=Path,
+        help="keep what the solver found here; where the file exists, go on from it (no solver needed)",
+    )  # fmt: skip
+    parser.add_argument("--svg", metavar="FILE", type=Path, help="draw the pipeline here")

@@ -1,0 +1,203 @@
+"""`Profile`: measured times and watts of every operation alone and of pairs, on one GPU for one model. A JSON file.
+
+A point's `work` is what its time grows with: tokens of a product or a collective, KV tokens of decode attention,
+query-key pairs of prefill attention. Between points, `Curves` interpolates the time of a unit of work; for products the
+unit is a wave of tiles over the SMs, so that the steps of wave quantisation stay where they are.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from weft.autosearch.bench_protocol import Load
+from weft.engine.errors import ConfigError
+from weft.engine.plan import Target
+from weft.engine.spec import Operation, Resource
+from weft.kernels.gemm_config import SPECIAL, GemmConfig
+
+VERSION = 1
+SHIPPED = Path(__file__).with_name("profiles")
+
+
+class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One operation alone on `sms` SMs, sustained."""
+
+    operation: str
+    work: float
+    sms: int
+    ms: float
+    watts: float
+    mhz: float
+    config: GemmConfig | None = None
+
+
+class PairPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A compute operation beside one of another resource, both busy all the time."""
+
+    compute: str
+    guest: str
+    compute_work: float
+    guest_work: float
+    compute_sms: int
+    guest_sms: int
+    compute_ms: float
+    guest_ms: float
+    watts: float
+
+
+class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything that was measured. Reused wherever `target` is the same."""
+
+    target: Target
+    load: Load
+    features: dict[str, int]
+    """operation -> rows of its weight; 0 where it has none"""
+    points: tuple[Point, ...]
+    pairs: tuple[PairPoint, ...] = ()
+    configs: dict[str, GemmConfig] = {}
+    """operation -> kernel configuration of its nano-operations; the serial plan leaves the choice to the kernel"""
+    version: int = VERSION
+    format: Literal["weft-profile"] = "weft-profile"
+    made: str = ""
+    """date, versions, seconds: for the reader"""
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".new")
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+        temporary.replace(path)
+
+
+def load_profile(path: Path) -> Profile:
+    """Read a profile. Raises `ConfigError`, one line."""
+    try:
+        raw: Any = msgspec.json.decode(path.read_bytes())
+        if not isinstance(raw, dict) or raw.get("format") != "weft-profile":
+            raise ConfigError(f"{path} is not a profile (weft search records them)")
+        if raw.get("version") != VERSION:
+            raise ConfigError(f"{path} is a profile of version {raw.get('version')}, this weft reads {VERSION}")
+        profile = msgspec.convert(raw, Profile)
+    except OSError as error:
+        raise ConfigError(f"cannot read the profile {path}: {error.strerror}") from None
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path} is not a valid profile: {error}") from None
+    except msgspec.DecodeError:
+        raise ConfigError(f"{path} is not a profile: it is not JSON") from None
+    missing = sorted(set(profile.features) - {p.operation for p in profile.points})
+    if missing:
+        raise ConfigError(f"the profile {path} has no point of {', '.join(missing)}: record it again")
+    if any(p.ms <= 0 or p.work <= 0 or p.sms < 1 for p in profile.points):
+        raise ConfigError(f"the profile {path} has a time, a work or an SM count that is not positive")
+    return profile
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft" / "profiles"
+
+
+def cache_path(target: Target) -> Path:
+    """Where a profile of this GPU, model and kernels is kept."""
+    parts = (target.gpu, target.model, target.dtype, target.kernels)
+    return cache_folder() / (re.sub(r"[^A-Za-z0-9.]+", "-", "-".join(parts)).strip("-").lower() + ".json")
+
+
+def recorded_profiles() -> Iterator[tuple[Path, Profile]]:
+    """Every readable profile of the cache, then the shipped ones."""
+    for folder in (cache_folder(), SHIPPED):
+        for path in sorted(folder.glob("*.json")):
+            try:
+                yield path, load_profile(path)
+            except ConfigError:
+                continue  # of another version
+
+
+def work_of(operation: Operation, load: Load) -> float:
+    """The work of one operation on a nano-batch of this load."""
+    if operation.inner or operation.resource is Resource.NETWORK:
+        return float(load.tokens)
+    if operation.resource is Resource.MEMORY:
+        return float(load.kv_tokens)
+    return load.prefill_tokens * max(1, load.prompt) / 2
+
+
+class Curves:
+    """Time and energy of an operation at any work and SM count, from a profile's points."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.num_sms = profile.target.sms
+        self._features = profile.features
+        self._tile = {name: profile.configs.get(name, SPECIAL) for name in profile.features}
+        levels: dict[tuple[str, bool], dict[int, list[Point]]] = {}
+        for point in profile.points:
+            for serial in (True, False):
+                levels.setdefault((point.operation, serial), {}).setdefault(point.sms, []).append(point)
+        self._levels: dict[tuple[str, bool], list[tuple[int, np.ndarray, np.ndarray, np.ndarray]]] = {}
+        for (name, serial), by_sms in levels.items():
+            config = None if serial else profile.configs.get(name)
+            self._levels[name, serial] = [
+                (sms, *self._level(name, _chosen(points, config))) for sms, points in sorted(by_sms.items())
+            ]
+
+    def ms(self, operation: str, work: float, sms: int, *, serial: bool = False) -> float:
+        """Milliseconds alone on `sms` SMs. serial: with the configuration that the kernel itself chooses."""
+        if work <= 0:
+            return 0.0
+        return self._units(operation, work, sms) / self._interpolated(operation, work, sms, serial, 0)
+
+    def joules(self, operation: str, work: float, sms: int, *, serial: bool = False) -> float:
+        if work <= 0:
+            return 0.0
+        watts = self._interpolated(operation, work, sms, serial, 1)
+        return watts * self.ms(operation, work, sms, serial=serial) / 1e3
+
+    def _units(self, operation: str, work: float, sms: int) -> float:
+        features = self._features[operation]
+        if not features:
+            return work
+        tile = self._tile[operation]
+        tiles = -(-int(work) // tile.tokens) * -(-features // tile.features)
+        return float(-(-tiles // sms))
+
+    def _level(self, operation: str, points: list[Point]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        points = sorted(points, key=lambda p: p.work)
+        speed = [self._units(operation, p.work, p.sms) / p.ms for p in points]
+        return np.array([p.work for p in points]), np.array(speed), np.array([p.watts for p in points])
+
+    def _interpolated(self, operation: str, work: float, sms: int, serial: bool, what: int) -> float:
+        """Units of work per millisecond (0) or watts (1): linear in 1/speed over the work, in the speed over SMs."""
+        levels = self._levels[operation, serial]
+
+        def at(level: tuple[int, np.ndarray, np.ndarray, np.ndarray]) -> float:
+            _, works, speed, watts = level
+            if what:
+                return float(np.interp(work, works, watts))
+            return float(1 / np.interp(work, works, 1 / speed))
+
+        counts = [level[0] for level in levels]
+        if sms <= counts[0]:
+            # attention slows down with its SMs; a product's unit already counts them
+            shrink = 1.0 if what or self._features[operation] else sms / counts[0]
+            return at(levels[0]) * shrink
+        if sms >= counts[-1]:
+            return at(levels[-1])
+        i = int(np.searchsorted(counts, sms))
+        low, high = levels[i - 1], levels[i]
+        share = (sms - low[0]) / (high[0] - low[0])
+        return at(low) * (1 - share) + at(high) * share
+
+
+def _chosen(points: list[Point], config: GemmConfig | None) -> list[Point]:
+    """One point a work: that of `config` where it was measured, else the fastest."""
+    best: dict[float, Point] = {}
+    for point in points:
+        before = best.get(point.work)
+        if before is None or (point.config == config, -point.ms) > (before.config == config, -before.ms):
+            best[point.work] = point
+    return list(best.values())

@@ -1,0 +1,281 @@
+"""Fills a `Profile` through a `Bench`: `python -m weft.autosearch.profiler --model DIR --out FILE`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from weft.autosearch.bench_protocol import Bench, Load
+from weft.autosearch.options import OneLineParser
+from weft.autosearch.profile import PairPoint, Point, Profile, cache_path, work_of
+from weft.autosearch.structure import LANES
+from weft.autosearch.workload import workload_load
+from weft.engine.errors import ConfigError, WeftError
+from weft.engine.plan import TOKEN_STEP, NanoOperation, Target
+from weft.engine.spec import ModelSpec, Operation, Resource, read_spec
+from weft.kernels.gemm_config import SPECIAL, GemmConfig
+
+if TYPE_CHECKING:
+    from weft.autosearch.gpu_bench import GpuBench
+
+CONFIGS = (
+    SPECIAL,
+    SPECIAL._replace(group=16),
+    GemmConfig(128, 256, 64, 3, 8, 8),
+    GemmConfig(128, 256, 64, 3, 8, 16),
+)
+"""for nano-operations of products; all of one tile width, because a product reads partial sums that the one before
+wrote per tile and two ranges must have equally many"""
+
+
+class Grid(NamedTuple):
+    """Where operations are measured."""
+
+    tokens: tuple[int, ...]
+    """of products, on all SMs; the last one is the dense batch"""
+    few_tokens: tuple[int, ...]
+    """of products on fewer SMs"""
+    guest_sms: tuple[int, ...]
+    """SMs of attention and collectives beside a product, which has the others"""
+    shares: tuple[float, ...]
+    """of the dense batch's attention"""
+
+    @classmethod
+    def coarse(cls, load: Load, num_sms: int) -> Grid:
+        """About 110 points: 90 seconds at half a second each."""
+        tokens = _steps(load.tokens, (0.125, 0.25, 0.5, 0.75, 1))
+        return cls(tokens, _steps(load.tokens, (0.25, 0.5, 1)), _multiples(num_sms, (16, 32, 48, 64)), (0.25, 0.5, 1.0))
+
+    @classmethod
+    def full(cls, load: Load, num_sms: int) -> Grid:
+        """Every multiple of 128 tokens and of 8 SMs, as in the paper: about 840 points for a batch of 2048."""
+        tokens = (*range(TOKEN_STEP, load.tokens, TOKEN_STEP), load.tokens)
+        eighths = tuple(k / 8 for k in range(1, 9))
+        return cls(tokens, tokens, tuple(range(8, num_sms // 2 + 1, 8)), eighths)
+
+
+def _steps(tokens: int, shares: Sequence[float]) -> tuple[int, ...]:
+    parts = (round(tokens * s) // TOKEN_STEP * TOKEN_STEP for s in shares if s < 1)
+    return tuple(sorted({max(p, min(TOKEN_STEP, tokens)) for p in parts} | {tokens}))
+
+
+def _multiples(num_sms: int, of_132: Sequence[int]) -> tuple[int, ...]:
+    """These counts, in proportion on a GPU of another size, in steps of 8 where it has as many."""
+    step = 8 if num_sms >= 32 else 1
+    return tuple(sorted({max(step, round(s * num_sms / 132 / step) * step) for s in of_132}))
+
+
+class Profiler:
+    """Measures one model on one bench. The most important points come first; `budget_s` cuts off the rest."""
+
+    def __init__(
+        self, bench: Bench, spec: ModelSpec, load: Load, grid: Grid, progress: Callable[[str, int, int], None]
+    ) -> None:
+        self._bench, self._load, self._grid, self._progress = bench, load, grid, progress
+        self._operations = {o.name: o for o in spec.layer_operations()}
+        self._points: list[Point] = []
+        self._pairs: list[PairPoint] = []
+        self._configs: dict[str, GemmConfig] = {}
+
+    def run(self, target: Target, budget_s: float, made: str = "") -> Profile:
+        """Raises `ConfigError` when the budget does not even allow one point of every operation."""
+        end = time.monotonic() + budget_s
+        tasks = [*self._alone_on_all(), *self._choices(), *self._alone_on_few(), *self._beside()]
+        for done, (text, task) in enumerate(tasks):
+            if time.monotonic() > end:
+                break
+            self._progress(text, done, len(tasks))
+            task()
+        self._progress("done", len(tasks), len(tasks))
+        if missing := set(self._operations) - {p.operation for p in self._points}:
+            raise ConfigError(f"{budget_s:g} seconds are too few: {', '.join(sorted(missing))} was not measured")
+        features = {name: o.out for name, o in self._operations.items()}
+        return Profile(target, self._load, features, tuple(self._points), tuple(self._pairs), self._configs, made=made)
+
+    # -- tasks, by importance
+
+    def _alone_on_all(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        for last in (True, False):  # the dense batch of every operation first
+            for op in self._operations.values():
+                for amount in self._amounts(op, self._grid.tokens):
+                    if last == (amount == self._amounts(op, self._grid.tokens)[-1]):
+                        yield f"{op.name} alone", self._task(op, amount, self._bench.num_sms, None)
+
+    def _choices(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        guests = self._grid.guest_sms
+        some = self._bench.num_sms - guests[len(guests) // 2 - 1]
+        for op in self._operations.values():
+            if op.inner:
+                yield f"{op.name} configurations", lambda op=op: self._choose(op, some)  # type: ignore[misc]
+
+    def _alone_on_few(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        for op in self._operations.values():
+            is_product, amounts = bool(op.inner), self._amounts(op, self._grid.few_tokens)
+            if is_product:
+                for amount in amounts:
+                    yield f"{op.name} alone", self._task(op, amount, self._bench.num_sms, op.name)
+            for guest in self._grid.guest_sms:
+                sms = self._bench.num_sms - guest if op.resource is Resource.COMPUTE else guest
+                for amount in amounts:
+                    yield f"{op.name} on {sms} SMs", self._task(op, amount, sms, op.name)
+
+    def _beside(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        present = [o for o in self._operations.values() if work_of(o, self._load)]
+        computes = [o for o in present if o.resource is Resource.COMPUTE]
+        guests = [o for o in present if o.resource is not Resource.COMPUTE]
+        for guest in guests:
+            for sms in self._grid.guest_sms:
+                for op in computes:
+                    yield f"{op.name} beside {guest.name} on {sms}", self._pair_task(op, guest, sms)
+
+    def _amounts(self, op: Operation, tokens: tuple[int, ...]) -> tuple[Load, ...]:
+        """Loads that hold more and more of this operation's work and, for attention, of nothing else."""
+        load = self._load
+        if op.inner or op.resource is Resource.NETWORK:
+            return tuple(load._replace(tokens=t) for t in tokens)
+        if op.resource is Resource.MEMORY:
+            counts = sorted({max(1, round(load.decodes * s)) for s in self._grid.shares})
+            return tuple(load._replace(tokens=n, decodes=n) for n in counts)
+        counts = sorted({max(1, round(load.prefill_tokens * s)) for s in self._grid.shares})
+        return tuple(load._replace(tokens=n, decodes=0) for n in counts)
+
+    def _task(self, op: Operation, amount: Load, sms: int, config_of: str | None) -> Callable[[], None]:
+        def task() -> None:
+            self._alone(op, amount, sms, self._configs.get(config_of) if config_of else None)
+
+        return task
+
+    def _alone(self, op: Operation, amount: Load, sms: int, config: GemmConfig | None) -> Point:
+        work = work_of(op, amount)
+        for point in self._points:
+            if (point.operation, point.work, point.sms, point.config) == (op.name, work, sms, config):
+                return point
+        nano, load = self._nano(op, amount, sms, config)
+        timing = self._bench.alone(nano, load)
+        self._points.append(Point(op.name, work, sms, timing.ms, timing.watts, timing.mhz, config))
+        return self._points[-1]
+
+    def _nano(
+        self, op: Operation, amount: Load, sms: int, config: GemmConfig | None
+    ) -> tuple[NanoOperation, Load]:  # fmt: skip
+        """A product runs on the first tokens of the dense batch, attention on the whole of a batch of its own."""
+        nano = NanoOperation(op.name, 0, amount.tokens, sms, LANES[op.resource], config=config)
+        return nano, self._load if op.inner or op.resource is Resource.NETWORK else amount
+
+    def _choose(self, op: Operation, sms: int) -> None:
+        """The configuration of this product's nano-operations: the fastest on half of the tokens and most SMs."""
+        tokens = self._grid.tokens[len(self._grid.tokens) // 2]
+        timed: list[tuple[float, GemmConfig]] = []
+        for config in CONFIGS:
+            try:
+                timed.append((self._alone(op, self._load._replace(tokens=tokens), sms, config).ms, config))
+            except (WeftError, ValueError):  # not for this GPU or these shapes
+                continue
+        if timed:
+            self._configs[op.name] = min(timed, key=lambda t: t[0])[1]
+
+    def _pair_task(self, op: Operation, guest: Operation, sms: int) -> Callable[[], None]:
+        """Both on the dense batch; a product on half of its tokens, attention on all of its work."""
+
+        def task() -> None:
+            own, load = self._bench.num_sms - sms, self._load
+            amounts, others = self._amounts(op, self._grid.few_tokens), self._amounts(guest, self._grid.few_tokens)
+            amount, other = amounts[len(amounts) // 2 if op.inner else -1], others[-1]
+            config = self._configs.get(op.name)
+            self._alone(op, amount, own, config)  # the pair is judged against these
+            self._alone(guest, other, sms, None)
+            tokens = amount.tokens if op.inner else load.tokens
+            a = NanoOperation(op.name, 0, tokens, own, "compute", config=config)
+            b = NanoOperation(guest.name, 0, load.tokens, sms, LANES[guest.resource])
+            first, second = self._bench.pair(a, b, load)
+            works = work_of(op, amount), work_of(guest, other)
+            self._pairs.append(PairPoint(op.name, guest.name, *works, own, sms, first.ms, second.ms, first.watts))
+
+        return task
+
+
+def record(
+    bench: Bench, spec: ModelSpec, load: Load, target: Target, budget_s: float, *, full: bool = False, made: str = ""
+) -> Profile:
+    """A profile with a progress bar on stderr."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("profile"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=None)
+        grid = (Grid.full if full else Grid.coarse)(load, bench.num_sms)
+        profiler = Profiler(
+            bench, spec, load, grid, lambda text, done, of: bar.update(task, description=text, completed=done, total=of)
+        )
+        return profiler.run(target, budget_s, made)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Record a profile on this machine's GPU."""
+    parser = OneLineParser(prog="weft.autosearch.profiler", description=main.__doc__)
+    parser.add_argument("--model", metavar="DIR", type=Path, required=True, help="Hugging Face model directory")
+    parser.add_argument(
+        "--workload", metavar="P:D", default="1024:512", help="mean prompt and output tokens [1024:512]"
+    )
+    parser.add_argument("--tokens", metavar="N", type=int, default=2048, help="the dense batch [2048]")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="where to write it [the cache]")
+    parser.add_argument("--budget-seconds", metavar="S", type=float, default=150, help="time for measuring [150]")
+    parser.add_argument("--full", action="store_true", help="every 128 tokens and 8 SMs: needs --budget-seconds 900")
+    arguments = parser.parse_args(argv)
+    try:
+        spec = read_spec(arguments.model)
+        load = workload_load(arguments.workload, arguments.tokens)
+        bench, target = open_gpu(spec, load)
+        with closing(bench):
+            profile = record(bench, spec, load, target, arguments.budget_seconds, full=arguments.full, made=today())
+        out = arguments.out or cache_path(target)
+        profile.save(out)
+    except WeftError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    print(f"{out}: {len(profile.points)} points, {len(profile.pairs)} pairs on {target.gpu}")
+    return 0
+
+
+def open_gpu(spec: ModelSpec, load: Load, seconds: float = 0.5) -> tuple[GpuBench, Target]:
+    """This machine's GPU as a bench. Raises `ConfigError` without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError("there is no GPU to measure on: give a recorded profile with --profile FILE")
+    from weft.autosearch.gpu_bench import GpuBench
+    from weft.engine.pipelines import target_of
+
+    context = max(load.prompt, 2 * load.context)
+    tokens = -(-load.tokens // TOKEN_STEP) * TOKEN_STEP
+    bench = GpuBench(spec, max_tokens=tokens, max_context=context, seconds=seconds)
+    return bench, target_of(spec, torch.device("cuda", torch.cuda.current_device()), torch.bfloat16)
+
+
+def today() -> str:
+    """Date and versions, for the reader of a file."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    names = []
+    for name in ("torch", "triton"):
+        try:
+            names.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join([datetime.now(UTC).strftime("%Y-%m-%d"), *names])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,202 @@
+"""Measured refinement: hill climbing on a bench over shares, sizes, order and configurations; the serial plan competes.
+
+Every measurement is sustained, so a pipeline that wins a burst and loses at the power limit loses here.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from weft.autosearch.bench_protocol import Bench, Load, Timing
+from weft.engine.errors import ConfigError
+from weft.engine.plan import TOKEN_STEP, Edge, Period, serial_period
+from weft.engine.spec import ModelSpec, Resource
+from weft.kernels.gemm_config import GemmConfig
+
+MIN_GAIN = 0.002
+"""medians closer than this are equal"""
+SCREEN = 1.01
+"""a first measurement this much slower needs no second one"""
+REPEATS = 3
+SM_STEP = 8
+Clock = Callable[[], float]
+Move = tuple[str, Period]
+
+
+class Refined(NamedTuple):
+    """What the bench says."""
+
+    period: Period
+    timing: Timing
+    """medians"""
+    tried: int
+    accepted: tuple[str, ...]
+    """the changes that made it faster, in order"""
+
+
+class Refiner:
+    """Climbs from a period. `configs`: kernel configurations to try for products."""
+
+    def __init__(
+        self, bench: Bench, spec: ModelSpec, load: Load, configs: Sequence[GemmConfig] = (),
+        progress: Callable[[str], None] = lambda _: None, clock: Clock = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._bench, self._spec, self._load, self._configs = bench, spec, load, configs
+        self._progress, self._clock = progress, clock
+        self._resource = {o.name: o.resource for o in spec.layer_operations()}
+        self._tried: dict[bytes, float] = {}
+
+    def run(self, candidates: Sequence[Period], budget_s: float) -> Refined | None:
+        """The fastest period found from the best of `candidates`; None when none of them can run."""
+        end = self._clock() + budget_s
+        first = [(t.ms, i) for i, p in enumerate(candidates) if (t := self._measure(p)) is not None]
+        if not first:
+            return None
+        current = candidates[min(first)[1]]
+        accepted: list[str] = []
+        rng = random.Random(0)
+        improved = True
+        while improved and self._clock() < end:
+            improved = False
+            moves = list(self.moves(current))
+            rng.shuffle(moves)
+            for text, period in moves:
+                if self._clock() >= end:
+                    break
+                if self._better(period, current):
+                    current, improved = period, True
+                    accepted.append(text)
+                    self._progress(text)
+                    break
+        return Refined(current, self.median([current])[0], len(self._tried), tuple(accepted))
+
+    def median(self, periods: Sequence[Period]) -> list[Timing]:
+        """Medians of `REPEATS` measurements of each, taken in turn so that drifting clocks meet all of them."""
+        rounds = [[self._bench.period(p, self._load) for p in periods] for _ in range(REPEATS)]
+        return [Timing(*(statistics.median(v) for v in zip(*each, strict=True))) for each in zip(*rounds, strict=True)]
+
+    def _measure(self, period: Period) -> Timing | None:
+        """None: this GPU cannot run it."""
+        try:
+            period.check(self._spec, self._bench.num_sms)
+            timing = self._bench.period(period, self._load)
+        except ConfigError:
+            self._tried[period_key(period)] = float("inf")
+            return None
+        self._tried[period_key(period)] = timing.ms
+        return timing
+
+    def _better(self, period: Period, current: Period) -> bool:
+        if period_key(period) in self._tried:
+            return False
+        timing = self._measure(period)
+        if timing is None or timing.ms > self._tried[period_key(current)] * SCREEN:
+            return False
+        new, old = self.median([period, current])
+        self._tried[period_key(period)], self._tried[period_key(current)] = new.ms, old.ms
+        return new.ms < old.ms * (1 - MIN_GAIN)
+
+    # -- moves
+
+    def moves(self, period: Period) -> Iterator[Move]:
+        """Every neighbour; many are not possible, which `Period.check` finds out."""
+        yield from self._shares(period)
+        yield from _sizes(period)
+        yield from _orders(period)
+        for edge in period.waits:
+            waits = tuple(e for e in period.waits if e != edge)
+            yield "one wait less", msgspec.structs.replace(period, waits=waits)
+        yield from self._other_configs(period)
+        for other in ("compute", "memory"):
+            if any(o.operation == "prefill" and o.lane != other for o in period.operations):
+                yield f"prefill on the {other} lane", _changed(period, "prefill", lane=other)
+
+    def _shares(self, period: Period) -> Iterator[Move]:
+        total = self._bench.num_sms
+        for step in (-SM_STEP, SM_STEP):
+            operations = tuple(
+                op if op.sms == total else msgspec.structs.replace(
+                    op, sms=op.sms - step if self._resource[op.operation] is Resource.COMPUTE else op.sms + step
+                )
+                for op in period.operations
+            )  # fmt: skip
+            yield f"guests {step:+d} SMs", msgspec.structs.replace(period, operations=operations)
+            for i, op in enumerate(period.operations):
+                yield f"{op.label} {step:+d} SMs", _changed_one(period, i, sms=op.sms + step)
+        for i, op in enumerate(period.operations):
+            if op.sms != total:
+                yield f"{op.label} on all SMs", _changed_one(period, i, sms=total)
+
+    def _other_configs(self, period: Period) -> Iterator[Move]:
+        for name in dict.fromkeys(o.operation for o in period.operations if o.config is not None):
+            for config in self._configs:
+                text = f"{name} with {config.tokens}x{config.features}x{config.depth} group {config.group}"
+                yield text, _changed(period, name, config=config)
+
+
+def period_key(period: Period) -> bytes:
+    """What is measured: tokens, operations and waits."""
+    return msgspec.json.encode((period.tokens, period.operations, period.waits))
+
+
+def _changed(period: Period, operation: str, **change: object) -> Period:
+    operations = (msgspec.structs.replace(o, **change) if o.operation == operation else o for o in period.operations)
+    return msgspec.structs.replace(period, operations=tuple(operations))
+
+
+def _changed_one(period: Period, i: int, **change: object) -> Period:
+    operations = list(period.operations)
+    operations[i] = msgspec.structs.replace(operations[i], **change)
+    return msgspec.structs.replace(period, operations=tuple(operations))
+
+
+def _sizes(period: Period) -> Iterator[Move]:
+    """A place where token ranges meet moves by one step, for every operation that is cut there."""
+    for place in period.begins[1:]:
+        for step in (-TOKEN_STEP, TOKEN_STEP):
+            to = place + step
+
+            if 0 < to < period.tokens and to not in period.begins:
+                operations = (
+                    msgspec.structs.replace(
+                        o, begin=to if o.begin == place else o.begin, end=to if o.end == place else o.end
+                    )
+                    for o in period.operations
+                )  # fmt: skip
+                text = f"cut at {to} instead of {place}"
+                yield text, msgspec.structs.replace(period, operations=tuple(operations))
+
+
+def _orders(period: Period) -> Iterator[Move]:
+    """Neighbours of a lane change places."""
+    last: dict[str, int] = {}
+    for j, op in enumerate(period.operations):
+        if (i := last.get(op.lane)) is not None:
+            operations = list(period.operations)
+            operations[i], operations[j] = operations[j], operations[i]
+            swap = {i: j, j: i}
+            waits = tuple(
+                Edge(swap.get(e.before, e.before), swap.get(e.after, e.after), e.distance) for e in period.waits
+            )
+            yield (
+                f"{op.label} before {period.operations[i].label}",
+                msgspec.structs.replace(period, operations=tuple(operations), waits=waits),
+            )
+        last[op.lane] = j
+
+
+def without_overlap(period: Period, num_sms: int) -> Period:
+    """The same nano-operations one after another on all SMs: what cutting the batch costs by itself (paper §6.4)."""
+    operations = (msgspec.structs.replace(op, lane="compute", sms=num_sms) for op in period.operations)
+    return msgspec.structs.replace(period, operations=tuple(operations), waits=())
+
+
+def serial_for(spec: ModelSpec, load: Load, num_sms: int) -> Period:
+    """The serial plan of an iteration: padded to whole steps, as the engine's buckets are."""
+    return serial_period(spec, -(-load.tokens // TOKEN_STEP) * TOKEN_STEP, num_sms)

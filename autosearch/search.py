@@ -1,0 +1,394 @@
+"""The whole search: profile, interference, two stages, measured refinement, break-even loads; a plan and a report.
+
+Without a GPU it runs on a recorded profile and everything in the report is predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from weft.autosearch import breakeven, gantt
+from weft.autosearch.bench_protocol import Bench, Load, Timing
+from weft.autosearch.interference import Row
+from weft.autosearch.machine import Machine
+from weft.autosearch.options import OneLineParser, add_search_flags
+from weft.autosearch.profile import Profile, cache_path, load_profile, recorded_profiles
+from weft.autosearch.profiler import CONFIGS, Grid, Profiler, open_gpu, today
+from weft.autosearch.refine import Refiner, serial_for, without_overlap
+from weft.autosearch.structure import transformations
+from weft.autosearch.workload import workload_load
+from weft.engine.errors import ConfigError, WeftError
+from weft.engine.plan import Period, Plan, Target, model_key
+from weft.engine.spec import ModelSpec, Resource, read_spec
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+VERSION = 1
+"""of the file of `--stages`"""
+SUSTAINED_S = 2.0
+"""of a pipeline's measurement: by its second half the clock has fallen to what the power limit allows"""
+EFFORT = 1.0
+"""deterministic seconds of one call of the solver"""
+GUEST_SMS = (24, 32, 40, 48, 64)
+"""of 132: SMs that stage I plans for attention with"""
+PER_LEVEL = 4
+"""structures of each that stage II looks at"""
+KEPT = 5
+"""pipelines of one load"""
+REFINED = 3
+"""of these, where the refinement may begin"""
+LOADS = (("typical", 1.0), ("light", 0.5), ("heavy", 1.5))
+"""KV per decode, in proportion to the workload's"""
+Progress = Callable[[str], None]
+
+
+class Choice(NamedTuple):
+    """A pipeline and its predicted period."""
+
+    ms: float
+    period: Period
+
+
+class Stages(NamedTuple):
+    """What the two stages found for one load."""
+
+    serial_ms: float
+    structure_ms: float
+    """the best period of stage I: without interference, every operation on all SMs"""
+    choices: list[Choice]
+    """different pipelines, the shortest first"""
+
+
+class StagesFile(msgspec.Struct, forbid_unknown_fields=True):
+    """Keeps what the solver found, so that a machine with a GPU and no solver can go on from there."""
+
+    target: Target
+    load: Load
+    stages: dict[str, Stages]
+    version: int = VERSION
+
+
+def predict(machine: Machine, load: Load, progress: Progress = lambda _: None) -> Stages:
+    """Stages I and II for one load; a second or so per structure, the same every time.
+
+    Raises `ConfigError` when OR-tools is not installed.
+    """
+    try:
+        from weft.autosearch import stage_one, stage_two
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "ortools":
+            raise
+        raise ConfigError("the search needs OR-tools: pip install 'weft-serve[search]'") from None
+    total = machine.num_sms
+    step = stage_two.guest_levels(total)[0]
+    levels = {max(step, round(n * total / 132 / step) * step) for n in GUEST_SMS}
+    found: dict[bytes, stage_one.Solved] = {}
+    bound = float("inf")
+    for guest_sms in (total, *sorted(n for n in levels if n < total)):
+        progress(f"stage I with {guest_sms} SMs for attention")
+        solved = stage_one.search(machine, load, guest_sms, EFFORT)
+        if guest_sms == total and solved:
+            bound = solved[0].ms
+        for each in solved[:PER_LEVEL]:
+            found.setdefault(msgspec.json.encode(each.period), each)
+    choices = []
+    for i, each in enumerate(found.values()):
+        progress(f"stage II, structure {i + 1} of {len(found)}")
+        choices.append(Choice(*stage_two.assign(machine, each.period, load, EFFORT)))
+    return Stages(machine.serial_ms(load), bound, sorted(choices, key=lambda c: c.ms)[:KEPT])
+
+
+class Line(NamedTuple):
+    """A row of the report: one load, one stage."""
+
+    load: str
+    stage: str
+    predicted_ms: float | None
+    measured: Timing | None
+
+
+class Result(NamedTuple):
+    plan: Plan
+    lines: list[Line]
+    exchange: dict[Resource, list[Row]]
+    """R -> P by what a kernel is short of, R exactly its SMs"""
+    table_3: dict[Resource, list[tuple[float, float]]]
+    """R -> P as the paper has it, R what the product beside it loses"""
+    accepted: tuple[str, ...]
+    seconds: float
+    measured: bool
+
+
+class Search:
+    """One search. `bench` None: on the profile alone."""
+
+    def __init__(
+        self, spec: ModelSpec, load: Load, profile: Profile, bench: Bench | None, budget_s: float,
+        progress: Progress = lambda _: None, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._spec, self._load, self._profile, self._bench = spec, load, profile, bench
+        self._machine = Machine(profile, spec)
+        self._budget_s, self._progress, self._clock = budget_s, progress, clock
+        self._started = clock()
+        self._lines: list[Line] = []
+        self._accepted: tuple[str, ...] = ()
+        self.stages: dict[str, Stages] = {}
+        """of each load; what is there already is not searched again"""
+
+    def run(self, workload: str) -> Result:
+        """Raises `ConfigError` when OR-tools is needed and not installed."""
+        periods: list[Period] = []
+        for name, factor in LOADS:
+            load = breakeven.scaled(self._load, factor)
+            if name not in self.stages:
+                self.stages[name] = predict(self._machine, load, self._about(name))
+            if (best := self._best(name, load, self.stages[name])) is not None and best not in periods:
+                periods.append(best)
+        bench = self._bench or self._machine
+        placed = breakeven.place(bench, self._spec, periods, self._load, self._about("break-even"))
+        final = tuple(self._described(p.period, p.load) for p in placed)
+        seconds = self._clock() - self._started
+        made = f"{today()}, {'measured' if self._bench else 'predicted from a recorded profile'}, {seconds:.0f} s"
+        plan = Plan(self._profile.target, workload, final, made=made)
+        found = self._machine.interference
+        exchange = {r: rows for r in Resource if (rows := found.table(r))}
+        table_3: dict[Resource, list[tuple[float, float]]] = {}
+        table_3 |= {r: found.exchange(r) for r in exchange if r is not Resource.COMPUTE}
+        return Result(plan, self._lines, exchange, table_3, self._accepted, seconds, self._bench is not None)
+
+    def _best(self, name: str, load: Load, stages: Stages) -> Period | None:
+        """The pipeline for this load, refined where there is a bench; None when the serial plan is faster."""
+        serial = serial_for(self._spec, load, self._machine.num_sms)
+        self._lines.append(Line(name, "stage I, no interference", stages.structure_ms, None))
+        if not stages.choices:
+            return None
+        chosen = stages.choices[0]
+        if self._bench is None:
+            apart = self._machine.period(without_overlap(chosen.period, self._machine.num_sms), load).ms
+            self._lines.append(Line(name, "serial", stages.serial_ms, None))
+            self._lines.append(Line(name, "nano-batches in turn", apart, None))
+            self._lines.append(Line(name, "stage II", chosen.ms, None))
+            return chosen.period if chosen.ms < stages.serial_ms else None
+        refiner = Refiner(self._bench, self._spec, load, CONFIGS, self._about(name), self._clock)
+        candidates = [c.period for c in stages.choices[:REFINED]]
+        refined = refiner.run(candidates, self._share(name))
+        if refined is None:
+            return None
+        in_turn = without_overlap(refined.period, self._machine.num_sms)
+        first, last, plain, cut = refiner.median([chosen.period, refined.period, serial, in_turn])
+        predicted = self._machine.period(refined.period, load).ms
+        self._lines.append(Line(name, "serial", stages.serial_ms, plain))
+        self._lines.append(Line(name, "nano-batches in turn", self._machine.period(in_turn, load).ms, cut))
+        self._lines.append(Line(name, "stage II", chosen.ms, first))
+        self._lines.append(Line(name, f"refined, {refined.tried} tried", predicted, last))
+        self._accepted += tuple(f"{name}: {text}" for text in refined.accepted)
+        return refined.period if last.ms < plain.ms else None
+
+    def _about(self, name: str) -> Progress:
+        return lambda text: self._progress(f"{name}: {text}")
+
+    def _share(self, name: str) -> float:
+        """Seconds for the refinement of this load: half of what is left for the workload's own, then less."""
+        left = self._budget_s - (self._clock() - self._started)
+        return max(0.0, left * (0.5 if name == LOADS[0][0] else 0.25))
+
+    def _described(self, period: Period, load: Load) -> Period:
+        """With its figures at `load`."""
+        serial = serial_for(self._spec, load, self._machine.num_sms)
+        timeline, durations = self._machine.timeline(period, load)
+        figures = {
+            "kv_tokens": float(load.kv_tokens),
+            "predicted_ms": timeline.ms,
+            "serial_predicted_ms": self._machine.period(serial, load).ms,
+            "predicted_joules": self._machine.period(period, load).joules,
+            "serial_predicted_joules": self._machine.period(serial, load).joules,
+        }
+        if self._bench is not None:
+            own, plain = self._bench.period(period, load), self._bench.period(serial, load)
+            figures |= {
+                "measured_ms": own.ms, "measured_watts": own.watts, "measured_mhz": own.mhz,
+                "measured_joules": own.joules, "serial_measured_ms": plain.ms, "serial_measured_watts": plain.watts,
+                "serial_measured_mhz": plain.mhz, "serial_measured_joules": plain.joules,
+            }  # fmt: skip
+        kind = "measured" if self._bench is not None else "predicted"
+        figures["gain"] = figures[f"serial_{kind}_ms"] / figures[f"{kind}_ms"]
+        for i, (start, ms) in enumerate(zip(timeline.starts, durations, strict=True)):
+            figures |= {f"start.{i}": start, f"ms.{i}": ms}
+        for op, work in zip(serial.operations, self._machine.works(serial, load), strict=True):
+            figures[f"serial.{op.operation}"] = self._machine.curves.ms(
+                op.operation, work, self._machine.num_sms, serial=True
+            )
+        return msgspec.structs.replace(period, figures={k: round(v, 6) for k, v in figures.items()})
+
+
+def find_profile(
+    spec: ModelSpec, load: Load, given: Path | None, target: Target | None
+) -> Profile | None:  # fmt: skip
+    """The profile to search on. given: `--profile`. target: this machine's GPU; None without one.
+
+    Raises `ConfigError` when the given one is of another model or GPU, or there is none and nothing to measure on.
+    """
+    key = model_key(spec)
+    if given is not None:
+        profile = load_profile(given)
+        if profile.target.model != key:
+            raise ConfigError(f"the profile {given} is of another model ({profile.target.model}), not {key}")
+        if target is not None and profile.target != target:
+            raise ConfigError(f"the profile {given} is not of this GPU and these kernels: leave out --profile")
+        return profile
+    for _, profile in recorded_profiles():
+        fits = profile.target.model == key if target is None else profile.target == target
+        if fits and profile.load.tokens >= load.tokens:
+            return profile
+    if target is not None:
+        return None
+    raise ConfigError("there is no GPU here and no recorded profile of this model: give one with --profile FILE")
+
+
+def search(arguments: argparse.Namespace, progress: Progress = lambda _: None) -> Result:
+    """`weft search`: everything up to the plan. Raises `ConfigError` and `ModelError`."""
+    spec = read_spec(arguments.model)
+    load = workload_load(arguments.workload, arguments.tokens, arguments.max_num_seqs, arguments.lengths)
+    gpu, target = None, None
+    if not arguments.predict_only and has_gpu():
+        gpu, target = open_gpu(spec, breakeven.scaled(load, max(breakeven.KV_FACTORS)))
+    with closing(gpu) if gpu is not None else nullcontext():
+        return _search(arguments, spec, load, gpu, target, progress)
+
+
+def _search(
+    arguments: argparse.Namespace, spec: ModelSpec, load: Load, bench: Bench | None, target: Target | None,
+    progress: Progress,
+) -> Result:  # fmt: skip
+    profile = find_profile(spec, load, arguments.profile, target)
+    started = time.monotonic()
+    if profile is None:
+        assert bench is not None
+        assert target is not None
+        grid = Grid.coarse(load, bench.num_sms)
+        profiler = Profiler(bench, spec, load, grid, lambda text, i, n: progress(f"profile: {text}, {i} of {n}"))
+        profile = profiler.run(target, min(150.0, arguments.budget_seconds / 3), today())
+        profile.save(cache_path(target))
+    if bench is not None:
+        bench.seconds = SUSTAINED_S
+    left = arguments.budget_seconds - (time.monotonic() - started)
+    workload = f"lengths of {arguments.lengths.name}" if arguments.lengths else arguments.workload
+    results = []
+    for variant in transformations(spec):
+        if {o.name for o in variant.layer_operations()} <= set(profile.features):
+            one = Search(variant, load, profile, bench, left, progress)
+            if variant is spec and arguments.stages is not None:
+                one.stages = read_stages(arguments.stages, profile.target, load)
+            results.append(one.run(workload))
+            if variant is spec and arguments.stages is not None:
+                file = StagesFile(profile.target, load, one.stages)
+                arguments.stages.write_bytes(msgspec.json.encode(file))
+    if not results:
+        raise ConfigError(f"the profile lacks operations of this model; it has {', '.join(profile.features)}")
+    return min(results, key=lambda r: min((p.figures["predicted_ms"] for p in r.plan.periods), default=float("inf")))
+
+
+def read_stages(path: Path, target: Target, load: Load) -> dict[str, Stages]:
+    """What an earlier search kept; nothing when there is no such file. Raises `ConfigError`."""
+    if not path.exists():
+        return {}
+    try:
+        file = msgspec.json.decode(path.read_bytes(), type=StagesFile)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"cannot read --stages {path}: {error}") from None
+    if (file.version, file.target, file.load) != (VERSION, target, load):
+        raise ConfigError(f"--stages {path} is of another GPU, model, workload or version: remove it")
+    return file.stages
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The command: progress on stderr, the report on stdout."""
+    from rich.console import Console
+
+    if arguments.budget_seconds <= 0:
+        raise ConfigError(f"--budget-seconds {arguments.budget_seconds:g}: must be more than 0")
+    for option in ("out", "svg", "stages"):  # before minutes of search
+        path = getattr(arguments, option)
+        if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK) and not path.is_dir()):
+            raise ConfigError(f"--{option} {path}: there is no folder {path.parent} to write such a file in")
+    console = Console(stderr=True)
+    with console.status("reading the model") as status:
+        result = search(arguments, lambda text: status.update(text))
+    result.plan.save(arguments.out)
+    if arguments.svg is not None and result.plan.periods:
+        shown = max(result.plan.periods, key=lambda p: p.figures["gain"])
+        arguments.svg.write_text(gantt.svg(shown, f"{result.plan.target.gpu}, {result.plan.workload}"))
+    report(result, Console())
+    for i, period in enumerate(result.plan.periods):
+        gantt.draw(period, Console(), title=f"pipeline {i + 1} of {len(result.plan.periods)}")
+    print(f"{arguments.out}: {gantt.summary(result.plan)}")
+    return 0
+
+
+def report(result: Result, console: Console) -> None:
+    """Predicted against measured for each load and stage, and what sharing SMs costs."""
+    from rich.table import Table
+
+    title = f"one layer, {result.plan.target.gpu}, {result.plan.workload}, {result.seconds:.0f} s of search"
+    table = Table(title=title, title_justify="left")
+    for name in ("load", "stage", "predicted ms", "measured ms", "W", "MHz", "J", "gain"):
+        table.add_column(name, justify="left" if name in ("load", "stage") else "right")
+    serial = {line.load: line for line in result.lines if line.stage == "serial"}
+    for line in result.lines:
+        base = serial.get(line.load)
+        gain = None
+        if base is not None and line.measured is not None and base.measured is not None:
+            gain = base.measured.ms / line.measured.ms
+        elif base is not None and not result.measured and line.predicted_ms and base.predicted_ms:
+            gain = base.predicted_ms / line.predicted_ms
+        own = line.measured
+        table.add_row(
+            line.load, line.stage, _shown(line.predicted_ms), _shown(own and own.ms), _shown(own and own.watts, 0),
+            _shown(own and own.mhz, 0), _shown(own and own.joules), _shown(gain),
+        )  # fmt: skip
+    console.print(table)
+    for resource, rows in result.exchange.items():
+        kept = ", ".join(f"{r.share:.2f} -> {r.performance:.2f} ±{r.spread * r.performance:.2f}" for r in rows)
+        console.print(f"share of the SMs -> share of solo speed, {resource.value}: {kept}", highlight=False)
+    for resource, pairs in result.table_3.items():
+        text = ", ".join(f"{r:.2f} -> {p:.2f}" for r, p in pairs)
+        console.print(f"loss of the product -> share of solo speed, {resource.value}: {text}", highlight=False)
+    if not result.measured:
+        console.print("Nothing here was measured: these are predictions from a recorded profile.")
+    for text in result.accepted:
+        console.print(f"refinement: {text}", highlight=False)
+
+
+def _shown(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command without the rest of weft, for a machine that has only a GPU."""
+    parser = OneLineParser(prog="weft.autosearch.search", description=main.__doc__)
+    add_search_flags(parser)
+    try:
+        return run(parser.parse_args(argv))
+    except WeftError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,219 @@
+"""Stage I (NanoFlow §4.1.2): number, sizes and order of nano-operations, without interference. CP-SAT.
+
+The layer repeats, so this is a modulo schedule: every nano-operation has a place `r` in the period of length T and
+belongs to this layer or, marked `next_layer`, to the one after. T is minimised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ortools.sat.python import cp_model
+
+from weft.autosearch.bench_protocol import Load
+from weft.autosearch.machine import Machine
+from weft.autosearch.profile import work_of
+from weft.autosearch.structure import Structure, attention, can_grow, first_structures
+from weft.engine.plan import TOKEN_STEP, NanoOperation, Period
+from weft.engine.spec import Resource
+
+TICKS = 6000
+"""the serial period in the solver's unit of time"""
+MIN_GAIN = 0.002
+"""a longer structure must be shorter in time by this share"""
+
+
+class Solved(NamedTuple):
+    """A structure with sizes and an order."""
+
+    ms: float
+    period: Period
+    structure: Structure
+    starts: tuple[float, ...]
+    ends: tuple[float, ...]
+    """ms from the start of the period, in its order"""
+
+
+class Tables(NamedTuple):
+    """Durations of one structure's nano-operations by size."""
+
+    smallest: int
+    """steps of a token range that attention is cut into: its share of the decodes must fit"""
+    ms: dict[str, list[float]]
+    """operation -> ms for 0, 1, … steps of TOKEN_STEP tokens"""
+
+
+def tables(machine: Machine, load: Load, structure: Structure, guest_sms: int) -> Tables:
+    """Interference-free durations.
+
+    guest_sms: SMs of memory and network operations. When they are all, so are those of products, as in the paper;
+    else products have the others: how many tokens fill the last wave of tiles depends on it.
+    """
+    steps, rest = load.tokens // TOKEN_STEP, machine.num_sms - guest_sms
+    parts = max((len(cuts) + 1 for name, cuts in structure.cuts if name in attention(machine.spec)), default=1)
+    ms = {}
+    for name, op in machine.operations.items():
+        sms = guest_sms if op.resource is not Resource.COMPUTE or guest_sms == machine.num_sms else rest
+        column = []
+        for step in range(steps + 1):
+            tokens = step * TOKEN_STEP
+            decodes = min(tokens, -(-load.decodes // parts))
+            part = load._replace(tokens=tokens, decodes=decodes)
+            column.append(machine.curves.ms(name, work_of(op, part), sms))
+        ms[name] = column
+    return Tables(max(1, -(-load.decodes // (parts * TOKEN_STEP))), ms)
+
+
+def solve(
+    machine: Machine, load: Load, structure: Structure, guest_sms: int, effort: float
+) -> Solved | None:  # fmt: skip
+    """The shortest period of a structure; None when the solver found none.
+
+    effort: the solver's deterministic time, about seconds.
+    """
+    steps = load.tokens // TOKEN_STEP
+    table = tables(machine, load, structure, guest_sms)
+    tick = machine.serial_ms(load) / TICKS
+    groups = structure.groups
+    base = structure.period(machine.spec)
+    model = cp_model.CpModel()
+    sizes = [model.new_int_var(1, steps, f"u{k}") for k in range(structure.pieces)]
+    model.add(sum(sizes) == steps)
+    bound = 2 * TICKS
+    period = model.new_int_var(1, bound, "T")
+    starts = [model.new_int_var(0, bound, f"r{i}") for i in range(len(groups))]
+    ahead = [model.new_bool_var(f"n{i}") for i in range(len(groups))]  # `next_layer`
+    lengths = []
+    for i, (name, a, b) in enumerate(groups):
+        size = sum(sizes[a:b])
+        if name in attention(machine.spec):
+            model.add(size >= table.smallest)
+        ticks = [max(1, round(ms / tick)) for ms in table.ms[name]]
+        length = model.new_int_var(min(ticks), max(ticks), f"d{i}")
+        model.add_element(size, ticks, length)
+        model.add(starts[i] < period)
+        model.add(length <= period)
+        lengths.append(length)
+
+    def after(j: int, i: int, shift: int, *only: cp_model.LiteralT) -> None:
+        """i starts after j, `shift` periods earlier, has ended."""
+        rule = model.add(starts[i] + shift * period >= starts[j] + lengths[j])
+        if only:
+            rule.only_enforce_if(*only)
+
+    for edge in base.dependencies(machine.spec):
+        j, i = edge.before, edge.after
+        if edge.distance == 0:
+            model.add_implication(ahead[i], ahead[j])
+            after(j, i, 0, ahead[i])
+            after(j, i, 0, ahead[j].negated())
+            after(j, i, 1, ahead[j], ahead[i].negated())
+        else:  # the layer before must be done
+            model.add_implication(ahead[j], ahead[i])
+            after(j, i, 0, ahead[i], ahead[j].negated())
+            after(j, i, 1, ahead[j])
+            after(j, i, 1, ahead[i].negated())
+    lanes: dict[str, list[int]] = {}
+    for i, op in enumerate(base.operations):
+        lanes.setdefault(op.lane, []).append(i)
+    for members in lanes.values():
+        model.add(period >= sum(lengths[i] for i in members))
+        for place, i in enumerate(members):
+            for j in members[place + 1 :]:
+                first = model.new_bool_var(f"{i}<{j}")
+                after(i, j, 0, first)
+                after(j, i, 1, first)
+                after(j, i, 0, first.negated())
+                after(i, j, 1, first.negated())
+    # Where a period begins is a matter of taste: at the product that waits for attention, which is of this layer.
+    anchor = next((i for i, (n, a, _) in enumerate(groups) if a == 0 and _waits_for_guests(machine, n)), None)
+    if anchor is not None:
+        model.add(starts[anchor] == 0)
+        model.add(ahead[anchor] == 0)
+    model.minimize(period)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = 1
+    solver.parameters.max_deterministic_time = effort
+    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return None
+    values = [solver.value(u) for u in sizes]
+    edges = [TOKEN_STEP * sum(values[:k]) for k in range(structure.pieces + 1)]
+    edges[-1] = load.tokens
+    order = sorted(range(len(groups)), key=lambda i: (solver.value(starts[i]), i))
+    operations = tuple(
+        NanoOperation(
+            groups[i][0], edges[groups[i][1]], edges[groups[i][2]], machine.num_sms, base.operations[i].lane,
+            bool(solver.value(ahead[i])), machine.profile.configs.get(groups[i][0]),
+        )
+        for i in order
+    )  # fmt: skip
+    begins = tuple(solver.value(starts[i]) * tick for i in order)
+    ends = tuple(b + solver.value(lengths[i]) * tick for b, i in zip(begins, order, strict=True))
+    return Solved(solver.value(period) * tick, Period(load.tokens, operations), structure, begins, ends)
+
+
+def _waits_for_guests(machine: Machine, name: str) -> bool:
+    op = machine.operations[name]
+    return op.resource is Resource.COMPUTE and any(
+        machine.operations[p].resource is not Resource.COMPUTE for p in op.parents
+    )
+
+
+def bubble(solved: Solved) -> tuple[NanoOperation, NanoOperation] | None:
+    """The operations before and after the longest pause of the compute lane; None when it never pauses."""
+    lane = [
+        (begin, end, op)
+        for begin, end, op in zip(solved.starts, solved.ends, solved.period.operations, strict=True)
+        if op.lane == "compute"
+    ]
+    pauses = []
+    for i, (_, end, op) in enumerate(lane):
+        begin, _, follower = lane[(i + 1) % len(lane)]
+        pauses.append((begin + (solved.ms if i + 1 == len(lane) else 0) - end, i, op, follower))
+    length, _, before, after = max(pauses, key=lambda p: (p[0], -p[1]))
+    return (before, after) if length > solved.ms * MIN_GAIN else None
+
+
+def grow(machine: Machine, solved: Solved) -> list[Structure]:
+    """One more nano-batch for the operations beside the longest bubble, in each of the places where it can be cut."""
+    beside = bubble(solved)
+    if beside is None or not can_grow(solved.structure):
+        return []
+    names = {op.operation for op in beside}
+    for name in list(names):  # and what the bubble waits for
+        names.update(p for p in machine.operations[name].parents)
+    if names & set(attention(machine.spec)):
+        names.update(attention(machine.spec))
+    everything = tuple(machine.operations)
+    return [
+        solved.structure.split(piece, chosen)
+        for piece in range(solved.structure.pieces)
+        for chosen in dict.fromkeys((tuple(sorted(names)), everything))
+    ]
+
+
+def search(
+    machine: Machine, load: Load, guest_sms: int, effort: float, progress: Callable[[str], None] = lambda _: None
+) -> list[Solved]:
+    """Solved structures, shortest period first: two nano-batches, then more near bubbles until that stops helping."""
+    found = []
+    for structure in first_structures(machine.spec):
+        progress("two nano-batches")
+        if (solved := solve(machine, load, structure, guest_sms, effort)) is not None:
+            found.append(solved)
+    while found:
+        best = min(found, key=_rank)
+        grown = [
+            s for structure in grow(machine, best) if (s := solve(machine, load, structure, guest_sms, effort * 2))
+        ]
+        progress(f"{best.structure.pieces + 1} nano-batches")
+        found.extend(grown)
+        if not grown or min(grown, key=_rank).ms > best.ms * (1 - MIN_GAIN):
+            break
+    return sorted(found, key=_rank)
+
+
+def _rank(solved: Solved) -> tuple[float, int]:
+    return (solved.ms, len(solved.period.operations))

@@ -1,0 +1,233 @@
+"""Stage II (NanoFlow §4.1.3): the structure stays, every nano-operation gets its share R of the SMs. CP-SAT.
+
+Shares of operations that run at the same time add up to at most all SMs; an operation lasts D_best / P(R). The product
+"share times overlap" is linear here because R is a choice among a few counts: two operations whose counts do not fit
+together must not overlap, which is an order between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise, product
+from typing import NamedTuple
+
+import msgspec
+from ortools.sat.python import cp_model
+
+from weft.autosearch.bench_protocol import Load
+from weft.autosearch.machine import Machine
+from weft.engine.plan import Edge, NanoOperation, Period
+from weft.engine.spec import Resource
+
+TICKS = 6000
+"""the incumbent's period in the solver's unit of time"""
+SM_STEP = 8
+POLISH_ROUNDS = 4
+
+
+class Choice(NamedTuple):
+    """A period with its shares, and its length when it is played out event by event."""
+
+    ms: float
+    period: Period
+
+
+def guest_levels(num_sms: int) -> tuple[int, ...]:
+    """SM counts that memory and network operations may have beside others: up to half, in steps of 8."""
+    step = SM_STEP if num_sms >= 2 * SM_STEP else 1
+    return tuple(range(step, num_sms // 2 + 1, step))
+
+
+class Shares:
+    """The choice of shares for one period."""
+
+    def __init__(self, machine: Machine, period: Period, load: Load) -> None:
+        self._machine, self._period, self._load = machine, period, load
+        works = machine.works(period, load)
+        total, levels = machine.num_sms, guest_levels(machine.num_sms)
+        self._levels = [
+            (*((total - n for n in reversed(levels)) if self._is_compute(op) else levels), total)
+            for op in period.operations
+        ]
+        self._duration = [
+            {n: machine.duration(op.operation, work, n, serial=op.config is None) for n in self._levels[i]}
+            for i, (op, work) in enumerate(zip(period.operations, works, strict=True))
+        ]
+
+    def _is_compute(self, op: NanoOperation) -> bool:
+        return self._machine.resource(op.operation) is Resource.COMPUTE
+
+    def evaluate(self, period: Period) -> Choice:
+        return Choice(self._machine.timeline(period, self._load)[0].ms, period)
+
+    def greedy(self) -> Choice:
+        """The best with one count for all guests and the rest for all products; operations start when they can."""
+        total = self._machine.num_sms
+        lanes = {op.lane for op in self._period.operations} - {"compute"}
+        found = [self.evaluate(with_sms(self._period, [total] * len(self._period.operations)))]
+        for n in guest_levels(total):
+            rest = [total - n * len(lanes) if self._is_compute(op) else n for op in self._period.operations]
+            if all(count in levels for count, levels in zip(rest, self._levels, strict=True)):
+                found.append(self.evaluate(with_sms(self._period, rest)))
+        return min(found, key=lambda c: c.ms)
+
+    def polish(self, choice: Choice) -> Choice:
+        """Change the SMs of one operation at a time while the played-out period gets shorter."""
+        for _ in range(POLISH_ROUNDS):
+            best = min((self.evaluate(p) for p in self._neighbours(choice.period)), key=lambda c: c.ms, default=choice)
+            if best.ms >= choice.ms * (1 - 1e-4):
+                break
+            choice = best
+        return choice
+
+    def _neighbours(self, period: Period) -> Iterator[Period]:
+        total, step = self._machine.num_sms, guest_levels(self._machine.num_sms)[0]
+        counts = [op.sms for op in period.operations]
+        for i, op in enumerate(period.operations):
+            for count in sorted({op.sms - step, op.sms + step, total} - {op.sms}):
+                lowest = total - guest_levels(total)[-1] if self._is_compute(op) else step
+                if lowest <= count <= total:
+                    yield with_sms(period, [*counts[:i], count, *counts[i + 1 :]])
+
+    def solve(self, hint: Choice, effort: float) -> Choice:
+        """The solver's best, played out; `hint` when that is no better. effort: deterministic time, about seconds."""
+        ops = self._period.operations
+        tick = max(hint.ms, 1e-9) / TICKS
+        model = cp_model.CpModel()
+        length = model.new_int_var(1, TICKS + len(ops), "T")
+        starts = [model.new_int_var(0, 2 * TICKS, f"s{i}") for i in range(len(ops))]
+        chosen, lengths = [], []
+        for i, levels in enumerate(self._levels):
+            ticks = {n: max(1, round(self._duration[i][n] / tick)) for n in levels}
+            # what alone is longer than the incumbent is no candidate
+            ticks = {n: t for n, t in ticks.items() if t <= TICKS} or {max(levels): min(TICKS, ticks[max(levels)])}
+            sms = model.new_int_var_from_domain(cp_model.Domain.from_values(list(ticks)), f"R{i}")
+            duration = model.new_int_var(min(ticks.values()), max(ticks.values()), f"d{i}")
+            model.add_allowed_assignments([sms, duration], list(ticks.items()))
+            model.add(duration <= length)
+            chosen.append(sms)
+            lengths.append(duration)
+        for op, sms in zip(hint.period.operations, chosen, strict=True):
+            model.add_hint(sms, op.sms)
+        for edge in self._period.dependencies(self._machine.spec):
+            model.add(starts[edge.after] >= starts[edge.before] + lengths[edge.before] + edge.distance * length)
+        lanes = members_of_lanes(self._period)
+        for members in lanes:
+            for a, b in pairwise(members):
+                model.add(starts[b] >= starts[a] + lengths[a])
+            model.add(starts[members[0]] + length >= starts[members[-1]] + lengths[members[-1]])
+            model.add(length >= sum(lengths[i] for i in members))
+        model.add(starts[0] <= length)
+        apart = self._apart(model, starts, lengths, length)
+        self._capacity(model, chosen, apart, lanes)
+        model.minimize(length)
+        solver = cp_model.CpSolver()
+        solver.parameters.num_workers = 1
+        solver.parameters.random_seed = 1
+        solver.parameters.max_deterministic_time = effort
+        if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            return hint
+        values = [solver.value(s) for s in starts]
+        ends = [v + solver.value(d) for v, d in zip(values, lengths, strict=True)]
+        period = with_sms(self._period, [solver.value(n) for n in chosen])
+        found = self.evaluate(self._ordered(period, values, ends, solver.value(length)))
+        return min(hint, found, key=lambda c: c.ms)
+
+    def _apart(
+        self, model: cp_model.CpModel, starts: list[cp_model.IntVar], lengths: list[cp_model.IntVar],
+        length: cp_model.IntVar,
+    ) -> dict[tuple[int, int], cp_model.IntVar]:  # fmt: skip
+        """For two operations of different lanes, a literal that says they never run at the same time."""
+        ops = self._period.operations
+        out = {}
+        for i, j in combinations(range(len(ops)), 2):
+            if ops[i].lane == ops[j].lane:
+                continue
+            ways = []
+            for turn in (0, 1):  # j of `turn` periods later lies between i and the next i
+                way = model.new_bool_var(f"{i}|{j}@{turn}")
+                model.add(starts[j] + turn * length >= starts[i] + lengths[i]).only_enforce_if(way)
+                model.add(starts[i] + length >= starts[j] + turn * length + lengths[j]).only_enforce_if(way)
+                ways.append(way)
+            apart = model.new_bool_var(f"{i}|{j}")
+            model.add_bool_or([apart.negated(), *ways])
+            out[i, j] = apart
+        return out
+
+    def _capacity(
+        self, model: cp_model.CpModel, chosen: list[cp_model.IntVar], apart: dict[tuple[int, int], cp_model.IntVar],
+        lanes: list[list[int]],
+    ) -> None:  # fmt: skip
+        total = self._machine.num_sms
+        for (i, j), literal in apart.items():
+            model.add(chosen[i] + chosen[j] <= total).only_enforce_if(literal.negated())
+        if len(lanes) < 3:
+            return
+        for i, j, k in product(*lanes):
+            together = [apart[min(p), max(p)].negated() for p in ((i, j), (i, k), (j, k))]
+            model.add(chosen[i] + chosen[j] + chosen[k] <= total).only_enforce_if(together)
+
+    def _ordered(self, period: Period, starts: list[int], ends: list[int], length: int) -> Period:
+        """The period in the order of its starts, with a wait wherever two that do not fit together follow each other.
+
+        Without it the later one would start as soon as its data is there and take SMs that the other one counts on.
+        """
+        order = sorted(range(len(starts)), key=lambda i: (starts[i], i))
+        ops = period.operations
+        result = msgspec.structs.replace(period, operations=tuple(ops[i] for i in order))
+        needed = []
+        for (p, i), (q, j) in combinations(enumerate(order), 2):
+            if ops[i].lane == ops[j].lane or ops[i].sms + ops[j].sms <= self._machine.num_sms:
+                continue
+            # i starts no later than j, so j of the same period follows i
+            if starts[j] >= ends[i] and starts[i] + length >= ends[j]:
+                needed += [Edge(p, q, 0), Edge(q, p, -1)]
+        return without_implied(result, self._machine, needed)
+
+
+def without_implied(period: Period, machine: Machine, needed: Sequence[Edge]) -> Period:
+    """The period with those of the `needed` waits that dependencies and lanes do not bring about anyway."""
+    never = -99
+    places = range(len(period.operations))
+    # periods between two operations of which the second cannot start before the first has ended; the most is strongest
+    reach = {(a, b): 0 if a == b else never for a in places for b in places}
+
+    def add(edge: Edge) -> None:
+        for a in places:
+            for b in places:
+                way = reach[a, edge.before] + edge.distance + reach[edge.after, b]
+                reach[a, b] = max(reach[a, b], way)
+
+    for edge in period.dependencies(machine.spec):
+        add(edge)
+    for members in members_of_lanes(period):
+        for a, b in pairwise(members):
+            add(Edge(a, b, 0))
+        add(Edge(members[-1], members[0], -1))
+    waits = []
+    # the strongest first: the nearest period, the latest operation to wait for, the earliest that waits
+    for edge in sorted(needed, key=lambda e: (-e.distance, -e.before, e.after)):
+        if reach[edge.before, edge.after] < edge.distance:
+            waits.append(edge)
+            add(edge)
+    return msgspec.structs.replace(period, waits=tuple(waits))
+
+
+def members_of_lanes(period: Period) -> list[list[int]]:
+    """Indices of the operations of each lane, in order."""
+    lanes: dict[str, list[int]] = {}
+    for i, op in enumerate(period.operations):
+        lanes.setdefault(op.lane, []).append(i)
+    return list(lanes.values())
+
+
+def with_sms(period: Period, sms: Sequence[int]) -> Period:
+    operations = (msgspec.structs.replace(op, sms=n) for op, n in zip(period.operations, sms, strict=True))
+    return msgspec.structs.replace(period, operations=tuple(operations))
+
+
+def assign(machine: Machine, period: Period, load: Load, effort: float) -> Choice:
+    """Shares for a period of stage I: greedy, then the solver from there, then single changes."""
+    shares = Shares(machine, period, load)
+    first = shares.polish(shares.greedy())
+    return shares.polish(shares.solve(first, effort))

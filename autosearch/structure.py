@@ -1,0 +1,114 @@
+"""What stage I chooses among: which operations are cut where, on token ranges whose sizes are still open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from typing import NamedTuple
+
+from weft.engine.plan import MAX_NANO_BATCHES, Lane, NanoOperation, Period
+from weft.engine.spec import ModelSpec, Operation, Resource
+
+LANES: dict[Resource, Lane] = {
+    Resource.COMPUTE: "compute",
+    Resource.MEMORY: "memory",
+    Resource.NETWORK: "network",
+}
+
+
+class Structure(NamedTuple):
+    """`pieces` consecutive token ranges of open sizes; every operation is cut at some of the places between them."""
+
+    pieces: int
+    cuts: tuple[tuple[str, tuple[int, ...]], ...]
+    """operation -> places 1 … pieces-1 where it is cut; () keeps it whole"""
+
+    @property
+    def groups(self) -> list[tuple[str, int, int]]:
+        """(operation, first piece, piece after the last) of every nano-operation."""
+        out: list[tuple[str, int, int]] = []
+        for name, cuts in self.cuts:
+            out.extend((name, a, b) for a, b in pairwise((0, *cuts, self.pieces)))
+        return out
+
+    def period(self, spec: ModelSpec) -> Period:
+        """As a period of one token a piece: for its dependencies."""
+        lanes = {o.name: LANES[o.resource] for o in spec.layer_operations()}
+        return Period(self.pieces, tuple(NanoOperation(n, a, b, 1, lanes[n]) for n, a, b in self.groups))
+
+    def split(self, piece: int, operations: Sequence[str]) -> Structure:
+        """One more token range: `piece` becomes two, and of the operations only these are cut between them."""
+        place = piece + 1
+        cuts = []
+        for name, old in self.cuts:
+            moved = tuple(c + 1 if c >= place else c for c in old)
+            cuts.append((name, tuple(sorted({*moved, place})) if name in operations else moved))
+        return Structure(self.pieces + 1, tuple(cuts))
+
+
+def attention(spec: ModelSpec) -> tuple[str, ...]:
+    """The operations that must be cut alike: attention, whose requests are dealt to nano-batches together."""
+    return tuple(o.name for o in spec.layer_operations() if o.name in ("decode", "prefill"))
+
+
+def first_structures(spec: ModelSpec) -> Iterator[Structure]:
+    """Two nano-batches: everything cut, then every choice of products that are kept whole."""
+    operations = list(spec.layer_operations())
+    free = [o.name for o in operations if o.name not in attention(spec) and o.resource is not Resource.NETWORK]
+    by_size = {o.name: o.out * o.inner for o in operations}
+    choices = product((True, False), repeat=len(free))
+    # fewest whole matrices first
+    for choice in sorted(choices, key=lambda c: sum(by_size[n] for n, cut in zip(free, c, strict=True) if not cut)):
+        cut = dict(zip(free, choice, strict=True))
+        yield Structure(2, tuple((o.name, (1,) if cut.get(o.name, True) else ()) for o in operations))
+
+
+def can_grow(structure: Structure) -> bool:
+    return structure.pieces < MAX_NANO_BATCHES
+
+
+@dataclass(frozen=True, slots=True)
+class VariantSpec(ModelSpec):
+    """A model with other operations in its layers: another way to cut it over GPUs."""
+
+    operations: tuple[Operation, ...] = ()
+
+    def layer_operations(self) -> Iterator[Operation]:
+        yield from self.operations
+
+
+def with_operations(spec: ModelSpec, operations: Sequence[Operation]) -> VariantSpec:
+    fields = {name: getattr(spec, name) for name in ModelSpec.__dataclass_fields__}
+    return VariantSpec(**fields, operations=tuple(operations))
+
+
+def transformations(spec: ModelSpec) -> list[ModelSpec]:
+    """The model and its equivalents: an all-reduce behind a product may be two all-gathers around it (§4.1.2).
+
+    With weights cut by rows a product leaves partial sums, which an all-reduce `X_reduce` adds up. Cut by columns it
+    needs its whole input, gathered by `X_gather_in`, and leaves pieces of its output, gathered by `X_gather_out`.
+    """
+    operations = list(spec.layer_operations())
+    reduces = [o.name for o in operations if o.resource is Resource.NETWORK and o.name.endswith("_reduce")]
+    out: list[ModelSpec] = [spec]
+    for chosen in product((False, True), repeat=len(reduces)):
+        gathered = {r.removesuffix("_reduce") for r, c in zip(reduces, chosen, strict=True) if c}
+        if gathered:
+            out.append(with_operations(spec, [v for o in operations for v in _gathered(o, gathered)]))
+    return out
+
+
+def _gathered(op: Operation, products: set[str]) -> Iterator[Operation]:
+    parents = tuple(
+        p.removesuffix("_reduce") + "_gather_out" if p.removesuffix("_reduce") in products and p.endswith("_reduce")
+        else p
+        for p in op.parents
+    )  # fmt: skip
+    if op.name in products:
+        yield Operation(f"{op.name}_gather_in", Resource.NETWORK, parents)
+        yield Operation(op.name, op.resource, (f"{op.name}_gather_in",), op.out, op.inner)
+    elif op.name.endswith("_reduce") and op.name.removesuffix("_reduce") in products:
+        yield Operation(op.name.removesuffix("_reduce") + "_gather_out", Resource.NETWORK, parents)
+    else:
+        yield Operation(op.name, op.resource, parents, op.out, op.inner)

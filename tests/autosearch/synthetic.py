@@ -1,0 +1,144 @@
+"""A machine made of formulas, near an H200: products in waves of tiles, attention by a bandwidth curve, slowdowns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+
+from weft.autosearch.bench_protocol import Load, Timing
+from weft.autosearch.profile import PairPoint, Point, Profile, work_of
+from weft.autosearch.simulate import play, simulate
+from weft.engine.plan import NanoOperation, Period, Target, model_key
+from weft.engine.spec import ModelSpec, Operation, Resource, RopeScaling
+
+# TB/s of decode attention on so many SMs
+BANDWIDTH = ([0, 16, 24, 32, 40, 48, 56, 64, 132], [0, 1.29, 1.87, 2.44, 2.93, 3.42, 3.82, 4.09, 4.3])
+
+
+def spec_of(hidden: int, inter: int, layers: int, heads: int, kv_heads: int, head_dim: int = 128) -> ModelSpec:
+    return ModelSpec(
+        "LlamaForCausalLM", 128256, hidden, inter, layers, heads, kv_heads, head_dim, 8192, 1e-5, 5e5, RopeScaling(),
+        False, False, False, None, "bfloat16",
+    )  # fmt: skip
+
+
+LLAMA_8B = spec_of(4096, 14336, 32, 32, 8)
+TYPICAL = Load(2048, 683, 1280, 1024)
+
+
+def target_for(spec: ModelSpec, sms: int = 132) -> Target:
+    return Target("Synthetic H200", sms, model_key(spec), "bfloat16", "none")
+
+
+class SyntheticBench:
+    """See `Bench`. Counts its measurements."""
+
+    num_sms = 132
+    seconds = 0.0
+
+    def __init__(self, spec: ModelSpec, *, compute_slowdown: float = 1.10, guest_slowdown: float = 1.06) -> None:
+        self.spec = spec
+        self.calls = 0
+        self._operations = {o.name: o for o in spec.layer_operations()}
+        self._slow = {True: compute_slowdown, False: guest_slowdown}
+
+    def ms(self, op: Operation, work: float, sms: int) -> float:
+        if work <= 0:
+            return 0.0
+        if op.inner:
+            waves = -(-(-(-int(work) // 128) * -(-op.out // 256)) // sms)
+            return 0.003 + waves * 2 * 128 * 256 * op.inner / (660e12 / 132) * 1e3
+        if op.resource is Resource.MEMORY:
+            rate = float(np.interp(sms, *BANDWIDTH))
+            return 0.004 + work * self.spec.kv_bytes_per_token(2) / self.spec.num_layers / rate / 1e9
+        if op.resource is Resource.NETWORK:
+            return 0.005 + work * self.spec.hidden_size * 4 / (400e6 * min(1.0, sms / 32))
+        return 0.004 + work * 4 * self.spec.num_heads * self.spec.head_dim / (450e9 * sms / 132)
+
+    def _duration(self, op: NanoOperation, work: float) -> float:
+        ms = self.ms(self._operations[op.operation], work, op.sms)
+        beside = op.sms < self.num_sms
+        return ms * (self._slow[self._operations[op.operation].resource is Resource.COMPUTE] if beside else 1.0)
+
+    def _works(self, period: Period, load: Load) -> list[float]:
+        dealt = dict(zip(period.nano_batches, load.dealt(period.nano_batches), strict=True))
+        return [
+            work_of(
+                self._operations[op.operation],
+                dealt.get((op.begin, op.end), load._replace(tokens=max(0, min(op.end, load.tokens) - op.begin))),
+            )
+            for op in period.operations
+        ]
+
+    def alone(self, op: NanoOperation, load: Load) -> Timing:
+        self.calls += 1
+        part = load._replace(tokens=op.end - op.begin)
+        operation = self._operations[op.operation]
+        watts = {Resource.COMPUTE: 690.0, Resource.MEMORY: 656.0, Resource.NETWORK: 300.0}[operation.resource]
+        return Timing(self.ms(operation, work_of(operation, part), op.sms), watts, 1500.0)
+
+    def pair(self, a: NanoOperation, b: NanoOperation, load: Load) -> tuple[Timing, Timing]:
+        self.calls += 1
+        times = []
+        for op in (a, b):
+            part = load._replace(tokens=op.end - op.begin)
+            times.append(Timing(self._duration(op, work_of(self._operations[op.operation], part)), 700.0, 1430.0))
+        return times[0], times[1]
+
+    def period(self, period: Period, load: Load) -> Timing:
+        self.calls += 1
+        durations = [self._duration(op, w) for op, w in zip(period.operations, self._works(period, load), strict=True)]
+        return Timing(simulate(period, self.spec, durations, self.num_sms).ms, 700.0, 1430.0)
+
+
+def small_profile(
+    spec: ModelSpec,
+    load: Load,
+    ms: Callable[[str, float, int], float],
+    *,
+    sms: int = 16,
+    slowdown: float = 1.0,
+    levels: tuple[int, ...] = (8, 16),
+) -> Profile:
+    """A profile of a formula `ms(operation, work, sms)` at every 128 tokens, for small oracles."""
+    points, pairs = [], []
+    operations = list(spec.layer_operations())
+    for op in operations:
+        for tokens in range(128, load.tokens + 1, 128):
+            decodes = load.decodes * tokens // load.tokens
+            work = work_of(op, load._replace(tokens=tokens, decodes=decodes))
+            points += [Point(op.name, work, s, ms(op.name, work, s), 100.0, 1000.0) for s in levels if work]
+    for op in operations:
+        for guest in operations:
+            if op.resource is Resource.COMPUTE and guest.resource is not Resource.COMPUTE:
+                works = work_of(op, load), work_of(guest, load)
+                for s in levels:
+                    if s < sms:
+                        a, b = ms(op.name, works[0], sms - s) * slowdown, ms(guest.name, works[1], s) * slowdown
+                        pairs.append(PairPoint(op.name, guest.name, *works, sms - s, s, a, b, 100.0))
+    features = {o.name: 0 for o in operations}
+    return Profile(target_for(spec, sms), load, features, tuple(points), tuple(pairs))
+
+
+def assert_schedule_is_possible(period: Period, spec: ModelSpec, durations: list[float], num_sms: int) -> None:
+    """Replays the simulation and checks every rule for itself, over all layers."""
+    layers = 12
+    runs = play(period, spec, durations, num_sms, layers)
+    begun = {(turn, i): start for turn, i, start in runs}
+    assert sorted(turn + period.operations[i].next_layer for turn, i in begun) == sorted(
+        list(range(1, layers + 1)) * len(period.operations)
+    )
+    slack = 1e-9
+    for edge in period.dependencies(spec):
+        for turn in range(layers + 1):
+            after, before = begun.get((turn, edge.after)), begun.get((turn + edge.distance, edge.before))
+            if after is not None and before is not None:
+                assert before + durations[edge.before] <= after + slack
+    for lane in {op.lane for op in period.operations}:
+        own = sorted((s, s + durations[i]) for _, i, s in runs if period.operations[i].lane == lane)
+        assert all(a[1] <= b[0] + slack for a, b in pairwise(own))
+    for _, _, now in runs:
+        busy = sum(period.operations[i].sms for _, i, s in runs if s <= now < s + durations[i] - slack)
+        assert busy <= num_sms

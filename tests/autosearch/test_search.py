@@ -1,0 +1,264 @@
+"""The whole search on a synthetic machine, with and without a bench; the commands and their one-line errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+from synthetic import LLAMA_8B, TYPICAL, SyntheticBench, spec_of, target_for
+
+from weft.autosearch import gantt, profile, search, show
+from weft.autosearch.profile import Profile
+from weft.autosearch.profiler import Grid, Profiler
+from weft.engine.errors import ConfigError
+from weft.engine.plan import Plan, load_plan, serial_period
+from weft.server import cli
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
+    "rope_theta": 5e5, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Profile:
+    profiler = Profiler(SyntheticBench(LLAMA_8B), LLAMA_8B, TYPICAL, Grid.coarse(TYPICAL, 132), lambda *_: None)
+    return profiler.run(target_for(LLAMA_8B), 100)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(search, "GUEST_SMS", (32,))
+    monkeypatch.setattr(search, "PER_LEVEL", 1)
+    monkeypatch.setattr(search, "LOADS", search.LOADS[:1])
+    monkeypatch.setattr(search, "has_gpu", lambda: False)
+    monkeypatch.setattr(profile, "SHIPPED", tmp_path / "none")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path / "model"
+
+
+@pytest.fixture(scope="module")
+def plan(recorded: Profile) -> Plan:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "GUEST_SMS", (32,))
+        patch.setattr(search, "PER_LEVEL", 1)
+        patch.setattr(search, "LOADS", search.LOADS[:1])
+        return search.Search(LLAMA_8B, TYPICAL, recorded, None, 100).run("1024:512").plan
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_search_with_a_bench_measures_what_it_reports(recorded: Profile) -> None:
+    bench = SyntheticBench(LLAMA_8B)
+    result = search.Search(LLAMA_8B, TYPICAL, recorded, bench, 6).run("1024:512")
+    assert result.measured
+    stages = {line.stage.split(",")[0]: line for line in result.lines}
+    assert list(stages) == ["stage I", "serial", "nano-batches in turn", "stage II", "refined"]
+    serial, second, refined = (stages[s] for s in ("serial", "stage II", "refined"))
+    assert serial.measured is not None
+    assert second.measured is not None
+    assert refined.measured is not None
+    # the bench is the machine that the profile was recorded on
+    assert serial.measured.ms == pytest.approx(serial.predicted_ms, rel=0.01)
+    assert second.measured.ms == pytest.approx(second.predicted_ms, rel=0.03)
+    assert refined.measured.ms <= second.measured.ms < serial.measured.ms
+    # cutting alone costs; only overlap wins
+    assert stages["nano-batches in turn"].measured.ms >= serial.measured.ms * 0.999  # type: ignore[union-attr]
+    for period in result.plan.periods:
+        period.check(LLAMA_8B, 132)
+        assert period.figures["gain"] == pytest.approx(
+            period.figures["serial_measured_ms"] / period.figures["measured_ms"], abs=1e-5
+        )
+        assert period.figures["gain"] > 1
+    assert result.plan.period_for(2048, TYPICAL.kv_tokens) is not None
+
+
+@pytest.mark.usefixtures("quick")
+def test_where_overlap_cannot_win_there_is_no_pipeline() -> None:
+    bench = SyntheticBench(LLAMA_8B, compute_slowdown=2.5, guest_slowdown=2.5)
+    profiler = Profiler(bench, LLAMA_8B, TYPICAL, Grid.coarse(TYPICAL, 132), lambda *_: None)
+    result = search.Search(LLAMA_8B, TYPICAL, profiler.run(target_for(LLAMA_8B), 100), bench, 4).run("1024:512")
+    assert result.plan.periods == ()
+    assert "the serial plan runs" in gantt.summary(result.plan)
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_command_goes_from_a_profile_to_a_plan_and_a_picture(
+    recorded: Profile, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("COLUMNS", "150")
+    recorded.save(tmp_path / "profile.json")
+    out, svg, stages = tmp_path / "plan.json", tmp_path / "plan.svg", tmp_path / "stages.json"
+    arguments = ["search", "--model", str(model), "--profile", str(tmp_path / "profile.json"), "--out", str(out)]
+    arguments += ["--svg", str(svg), "--stages", str(stages)]
+    assert cli.main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "Nothing here was measured" in text
+    assert "predicted gain over the serial plan 1." in text
+    plan = load_plan(out)
+    assert plan.target == recorded.target
+    ElementTree.fromstring(svg.read_text())
+
+    def unused(*_: object) -> None:
+        raise AssertionError("the stages were kept")
+
+    monkeypatch.setattr(search, "predict", unused)
+    assert cli.main(arguments) == 0
+    assert [p.operations for p in load_plan(out).periods] == [p.operations for p in plan.periods]
+    assert cli.main([*arguments, "--tokens", "1024"]) == 1
+    assert "of another GPU, model, workload" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_recorded_profile_is_found_by_its_model(recorded: Profile) -> None:
+    with pytest.raises(ConfigError, match="no recorded profile of this model: give one with --profile"):
+        search.find_profile(LLAMA_8B, TYPICAL, None, None)
+    recorded.save(profile.cache_path(recorded.target))
+    assert search.find_profile(LLAMA_8B, TYPICAL, None, None) == recorded
+    assert search.find_profile(LLAMA_8B, TYPICAL, None, recorded.target) == recorded
+    assert search.find_profile(LLAMA_8B, TYPICAL, None, msgspec.structs.replace(recorded.target, kernels="x")) is None
+    assert search.find_profile(LLAMA_8B, TYPICAL._replace(tokens=4096), None, recorded.target) is None
+    with pytest.raises(ConfigError, match="is of another model"):
+        search.find_profile(spec_of(4096, 14336, 40, 32, 8), TYPICAL, profile.cache_path(recorded.target), None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--workload", "5"], "must be PROMPT:OUTPUT"),
+        (["--tokens", "0"], "--tokens 0"),
+        (["--max-num-seqs", "0"], "--max-num-seqs 0"),
+        (["--budget-seconds", "0"], "--budget-seconds 0: must be more than 0"),
+        (["--profile", "/nowhere.json"], "cannot read the profile /nowhere.json"),
+        (["--lengths", "/nowhere.json"], "cannot read --lengths"),
+        (["--out", "/nowhere/plan.json"], "there is no folder /nowhere"),
+        (["--svg", "/nowhere/plan.svg"], "--svg /nowhere/plan.svg: there is no folder"),
+        (["--stages", "/"], "--stages /: there is no folder"),
+        ([], "no recorded profile"),
+        (["--tokes", "5"], "unknown option --tokes; did you mean --tokens"),
+    ],
+)
+@pytest.mark.usefixtures("quick")
+def test_a_wrong_option_is_one_line(
+    model: Path, tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = cli.main(["search", "--model", str(model), "--out", str(tmp_path / "p.json"), *options])
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+    error = capsys.readouterr().err.strip()
+    assert status in (1, 2)
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.usefixtures("quick")
+def test_without_ortools_the_search_says_what_to_install(
+    recorded: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    for name in [n for n in sys.modules if n.startswith(("ortools", "weft.autosearch.stage"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ortools", None)
+    monkeypatch.delattr("weft.autosearch.stage_one", raising=False)
+    monkeypatch.delattr("weft.autosearch.stage_two", raising=False)
+    with pytest.raises(ConfigError, match=r"pip install 'weft-serve\[search\]'"):
+        search.Search(LLAMA_8B, TYPICAL, recorded, None, 5).run("1024:512")
+
+
+def test_a_gpu_machine_needs_neither_the_solver_nor_the_server() -> None:
+    code = (
+        "import sys\nfor n in ('ortools','fastapi','yaml','uvicorn','transformers'): sys.modules[n] = None\n"
+        "import weft.autosearch.profiler, weft.autosearch.refine, weft.autosearch.breakeven, weft.autosearch.search, "
+        "weft.autosearch.show, weft.autosearch.machine"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], check=True)
+
+
+# -- pictures
+
+
+def test_the_picture_has_every_operation_once_a_period(plan: Plan) -> None:
+    period = plan.periods[0]
+    bars = gantt.wrapped(gantt.picture(period))
+    for op in period.operations:
+        own = [b for b in bars if b.op is op]
+        index = period.operations.index(op)
+        assert sum(b.ms for b in own) == pytest.approx(period.figures[f"ms.{index}"])
+        assert all(b.start >= 0 and b.start + b.ms <= period.figures["predicted_ms"] * (1 + 1e-9) for b in own)
+
+
+def test_the_svg_is_well_formed_and_names_everything(plan: Plan) -> None:
+    root = ElementTree.fromstring(gantt.svg(plan.periods[0], 'GPU <1> & "2"'))
+    titles = {t.text for t in root.iter("{http://www.w3.org/2000/svg}title")}
+    for op in plan.periods[0].operations:
+        assert any(t is not None and t.startswith(op.label) for t in titles)
+    assert float(root.attrib["width"]) > 0
+
+
+def test_a_plan_without_figures_is_drawn_by_its_tokens() -> None:
+    period = serial_period(LLAMA_8B, 2048, 132)
+    assert not gantt.picture(period).timed
+    assert "tokens" in gantt.svg(period)
+    console = Console(record=True, width=100, file=open("/dev/null", "w"))  # noqa: SIM115
+    gantt.draw(period, console, "by hand")
+    assert "gate_up" in console.export_text()
+
+
+def test_show_prints_a_plan_and_draws_each_pipeline(
+    plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    twice = msgspec.structs.replace(plan, periods=(plan.periods[0], plan.periods[0]))
+    twice.save(tmp_path / "plan.json")
+    assert cli.main(["plan", "show", str(tmp_path / "plan.json"), "--svg", str(tmp_path / "a.svg")]) == 0
+    text = capsys.readouterr().out
+    assert "Synthetic H200 (132 SMs)" in text
+    assert text.count("decode") >= 4
+    assert (tmp_path / "a.svg").exists()
+    assert (tmp_path / "a-2.svg").exists()
+
+
+@pytest.mark.parametrize("arguments", [["/nowhere.json"], [], ["--sgv", "x", "y"]])
+def test_show_refuses_in_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = show.main(arguments)
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+    assert status == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_the_cost_model_is_printed_for_a_model(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    assert cli.main(["plan", "model", "--model", str(model), "--gpu", "h200"]) == 0
+    text = capsys.readouterr().out
+    assert "gate_up" in text
+    assert "bound by compute" in text
+    assert f"{989e12 / 2 / LLAMA_8B.num_parameters:,.0f} tokens/s/GPU" in text
+
+
+@pytest.mark.parametrize("options", [["--gpu", "tpu"], ["--workload", "x"], ["--gpus", "0"], ["--gpu"]])
+def test_the_cost_model_refuses_in_one_line(
+    model: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    try:
+        status = cli.main(["plan", "model", "--model", str(model), *options])
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+    assert status == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
