@@ -1,0 +1,88 @@
+"""Arrival processes: when requests are due, in seconds after the start of a run, as sorted float64 arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.loadgen.errors import LoadError
+
+Process = Literal["poisson", "gamma", "constant", "ramp", "closed"]
+Times = NDArray[np.float64]
+
+
+def renewal(
+    process: Process,
+    rate: float,
+    rng: np.random.Generator,
+    *,
+    duration: float | None,
+    count: int | None,
+    burstiness: float,
+) -> Times:
+    """Arrivals with independent gaps of mean `1 / rate` seconds, until `duration` or `count` is reached.
+
+    `poisson`: exponential gaps. `gamma`: gaps Gamma(shape `burstiness`, scale 1 / (rate * burstiness)), whose
+    coefficient of variation is 1 / sqrt(burstiness): below 1 is burstier than Poisson. `constant`: equal gaps.
+    """
+    draw: dict[str, Callable[[int], Times]] = {
+        "poisson": lambda n: rng.exponential(1 / rate, n),
+        "gamma": lambda n: rng.gamma(burstiness, 1 / (rate * burstiness), n),
+        "constant": lambda n: np.full(n, 1 / rate),
+    }
+    gaps = draw[process]
+    if process == "constant":
+        # Due at 0, 1/rate, 2/rate, …: multiplied, not summed, so that no error grows.
+        n = min(int(np.ceil((duration or np.inf) * rate - 1e-9)) if duration else 2**62, count or 2**62)
+        return np.arange(n) / rate
+    if count is not None:
+        times = np.cumsum(gaps(count))
+    else:
+        assert duration is not None
+        times = np.empty(0)
+        last = 0.0
+        while last < duration:
+            more = last + np.cumsum(gaps(int((duration - last) * rate * 1.1) + 32))
+            times, last = np.concatenate((times, more)), float(more[-1])
+    return times if duration is None else times[times < duration]
+
+
+def ramp(start_rate: float, end_rate: float, duration: float, rng: np.random.Generator) -> Times:
+    """Poisson arrivals whose rate goes from `start_rate` to `end_rate` per second in a straight line over `duration`.
+
+    Unit-rate arrivals are mapped through the inverse of the expected count, start t + (end - start) t² / (2 duration).
+    """
+    total = (start_rate + end_rate) / 2 * duration
+    unit = renewal("poisson", 1.0, rng, duration=total, count=None, burstiness=1.0)
+    slope = (end_rate - start_rate) / duration
+    if abs(slope) * duration < 1e-9 * (start_rate + end_rate):
+        return unit / start_rate
+    return (np.sqrt(np.maximum(start_rate**2 + 2 * slope * unit, 0.0)) - start_rate) / slope
+
+
+def replay(
+    times: Times,
+    *,
+    speed: float = 1.0,
+    rate: float | None = None,
+    duration: float | None = None,
+    count: int | None = None,
+) -> Times:
+    """The beginning of a trace, `speed` times as fast or stretched to a mean of `rate` requests per second.
+
+    With a rate and a duration it is the first `rate * duration` requests that are stretched, whatever the mean of all.
+    Raises `LoadError` when a rate is asked of a trace that takes no time.
+    """
+    if rate is not None and duration is not None:
+        count = min(count or len(times), max(2, round(rate * duration)))
+    times = (times - times[0])[:count]
+    if rate is not None:
+        span = float(times[-1])
+        if span <= 0:
+            raise LoadError("--rate cannot stretch a trace whose requests all arrive at once; leave --rate out")
+        speed = rate * span / (len(times) - 1)
+    times = times / speed
+    return times if duration is None else times[times < duration]

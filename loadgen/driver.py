@@ -1,0 +1,285 @@
+"""`Driver`: sends its share of a workload on an absolute schedule and measures how late it is itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.loadgen.client import Client, Target
+from weft.loadgen.prompts import Content
+from weft.loadgen.record import Outcome, Record
+from weft.loadgen.workload import Planned, Workload
+
+PROBE_INTERVAL = 0.005
+REPORT_INTERVAL = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one process does: part `part` of `parts` of a workload. `epoch`: `time.monotonic()` of second zero."""
+
+    workload: Workload
+    target: Target
+    epoch: float
+    part: int = 0
+    parts: int = 1
+    drain: float | None = None
+    """seconds after the last arrival at which what still runs is given up; None: never"""
+    context: int | None = None
+    """at which conversations end"""
+
+
+@dataclass(slots=True)
+class Progress:
+    """Totals of one process so far."""
+
+    sent: int = 0
+    done: int = 0
+    failed: int = 0
+    tokens: int = 0
+    ttft_sum: float = 0.0
+    lag: float = 0.0
+    """longest of the last interval, seconds"""
+
+
+@dataclass(slots=True)
+class Outcomes:
+    """What one process measured. `lags`: seconds that a timer due every 5 ms of the run fired too late."""
+
+    records: list[Record] = field(default_factory=list)
+    lags: array[float] = field(default_factory=lambda: array("d"))
+    cpu_seconds: float = 0.0
+    ended: float = 0.0
+    """seconds after the start when the last answer was complete"""
+    interrupted: bool = False
+    conversations_cut: int = 0
+    """conversations ended early because their next turn would not have fitted the context"""
+
+
+class Driver:
+    """Runs one `Job`; `report` gets the totals twice a second."""
+
+    def __init__(self, job: Job, report: Callable[[Progress], None] | None = None) -> None:
+        self.job = job
+        self._report = report
+        self._client = Client(job.target, job.epoch)
+        self._out = Outcomes()
+        self._progress = Progress()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._error: BaseException | None = None
+        self._stop = asyncio.Event()
+        self._idle = asyncio.Event()
+        """nothing runs, or `stop` was called"""
+        self._idle.set()
+
+    def stop(self) -> None:
+        """Send nothing more and give up what still runs."""
+        self._out.interrupted = True
+        self._stop.set()
+        self._idle.set()
+
+    async def run(self) -> Outcomes:
+        job = self.job
+        helpers = [asyncio.create_task(self._probe())]
+        if self._report is not None:
+            helpers.append(asyncio.create_task(self._report_regularly(self._report)))
+        cpu = time.process_time()
+        try:
+            await (self._open_loop() if job.workload.times is not None else self._closed_loop())
+            await self._drain()
+        finally:
+            self._out.cpu_seconds = time.process_time() - cpu
+            for helper in helpers:
+                helper.cancel()
+            await asyncio.gather(*helpers, return_exceptions=True)
+            self._client.close()
+        if self._error is not None:
+            raise self._error
+        ends = [record.end for record in self._out.records if record.end == record.end]
+        self._out.ended = max(ends, default=self._now())
+        self._out.records.sort(key=lambda record: (record.index, record.turn))
+        if self._report is not None:
+            self._report(self._progress)
+        return self._out
+
+    # -- schedules
+
+    async def _open_loop(self) -> None:
+        workload, job = self.job.workload, self.job
+        for index in workload.share(job.part, job.parts):
+            planned = workload.planned(index)
+            # Made before it is due, so that making it delays nothing.
+            content = None if workload.is_conversation else workload.content(planned)
+            body = b"" if content is None else job.target.body(content, planned.output_tokens)
+            assert planned.at is not None
+            if not await self._sleep_until(planned.at):
+                return
+            if workload.is_conversation:
+                self._start(self._converse(planned, planned.at))
+            else:
+                self._start(self._one(planned, planned.at, body))
+
+    async def _closed_loop(self) -> None:
+        workload, job = self.job.workload, self.job
+        for user in range(job.part, workload.users, job.parts):
+            self._start(self._user(user))
+
+    async def _user(self, user: int) -> None:
+        """One user of a closed loop: takes every `users`-th request, the next one after an answer and a think time.
+
+        Users come one by one, spread over the first second: all at once would measure a rush that no later moment has.
+        """
+        workload = self.job.workload
+        index, due, turn = user, user / workload.users, 0
+        while workload.count is None or index < workload.count:
+            if workload.duration is not None and due >= workload.duration:
+                return
+            planned = workload.planned(index)
+            body = None if workload.is_conversation else self._body(workload.content(planned), planned.output_tokens)
+            if not await self._sleep_until(due):
+                return
+            if body is None:
+                due = await self._converse(planned, due)
+            else:
+                due = await self._one(planned, due, body)
+            turn += 1
+            due += workload.think(user, turn)
+            index += workload.users
+
+    async def _converse(self, first: Planned, due: float) -> float:
+        """A conversation: every turn sends all that was said before, answers included. Returns when it ended."""
+        workload, target = self.job.workload, self.job.target
+        messages: list[dict[str, Any]] = []
+        history, said = "", 0
+        for turn in range(int(workload.turns[first.index % len(workload.turns)])):
+            i = (first.index + turn * 7919) % len(workload.inputs)  # lengths of its own for every turn
+            inputs, outputs = int(workload.inputs[i]), int(workload.outputs[i])
+            if turn and self.job.context is not None and said + inputs + outputs > self.job.context:
+                self._out.conversations_cut += 1
+                break
+            words = workload.maker.turn(first.index, turn, inputs)
+            content: Content
+            if target.chat:
+                content = [*messages, {"role": "user", "content": words}]
+            else:
+                content = history + words
+            if turn:
+                due += workload.think(first.index, turn)
+            body = self._body(content, outputs)
+            if not await self._sleep_until(due):
+                break
+            record = self._record(first.index, due, said + inputs, outputs)
+            record.session, record.turn = first.index, turn
+            answer = await self._send(record, body, keep_text=True)
+            if not record.ok:
+                break
+            due = record.end
+            if isinstance(content, str):
+                history = content + answer + " "
+            else:
+                messages = [*content, {"role": "assistant", "content": answer}]
+            counted = record.prompt_tokens if record.prompt_tokens >= 0 else said + inputs
+            said = counted + record.received_tokens
+        return max(due, self._now())
+
+    async def _one(self, planned: Planned, due: float, body: bytes) -> float:
+        record = self._record(planned.index, due, planned.input_tokens, planned.output_tokens)
+        await self._send(record, body)
+        # A user whose request failed at once must not try again at once, for ever.
+        return self._now() + (0.0 if record.ok else 0.1)
+
+    # -- one request
+
+    def _body(self, content: Content, output_tokens: int) -> bytes:
+        return self.job.target.body(content, output_tokens)
+
+    def _record(self, index: int, due: float, inputs: int, outputs: int) -> Record:
+        record = Record(index, due, inputs, outputs)
+        self._out.records.append(record)
+        return record
+
+    async def _send(self, record: Record, body: bytes, *, keep_text: bool = False) -> str:
+        progress = self._progress
+        progress.sent += 1
+        try:
+            return await self._client.send(record, body, keep_text=keep_text)
+        except asyncio.CancelledError:
+            record.outcome = Outcome.UNFINISHED
+            record.error = "given up at the end of the run"
+            raise
+        finally:
+            progress.done += 1
+            progress.failed += not record.ok
+            progress.tokens += record.received_tokens
+            if record.ok:
+                progress.ttft_sum += record.first - record.start
+
+    def _start(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        self._idle.clear()
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not self._tasks:
+            self._idle.set()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._error = self._error or error
+            self.stop()
+
+    # -- time
+
+    def _now(self) -> float:
+        return time.monotonic() - self.job.epoch
+
+    async def _sleep_until(self, due: float) -> bool:
+        """False when the run was stopped meanwhile."""
+        wait = due - self._now()
+        if wait <= 0:
+            await asyncio.sleep(0)
+        else:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait):
+                    await self._stop.wait()
+        return not self._stop.is_set()
+
+    async def _drain(self) -> None:
+        """Wait for what was sent, until the drain limit or `stop`."""
+        workload, limit = self.job.workload, None
+        if self.job.drain is not None:
+            last = workload.duration
+            if last is None and workload.times is not None:
+                last = float(workload.times[-1])
+            limit = None if last is None else max(0.0, last + self.job.drain - self._now())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit):
+                await self._idle.wait()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _probe(self) -> None:
+        """How late is this loop? Asked for every 5 ms of the run, those that passed while it was late included."""
+        lags = self._out.lags
+        due = max(0.0, self._now())
+        while True:
+            due += PROBE_INTERVAL
+            await asyncio.sleep(due - self._now())
+            now = self._now()
+            self._progress.lag = max(self._progress.lag, now - due)
+            while due <= now:
+                lags.append(now - due)
+                due += PROBE_INTERVAL
+            due -= PROBE_INTERVAL
+
+    async def _report_regularly(self, report: Callable[[Progress], None]) -> None:
+        while True:
+            await asyncio.sleep(REPORT_INTERVAL)
+            report(self._progress)
+            self._progress.lag = 0.0

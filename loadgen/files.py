@@ -1,0 +1,100 @@
+"""Reports as files: JSON, CSV, JSON lines and HTML."""
+
+from __future__ import annotations
+
+import csv
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from weft.loadgen.measures import FORMULAS, PER_REQUEST
+from weft.loadgen.run import Run
+from weft.loadgen.slo import RULES
+from weft.loadgen.sweep import Sweep
+
+COLUMNS = (
+    "index", "session", "turn", "due", "start", "first", "end", "input_tokens", "output_tokens", "prompt_tokens",
+    "completion_tokens", "cached_tokens", "outcome", "status", "error",
+)  # fmt: skip
+
+
+def write(paths: dict[str, Path], runs: Sequence[Run], sweeps: Sequence[Sweep], description: dict[str, Any]) -> None:
+    """Write each kind of report that has a path: `json`, `csv`, `record`, `html`. Raises `OSError`."""
+    if path := paths.get("json"):
+        path.write_bytes(orjson.dumps(report(runs, sweeps, description), option=orjson.OPT_INDENT_2))
+    if path := paths.get("csv"):
+        _write_csv(path, runs)
+    if path := paths.get("record"):
+        _write_record(path, runs)
+    if path := paths.get("html"):
+        from weft.loadgen.page import page
+
+        path.write_text(page(runs, sweeps, description), encoding="utf-8")
+
+
+def report(runs: Sequence[Run], sweeps: Sequence[Sweep], description: dict[str, Any]) -> dict[str, Any]:
+    """What `--json` writes; times in seconds, what is not a finite number as null."""
+    out: dict[str, Any] = {
+        "format": "weft-load-1",
+        "workload": description,
+        "machine": {"system": platform.platform(), "python": platform.python_version()},
+        "formulas": FORMULAS | RULES,
+        "runs": [run.summary() for run in runs],
+    }
+    if sweeps:
+        out["sweeps"] = [
+            {
+                "server": sweep.name,
+                "highest_rate_met": sweep.best,
+                "lowest_rate_missed": sweep.missed,
+                "ended": sweep.reason,
+                "objectives": [str(objective) for objective in sweep.runs[0].options.objectives] if sweep.runs else [],
+            }
+            for sweep in sweeps
+        ]
+    return out
+
+
+def _write_csv(path: Path, runs: Sequence[Run]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["server", "rate", *COLUMNS, *PER_REQUEST])
+        for run in runs:
+            measures = run.everything
+            values = [getattr(measures, name) for name in PER_REQUEST]
+            for i, record in enumerate(measures.records):
+                cells = [getattr(record, name) for name in COLUMNS] + [float(column[i]) for column in values]
+                writer.writerow([run.name, run.rate if run.rate is not None else "", *map(_cell, cells)])
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, float):
+        return "" if value != value else f"{value:.6f}"
+    return value
+
+
+def _write_record(path: Path, runs: Sequence[Run]) -> None:
+    with path.open("wb") as file:
+        for run in runs:
+            for record in run.everything.records:
+                times = np.asarray(record.times)
+                row = {
+                    "at": record.due,
+                    "input_tokens": record.prompt_tokens if record.prompt_tokens > 0 else max(record.input_tokens, 1),
+                    "output_tokens": record.output_tokens,
+                    "server": run.name,
+                    "rate": run.rate,
+                    **{
+                        name: getattr(record, name) for name in ("index", "session", "turn", "start", "status", "error")
+                    },
+                    "outcome": record.outcome.value,
+                    "received_tokens": record.received_tokens,
+                    "ttft": record.first - record.start,
+                    "e2e": record.end - record.start,
+                    "itl": np.round(np.diff(times), 6),
+                }
+                file.write(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")

@@ -1,0 +1,93 @@
+"""Distributions of prompt and output lengths, in tokens."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.loadgen.errors import LoadError
+from weft.loadgen.units import number, whole
+
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """One distribution: `constant` (a), `uniform` (a to b, both included) or `lognormal` (mean a, deviation b)."""
+
+    kind: str
+    a: float
+    b: float = 0.0
+
+    def draw(self, rng: np.random.Generator, n: int) -> Counts:
+        """`[n]` lengths of at least one token."""
+        if self.kind == "constant":
+            return np.full(n, int(self.a), np.int64)
+        if self.kind == "uniform":
+            return rng.integers(int(self.a), int(self.b), n, endpoint=True)
+        variance = np.log1p((self.b / self.a) ** 2)
+        drawn = rng.lognormal(np.log(self.a) - variance / 2, np.sqrt(variance), n)
+        return np.maximum(1, np.rint(drawn)).astype(np.int64)
+
+    def __str__(self) -> str:
+        if self.kind == "constant":
+            return f"{self.a:g} tokens"
+        if self.kind == "uniform":
+            return f"uniform from {self.a:g} to {self.b:g} tokens"
+        return f"log-normal, mean {self.a:g}, standard deviation {self.b:g} tokens"
+
+
+PRESETS = {
+    "splitwise": (Lengths("lognormal", 1155, 1109), Lengths("lognormal", 211, 163)),
+    "lmsys": (Lengths("lognormal", 102, 169), Lengths("lognormal", 222, 210)),
+    "sharegpt": (Lengths("lognormal", 246, 547), Lengths("lognormal", 322, 244)),
+}
+"""(input, output): means and deviations of the NanoFlow paper's Table 4; that they are log-normal is our choice"""
+
+
+def parse(text: str, option: str) -> Lengths:
+    """`128`, `uniform:64:256` or `lognormal:MEAN:SD`. Raises `LoadError` naming `option`."""
+    kind, _, rest = text.partition(":")
+    parts = rest.split(":")
+    if not rest:
+        return Lengths("constant", whole(text, option))
+    if kind == "constant" and len(parts) == 1:
+        return Lengths("constant", whole(parts[0], option))
+    if kind == "uniform" and len(parts) == 2:
+        low, high = (whole(part, option) for part in parts)
+        if low > high:
+            raise LoadError(f"{option}: uniform:{low}:{high} has its bounds the wrong way round")
+        return Lengths("uniform", low, high)
+    if kind == "lognormal" and len(parts) == 2:
+        return Lengths("lognormal", number(parts[0], option, low=1), number(parts[1], option))
+    raise LoadError(f"{option}: {text!r} is none of N, uniform:LOW:HIGH, lognormal:MEAN:SD")
+
+
+def read_pairs(path: Path) -> Counts:
+    """`[n, 2]` input and output lengths from a JSON list of pairs, or a CSV whose first two columns they are.
+
+    Raises `LoadError` for a file that cannot be used.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix.lower() == ".csv":
+            rows = [row[:2] for row in csv.reader(text.splitlines()) if row]
+            if rows and not rows[0][0].strip().isdigit():
+                rows = rows[1:]
+            pairs = np.array([[int(a), int(b)] for a, b in rows], np.int64)
+        else:
+            pairs = np.array([[int(a), int(b)] for a, b in json.loads(text)], np.int64)
+    except OSError as error:
+        raise LoadError(f"cannot read --lengths {path}: {error.strerror}") from None
+    except (ValueError, TypeError):
+        raise LoadError(
+            f"--lengths {path} must be a JSON list of [input, output] pairs, or a CSV of two columns"
+        ) from None
+    if not len(pairs) or pairs.min() < 1:
+        raise LoadError(f"--lengths {path} needs at least one pair, and lengths of at least 1")
+    return pairs

@@ -1,0 +1,113 @@
+"""What is measured of each request: columns computed from records, and the formulas in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.loadgen.record import Outcome, Record
+from weft.loadgen.statistics import Values
+
+FORMULAS = {
+    "ttft": "time to first token = arrival of the first event with a token − start of sending",
+    "itl": "inter-token latency = gap between consecutive events with tokens; every gap of every request counts once",
+    "tpot": "time per output token = (latency − TTFT) / (output tokens − 1), for answers of two tokens or more",
+    "e2e": "latency = arrival of the answer's last event − start of sending",
+    "normalized": "normalized latency = latency / output tokens",
+}
+"""measures by their names; in every one the start of sending is before a connection is opened for the request"""
+
+TITLES = {
+    "ttft": "Time to first token",
+    "itl": "Inter-token latency",
+    "tpot": "Time per output token",
+    "e2e": "Latency",
+    "normalized": "Normalized latency",
+}
+PER_REQUEST = ("ttft", "tpot", "e2e", "normalized")
+
+
+@dataclass(frozen=True)
+class Measures:
+    """Columns over the requests of a run, failures included: `[n]`, NaN where a failed request has no such value."""
+
+    records: Sequence[Record]
+
+    def _column(self, name: str) -> Values:
+        return np.array([getattr(record, name) for record in self.records], np.float64)
+
+    @cached_property
+    def ok(self) -> NDArray[np.bool_]:
+        return np.array([record.ok for record in self.records], bool)
+
+    @cached_property
+    def due(self) -> Values:
+        return self._column("due")
+
+    @cached_property
+    def start(self) -> Values:
+        return self._column("start")
+
+    @cached_property
+    def first(self) -> Values:
+        return self._column("first")
+
+    @cached_property
+    def end(self) -> Values:
+        return self._column("end")
+
+    @cached_property
+    def tokens(self) -> Values:
+        """Output tokens received."""
+        return self._column("received_tokens")
+
+    @cached_property
+    def ttft(self) -> Values:
+        return self._if_ok(self.first - self.start)
+
+    @cached_property
+    def e2e(self) -> Values:
+        return self._if_ok(self.end - self.start)
+
+    @cached_property
+    def tpot(self) -> Values:
+        more = self.tokens > 1
+        return np.where(more, (self.e2e - self.ttft) / np.where(more, self.tokens - 1, 1), np.nan)
+
+    @cached_property
+    def normalized(self) -> Values:
+        return self.e2e / np.maximum(self.tokens, 1)
+
+    @cached_property
+    def itl(self) -> Values:
+        """Every gap of every answered request: `[gaps]`."""
+        gaps = [np.diff(np.asarray(record.times)) for record in self.records if record.ok and len(record.times) > 1]
+        return np.concatenate(gaps) if gaps else np.empty(0)
+
+    def itl_of(self, record: Record) -> Values:
+        return np.diff(np.asarray(record.times)) if record.ok else np.empty(0)
+
+    def values(self, measure: str) -> Values:
+        """The finite values of a measure, over answered requests (`itl`: over their gaps)."""
+        column: Values = getattr(self, measure)
+        return column[np.isfinite(column)]
+
+    @cached_property
+    def lateness(self) -> Values:
+        """Start of sending − when it was due, of the requests that were sent."""
+        late = self.start - self.due
+        return np.maximum(late[np.isfinite(late)], 0.0)
+
+    def outcomes(self) -> dict[str, int]:
+        """Requests by how they ended; only what occurred, and `ok`."""
+        counts = {outcome.value: 0 for outcome in Outcome}
+        for record in self.records:
+            counts[record.outcome.value] += 1
+        return {name: n for name, n in counts.items() if n or name == "ok"}
+
+    def _if_ok(self, values: Values) -> Values:
+        return np.where(self.ok, values, np.nan)

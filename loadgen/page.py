@@ -1,0 +1,199 @@
+"""The HTML report: one page without any other file, which a reader who knows no formula can follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+from weft.loadgen import plots
+from weft.loadgen.measures import FORMULAS, TITLES
+from weft.loadgen.run import Run
+from weft.loadgen.slo import RULES
+from weft.loadgen.sweep import Sweep
+from weft.loadgen.terminal import verdict
+from weft.loadgen.units import show_seconds
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff; max-width: 66rem; margin: 2rem auto;
+  padding: 0 1rem }
+h1 { font-size: 1.6rem } h2 { font-size: 1.25rem; margin-top: 2.5rem; border-top: 1px solid #ddd; padding-top: 1rem }
+table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums }
+th, td { padding: .25rem .8rem; text-align: right; border-bottom: 1px solid #eee }
+th:first-child, td:first-child { text-align: left }
+.good { color: #00695c; font-weight: 600 } .bad { color: #b00020; font-weight: 600 }
+.note { background: #fff6df; border-left: 4px solid #e69f00; padding: .5rem 1rem; margin: .5rem 0 }
+.lead { font-size: 1.15rem } svg { width: 100%; height: auto } dt { font-weight: 600 } code { font-size: .9em }
+"""
+_MAX_DETAILED = 4
+"""runs that get plots of their own"""
+
+
+def page(runs: Sequence[Run], sweeps: Sequence[Sweep], description: dict[str, Any]) -> str:
+    """All of the report. Everything that came from outside is escaped."""
+    names = ", ".join(dict.fromkeys(run.name for run in runs))
+    parts = [f"<h1>{'Load sweep' if sweeps else 'Load test'}: {escape(names)}</h1>"]
+    if sweeps:
+        parts += _sweep_parts(sweeps)
+        detailed = [sweep.shown for sweep in sweeps if sweep.points]
+    else:
+        parts += [f'<p class="lead">{escape(sentence(run))}</p>' for run in runs]
+        detailed = list(runs)
+    if len(detailed) > 1 and not sweeps:
+        parts += ["<h2>Side by side</h2>", _comparison(detailed)]
+    if detailed:
+        parts += ["<h2>How slow is how frequent?</h2>", "<p>Further left is faster; a dashed line is a limit.</p>"]
+        parts.append(plots.cdfs(detailed))
+    for run in detailed[:_MAX_DETAILED]:
+        parts += _run_parts(run)
+    parts += _method(runs, description)
+    body = "\n".join(parts)
+    return (
+        '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>weft load</title>\n<style>{_STYLE}</style>\n{body}\n</html>\n"
+    )
+
+
+def sentence(run: Run) -> str:
+    """What happened, in words."""
+    measures = run.measures
+    answered, total = int(measures.ok.sum()), len(measures.records)
+    text = f"{run.name} was given {run.load} for {show_seconds(run.duration)} and answered {answered} of {total}."
+    if not answered:
+        return text
+    ttft, tpot = run.distributions["ttft"], run.distributions["tpot"]
+    text += f" Half of the answers began within {show_seconds(ttft.p50)}, 99 of 100 within {show_seconds(ttft.p99)}."
+    if tpot.p50 > 0:
+        text += f" Half of them then came at {1 / tpot.p50:.3g} tokens per second or faster."
+    if run.options.objectives:
+        a = run.attainment
+        low, high = a.interval
+        text += f" {a.share:.1%} of the requests kept every limit (with 95 % confidence {low:.1%} to {high:.1%})."
+        text += " The objectives were met." if a.met else " The objectives were missed."
+    return text
+
+
+def _sweep_parts(sweeps: Sequence[Sweep]) -> list[str]:
+    parts = [f'<p class="lead">{escape(verdict(sweep))}.</p>' for sweep in sweeps]
+    measured = [sweep for sweep in sweeps if sweep.runs]
+    if not measured:
+        return parts
+    objectives = measured[0].runs[0].options.objectives
+    parts += ["<h2>How does it slow down with load?</h2>", plots.latency_against_rate(measured, objectives)]
+    for sweep in measured:
+        titles = (objective.title() for objective in objectives)
+        head = ["requests/s", "answered", *titles, "within limits", "goodput", "output tokens/s", ""]
+        rows = []
+        for rate, run in sweep.by_rate:
+            a = run.attainment
+            rows.append(
+                [
+                    f"{rate:.3g}",
+                    f"{int(run.measures.ok.sum())} of {len(run.measures.records)}",
+                    *(_coloured(show_seconds(v.value), v.met) for v in a.verdicts),
+                    f"{a.share:.1%}",
+                    f"{a.goodput:.3g}",
+                    f"{run.throughput()['output_tokens_per_second']:.5g}",
+                    _met(a.met) + ("" if run.kept_up else " (generator late)"),
+                ]
+            )
+        parts += [f"<h2>{escape(sweep.name)}</h2>", _table(head, rows), plots.rates_heat_map(sweep)]
+    return parts
+
+
+def _run_parts(run: Run) -> list[str]:
+    parts = [f"<h2>{escape(run.name)} at {run.load}</h2>"]
+    parts.append(f"<p>Model {escape(run.model)} at {escape(run.url)}, {escape(run.began)}.</p>")
+    parts += [f'<p class="note">{escape(warning)}</p>' for warning in run.warnings()]
+    if run.options.objectives:
+        rows = [
+            [escape(v.objective.title()), show_seconds(v.value), _met(v.met), f"{v.attainment:.1%}"]
+            for v in run.attainment.verdicts
+        ]
+        parts.append(_table(["objective", "measured", "", "requests within the limit"], rows))
+        parts.append(f"<p>Goodput: {run.attainment.goodput:.3g} requests per second within every limit.</p>")
+    rows = []
+    for name, d in run.distributions.items():
+        values = [show_seconds(value) for value in (d.mean, d.sd, d.p50, d.p90, d.p95, d.p99, d.max)]
+        rows.append([TITLES[name], *values, _interval(d.p99_interval)])
+    parts.append(_table(["", "mean", "deviation", "p50", "p90", "p95", "p99", "max", "95 % interval of p99"], rows))
+    through, tokens = run.throughput(), run.tokens()
+    rows = [[f"Requests: {escape(name)}", str(n)] for name, n in run.measures.outcomes().items()]
+    rows += [
+        ["Requests answered per second", f"{through['requests_per_second']:.4g}"],
+        ["Output tokens per second", f"{through['output_tokens_per_second']:.5g}"],
+        ["Prompt tokens per second", f"{through['prompt_tokens_per_second']:.5g}"],
+        ["Output tokens received / asked for", f"{tokens['output_received']} / {tokens['output_asked']}"],
+        ["Prompt tokens counted by the server / planned", f"{tokens['prompt_received']} / {tokens['prompt_asked']}"],
+        ["Prompt tokens from the server's cache", str(tokens["prompt_cached"])],
+        ["Generator late when sending, p99", show_seconds(run.lateness_p99)],
+        ["Generator late when receiving, p99", show_seconds(run.lag_p99)],
+    ]
+    if run.view is not None:
+        rows += [[f"The server's own mean: {name}", show_seconds(mean)] for name, mean in run.view.means.items()]
+        rows += [[f"The server's own count: {name.replace('_', ' ')}", str(n)] for name, n in run.view.totals.items()]
+    parts.append(_table(["", ""], rows))
+    errors = run.summary()["errors"]
+    if errors:
+        parts.append(_table(["what failed", "requests"], [[escape(message), str(n)] for message, n in errors.items()]))
+    parts += [plots.over_time(run), plots.timeline(run)]
+    if run.measures.ok.any():
+        parts += [
+            "<p>What if the limits were others? Each field is the share of all requests, failures included, "
+            "that keep both.</p>",
+            plots.limits_heat_map(run),
+        ]
+    return parts
+
+
+def _comparison(runs: Sequence[Run]) -> str:
+    head = ["median", *TITLES.values(), "answered", "output tokens/s"]
+    rows = [
+        [
+            escape(run.name),
+            *(show_seconds(d.p50) for d in run.distributions.values()),
+            f"{int(run.measures.ok.sum())} of {len(run.measures.records)}",
+            f"{run.throughput()['output_tokens_per_second']:.5g}",
+        ]
+        for run in runs
+    ]
+    return _table(head, rows)
+
+
+def _method(runs: Sequence[Run], description: dict[str, Any]) -> list[str]:
+    parts = ["<h2>How this was measured</h2>", "<dl>"]
+    parts += [f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in (FORMULAS | RULES).items()]
+    parts.append(
+        "<dt>percentiles</dt><dd>linear between order statistics; the interval of p99 is from their ranks</dd>"
+    )
+    parts.append(
+        "<dt>lateness</dt><dd>sending: start of sending − when the schedule, fixed before the run, wanted it; "
+        "receiving: how late the generator's event loop was, asked for every 5 ms of the run</dd></dl>"
+    )
+    rows = [[escape(name.replace("_", " ")), escape(str(value))] for name, value in description.items()]
+    if runs:
+        rows.append(["processes", str(runs[0].options.processes)])
+    return [*parts, _table(["workload", ""], rows)]
+
+
+def _interval(interval: tuple[float, float]) -> str:
+    low, high = interval
+    if high == float("inf"):
+        return "too few requests"
+    return f"{show_seconds(max(low, 0.0))} – {show_seconds(high)}"
+
+
+def _coloured(text: str, good: bool) -> str:
+    return f'<span class="{"good" if good else "bad"}">{text}</span>'
+
+
+def _met(met: bool) -> str:
+    return _coloured("met" if met else "missed", met)
+
+
+def _table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
+    """Cells are HTML."""
+    top = "".join(f"<th>{cell}</th>" for cell in head)
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"

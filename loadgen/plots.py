@@ -1,0 +1,197 @@
+"""The plots of the HTML report, as SVG text."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from weft.loadgen.measures import TITLES, Measures
+from weft.loadgen.run import Run
+from weft.loadgen.slo import Objective, keeps
+from weft.loadgen.statistics import Values, percentile
+from weft.loadgen.sweep import Sweep
+from weft.loadgen.units import show_seconds
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+"""Okabe and Ito's, told apart by the colour-blind"""
+_FAILED = "#d00000"
+_MAX_POINTS = 1500
+_RASTER = 3000
+"""lines from which a plot becomes a picture inside its SVG"""
+
+
+def latency_against_rate(sweeps: Sequence[Sweep], objectives: Sequence[Objective]) -> str:
+    """One panel an objective: its value at each rate that was tried, a line a server, the limit dashed."""
+    figure, axes = _figure(len(objectives))
+    for axis, objective in zip(axes, objectives, strict=True):
+        for colour, sweep in zip(COLOURS, sweeps, strict=False):
+            points = [
+                (rate, verdict.value)
+                for rate, run in sweep.by_rate
+                for verdict in run.attainment.verdicts
+                if verdict.objective == objective and np.isfinite(verdict.value)
+            ]
+            if points:
+                axis.plot(*zip(*points, strict=True), "o-", color=colour, label=sweep.name)
+            if sweep.best is not None:
+                axis.axvline(sweep.best, color=colour, linewidth=0.8, linestyle=":")
+        axis.axhline(objective.limit, color=_FAILED, linestyle="--", linewidth=1, label="limit")
+        axis.set(xlabel="offered requests/s", ylabel=objective.measure, title=str(objective), yscale="log")
+        _seconds(axis.yaxis)
+        axis.legend(frameon=False)
+    return _svg(figure, "Latency against offered rate")
+
+
+def cdfs(runs: Sequence[Run]) -> str:
+    """One panel a measure: the share of requests (token gaps) at most so slow, a line a run, limits dashed."""
+    figure, axes = _figure(len(TITLES))
+    for axis, (measure, title) in zip(axes, TITLES.items(), strict=True):
+        for colour, run in zip(COLOURS, runs, strict=False):
+            values = np.sort(run.measures.values(measure))
+            if len(values):
+                kept = np.unique(np.linspace(0, len(values) - 1, min(len(values), _MAX_POINTS)).astype(int))
+                axis.step(
+                    values[kept], (kept + 1) / len(values), where="post", color=colour, label=f"{run.name}, {run.load}"
+                )
+        for objective in runs[0].options.objectives:
+            if objective.measure == measure:
+                axis.axvline(objective.limit, color=_FAILED, linestyle="--", linewidth=1)
+        axis.set(ylabel="share at most so slow", title=title, ylim=(0, 1.02), xscale="log")
+        _seconds(axis.xaxis)
+    if axes[0].lines:
+        axes[0].legend(frameon=False, fontsize=8)
+    return _svg(figure, "Distributions of the measures")
+
+
+def over_time(run: Run) -> str:
+    """Output tokens per second, requests running, and failures, over the time of a run."""
+    figure, axes = _figure(2)
+    measures = run.everything
+    edges = np.linspace(0, max(run.span, 1e-3), min(120, max(10, int(run.span))) + 1)
+    width = edges[1] - edges[0]
+    times = np.concatenate([np.asarray(record.times) for record in measures.records] or [np.empty(0)])
+    axes[0].stairs(np.histogram(times, edges)[0] / width, edges, fill=True, color=COLOURS[0], alpha=0.7)
+    axes[0].set(xlabel="s", ylabel="events with tokens per s", title="Throughput")
+    started = measures.start[np.isfinite(measures.start)]
+    ended = np.where(np.isfinite(measures.end), measures.end, measures.start)
+    middle = (edges[1:] + edges[:-1]) / 2
+    running = np.searchsorted(np.sort(started), middle) - np.searchsorted(np.sort(ended), middle)
+    axes[1].plot(middle, running, color=COLOURS[2], label="running")
+    failures = measures.due[~measures.ok]
+    if len(failures):
+        axes[1].plot(failures, np.zeros(len(failures)), "x", color=_FAILED, label="failed, by time due")
+    axes[1].set(xlabel="s", ylabel="requests", title="Requests running")
+    axes[1].legend(frameon=False)
+    return _svg(figure, "Throughput and requests running over time")
+
+
+def timeline(run: Run) -> str:
+    """A line a request, by the time it was due: waiting for its first token, then answering."""
+    measures = run.everything
+    n = len(measures.records)
+    figure, axes = _figure(1, height=min(7.0, 2.2 + n / 60))
+    rows = np.arange(n)
+    ok = np.isfinite(measures.first)
+    raster = n > _RASTER
+
+    def draw(chosen: Any, start: Values, end: Values, colour: str, label: str) -> None:
+        segments = np.stack([np.stack([start, rows], 1), np.stack([end, rows], 1)], 1)[chosen]
+        width = max(0.5, min(4, 200 / max(n, 1)))
+        lines = LineCollection(list(segments), colors=colour, linewidths=width, label=label, rasterized=raster)
+        axes[0].add_collection(lines)
+
+    draw(ok, measures.start, measures.first, COLOURS[4], "waits for its first token")
+    draw(ok, measures.first, measures.end, COLOURS[0], "is answered")
+    failed = ~measures.ok
+    if failed.any():
+        axes[0].plot(measures.due[failed], rows[failed], "x", color=_FAILED, label="failed", rasterized=raster)
+    axes[0].set(xlabel="s", ylabel="request", title="Requests", xlim=(0, max(run.span, 1e-3)), ylim=(max(n, 1), -1))
+    axes[0].legend(loc="lower right")
+    return _svg(figure, "Timeline of requests")
+
+
+def limits_heat_map(run: Run) -> str:
+    """The share of all requests that would keep a pair of limits, on time to first token and per output token."""
+    measures = run.measures
+    ttft, tpot = _grid(measures, "ttft"), _grid(measures, "tpot")
+    times = measures.ttft, np.where(np.isnan(measures.tpot), 0.0, measures.tpot)
+    share = np.array([[(measures.ok & (times[0] <= a) & (times[1] <= b)).mean() for a in ttft] for b in tpot])
+    figure, axes = _figure(1, height=4.2)
+    labels = [[show_seconds(limit) for limit in grid] for grid in (ttft, tpot)]
+    _heat(axes[0], share, labels[0], labels[1])
+    axes[0].set(
+        xlabel="limit on the time to first token",
+        ylabel="limit on the time per output token",
+        title="Share of all requests that keep both limits",
+    )
+    return _svg(figure, "Share of requests that keep a pair of limits")
+
+
+def rates_heat_map(sweep: Sweep) -> str:
+    """The share of all requests that kept each objective's limit, at each rate."""
+    objectives = sweep.runs[0].options.objectives
+    share = np.array([[keeps(o, run.measures).mean() for _, run in sweep.by_rate] for o in objectives])
+    figure, axes = _figure(1, height=1.6 + 0.5 * len(objectives))
+    _heat(axes[0], share, [f"{rate:.3g}" for rate, _ in sweep.by_rate], [str(objective) for objective in objectives])
+    axes[0].set(xlabel="offered requests/s", title=f"{sweep.name}: share of all requests within each limit")
+    return _svg(figure, "Share of requests within each limit, at each rate")
+
+
+def _grid(measures: Measures, name: str) -> Values:
+    """Limits that one request in ten, a quarter, half … of the answered keep; rounded up to three digits."""
+    values = measures.values(name)
+    if not len(values):
+        return np.array([1.0])
+    limits = np.array([percentile(values, q) for q in (10, 25, 50, 75, 90, 95, 99, 100)])
+    digits = 10.0 ** (np.floor(np.log10(np.maximum(limits, 1e-6))) - 2)
+    return np.unique(np.ceil(limits / digits) * digits)
+
+
+def _heat(axis: Any, share: Values, columns: Sequence[str], rows: Sequence[str]) -> None:
+    axis.grid(visible=False)
+    axis.imshow(share, cmap="cividis", vmin=0, vmax=1, aspect="auto", origin="lower")
+    axis.set_xticks(range(len(columns)), columns)
+    axis.set_yticks(range(len(rows)), rows)
+    for (i, j), value in np.ndenumerate(share):
+        axis.text(j, i, f"{value:.0%}", ha="center", va="center", fontsize=8, color="black" if value > 0.5 else "white")
+
+
+def _seconds(axis: Any) -> None:
+    """A logarithmic axis of times, labelled with units at 1, 2 and 5."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
+    axis.set_minor_locator(NullLocator())
+    axis.set_tick_params(labelsize=8)
+    axis.set_major_formatter(FuncFormatter(lambda value, _: show_seconds(value)))
+
+
+def _figure(panels: int, height: float = 3.4) -> tuple[Figure, list[Any]]:
+    rows, columns = -(-panels // 2), min(panels, 2)
+    figure = Figure(figsize=(10.5, height * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
+    for axis in axes[panels:]:
+        axis.remove()
+    for axis in axes[:panels]:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(color="#dddddd", linewidth=0.5)
+        axis.set_axisbelow(True)
+    return figure, axes[:panels]
+
+
+def _svg(figure: Figure, name: str) -> str:
+    """SVG for a page: no prolog, no size but the drawing's, ids that no other drawing of the page has."""
+    out = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif"}):
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    text = out.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', rf'\1 role="img" aria-label="{name}"', text, count=1)
+    return re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)

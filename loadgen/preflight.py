@@ -1,0 +1,132 @@
+"""Before a run: is the server there, which model, what does it accept, how long are its words?"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import orjson
+
+from weft.loadgen.client import Client, Target
+from weft.loadgen.connection import Address, ConnectionBroken, Pool
+from weft.loadgen.errors import LoadError
+from weft.loadgen.prompts import Calibration, PromptMaker
+from weft.loadgen.record import Outcome, Record
+from weft.loadgen.server_view import Snapshot
+
+
+class _Body:
+    def __init__(self) -> None:
+        self.is_stream = False
+        self.parts: list[bytes] = []
+
+    def feed(self, data: bytes, _now: float) -> None:
+        self.parts.append(data)
+
+
+async def get(address: Address, path: str, headers: dict[str, str]) -> tuple[int, bytes]:
+    """Status and body of a GET. Raises `OSError` or `ConnectionBroken`."""
+    pool, body = Pool(address), _Body()
+    try:
+        status = await pool.exchange(address.head("GET", path, headers), body)
+    finally:
+        pool.close()
+    return status, b"".join(body.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A target that was seen to work. `context`: its limit on prompt and output, if it tells."""
+
+    target: Target
+    context: int | None
+    calibration: Calibration
+    notes: tuple[str, ...] = ()
+
+
+async def prepare(target: Target, maker: PromptMaker) -> Ready:
+    """Find the model, and try the server with small requests. Raises `LoadError`: one line that says what to change.
+
+    Words are calibrated: two prompts of different length tell how many tokens a word and a bare prompt have.
+    """
+    notes: list[str] = []
+    target, context = await _discover(target, notes)
+    trial = await _try(target, maker.prompt(0, 8), 2)
+    if trial.outcome is Outcome.REFUSED and trial.status in (400, 422) and target.exact_output:
+        plain = replace(target, exact_output=False)
+        second = await _try(plain, maker.prompt(0, 8), 2)
+        if second.ok:
+            notes.append("the server refuses ignore_eos and min_tokens: answers may be shorter than asked for")
+            target, trial = plain, second
+    if not trial.ok:
+        hint = "; try --prompts words" if maker.kind == "ids" and trial.status in (400, 422) else ""
+        status = f" (status {trial.status})" if trial.status else ""
+        raise LoadError(f"{target.name}: a trial request failed{status}: {trial.error or trial.outcome}{hint}")
+    if trial.completion_tokens < 0:
+        notes.append("the server sends no usage: output tokens are counted as events")
+    calibration = Calibration()
+    if maker.kind == "words":
+        calibration = await _calibrate(target, maker, context)
+    return Ready(target, context, calibration, tuple(notes))
+
+
+async def _discover(target: Target, notes: list[str]) -> tuple[Target, int | None]:
+    try:
+        status, body = await get(target.address, "/v1/models", target.all_headers())
+    except (OSError, ConnectionBroken) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise LoadError(
+            f"no server answers at {target.address} ({reason}); start one, or name another with --server"
+        ) from None
+    if status in (401, 403):
+        raise LoadError(f"{target.name}: the server wants an API key (status {status}); give one with --api-key")
+    try:
+        models: list[dict[str, Any]] = [m for m in orjson.loads(body)["data"] if "id" in m] if status == 200 else []
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        models = []
+    if target.model:
+        known = next((m for m in models if m["id"] == target.model), None)
+        if models and known is None:
+            names = ", ".join(str(m["id"]) for m in models[:5])
+            raise LoadError(f"{target.name}: --model {target.model} is not served; served: {names}")
+    elif not models:
+        raise LoadError(f"{target.name}: /v1/models does not say which model is served (status {status}); give --model")
+    else:
+        known = models[0]
+        if len(models) > 1:
+            notes.append(f"of {len(models)} models served, {known['id']} is used (--model chooses)")
+    limit = (known or {}).get("max_model_len")
+    context = int(limit) if isinstance(limit, int) and limit > 1 else None
+    return (replace(target, model=str(known["id"])) if known else target), context
+
+
+async def _try(target: Target, content: Any, output_tokens: int) -> Record:
+    record = Record(0, 0.0, 0, output_tokens)
+    client = Client(replace(target, timeout=min(target.timeout, 120.0)), time.monotonic())
+    try:
+        await client.send(record, target.body(content, output_tokens))
+    finally:
+        client.close()
+    return record
+
+
+async def _calibrate(target: Target, maker: PromptMaker, context: int | None) -> Calibration:
+    sizes = (20, 200) if context is None or context >= 1024 else (8, max(16, context // 8))
+    counts = []
+    for size in sizes:
+        record = await _try(target, maker.prompt(size, size), 1)
+        if not record.ok or record.prompt_tokens < 1:
+            return Calibration()  # the server does not count: a word is taken for a token
+        counts.append(record.prompt_tokens)
+    per_word = max(0.1, (counts[1] - counts[0]) / (sizes[1] - sizes[0]))
+    return Calibration(per_word, max(0.0, counts[0] - per_word * sizes[0]))
+
+
+async def snapshot(target: Target) -> Snapshot | None:
+    """The server's own counters; None when it has none that are known."""
+    try:
+        status, body = await get(target.address, "/metrics", target.all_headers())
+    except (OSError, ConnectionBroken):
+        return None
+    return Snapshot.parse(body.decode("utf-8", "replace")) if status == 200 else None

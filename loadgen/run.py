@@ -1,0 +1,269 @@
+"""`Run`: everything that is known of one run against one server, and its summary."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from weft.loadgen.driver import Job, Outcomes
+from weft.loadgen.measures import Measures
+from weft.loadgen.preflight import Ready, snapshot
+from weft.loadgen.processes import OnProgress, run_jobs
+from weft.loadgen.server_view import ServerView, difference
+from weft.loadgen.slo import Attainment, Objective, judge
+from weft.loadgen.statistics import Distribution, Values, percentile
+from weft.loadgen.workload import Clipping, Workload
+
+MAX_LAG = 0.005
+"""seconds; a generator later than this at its 99th percentile did not keep up"""
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """`warmup`: requests due in its first seconds are sent but not judged. `max_failures`: see `slo.judge`."""
+
+    objectives: tuple[Objective, ...] = ()
+    processes: int = 1
+    warmup: float = 0.0
+    drain: float | None = None
+    max_failures: float = 0.01
+    max_lag: float = MAX_LAG
+
+
+@dataclass(frozen=True)
+class Run:
+    """`lags`: seconds, how late the generators' event loops were at every 5 ms of the run."""
+
+    name: str
+    url: str
+    model: str
+    began: str
+    rate: float | None
+    users: int
+    duration: float
+    """seconds of arrivals"""
+    span: float
+    """seconds from the first arrival to the last answer"""
+    everything: Measures
+    measures: Measures
+    """without the warm-up"""
+    lags: Values
+    cpu_share: float
+    """of one core, of the busiest process"""
+    options: RunOptions
+    clipping: Clipping
+    view: ServerView | None = None
+    notes: tuple[str, ...] = ()
+    conversations: bool = False
+    interrupted: bool = False
+
+    @property
+    def load(self) -> str:
+        """What the server was given, in words."""
+        if self.rate is None:
+            return f"{self.users} users"
+        return f"{self.rate:.3g} {'conversations' if self.conversations else 'requests'}/s"
+
+    @cached_property
+    def attainment(self) -> Attainment:
+        return judge(self.options.objectives, self.measures, self.judged_span, self.options.max_failures)
+
+    @property
+    def judged_span(self) -> float:
+        return max(self.span - self.options.warmup, 1e-9)
+
+    @cached_property
+    def distributions(self) -> dict[str, Distribution]:
+        measures = self.measures
+        return {name: Distribution.of(measures.values(name)) for name in ("ttft", "itl", "tpot", "e2e", "normalized")}
+
+    @cached_property
+    def lateness_p99(self) -> float:
+        return percentile(self.everything.lateness, 99)
+
+    @cached_property
+    def lag_p99(self) -> float:
+        return percentile(self.lags, 99)
+
+    @property
+    def kept_up(self) -> bool:
+        """Whether the generator's own lateness is small enough to trust the figures."""
+        worst = np.nanmax([self.lateness_p99, self.lag_p99, 0.0])
+        return bool(worst <= self.options.max_lag)
+
+    @property
+    def lateness_matters(self) -> bool:
+        """Whether that lateness is more than a tenth of the smallest limit of the objectives."""
+        limit = min((objective.limit for objective in self.options.objectives), default=np.inf)
+        return bool(np.nanmax([self.lateness_p99, self.lag_p99, 0.0]) > limit / 10)
+
+    def throughput(self) -> dict[str, float]:
+        """Per second: requests answered, output and input tokens received; over all of the run, drain included."""
+        all_of = self.everything
+        answered = int(all_of.ok.sum())
+        prompts = sum(r.prompt_tokens if r.prompt_tokens >= 0 else r.input_tokens for r in all_of.records if r.ok)
+        span = max(self.span, 1e-9)
+        return {
+            "requests_per_second": answered / span,
+            "output_tokens_per_second": float(all_of.tokens.sum()) / span,
+            "prompt_tokens_per_second": prompts / span,
+        }
+
+    def tokens(self) -> dict[str, int]:
+        """Tokens asked for and received, of answered requests; prompt tokens as the server counted them."""
+        answered = [r for r in self.everything.records if r.ok]
+        return {
+            "prompt_asked": sum(r.input_tokens for r in answered),
+            "prompt_received": sum(max(r.prompt_tokens, 0) for r in answered),
+            "output_asked": sum(r.output_tokens for r in answered),
+            "output_received": sum(r.received_tokens for r in answered),
+            "prompt_cached": sum(max(r.cached_tokens, 0) for r in answered),
+            "events": sum(len(r.times) for r in answered),
+        }
+
+    def warnings(self) -> list[str]:
+        """What a reader must know before trusting the figures."""
+        out = []
+        if not self.kept_up:
+            out.append(
+                f"The generator could not keep up: p99 of its lateness was {self.lateness_p99 * 1e3:.1f} ms when "
+                f"sending and {self.lag_p99 * 1e3:.1f} ms when receiving (allowed: {self.options.max_lag * 1e3:g} ms). "
+                "Latencies are too long by as much. Use --processes, or a machine of its own."
+            )
+        if self.clipping.requests:
+            c = self.clipping
+            out.append(
+                f"{c.requests} of {c.of} requests were longer than the server's context of {c.context} tokens and were "
+                f"cut ({c.tokens / c.of_tokens:.1%} of all tokens asked for)."
+            )
+        tokens = self.tokens()
+        if tokens["output_received"] < 0.99 * tokens["output_asked"]:
+            out.append(
+                f"Answers had {tokens['output_received']} tokens where {tokens['output_asked']} were asked for: "
+                "the server ended them early, so the load was lighter than planned."
+            )
+        if self.interrupted:
+            out.append("The run was interrupted.")
+        return out + list(self.notes)
+
+    def summary(self) -> dict[str, Any]:
+        """For JSON; times in seconds."""
+        measures = self.measures
+        out: dict[str, Any] = {
+            "server": self.name,
+            "url": self.url,
+            "model": self.model,
+            "began": self.began,
+            "offered_rate": self.rate,
+            "users": self.users or None,
+            "conversations": self.conversations,
+            "duration": self.duration,
+            "span": self.span,
+            "requests": len(measures.records),
+            "outcomes": measures.outcomes(),
+            "errors": _errors(measures),
+            "latency": {
+                name: {field: getattr(d, field) for field in Distribution.__dataclass_fields__}
+                for name, d in self.distributions.items()
+            },
+            "throughput": self.throughput(),
+            "tokens": self.tokens(),
+            "generator": {
+                "kept_up": self.kept_up,
+                "send_lateness_p99": self.lateness_p99,
+                "loop_lag_p99": self.lag_p99,
+                "loop_lag_max": float(self.lags.max()) if len(self.lags) else 0.0,
+                "cpu_share": self.cpu_share,
+                "processes": self.options.processes,
+            },
+            "warnings": self.warnings(),
+        }
+        if self.options.objectives:
+            a = self.attainment
+            out["slo"] = {
+                "met": a.met,
+                "attainment": a.share,
+                "attainment_interval": a.interval,
+                "good_requests": a.good,
+                "goodput": a.goodput,
+                "objectives": [
+                    {"objective": str(v.objective), "value": v.value, "met": v.met, "attainment": v.attainment}
+                    for v in a.verdicts
+                ],
+            }
+        if self.view is not None:
+            out["server_view"] = {"means": self.view.means, "counts": self.view.counts, "totals": self.view.totals}
+        return out
+
+
+def _errors(measures: Measures) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for record in measures.records:
+        if record.error:
+            counts[record.error] = counts.get(record.error, 0) + 1
+    return dict(sorted(counts.items(), key=lambda item: -item[1])[:10])
+
+
+def execute(
+    ready: Ready,
+    workload: Workload,
+    options: RunOptions,
+    on_progress: OnProgress | None = None,
+) -> Run:
+    """Make one run, with the server's own counters taken before and after it."""
+    before = asyncio.run(snapshot(ready.target))
+    began = time.strftime("%Y-%m-%d %H:%M:%S%z")
+    jobs = [
+        Job(workload, ready.target, 0.0, part, options.processes, options.drain, ready.context)
+        for part in range(options.processes)
+    ]
+    outcomes = run_jobs(jobs, on_progress)
+    after = asyncio.run(snapshot(ready.target))
+    view = difference(before, after) if before is not None and after is not None else None
+    return assemble(ready, workload, options, outcomes, began, view)
+
+
+def assemble(
+    ready: Ready,
+    workload: Workload,
+    options: RunOptions,
+    outcomes: Sequence[Outcomes],
+    began: str,
+    view: ServerView | None,
+) -> Run:
+    """Put together what the processes of a run measured."""
+    records = sorted((r for o in outcomes for r in o.records), key=lambda r: (r.due, r.index))
+    span = max((o.ended for o in outcomes), default=0.0)
+    duration = workload.duration
+    if duration is None:
+        duration = span if workload.times is None else float(workload.times[-1])
+    judged = [record for record in records if record.due >= options.warmup]
+    notes = list(ready.notes)
+    if cut := sum(o.conversations_cut for o in outcomes):
+        notes.append(f"{cut} conversations ended early: their next turn would not have fitted the context.")
+    return Run(
+        ready.target.name,
+        str(ready.target.address),
+        ready.target.model,
+        began,
+        workload.offered_rate(),
+        workload.users,
+        duration,
+        span,
+        Measures(records),
+        Measures(judged),
+        np.concatenate([np.asarray(o.lags) for o in outcomes]) if outcomes else np.empty(0),
+        max((o.cpu_seconds / max(o.ended, 1e-9) for o in outcomes), default=0.0),
+        options,
+        workload.clipping,
+        view,
+        tuple(notes),
+        workload.is_conversation,
+        any(o.interrupted for o in outcomes),
+    )

@@ -1,0 +1,77 @@
+"""What the server itself says of a run: its Prometheus counters and histograms, before and after."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from prometheus_client.parser import text_string_to_metric_families
+
+_HISTOGRAMS = {
+    "ttft": ("weft_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
+    "e2e": ("weft_request_latency_seconds", "vllm:e2e_request_latency_seconds"),
+    "tpot": (
+        "weft_time_per_output_token_seconds",
+        "vllm:request_time_per_output_token_seconds",
+        "vllm:time_per_output_token_seconds",
+    ),
+    "normalized": ("weft_normalized_latency_seconds",),
+    "queue": ("weft_queue_time_seconds", "vllm:request_queue_time_seconds"),
+    "prefill": ("weft_prefill_time_seconds", "vllm:request_prefill_time_seconds"),
+}
+_COUNTERS = {
+    "prompt_tokens": ("weft_prompt_tokens_total", "vllm:prompt_tokens_total"),
+    "generation_tokens": ("weft_generation_tokens_total", "vllm:generation_tokens_total"),
+    "prefix_queried_tokens": ("weft_prefix_cache_queried_tokens_total", "vllm:prefix_cache_queries_total"),
+    "prefix_hit_tokens": ("weft_prefix_cache_hit_tokens_total", "vllm:prefix_cache_hits_total"),
+    "preemptions": ("weft_preemptions_total", "vllm:num_preemptions_total"),
+}
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Sums over all labels, by sample name."""
+
+    samples: dict[str, float] = field(default_factory=dict)
+
+    @staticmethod
+    def parse(text: str) -> Snapshot | None:
+        """None when the text is not Prometheus's, or holds nothing known."""
+        wanted = {name for names in _COUNTERS.values() for name in names}
+        wanted |= {name + end for names in _HISTOGRAMS.values() for name in names for end in ("_sum", "_count")}
+        sums: dict[str, float] = {}
+        try:
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    if sample.name in wanted:
+                        sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+        except (ValueError, KeyError, IndexError):
+            return None
+        return Snapshot(sums) if sums else None
+
+
+@dataclass(frozen=True, slots=True)
+class ServerView:
+    """Over one run: `means` in seconds by measure with `counts` of observations, and `totals` by counter."""
+
+    means: dict[str, float]
+    counts: dict[str, int]
+    totals: dict[str, int]
+
+
+def difference(before: Snapshot, after: Snapshot) -> ServerView:
+    means: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    totals: dict[str, int] = {}
+
+    def grown(name: str) -> float:
+        return after.samples[name] - before.samples.get(name, 0.0)
+
+    for measure, names in _HISTOGRAMS.items():
+        name = next((n for n in names if f"{n}_count" in after.samples), None)
+        if name is not None and (n := grown(f"{name}_count")) > 0:
+            means[measure], counts[measure] = grown(f"{name}_sum") / n, int(n)
+    for counter, names in _COUNTERS.items():
+        name = next((n for n in names if n in after.samples), None)
+        if name is not None:
+            totals[counter] = int(grown(name))
+    return ServerView(means, counts, totals)

@@ -1,0 +1,242 @@
+"""From flags to what a run needs; every `LoadError` names the flag to change."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from weft.loadgen import lengths, slo
+from weft.loadgen.arrivals import Process
+from weft.loadgen.client import Target
+from weft.loadgen.connection import Address
+from weft.loadgen.errors import LoadError
+from weft.loadgen.prompts import Kind, PromptMaker, read_prompts
+from weft.loadgen.run import RunOptions
+from weft.loadgen.sweep import SweepOptions
+from weft.loadgen.traces import read_trace
+from weft.loadgen.units import number, seconds, whole
+from weft.loadgen.workload import INPUT, ONE, OUTPUT, ArrivalOptions, ContentOptions
+
+DEFAULT_SERVER = "http://127.0.0.1:8000"
+DEFAULT_DURATION = 60.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All options, checked. `sweep`: None for one run. `files`: report paths by kind."""
+
+    targets: tuple[Target, ...]
+    arrival: ArrivalOptions
+    content: ContentOptions
+    maker: PromptMaker
+    max_context: int | None
+    run: RunOptions
+    sweep: SweepOptions | None
+    files: dict[str, Path]
+    quiet: bool
+
+
+def read(arguments: argparse.Namespace) -> Settings:
+    """Raises `LoadError`."""
+    a = arguments
+    if a.mode not in ("run", "sweep"):
+        raise LoadError(f"{a.mode!r} is neither sweep nor an option; servers are named with --server")
+    sweeping = a.mode == "sweep"
+    content = _content(a)
+    conversations = content.turns != ONE
+    messages = _has_messages(content)
+    chat = a.endpoint == "chat" or (a.endpoint is None and (conversations or messages))
+    if messages and not chat:
+        raise LoadError("--endpoint completions does not go with messages; use --endpoint chat")
+    kind: Kind = a.prompts or ("words" if chat or conversations else "ids")
+    if kind == "ids" and (chat or conversations):
+        raise LoadError(f"--prompts ids does not go with {'--endpoint chat' if chat else '--turns'}; leave it out")
+    arrival = _arrival(a, traced=content.trace is not None)
+    objectives = tuple(objective for text in a.slo for objective in slo.parse(text))
+    if sweeping and not objectives:
+        raise LoadError("a sweep needs an objective: --slo nanoflow, or --slo ttft:p99:500ms …")
+    if sweeping and arrival.process in ("closed", "ramp"):
+        raise LoadError(f"a sweep varies the rate: it does not go with {arrival.process} arrivals")
+    if sweeping and a.speed is not None:
+        raise LoadError("--speed: a sweep sets the rate of the trace itself; leave it out")
+    drain = _optional(a.drain, "--drain", seconds)
+    if drain is None and sweeping:
+        drain = arrival.duration or DEFAULT_DURATION
+    options = RunOptions(
+        objectives,
+        whole(a.processes, "--processes"),
+        seconds(a.warmup, "--warmup"),
+        drain,
+        _fraction(a.max_failures, "--max-failures"),
+    )
+    if arrival.duration is not None and options.warmup >= arrival.duration:
+        raise LoadError("--warmup must be shorter than --duration")
+    sweep = None
+    if sweeping:
+        sweep = SweepOptions(
+            arrival.rate or 1.0,
+            number(a.growth, "--growth", low=1, exclusive=True),
+            number(a.precision, "--precision", exclusive=True),
+            whole(a.max_runs, "--max-runs"),
+        )
+    return Settings(
+        _targets(a, chat, seconds(a.timeout, "--timeout")),
+        arrival,
+        content,
+        _maker(a, kind),
+        _optional(a.max_context, "--max-context", lambda text, option: whole(text, option, low=2)),
+        options,
+        sweep,
+        _files(a),
+        a.quiet,
+    )
+
+
+def _optional(text: str | None, option: str, parse: Any) -> Any:
+    return None if text is None else parse(text, option)
+
+
+def _fraction(text: str, option: str) -> float:
+    value = number(text, option)
+    if value > 1:
+        raise LoadError(f"{option}: {text} must be between 0 and 1")
+    return value
+
+
+def _targets(a: argparse.Namespace, chat: bool, timeout: float) -> tuple[Target, ...]:
+    headers = {}
+    for text in a.header:
+        name, colon, value = text.partition(":")
+        if not colon or not name.strip() or "\r" in text or "\n" in text:
+            raise LoadError(f"--header: {text!r} is not NAME:VALUE")
+        headers[name.strip()] = value.strip()
+    extra: dict[str, Any] = {}
+    if a.extra is not None:
+        try:
+            extra = orjson.loads(a.extra)
+        except orjson.JSONDecodeError as error:
+            raise LoadError(f"--extra is not JSON: {error}") from None
+        if not isinstance(extra, dict):
+            raise LoadError('--extra must be a JSON object such as {"temperature": 0}')
+    api_key = a.api_key or os.environ.get("OPENAI_API_KEY") or None
+    targets: list[Target] = []
+    for text in a.server or [DEFAULT_SERVER]:
+        name, equals, url = text.partition("=")
+        if not equals or "/" in name:
+            name, url = "", text
+        address = Address.parse(url)
+        name = name or f"{address.host}:{address.port}"
+        if any(target.name == name for target in targets):
+            raise LoadError(f"--server: two servers are called {name}; name them with --server NAME=URL")
+        targets.append(Target(name, address, a.model or "", chat, api_key, headers, extra, timeout, not a.eos))
+    return tuple(targets)
+
+
+def _arrival(a: argparse.Namespace, *, traced: bool) -> ArrivalOptions:
+    implied: dict[Process, str | None] = {"closed": a.users, "ramp": a.rate_end, "gamma": a.burstiness}
+    given = [process for process, value in implied.items() if value is not None]
+    process: Process = a.arrival or (given[0] if given else "poisson")
+    flags = {"closed": "--users", "ramp": "--rate-end", "gamma": "--burstiness"}
+    for other in given:
+        if other != process:
+            raise LoadError(f"{flags[other]} does not go with {process} arrivals")
+    if process in ("closed", "ramp") and not given:
+        raise LoadError(f"--arrival {process} needs {flags[process]}")
+    if traced and (a.arrival is not None or given) and process != "closed":
+        raise LoadError("--trace brings its own arrivals; leave --arrival and its flags out")
+    if process == "closed" and a.rate is not None:
+        raise LoadError("--rate does not go with a closed loop: its rate is what its users make of it")
+    if a.speed is not None and (not traced or a.rate is not None):
+        raise LoadError("--speed goes with --trace, and not with --rate")
+    duration = _optional(a.duration, "--duration", seconds)
+    if duration == 0:
+        raise LoadError("--duration must be more than 0")
+    count = _optional(a.requests, "--requests", whole)
+    if duration is None and (process == "ramp" or (count is None and not (traced and process != "closed"))):
+        duration = DEFAULT_DURATION
+    rate = None if a.rate is None else number(a.rate, "--rate", exclusive=True)
+    if rate is None and not traced and process != "closed":
+        rate = 1.0
+    return ArrivalOptions(
+        process,
+        rate,
+        number(a.rate_end, "--rate-end") if a.rate_end is not None else 1.0,
+        number(a.burstiness, "--burstiness", exclusive=True) if a.burstiness is not None else 1.0,
+        whole(a.users, "--users") if a.users is not None else 1,
+        number(a.speed, "--speed", exclusive=True) if a.speed is not None else 1.0,
+        duration,
+        count,
+    )
+
+
+def _content(a: argparse.Namespace) -> ContentOptions:
+    sources = {
+        "--trace": a.trace,
+        "--prompts-file": a.prompts_file,
+        "--lengths": a.lengths,
+        "--preset": a.preset,
+        "--input": a.input,
+    }
+    given = [flag for flag, value in sources.items() if value is not None]
+    if len(given) > 1:
+        raise LoadError(f"{given[0]} and {given[1]} both say how long prompts are; leave one out")
+    if a.output is not None and given and given[0] in ("--trace", "--lengths", "--preset"):
+        raise LoadError(f"{given[0]} brings its own output lengths; leave --output out")
+    inputs, outputs = INPUT, OUTPUT
+    if a.preset is not None:
+        inputs, outputs = lengths.PRESETS[a.preset]
+    if a.input is not None:
+        inputs = lengths.parse(a.input, "--input")
+    if a.output is not None:
+        outputs = lengths.parse(a.output, "--output")
+    turns = ONE if a.turns is None else lengths.parse(a.turns, "--turns")
+    if turns != ONE and given and given[0] in ("--trace", "--prompts-file"):
+        raise LoadError(f"--turns does not go with {given[0]}")
+    return ContentOptions(
+        inputs,
+        outputs,
+        None if a.lengths is None else lengths.read_pairs(Path(a.lengths)),
+        () if a.prompts_file is None else tuple(read_prompts(Path(a.prompts_file))),
+        None if a.trace is None else read_trace(Path(a.trace)),
+        turns,
+        0.0 if a.think is None else seconds(a.think, "--think"),
+    )
+
+
+def _has_messages(content: ContentOptions) -> bool:
+    """Whether a file brings chat messages."""
+    rows = content.trace.rows if content.trace is not None else ()
+    given = [prompt for prompt, _ in content.prompts] + [row.content for row in rows]
+    return any(isinstance(one, list) and one and isinstance(one[0], dict) for one in given)
+
+
+def _maker(a: argparse.Namespace, kind: Kind) -> PromptMaker:
+    low_text, colon, high_text = a.token_ids.partition(":")
+    if not colon:
+        raise LoadError(f"--token-ids: {a.token_ids!r} is not LOW:HIGH")
+    low, high = whole(low_text, "--token-ids", low=0), whole(high_text, "--token-ids")
+    if high <= low:
+        raise LoadError("--token-ids: LOW must be less than HIGH")
+    return PromptMaker(
+        kind,
+        whole(a.seed, "--seed", low=0),
+        low,
+        high,
+        _fraction(a.shared_prefix, "--shared-prefix"),
+        whole(a.prefix_groups, "--prefix-groups"),
+    )
+
+
+def _files(a: argparse.Namespace) -> dict[str, Path]:
+    files = {kind: Path(value) for kind in ("html", "json", "csv", "record") if (value := getattr(a, kind)) is not None}
+    for kind, path in files.items():
+        if not path.parent.is_dir():
+            raise LoadError(f"--{kind} {path}: there is no directory {path.parent}")
+        if path.is_dir():
+            raise LoadError(f"--{kind} {path} is a directory")
+    return files

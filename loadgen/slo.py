@@ -1,0 +1,140 @@
+"""Service level objectives: `ttft:p99:500ms`, `normalized:mean:200ms`; attainment and goodput."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.loadgen.errors import LoadError
+from weft.loadgen.measures import FORMULAS, TITLES, Measures
+from weft.loadgen.statistics import Values, percentile, wilson
+from weft.loadgen.units import seconds, show_seconds
+
+PRESETS = {"nanoflow": ("normalized:mean:200ms",)}
+"""`nanoflow`: section 6.3 of the NanoFlow paper"""
+
+RULES = {
+    "attainment": (
+        "share of all requests that were answered and kept every limit themselves; failures, 503s and timeouts stay in "
+        "the denominator; 95 % interval by Wilson"
+    ),
+    "goodput": "requests that kept every limit / time from the first arrival to the last answer",
+    "percentile objectives": "over all requests, a failed one counting as infinitely late (itl: as one such gap)",
+    "mean objectives": "over answered requests; missed when more requests failed than --max-failures allows",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """`statistic`: a percentile, or None for the mean. `limit` in seconds."""
+
+    measure: str
+    statistic: float | None
+    limit: float
+
+    def __str__(self) -> str:
+        statistic = "mean" if self.statistic is None else f"p{self.statistic:g}"
+        return f"{self.measure}:{statistic}:{show_seconds(self.limit).replace(' ', '')}"
+
+    def title(self) -> str:
+        statistic = "mean" if self.statistic is None else f"{self.statistic:g}th percentile"
+        return f"{TITLES[self.measure]}, {statistic}, at most {show_seconds(self.limit)}"
+
+    def of(self, values: Values) -> float:
+        """The statistic of some values; NaN of none."""
+        if self.statistic is None:
+            return float(values.mean()) if len(values) else math.nan
+        return percentile(values, self.statistic)
+
+
+def parse(text: str) -> list[Objective]:
+    """One `--slo`: MEASURE:STATISTIC:LIMIT, or the name of a preset. Raises `LoadError`."""
+    if text in PRESETS:
+        return [objective for part in PRESETS[text] for objective in parse(part)]
+    parts = text.split(":")
+    if len(parts) != 3:
+        raise LoadError(
+            f"--slo: {text!r} is neither MEASURE:STATISTIC:LIMIT such as ttft:p99:500ms nor {', '.join(PRESETS)}"
+        )
+    measure, statistic, limit = parts
+    if measure not in FORMULAS:
+        raise LoadError(f"--slo: {measure!r} in {text!r} is none of {', '.join(FORMULAS)}")
+    match = re.fullmatch(r"mean|p(\d{1,2}(?:\.\d+)?)|max|median", statistic)
+    if match is None:
+        raise LoadError(f"--slo: {statistic!r} in {text!r} is none of mean, median, max, p50, p99, p99.9 …")
+    q = None if statistic == "mean" else {"max": 100.0, "median": 50.0}.get(statistic) or float(match[1])
+    at_most = seconds(limit, "--slo")
+    if at_most <= 0:
+        raise LoadError(f"--slo: the limit in {text!r} must be more than 0")
+    return [Objective(measure, q, at_most)]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One objective against one run. `attainment`: share of all requests that kept the limit themselves."""
+
+    objective: Objective
+    value: float
+    met: bool
+    attainment: float
+
+
+@dataclass(frozen=True, slots=True)
+class Attainment:
+    """All objectives against one run; `good` requests of `total` kept every limit. `goodput` per second."""
+
+    verdicts: tuple[Verdict, ...]
+    good: int
+    total: int
+    interval: tuple[float, float]
+    goodput: float
+    met: bool
+
+    @property
+    def share(self) -> float:
+        return self.good / self.total if self.total else math.nan
+
+
+def keeps(objective: Objective, measures: Measures) -> NDArray[np.bool_]:
+    """`[n]`: which requests were answered and kept the limit. A request of one token keeps any limit on tpot and itl.
+
+    For `itl` a request is held to the same statistic of its own gaps.
+    """
+    if objective.measure == "itl":
+        own = np.array([_own_gaps(objective, measures.itl_of(record)) for record in measures.records], np.float64)
+    else:
+        own = np.where(np.isnan(getattr(measures, objective.measure)), 0.0, getattr(measures, objective.measure))
+    return measures.ok & (own <= objective.limit)
+
+
+def _own_gaps(objective: Objective, gaps: Values) -> float:
+    return objective.of(gaps) if len(gaps) else 0.0
+
+
+def judge(objectives: Sequence[Objective], measures: Measures, span: float, max_failures: float) -> Attainment:
+    """`span`: seconds from the first arrival to the last answer; `max_failures`: share at which a mean is missed."""
+    total = len(measures.records)
+    failed = total - int(measures.ok.sum())
+    all_kept = measures.ok.copy()
+    verdicts = []
+    for objective in objectives:
+        kept = keeps(objective, measures)
+        all_kept &= kept
+        values = measures.values(objective.measure)
+        if objective.statistic is None:
+            value = objective.of(values)
+            met = value <= objective.limit and failed <= max_failures * total
+        else:
+            value = objective.of(np.concatenate((values, np.full(failed, np.inf))))
+            met = value <= objective.limit
+        verdicts.append(Verdict(objective, value, bool(met), float(kept.mean()) if total else math.nan))
+    good = int(all_kept.sum())
+    goodput = good / span if span > 0 else 0.0
+    return Attainment(
+        tuple(verdicts), good, total, wilson(good, total), goodput, total > 0 and all(v.met for v in verdicts)
+    )

@@ -1,0 +1,104 @@
+"""The few statistics that a report needs, each with its definition."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import exp, pi, sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+Values = NDArray[np.float64]
+Z95 = 1.959963984540054
+"""two-sided 95 % point of the standard normal distribution"""
+
+
+def percentile(values: Values, q: float) -> float:
+    """The `q`-th percentile (0-100), linear between order statistics (Hyndman and Fan's type 7); NaN of nothing.
+
+    Infinite values are allowed: a percentile that would lie between a finite and an infinite value is infinite.
+    """
+    n = len(values)
+    if not n:
+        return float("nan")
+    position = (n - 1) * q / 100
+    low = int(position)
+    part = np.partition(values, [low, min(low + 1, n - 1)])
+    a, b = float(part[low]), float(part[min(low + 1, n - 1)])
+    weight = position - low
+    return a if weight == 0 or a == b else a + (b - a) * weight
+
+
+def percentile_interval(values: Values, q: float, z: float = Z95) -> tuple[float, float]:
+    """A distribution-free interval for the `q`-th percentile of independent values, from their order statistics.
+
+    The number of values below the true percentile is binomial; its normal approximation gives the two ranks, rounded
+    outwards, so that the interval holds the true percentile at least as often as its level says. An end
+    whose rank lies outside the sample is infinite: the sample is too small to bound that percentile.
+    """
+    n, p = len(values), q / 100
+    if not n:
+        return float("nan"), float("nan")
+    half = z * sqrt(n * p * (1 - p))
+    low, high = int(np.floor(n * p - half)), int(np.ceil(n * p + half))
+    ordered = np.sort(values)
+    return (
+        float(ordered[low - 1]) if low >= 1 else float("-inf"),
+        float(ordered[high - 1]) if 1 <= high <= n else float("inf"),
+    )
+
+
+def wilson(good: int, total: int, z: float = Z95) -> tuple[float, float]:
+    """Wilson's score interval for a proportion (E. B. Wilson 1927); (0, 1) of nothing."""
+    if not total:
+        return 0.0, 1.0
+    p, zz = good / total, z * z
+    centre = (p + zz / (2 * total)) / (1 + zz / total)
+    half = z / (1 + zz / total) * sqrt(p * (1 - p) / total + zz / (4 * total * total))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def ks_exponential(gaps: Values, rate: float) -> tuple[float, float]:
+    """Kolmogorov and Smirnov's distance of `gaps` from the exponential distribution of `rate`, and its p-value.
+
+    The p-value is Kolmogorov's limit with Stephens' correction for a finite sample (1970).
+    """
+    n = len(gaps)
+    cdf = -np.expm1(-rate * np.sort(gaps))
+    steps = np.arange(n + 1) / n
+    distance = float(max((steps[1:] - cdf).max(), (cdf - steps[:-1]).max()))
+    return distance, _kolmogorov(distance * (sqrt(n) + 0.12 + 0.11 / sqrt(n)))
+
+
+def _kolmogorov(x: float) -> float:
+    """P(K > x) of Kolmogorov's distribution."""
+    if x < 0.2:
+        return 1.0
+    if x < 1.0:  # the other series of the same function converges here
+        return 1 - sqrt(2 * pi) / x * sum(exp(-((2 * k - 1) ** 2) * pi**2 / (8 * x * x)) for k in range(1, 20))
+    return 2 * sum((-1) ** (k - 1) * exp(-2 * (k * x) ** 2) for k in range(1, 20))
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """A summary of one measure over requests (or token gaps), in seconds. `p99_interval`: 95 % confidence."""
+
+    n: int
+    mean: float
+    sd: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    max: float
+    p99_interval: tuple[float, float]
+
+    @staticmethod
+    def of(values: Values) -> Distribution:
+        if not len(values):
+            nan = float("nan")
+            return Distribution(0, nan, nan, nan, nan, nan, nan, nan, (nan, nan))
+        p50, p90, p95, p99 = (percentile(values, q) for q in (50, 90, 95, 99))
+        sd = float(values.std(ddof=1)) if len(values) > 1 else 0.0
+        interval = percentile_interval(values, 99)
+        return Distribution(len(values), float(values.mean()), sd, p50, p90, p95, p99, float(values.max()), interval)

@@ -1,0 +1,113 @@
+"""`AnswerReader`: an event stream read as cheaply as its bytes allow; notes when tokens came, not what they say."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import orjson
+
+_UNFINISHED = b'"finish_reason":null'
+_UNFINISHED_SPACED = b'"finish_reason": null'
+_MAX_BODY = 1 << 16
+
+
+class AnswerReader:
+    """Fed with an answer's bytes and the times they came at; afterwards its attributes say what the answer was.
+
+    An event *carries a token* when it has a choice with text, or one that neither opens the message (a role and
+    nothing else) nor only ends it. Past the first token, an event whose finish reason is null is taken for one
+    without being parsed, unless `keep_text` asks for the answer.
+    """
+
+    __slots__ = (
+        "_fast", "_rest", "body", "cached", "completion", "done", "end", "error", "finished", "is_stream", "keep_text",
+        "prompt", "text", "times",
+    )  # fmt: skip
+
+    def __init__(self, times: array[float], *, keep_text: bool = False) -> None:
+        self.times = times
+        self.keep_text = keep_text
+        self.is_stream = True
+        """False: the bytes are an ordinary body, kept in `body` (its first 64 KiB)"""
+        self.body = b""
+        self.end = float("nan")
+        self.done = False
+        self.finished = False
+        self.error = ""
+        self.text: list[str] = []
+        self.prompt = self.completion = self.cached = -1
+        self._rest = b""
+        self._fast = False
+
+    def feed(self, data: bytes, now: float) -> None:
+        if not self.is_stream:
+            self.body += data[: _MAX_BODY - len(self.body)]
+            return
+        if b"\r" in data:
+            data = data.replace(b"\r", b"")
+        if self._rest:
+            data = self._rest + data
+        if data.endswith(b"\n\n"):
+            self._rest = b""
+        else:
+            data, _, self._rest = data.rpartition(b"\n\n")
+        for event in data.split(b"\n\n"):
+            if self._fast and (_UNFINISHED in event or _UNFINISHED_SPACED in event):
+                self.times.append(now)
+                self.end = now
+            elif event:
+                self._parse(event, now)
+
+    def _parse(self, event: bytes, now: float) -> None:
+        data = b"\n".join(line[5:] for line in event.split(b"\n") if line.startswith(b"data:")).strip()
+        if not data:
+            return  # a comment that keeps the connection awake
+        if data == b"[DONE]":
+            self.done = True
+            return
+        try:
+            chunk = orjson.loads(data)
+        except orjson.JSONDecodeError:
+            self.error = "an event that is not JSON"
+            return
+        if not isinstance(chunk, dict):
+            self.error = "an event that is not an object"
+            return
+        if chunk.get("error"):
+            self.error = error_message(chunk)
+            return
+        if usage := chunk.get("usage"):
+            self._usage(usage)
+        for choice in chunk.get("choices") or ():
+            self._choice(choice, now)
+
+    def _choice(self, choice: dict[str, Any], now: float) -> None:
+        delta = choice.get("delta") or {}
+        text = choice.get("text") or delta.get("content") or ""
+        ends = choice.get("finish_reason") is not None
+        opens = "role" in delta and not self.times
+        thinks = delta.get("reasoning_content") or delta.get("reasoning") or delta.get("tool_calls")
+        if text or thinks or not (ends or opens):
+            self.times.append(now)
+            self._fast = not self.keep_text
+        if ends:
+            self.finished = True
+        if text and self.keep_text:
+            self.text.append(text)
+        self.end = now
+
+    def _usage(self, usage: dict[str, Any]) -> None:
+        self.prompt = int(usage.get("prompt_tokens") or 0)
+        self.completion = int(usage.get("completion_tokens") or 0)
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        self.cached = -1 if cached is None else int(cached)
+
+
+def error_message(body: Any) -> str:
+    """The message in an OpenAI error body, or something like it; one line of at most 200 characters."""
+    error = body.get("error") if isinstance(body, dict) else None
+    message = error.get("message") if isinstance(error, dict) else error
+    if not isinstance(message, str) and isinstance(body, dict):
+        message = body.get("message") or body.get("detail")
+    return " ".join(str(message or body).split())[:200]

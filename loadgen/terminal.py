@@ -1,0 +1,223 @@
+"""The report in a terminal: progress while a run goes on, tables at its end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live as RichLive
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from weft.loadgen.driver import Progress
+from weft.loadgen.measures import FORMULAS, TITLES
+from weft.loadgen.run import Run
+from weft.loadgen.slo import RULES, Objective
+from weft.loadgen.statistics import Distribution
+from weft.loadgen.sweep import Sweep
+from weft.loadgen.units import show_seconds
+
+_out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+_err = Console(stderr=True, highlight=False, soft_wrap=True)
+_COMPARED = ("ttft", "e2e", "tpot", "normalized")
+
+
+def tell(line: str) -> None:
+    """A line beside the result, on stderr."""
+    _err.print(escape(line), style="dim")
+
+
+class Live:
+    """One line on stderr that follows a run; none when stderr is not a terminal."""
+
+    def __init__(self, what: str, planned: int, *, quiet: bool) -> None:
+        self._what = what
+        self._planned = planned
+        self._live = (
+            None if quiet or not sys.stderr.isatty() else RichLive(console=_err, auto_refresh=False, transient=True)
+        )
+        self._tokens = (0.0, 0, 0.0)
+        """(time, tokens, tokens per second) of the last look"""
+
+    def __enter__(self) -> Live:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def update(self, elapsed: float, totals: Sequence[Progress]) -> None:
+        """`elapsed`: seconds since the first request was due; `totals`: of each process."""
+        if self._live is None:
+            return
+        sent, done, failed, tokens = (
+            sum(getattr(p, name) for p in totals) for name in ("sent", "done", "failed", "tokens")
+        )
+        then, before, speed = self._tokens
+        if elapsed - then >= 1:
+            speed = (tokens - before) / (elapsed - then)
+            self._tokens = (elapsed, tokens, speed)
+        answered = done - failed
+        ttft = sum(p.ttft_sum for p in totals) / answered if answered else float("nan")
+        line = Text(f"{self._what}  {max(elapsed, 0):.0f} s  ", style="bold")
+        of = f" of {self._planned}" if self._planned else ""
+        line.append(f"sent {sent}{of} · running {sent - done} · answered {answered} · ", style="not bold")
+        line.append(f"failed {failed}", style="red" if failed else "not bold")
+        line.append(f" · {speed:.0f} tokens/s · mean TTFT {show_seconds(ttft)} · ", style="not bold")
+        lag = max((p.lag for p in totals), default=0.0)
+        line.append(f"own lag {lag * 1e3:.1f} ms", style="not bold yellow" if lag > 0.005 else "not bold dim")
+        self._live.update(line, refresh=True)
+
+
+def print_runs(runs: Sequence[Run], console: Console = _out) -> None:
+    """Every run in full, then the formulas."""
+    for run in runs:
+        _print_run(run, console)
+    if len(runs) > 1:
+        _print_comparison(runs, console)
+    _print_formulas(console)
+
+
+def _print_run(run: Run, console: Console) -> None:
+    measures, outcomes = run.measures, run.measures.outcomes()
+    console.print(
+        f"\n[bold]{escape(run.name)}[/]  {escape(run.model)} at {escape(run.url)}, {run.load} for {run.duration:.4g} s"
+    )
+    failed = {name: n for name, n in outcomes.items() if name != "ok"}
+    how = ", ".join(f"{n} {name}" for name, n in failed.items()) or "none failed"
+    console.print(f"{outcomes['ok']} of {len(measures.records)} requests answered ({how})")
+    for message, n in list(run.summary()["errors"].items())[:3]:
+        console.print(f"  {n} × {escape(message)}", style="red")
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("", "mean", "p50", "p90", "p95", "p99", "max"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, distribution in run.distributions.items():
+        table.add_row(TITLES[name], *_cells(distribution))
+    console.print(table)
+
+    through, tokens = run.throughput(), run.tokens()
+    console.print(
+        f"{through['requests_per_second']:.4g} requests/s, {through['output_tokens_per_second']:.5g} output tokens/s "
+        f"and {through['prompt_tokens_per_second']:.5g} prompt tokens/s over {run.span:.4g} s"
+    )
+    console.print(
+        f"tokens asked for: {tokens['prompt_asked']} in, {tokens['output_asked']} out; as the server counted: "
+        f"{tokens['prompt_received']} in ({tokens['prompt_cached']} from its cache), {tokens['output_received']} out, "
+        f"in {tokens['events']} events"
+    )
+    _print_slo(run, console)
+    _print_view(run, console)
+    style = "dim" if run.kept_up else "yellow"
+    console.print(
+        f"generator: p99 of its lateness {run.lateness_p99 * 1e3:.2f} ms sending, {run.lag_p99 * 1e3:.2f} ms receiving"
+        f"; {run.cpu_share:.0%} of a core",
+        style=style,
+    )
+    for warning in run.warnings():
+        console.print(f"note: {escape(warning)}", style="yellow")
+
+
+def _cells(d: Distribution) -> list[str]:
+    return [show_seconds(value) for value in (d.mean, d.p50, d.p90, d.p95, d.p99, d.max)]
+
+
+def _print_slo(run: Run, console: Console) -> None:
+    if not run.options.objectives:
+        return
+    a = run.attainment
+    for v in a.verdicts:
+        word = "[green]met[/]   " if v.met else "[red]missed[/]"
+        kept = f"{v.attainment:.1%} of requests within the limit"
+        console.print(f"{word} {escape(v.objective.title())}: {show_seconds(v.value)}; {kept}")
+    low, high = a.interval
+    console.print(
+        f"attainment {a.share:.1%} ({a.good} of {a.total}; 95 % interval {low:.1%} to {high:.1%}), "
+        f"goodput {a.goodput:.3g} requests/s"
+    )
+
+
+def _print_view(run: Run, console: Console) -> None:
+    """The server's own means beside ours."""
+    view = run.view
+    if view is None or not (view.means or view.totals):
+        return
+    parts = []
+    if (queue := view.means.get("queue")) is not None:
+        parts.append(f"queueing {show_seconds(queue)}")
+    for name in _COMPARED:
+        if name in view.means:
+            ours = run.everything.values(name)
+            if len(ours):
+                parts.append(f"{name} {show_seconds(view.means[name])} (here {show_seconds(float(ours.mean()))})")
+    if parts:
+        console.print("the server's own means: " + ", ".join(parts), style="dim")
+    if "generation_tokens" in view.totals:
+        prompt = view.totals.get("prompt_tokens", 0)
+        console.print(
+            f"the server's own counters: {prompt} tokens in, {view.totals['generation_tokens']} out", style="dim"
+        )
+
+
+def _print_comparison(runs: Sequence[Run], console: Console) -> None:
+    table = Table(title="medians", box=None, header_style="bold", pad_edge=False)
+    table.add_column("server")
+    for name in ("answered", *TITLES.values(), "output tokens/s"):
+        table.add_column(name, justify="right")
+    for run in runs:
+        medians = [show_seconds(d.p50) for d in run.distributions.values()]
+        answered = f"{int(run.measures.ok.sum())}/{len(run.measures.records)}"
+        table.add_row(escape(run.name), answered, *medians, f"{run.throughput()['output_tokens_per_second']:.5g}")
+    console.print()
+    console.print(table)
+
+
+def print_sweeps(sweeps: Sequence[Sweep], objectives: Sequence[Objective], console: Console = _out) -> None:
+    """A table of rates for each server, and the highest rate within the objectives."""
+    for sweep in sweeps:
+        table = Table(title=f"{escape(sweep.name)}", box=None, header_style="bold", pad_edge=False)
+        columns = (
+            "requests/s",
+            "answered",
+            *(str(o) for o in objectives),
+            "attainment",
+            "goodput",
+            "output tokens/s",
+            "",
+        )
+        for column in columns:
+            table.add_column(column, justify="right", overflow="fold")
+        for rate, run in sweep.by_rate:
+            a = run.attainment
+            values = [f"[{'green' if v.met else 'red'}]{show_seconds(v.value)}[/]" for v in a.verdicts]
+            word = ("[green]met[/]" if a.met else "[red]missed[/]") if run.kept_up else "[yellow]generator too slow[/]"
+            answered = f"{int(run.measures.ok.sum())}/{len(run.measures.records)}"
+            speed = f"{run.throughput()['output_tokens_per_second']:.5g}"
+            table.add_row(f"{rate:.3g}", answered, *values, f"{a.share:.1%}", f"{a.goodput:.3g}", speed, word)
+        console.print()
+        console.print(table)
+        for warning in dict.fromkeys(w for run in sweep.runs if run.kept_up for w in run.notes):
+            console.print(f"note: {escape(warning)}", style="yellow")
+        console.print(f"[bold]{escape(verdict(sweep))}[/]")
+    _print_formulas(console)
+
+
+def verdict(sweep: Sweep) -> str:
+    """One sentence."""
+    if sweep.best is None:
+        return f"{sweep.name}: no rate met the objectives ({sweep.reason})"
+    above = f", missed at {sweep.missed:.3g}" if sweep.missed is not None else ", none missed"
+    return f"{sweep.name}: highest rate within the objectives {sweep.best:.3g} requests/s{above} ({sweep.reason})"
+
+
+def _print_formulas(console: Console) -> None:
+    console.print()
+    for text in FORMULAS.values():
+        console.print(f"  {text}", style="dim")
+    for name in ("attainment", "goodput"):
+        console.print(f"  {name} = {RULES[name]}", style="dim")

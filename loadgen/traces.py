@@ -1,0 +1,124 @@
+"""Recorded traffic: Azure's CSV, Mooncake's JSONL and weft's own JSONL, as arrival times and requests."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from weft.loadgen.arrivals import Times
+from weft.loadgen.errors import LoadError
+
+MOONCAKE_BLOCK = 512
+"""tokens that one hash id of a Mooncake trace stands for"""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    """One recorded request. `content`: a prompt or messages to send as they are, if the trace has them."""
+
+    at: float
+    input_tokens: int
+    output_tokens: int
+    hash_ids: tuple[int, ...] = ()
+    content: str | list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Rows in order of arrival. `block`: tokens per hash id."""
+
+    rows: list[TraceRow]
+    block: int = MOONCAKE_BLOCK
+
+    @property
+    def times(self) -> Times:
+        return np.array([row.at for row in self.rows])
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a trace; its kind is told by its first line.
+
+    - Azure LLM inference: CSV `TIMESTAMP,ContextTokens,GeneratedTokens`.
+    - Mooncake: JSON lines with `timestamp` (ms), `input_length`, `output_length`, `hash_ids` (512 tokens each).
+    - weft: JSON lines with `at` (s), `input_tokens`, `output_tokens`, and where wanted `hash_ids`, `block_tokens`,
+      `prompt` or `messages`; what `weft load --record` writes.
+
+    Raises `LoadError` naming the line that does not fit.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LoadError(f"cannot read --trace {path}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from None
+    numbered = [(i, line) for i, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise LoadError(f"--trace {path} is empty")
+    block = MOONCAKE_BLOCK
+    if numbered[0][1].lstrip().startswith("{"):
+        rows, block = _json_rows(path, numbered)
+    else:
+        rows = _azure_rows(path, numbered)
+    if not rows:
+        raise LoadError(f"--trace {path} has no requests")
+    return Trace(sorted(rows, key=lambda row: row.at), block)
+
+
+def _azure_rows(path: Path, lines: list[tuple[int, str]]) -> list[TraceRow]:
+    header = [name.strip() for name in next(csv.reader([lines[0][1]]))]
+    try:
+        columns = [header.index(name) for name in ("TIMESTAMP", "ContextTokens", "GeneratedTokens")]
+    except ValueError:
+        raise LoadError(
+            f"--trace {path} is neither JSON lines nor a CSV with TIMESTAMP, ContextTokens and GeneratedTokens"
+        ) from None
+    rows = []
+    for number, line in lines[1:]:
+        try:
+            cells = next(csv.reader([line]))
+            when, context, generated = (cells[i] for i in columns)
+            # Seven decimals and an optional zone: datetime reads six.
+            main, _, fraction = when.strip().removesuffix("Z").split("+")[0].partition(".")
+            at = datetime.fromisoformat(main + "+00:00").timestamp() + float(f"0.{fraction or 0}")
+            rows.append(_row(at, int(context), int(generated)))
+        except (ValueError, IndexError):
+            raise LoadError(f"--trace {path}, line {number}: not a timestamp and two lengths") from None
+    return rows
+
+
+def _json_rows(path: Path, lines: Iterable[tuple[int, str]]) -> tuple[list[TraceRow], int]:
+    rows, block = [], MOONCAKE_BLOCK
+    for number, line in lines:
+        try:
+            row = orjson.loads(line)
+            hash_ids = tuple(int(h) for h in row.get("hash_ids") or ())
+            if "timestamp" in row:
+                rows.append(_row(float(row["timestamp"]) / 1e3, row["input_length"], row["output_length"], hash_ids))
+                continue
+            block = int(row.get("block_tokens", block))
+            content = row.get("messages") or row.get("prompt")
+            rows.append(_row(float(row["at"]), row["input_tokens"], row["output_tokens"], hash_ids, content))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise LoadError(
+                f"--trace {path}, line {number}: needs timestamp, input_length, output_length (Mooncake) "
+                "or at, input_tokens, output_tokens (weft)"
+            ) from None
+    if block < 1:
+        raise LoadError(f"--trace {path}: block_tokens must be at least 1")
+    return rows, block
+
+
+def _row(
+    at: float,
+    inputs: int,
+    outputs: int,
+    hash_ids: tuple[int, ...] = (),
+    content: str | list[dict[str, Any]] | None = None,
+) -> TraceRow:
+    # Recorded requests that got no answer have output 0; a server cannot be asked for that.
+    return TraceRow(at, max(1, int(inputs)), max(1, int(outputs)), hash_ids, content)

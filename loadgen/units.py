@@ -1,0 +1,51 @@
+"""Numbers with units as people write them on a command line."""
+
+from __future__ import annotations
+
+import re
+
+from weft.loadgen.errors import LoadError
+
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
+
+
+def seconds(text: str, option: str) -> float:
+    """`500ms`, `2s`, `1.5m`, or a bare number of seconds. Raises `LoadError` naming `option`."""
+    match = _DURATION.fullmatch(text.strip().lower())
+    if match is None or (match[2] or "s") not in _UNITS:
+        raise LoadError(f"{option}: {text!r} is not a duration such as 500ms, 2s or 5m")
+    return float(match[1]) * _UNITS[match[2] or "s"]
+
+
+def number(text: str, option: str, *, low: float = 0.0, exclusive: bool = False) -> float:
+    """A finite number of at least (or, `exclusive`, more than) `low`. Raises `LoadError` naming `option`."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise LoadError(f"{option}: {text!r} is not a number") from None
+    if not low <= value < float("inf") or (exclusive and value == low):
+        raise LoadError(f"{option}: {text} must be {'more than' if exclusive else 'at least'} {low:g}")
+    return value
+
+
+def whole(text: str, option: str, *, low: int = 1) -> int:
+    """A whole number of at least `low`. Raises `LoadError` naming `option`."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise LoadError(f"{option}: {text!r} is not a whole number") from None
+    if value < low:
+        raise LoadError(f"{option}: {text} must be at least {low}")
+    return value
+
+
+def show_seconds(value: float) -> str:
+    """A duration for people: `12.3 ms`, `1.23 s`; three significant digits."""
+    if value != value:
+        return "–"
+    if value == float("inf"):
+        return "∞"
+    if value < 1.0:
+        return f"{value * 1e3:.3g} ms" if value < 0.9995 else "1 s"
+    return f"{value:.3g} s" if value < 100 else f"{value:.0f} s"

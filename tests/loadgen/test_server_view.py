@@ -1,0 +1,48 @@
+"""The server's own counters over a run, under weft's names and vLLM's."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.loadgen.server_view import Snapshot, difference
+
+WEFT = """\
+# TYPE weft_time_to_first_token_seconds histogram
+weft_time_to_first_token_seconds_bucket{{le="+Inf"}} {n}
+weft_time_to_first_token_seconds_sum {total}
+weft_time_to_first_token_seconds_count {n}
+# TYPE weft_prefix_cache_hit_tokens counter
+weft_prefix_cache_hit_tokens_total{{tier="gpu"}} {hits}
+weft_prefix_cache_hit_tokens_total{{tier="host"}} 5
+"""
+
+
+def snapshot(text: str) -> Snapshot:
+    out = Snapshot.parse(text)
+    assert out is not None
+    return out
+
+
+def test_means_and_totals_are_those_of_the_run_alone() -> None:
+    before = snapshot(WEFT.format(n=10, total=100.0, hits=7))
+    after = snapshot(WEFT.format(n=14, total=102.0, hits=27))
+    view = difference(before, after)
+    assert view.means == {"ttft": pytest.approx(0.5)}
+    assert view.counts == {"ttft": 4}
+    assert view.totals == {"prefix_hit_tokens": 20}
+
+
+def test_other_names_are_known_and_a_metric_that_appears_later_starts_at_nothing() -> None:
+    text = "# TYPE vllm:request_queue_time_seconds histogram\n"
+    text += 'vllm:request_queue_time_seconds_sum{model="m"} 3\nvllm:request_queue_time_seconds_count{model="m"} 2\n'
+    assert difference(Snapshot(), snapshot(text)).means == {"queue": 1.5}
+
+
+def test_a_run_without_a_request_has_no_means() -> None:
+    same = snapshot(WEFT.format(n=10, total=100.0, hits=7))
+    assert difference(same, same).means == {}
+
+
+@pytest.mark.parametrize("text", ["", "<html>", "go_goroutines 5\n", "weft_x{ 1\n"])
+def test_what_is_not_known_is_no_snapshot(text: str) -> None:
+    assert Snapshot.parse(text) is None
