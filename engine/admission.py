@@ -8,6 +8,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from weft.engine.request import Request
+from weft.engine.slots import SlotTable
+
 PRIOR_OUTPUT_TOKENS = 128.0
 PRIOR_WEIGHT = 4.0
 
@@ -49,3 +52,24 @@ def peak_tokens(current: npt.NDArray[np.float64], remaining: npt.NDArray[np.floa
     r, c = remaining[order], current[order]
     still_there = np.cumsum(c[::-1])[::-1]
     return float(np.max(still_there + r * np.arange(len(r), 0, -1)))
+
+
+def fits(
+    s: SlotTable, request: Request, lengths: OutputLengths, *, page_size: int, held: int, new_pages: int, capacity: int
+) -> bool:
+    """Would the predicted peak of memory, with this request running as well, stay within `capacity` pages?
+
+    `held` pages belong to running requests; `new_pages` more would be held with this one.
+    """
+    running = s.running()
+    length = len(request.tokens)
+    now = np.append(np.maximum(s.scheduled[running], s.target[running]), length)
+    decoded = np.append(now[:-1] - s.prompt_len[running], length - request.prompt_len)
+    room = np.append(s.limit[running], request.limit) - now
+    exact = np.append(s.exact_output[running], not request.stop_ids)
+    remaining = np.where(exact, room, lengths.remaining(decoded, room))
+    pages = -(-now // page_size)
+    # Shared pages are counted once for every request that holds them: take the excess off again.
+    shared = max(0, int(pages.sum()) - (held + new_pages))
+    peak = peak_tokens(pages.astype(np.float64), remaining / page_size) - shared
+    return peak <= capacity or not len(running)

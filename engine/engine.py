@@ -14,18 +14,25 @@ import numpy as np
 import torch
 
 from weft.engine.config import EngineConfig
-from weft.engine.device import resolve
+from weft.engine.device import INVARIANT_CHUNK, resolve
 from weft.engine.errors import OutOfMemory, RequestError
 from weft.engine.events import Events
+from weft.engine.grammar import Grammars
 from weft.engine.messages import AddRequest, EngineReady, EngineStats, Finish, Outputs
+from weft.engine.model_id import model_id
 from weft.engine.pages import PagePool
 from weft.engine.prefix import PrefixIndex
+from weft.engine.progress import Phases, Progress
 from weft.engine.request import Request, check_request
 from weft.engine.runner import InFlight, Runner, make_runner
 from weft.engine.scheduler import Scheduler
 from weft.engine.slots import SlotTable
 from weft.engine.spec import read_spec
-from weft.engine.weights import Progress, Weights, load_weights
+from weft.engine.tier_setup import make_tiers, open_store
+from weft.engine.weights import Weights, load_weights
+
+TIER_WAIT_SECONDS = 0.005
+"""while nothing can be computed: how long to wait for a load before looking for messages again"""
 
 
 class Engine:
@@ -39,6 +46,11 @@ class Engine:
         self.config = config
         self.spec = read_spec(config.model_path)
         plan = resolve(config, self.spec)
+        # The vocabulary is read while the model loads.
+        self.grammars = Grammars(config.model_path, self.spec.vocab_size, self.spec.eos_token_ids)
+        phases = Phases(progress)
+        model = model_id(config, self.spec, plan)
+        store = open_store(config, self.spec, plan, model)  # a path that is taken is known before the model loads
 
         def load() -> Weights:
             torch.set_num_threads(plan.cpu_threads)
@@ -49,14 +61,15 @@ class Engine:
                 dtype=plan.dtype,
                 max_positions=plan.max_model_len,
                 dummy_seed=config.seed if config.load_format == "dummy" else None,
-                progress=progress,
+                progress=phases,
             )
 
         # In a thread that ends: a team of OpenMP threads left behind here would slow the runner's (see CpuRunner).
         try:
             with ThreadPoolExecutor(1) as loader:
                 weights = loader.submit(load).result()
-            self.runner: Runner = make_runner(self.spec, weights, plan)
+            phases.end()
+            self.runner: Runner = make_runner(self.spec, weights, plan, phases)
         except torch.OutOfMemoryError:
             raise OutOfMemory(
                 "the model and its buffers do not fit the GPU: use a smaller model, "
@@ -66,11 +79,15 @@ class Engine:
         # A request that can never fit is refused at the door: the context limit is what the pool can hold.
         longest = min(plan.max_model_len, (num_pages - 1) * config.page_size)
         self.plan = plan = replace(plan, num_pages=num_pages, max_model_len=longest)
+        pool = PagePool(num_pages, config.page_size, PrefixIndex(model))
+        self.tiers = make_tiers(config, self.runner.kv, pool, store)
         self.scheduler = Scheduler(
             SlotTable(plan.max_num_seqs, plan.max_model_len, config.page_size),
-            PagePool(num_pages, config.page_size, PrefixIndex(f"{config.model_path}|{plan.dtype}")),
+            pool,
             max_num_batched_tokens=plan.max_num_batched_tokens,
             prefix_caching=config.prefix_caching,
+            tiers=self.tiers,
+            chunk_step=INVARIANT_CHUNK if plan.batch_invariant else 1,
         )
         self._depth = 1 if config.async_scheduling else 0
         self._in_flight: deque[InFlight] = deque()
@@ -80,6 +97,9 @@ class Engine:
         self._seeds = np.random.default_rng(config.seed)
         self._iterations = 0
         self._last: EngineStats = EngineStats()
+        phases.end()
+        self.start_seconds = phases.seconds
+        """of each phase of the start that reports progress"""
         self.load_seconds = time.perf_counter() - begin
 
     def describe(self) -> EngineReady:
@@ -113,21 +133,24 @@ class Engine:
         eos = () if params.ignore_eos else self.spec.eos_token_ids
         seed = params.seed if params.seed is not None else int(self._seeds.integers(2**63))
         self._arrivals += 1
-        self.scheduler.add(
-            Request(
-                handle=message.handle,
-                tokens=tokens,
-                prompt_len=len(tokens),
-                params=params,
-                limit=limit,
-                priority=message.priority,
-                order=self._arrivals,
-                arrival=time.monotonic(),
-                salt=message.cache_salt,
-                stop_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
-                seed=seed % 2**64,
-            )
+        request = Request(
+            handle=message.handle,
+            tokens=tokens,
+            prompt_len=len(tokens),
+            params=params,
+            limit=limit,
+            priority=message.priority,
+            order=self._arrivals,
+            arrival=time.monotonic(),
+            salt=message.cache_salt,
+            stop_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
+            seed=seed % 2**64,
+            leader=message.leader,
         )
+        if params.grammar is None:
+            self.scheduler.add(request)
+        else:
+            self.grammars.begin(request, params.grammar)
 
     def add_or_refuse(self, message: AddRequest) -> None:
         """As `add`, but a refusal becomes the request's terminal event."""
@@ -138,20 +161,28 @@ class Engine:
 
     def abort(self, handle: int) -> None:
         """End a request early. Idempotent; unknown handles are ignored."""
+        if (request := self.grammars.take(handle)) is not None:
+            self.scheduler.add(request)
         self.scheduler.abort(handle)
 
     def reset_prefix_cache(self) -> None:
-        self.scheduler.pool.reset_index()
+        self.scheduler.reset_cache()
 
     @property
     def has_work(self) -> bool:
         """Requests are open, results are in flight, or events wait to be told."""
         s = self.scheduler
-        return bool(s.num_requests or self._in_flight or s.has_events() or self._refused)
+        waiting = s.num_requests or self.grammars.num_compiling
+        return bool(waiting or self._in_flight or s.has_events() or self._refused)
 
     def step(self) -> Outputs | None:
         """Schedule and launch the next iteration, then commit the one before it. None when there is nothing to tell."""
         begin = time.perf_counter()
+        for request, refusal in self.grammars.compiled():
+            if refusal is None:
+                self.scheduler.add(request)
+            else:
+                self._refused.append((request.handle, refusal))
         batch = self.scheduler.schedule(self._step + 1)
         if batch is not None:
             self._step += 1
@@ -160,10 +191,14 @@ class Engine:
         if not self._in_flight or (batch is not None and len(self._in_flight) <= self._depth):
             if self.scheduler.has_events() or self._refused:
                 return self._outputs(self.scheduler.idle_events(), self.stats())
+            if batch is None and not self.grammars.wait(TIER_WAIT_SECONDS) and self.tiers is not None:
+                self.tiers.wait(TIER_WAIT_SECONDS)
             return None
         result = self._in_flight.popleft().wait()
         begin = time.perf_counter()
         events = self.scheduler.commit(result)
+        if self.tiers is not None:
+            self.tiers.begin_stores()  # while the iteration just launched computes
         self._iterations += 1
         self._last = EngineStats(
             iteration_tokens=result.batch.num_tokens,
@@ -177,8 +212,10 @@ class Engine:
     def stats(self) -> EngineStats:
         """The scheduler's state and the last committed iteration's figures."""
         s, last = self.scheduler.stats(), self._last
+        loads = self.tiers.take_load_seconds() if self.tiers is not None else []
         return EngineStats(
-            **{f: getattr(s, f) for f in s.__struct_fields__ if not f.startswith(("iteration", "schedule"))},
+            **{f: getattr(s, f) for f in s.__struct_fields__ if not f.startswith(("iteration", "schedule", "load"))},
+            load_seconds=loads,
             iterations=self._iterations,
             iteration_tokens=last.iteration_tokens,
             iteration_requests=last.iteration_requests,
@@ -189,7 +226,7 @@ class Engine:
 
     def _outputs(self, events: Events, stats: EngineStats) -> Outputs:
         refused, self._refused = self._refused, []
-        events = events.ended([handle for handle, _ in refused], Finish.ERROR)
+        events = events.ended([handle for handle, _ in refused], Finish.REFUSED)
         return Outputs(
             handles=events.handles.astype(np.int64).tobytes(),
             tokens=events.tokens.astype(np.int32).tobytes(),
@@ -197,14 +234,21 @@ class Engine:
             started=events.started,
             logprobs=events.logprobs,
             prompt_logprobs=events.prompt_logprobs,
-            errors=dict(refused),
+            errors={**events.errors, **dict(refused)},
             stats=stats,
         )
 
     def drain_in_flight(self) -> None:
-        """Commit what is still in flight although nobody waits for it, so that its fences pass."""
+        """Commit what is still in flight although nobody waits for it, so that its fences pass; end all transfers."""
         while self._in_flight:
             self.scheduler.commit(self._in_flight.popleft().wait())
+        if self.tiers is not None:
+            self.tiers.drain()
 
     def close(self) -> None:
+        """End the runner and the tiers; what only the host holds is written to the SSD, as far as time allows."""
+        if self.tiers is not None:
+            self.drain_in_flight()
+            self.tiers.close()
+        self.grammars.close()
         self.runner.close()

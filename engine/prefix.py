@@ -1,53 +1,113 @@
-"""`PrefixIndex`: finds the pages that already hold the KV of a prompt's beginning.
+"""`PrefixIndex`: the tree of all pages whose KV is kept somewhere, and where each of them is.
 
 A full page is keyed by a chained xxh3-128 over (parent key, token ids), the chain's root being the tenant's salt and
-the model id. The hash only finds: token ids and parent are compared before an entry is believed.
+the model id. The hash only finds: token ids and parent are compared before an entry is believed. An entry is the one
+truth about where its page lies: on the GPU, in a host slot, in an SSD extent, or in several of them.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+if TYPE_CHECKING:
+    from weft.engine.loads import PageLoad
+
 Tokens = npt.NDArray[np.int32]
+NOWHERE = -1
 
 
 class PrefixEntry:
-    """One full page in the index. `parent` is the entry of the page before it, None for a first page."""
+    """One full page. `parent` is the entry of the page before it, None for a first page."""
 
-    __slots__ = ("children", "key", "page", "parent", "salt", "tokens")
+    __slots__ = (
+        "children", "extent", "host", "key", "load", "on_ssd", "page", "parent", "salt", "stored", "tokens", "used",
+    )  # fmt: skip
 
-    def __init__(self, key: bytes, page: int, parent: PrefixEntry | None, tokens: bytes, salt: str) -> None:
+    def __init__(self, key: bytes, parent: PrefixEntry | None, tokens: bytes, salt: str) -> None:
         self.key = key
-        self.page = page
         self.parent = parent
         self.tokens = tokens
         self.salt = salt
+        self.page = NOWHERE
+        """GPU page"""
+        self.host = NOWHERE
+        """slot of the host pool"""
+        self.extent = NOWHERE
+        """extent of the SSD store"""
+        self.load: PageLoad | None = None
+        """the load that is bringing it to the GPU"""
+        self.used = 0
+        """the index's clock at the last use of its chain"""
         self.children = 0
+        self.stored = 0
+        """children that are in a lower tier"""
+        self.on_ssd = 0
+        """children that are on the SSD"""
+
+    @property
+    def lower(self) -> bool:
+        """Is it in a tier below the GPU?"""
+        return self.host >= 0 or self.extent >= 0
+
+    @property
+    def anywhere(self) -> bool:
+        return self.page >= 0 or self.host >= 0 or self.extent >= 0
+
+    def spared_by_gpu(self) -> bool:
+        """May its GPU page go? Never the last copy of a parent before its children."""
+        return self.lower or not self.children
+
+    def spared_by_host(self) -> bool:
+        if self.extent >= 0:
+            return True
+        return not self.stored if self.page >= 0 else not self.children
+
+    def spared_by_ssd(self) -> bool:
+        # A child on the SSD without its parent there would be lost to the next start.
+        if self.on_ssd:
+            return False
+        if self.host >= 0:
+            return True
+        return not self.stored if self.page >= 0 else not self.children
+
+
+class Hits(NamedTuple):
+    """Prompt tokens by the fastest tier that has them."""
+
+    gpu: int = 0
+    host: int = 0
+    ssd: int = 0
+
+    @classmethod
+    def of(cls, entries: Sequence[PrefixEntry], page_size: int) -> Hits:
+        gpu = sum(e.page >= 0 for e in entries)
+        host = sum(e.page < 0 <= e.host for e in entries)
+        return cls(gpu * page_size, host * page_size, (len(entries) - gpu - host) * page_size)
+
+
+NO_HITS = Hits()
 
 
 class PrefixIndex:
-    """Entries by key, and the idle ones (referenced by no request) in order of last use."""
+    """Entries by key. Single-threaded: only the scheduler's thread touches it."""
 
     def __init__(self, model_id: str) -> None:
         self._model_id = model_id.encode()
         self._entries: dict[bytes, PrefixEntry] = {}
-        self._by_page: dict[int, PrefixEntry] = {}
-        self._idle: OrderedDict[int, PrefixEntry] = OrderedDict()
+        self.on_spared: Callable[[PrefixEntry], None] = lambda _entry: None
+        """told of an entry that gained a copy, or lost a child or a child's copy: a tier may now do without it"""
+        self.clock = 0
 
-    @property
-    def num_idle(self) -> int:
-        return len(self._idle)
+    def __len__(self) -> int:
+        return len(self._entries)
 
-    def idle_entries(self) -> Iterable[PrefixEntry]:
-        return self._idle.values()
-
-    def entry_of(self, page: int) -> PrefixEntry | None:
-        return self._by_page.get(page)
+    def entries(self) -> Iterable[PrefixEntry]:
+        return self._entries.values()
 
     def root(self, salt: str) -> bytes:
         """The key before a first page: tenants with different salts share nothing (PITFALLS: timing leaks)."""
@@ -67,7 +127,7 @@ class PrefixIndex:
         return keys
 
     def match(self, tokens: Tokens, keys: list[bytes], page_size: int, salt: str) -> list[PrefixEntry]:
-        """The longest chain of entries that holds the beginning of `tokens`, one entry a page.
+        """The longest chain of entries that holds the beginning of `tokens`, in whatever tiers, one entry a page.
 
         The caller passes only as many keys as may be reused: at least one token is always left to compute.
         """
@@ -75,7 +135,7 @@ class PrefixIndex:
         parent: PrefixEntry | None = None
         for i, key in enumerate(keys):
             entry = self._entries.get(key)
-            if entry is None or entry.parent is not parent or entry.salt != salt:
+            if entry is None or entry.parent is not parent or entry.salt != salt or not entry.anywhere:
                 break
             if entry.tokens != tokens[i * page_size : (i + 1) * page_size].tobytes():
                 break
@@ -83,21 +143,17 @@ class PrefixIndex:
             parent = entry
         return found
 
-    def publish(
-        self, page: int, parent: PrefixEntry | None, key: bytes, tokens: bytes, salt: str
-    ) -> PrefixEntry | None:
-        """Enter a full, confirmed page that its request still holds.
+    def publish(self, parent: PrefixEntry | None, key: bytes, tokens: bytes, salt: str) -> PrefixEntry | None:
+        """The entry that stands for these tokens after `parent`: a new one, nowhere yet, or the one that is there.
 
-        Returns the entry that now stands for these tokens: the new one, or the one of a page that another request
-        computed first. None when the key is taken by other tokens (a collision): the chain cannot go on.
+        None when the key is taken by other tokens (a collision): the chain cannot go on.
         """
         entry = self._entries.get(key)
         if entry is not None:
             same = entry.parent is parent and entry.tokens == tokens and entry.salt == salt
             return entry if same else None
-        entry = PrefixEntry(key, page, parent, tokens, salt)
+        entry = PrefixEntry(key, parent, tokens, salt)
         self._entries[key] = entry
-        self._by_page[page] = entry
         if parent is not None:
             parent.children += 1
         return entry
@@ -105,41 +161,72 @@ class PrefixIndex:
     def contains(self, entry: PrefixEntry) -> bool:
         return self._entries.get(entry.key) is entry
 
-    def mark_idle(self, entry: PrefixEntry) -> None:
-        self._idle[entry.page] = entry
+    def find(self, key: bytes) -> PrefixEntry | None:
+        return self._entries.get(key)
 
-    def mark_held(self, entry: PrefixEntry) -> None:
-        del self._idle[entry.page]
+    def use(self, entries: Iterable[PrefixEntry]) -> None:
+        """A chain was used: all of it counts as used now."""
+        self.clock += 1
+        for entry in entries:
+            entry.used = self.clock
 
-    def evict(self) -> int:
-        """Drop the least recently used idle entry without children; its page is the caller's.
+    def set_page(self, entry: PrefixEntry, page: int) -> None:
+        entry.page = page
+        self._moved(entry, 0, 0)
 
-        There is one whenever any entry is idle: who holds a child holds its parent, so the children of an idle entry
-        are idle too. Requests release their last page first, so the oldest is normally a leaf already.
-        """
-        return self._drop(next(e for e in self._idle.values() if e.children == 0))
+    def set_host(self, entry: PrefixEntry, slot: int) -> None:
+        was = entry.lower
+        entry.host = slot
+        self._moved(entry, entry.lower - was, 0)
 
-    def _drop(self, entry: PrefixEntry) -> int:
-        del self._idle[entry.page]
-        del self._entries[entry.key]
-        del self._by_page[entry.page]
-        if entry.parent is not None:
-            entry.parent.children -= 1
-        return entry.page
+    def set_extent(self, entry: PrefixEntry, extent: int) -> None:
+        was, had = entry.lower, entry.extent >= 0
+        entry.extent = extent
+        self._moved(entry, entry.lower - was, (extent >= 0) - had)
 
-    def clear(self) -> list[int]:
-        """Forget everything; returns the pages that were idle, now the caller's."""
-        pages = list(self._idle)
+    def _moved(self, entry: PrefixEntry, stored: int, on_ssd: int) -> None:
+        """The entry gained or lost a copy; the changes of its parent's counts are given."""
+        parent = entry.parent
+        if not self.contains(entry):
+            return
+        if parent is not None:
+            parent.stored += stored
+            parent.on_ssd += on_ssd
+            if stored < 0 or on_ssd < 0:
+                self.on_spared(parent)
+        if entry.anywhere:
+            self.on_spared(entry)
+        else:
+            self._drop_if_nowhere(entry)
+
+    def _drop_if_nowhere(self, entry: PrefixEntry) -> None:
+        """An entry that a failed load left nowhere stays while it has children: computed again, they are of use."""
+        while not entry.anywhere and not entry.children and self.contains(entry):
+            del self._entries[entry.key]
+            parent = entry.parent
+            if parent is None:
+                return
+            parent.children -= 1
+            self.on_spared(parent)
+            entry = parent
+
+    def clear(self) -> list[PrefixEntry]:
+        """Forget everything; returns what was there."""
+        entries = list(self._entries.values())
         self._entries.clear()
-        self._by_page.clear()
-        self._idle.clear()
-        return pages
+        return entries
 
     def check(self) -> None:
-        """Raise `AssertionError` when the two views of the index disagree."""
-        assert len(self._entries) == len(self._by_page), "a page has two entries"
-        for page, entry in self._by_page.items():
-            assert entry.page == page, "an entry lies under another page"
-            assert self._entries.get(entry.key) is entry, "an entry cannot be found by its key"
-        for page, entry in self._idle.items():
-            assert self._by_page.get(page) is entry, "an idle page is not indexed"
+        """Raise `AssertionError` when the counters of the tree disagree with it."""
+        counts: dict[bytes, list[int]] = {key: [0, 0, 0] for key in self._entries}
+        for key, entry in self._entries.items():
+            assert entry.key == key, "an entry lies under another key"
+            assert entry.anywhere or entry.children, "an entry that is nowhere has no children"
+            if entry.parent is not None:
+                assert self.contains(entry.parent), "a parent was dropped before its child"
+                count = counts[entry.parent.key]
+                count[0] += 1
+                count[1] += entry.lower
+                count[2] += entry.extent >= 0
+        for key, entry in self._entries.items():
+            assert [entry.children, entry.stored, entry.on_ssd] == counts[key], "an entry's children are miscounted"

@@ -10,16 +10,20 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.engine.errors import RequestError
-from weft.engine.prefix import PrefixEntry
+from weft.engine.grammar import Grammar
+from weft.engine.loads import Loading
+from weft.engine.prefix import NO_HITS, Hits, PrefixEntry
 from weft.engine.sampling import SamplingParams
 
 Tokens = npt.NDArray[np.int32]
 
 
 class State(Enum):
-    """WAITING -> RUNNING -> FINISHED; preemption leads from RUNNING back to WAITING."""
+    """WAITING -> (LOADING ->) RUNNING -> FINISHED; preemption and a failed load lead back to WAITING."""
 
     WAITING = auto()
+    LOADING = auto()
+    """has a slot and pages; its cached prefix is on its way from a lower tier"""
     RUNNING = auto()
     FINISHED = auto()
 
@@ -43,11 +47,22 @@ class Request:
     salt: str
     stop_ids: tuple[int, ...]
     seed: int
+    leader: int = -1
+    """handle of the request whose pages it waits for"""
+    siblings: list[Request] = field(default_factory=list)
+    """requests that wait for this one's prompt; none once it has begun"""
+    begun: bool = False
+    """it has had its first token, so its prompt is in the prefix index"""
+    grammar: Grammar | None = None
     state: State = State.WAITING
     slot: int = -1
     scheduled_at: float = 0.0
     cached_tokens: int = 0
     """prompt tokens found in the prefix index when it first ran"""
+    hits: Hits = NO_HITS
+    """prompt tokens found at its last admission, by tier"""
+    loading: Loading | None = None
+    """what it waits for while LOADING"""
     keys: list[bytes] = field(default_factory=list)
     """prefix keys of the full pages of `tokens`, computed once per waiting period"""
     last_entry: PrefixEntry | None = None

@@ -8,36 +8,41 @@ from __future__ import annotations
 
 import heapq
 import time
-from typing import NamedTuple
 
 import numpy as np
 
-from weft.engine.admission import OutputLengths, peak_tokens
+from weft.engine import grammar
+from weft.engine.admission import OutputLengths, fits
 from weft.engine.batch import I32, Batch, CountReset, StepResult
 from weft.engine.build import Chunk, build_batch
 from weft.engine.events import Events, prompt_logprobs, token_logprobs
+from weft.engine.fences import Fences
 from weft.engine.messages import EngineStats, Finish, Started
 from weft.engine.pages import PagePool, Pages
-from weft.engine.prefix import PrefixEntry
+from weft.engine.prefixes import Prefixes
 from weft.engine.request import Request, State
 from weft.engine.slots import Phase, SlotTable
-
-
-class _Fence(NamedTuple):
-    """Pages and a slot that a launched step may still touch."""
-
-    step: int
-    slot: int
-    """-1: pages only"""
-    pages: Pages
+from weft.engine.tiers import Tiers
 
 
 class Scheduler:
     """Owns the waiting queue, the slot table and the page pool. Not thread-safe: one caller."""
 
-    def __init__(self, slots: SlotTable, pool: PagePool, *, max_num_batched_tokens: int, prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        slots: SlotTable,
+        pool: PagePool,
+        *,
+        max_num_batched_tokens: int,
+        prefix_caching: bool,
+        tiers: Tiers | None = None,
+        chunk_step: int = 1,
+    ) -> None:
         self.slots = slots
         self.pool = pool
+        self.tiers = tiers
+        self.chunk_step = chunk_step
+        """prompts are cut at multiples of this"""
         self.max_num_batched_tokens = max_num_batched_tokens
         self.prefix_caching = prefix_caching
         self.output_lengths = OutputLengths()
@@ -45,13 +50,11 @@ class Scheduler:
         self._num_waiting = 0
         self._waiting_tokens = 0
         self._requests: dict[int, Request] = {}
-        self._fences: list[_Fence] = []
-        self._completed_step = 0
+        self.fences = Fences(slots, pool)
+        self.prefixes = Prefixes(slots, pool, self.fences, tiers, enabled=prefix_caching)
         self._count_resets: list[CountReset] = []
         self._aborted: list[int] = []
         self.preemptions = 0
-        self.prefix_queried_tokens = 0
-        self.prefix_hit_tokens = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
 
@@ -59,19 +62,25 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         self._requests[request.handle] = request
-        self._enqueue(request)
+        leader = self._requests.get(request.leader)
+        if leader is not None and not leader.begun and self.prefixes.reusable(request):
+            leader.siblings.append(request)
+            self._count_waiting(request)
+        else:
+            self._enqueue(request)
 
     def abort(self, handle: int) -> None:
         """End a request. Idempotent; an unknown handle is ignored. Its pages are freed behind the fence."""
         request = self._requests.pop(handle, None)
         if request is None:
             return
-        if request.state is State.RUNNING:
+        if request.slot >= 0:
             self._retire(request.slot)
         else:
             self._num_waiting -= 1
             self._waiting_tokens -= len(request.tokens)
         request.state = State.FINISHED
+        self._release_siblings(request)
         self._aborted.append(handle)
         # Ended requests leave the queue when they reach its head, or when they are the most of it.
         if len(self._waiting) > 2 * self._num_waiting + 64:
@@ -98,6 +107,7 @@ class Scheduler:
 
     def schedule(self, step: int) -> Batch | None:
         """The batch of iteration `step`, or None when nothing can run now."""
+        self._take_loaded()
         decodes = self._schedule_decodes()
         budget = self.max_num_batched_tokens - len(decodes)
         chunks = self._schedule_prefills(budget)
@@ -111,13 +121,13 @@ class Scheduler:
         s, page_size = self.slots, self.pool.page_size
         # scheduled + 1 tokens exist once all launched steps are done: at the limit the request needs no more.
         ready = np.flatnonzero((s.phase == Phase.DECODE) & (s.scheduled + 1 < s.limit)).astype(np.int32)
+        ready = ready[grammar.may_decode(s, ready)]
         if len(ready) > self.max_num_batched_tokens:
             first = np.lexsort((s.order[ready], s.priority[ready]))[: self.max_num_batched_tokens]
             ready = ready[np.sort(first)]
         needs = s.scheduled[ready] >= s.num_pages[ready] * page_size
         while (short := int(needs.sum()) - self.pool.num_available) > 0:
-            soon = sum(len(f.pages) for f in self._fences)
-            if short <= soon:
+            if short <= self._num_coming():
                 # Pages are about to come back: the youngest wait one iteration instead of preempting more.
                 growing = np.flatnonzero(needs)
                 youngest = np.lexsort((s.order[ready[growing]], s.priority[ready[growing]]))[-short:]
@@ -143,10 +153,20 @@ class Scheduler:
         request.tokens = s.tokens[victim, : s.known[victim]].copy()
         request.keys, request.last_entry, request.publishable = [], None, True
         self._retire(victim)
-        request.slot = -1
         self._enqueue(request)
         self.preemptions += 1
         return victim
+
+    def _num_coming(self) -> int:
+        """Pages that come back by themselves: only fences and transfers hold them."""
+        held = self._references_beside_requests()
+        return int(((held > 0) & (held == self.pool.ref)).sum())
+
+    def _references_beside_requests(self) -> Pages:
+        held = self.fences.references()
+        if self.tiers is not None:
+            np.add.at(held, self.tiers.transfer_pages(), 1)
+        return held
 
     def _schedule_prefills(self, budget: int) -> list[Chunk]:
         """(slot, tokens) chunks: running prefills first, then new requests, until the budget is used up."""
@@ -154,25 +174,47 @@ class Scheduler:
         chunks: list[Chunk] = []
         going = np.flatnonzero((s.phase == Phase.PREFILL) & (s.scheduled < s.target))
         for slot in going[np.lexsort((s.order[going], s.priority[going]))].tolist():
-            if budget == 0:
-                break
-            length = min(budget, int(s.target[slot] - s.scheduled[slot]))
-            chunks.append((slot, length))
-            budget -= length
+            if length := self._chunk(slot, budget):
+                chunks.append((slot, length))
+                budget -= length
         while budget > 0 and s.num_free and (request := self._head()) is not None:
             slot = self._admit(request)
             if slot is None:
                 break
-            length = min(budget, int(s.target[slot] - s.scheduled[slot]))
+            if s.phase[slot] == Phase.LOADING:
+                continue
+            length = self._chunk(slot, budget)
+            if not length:
+                break
             chunks.append((slot, length))
             budget -= length
         return chunks
 
+    def _chunk(self, slot: int, budget: int) -> int:
+        """Tokens of a prefill in this iteration: all that are left, or up to a multiple of `chunk_step`."""
+        done, target = int(self.slots.scheduled[slot]), int(self.slots.target[slot])
+        if target - done <= budget:
+            return target - done
+        return max(0, (done + budget) // self.chunk_step * self.chunk_step - done)
+
     def _enqueue(self, request: Request) -> None:
-        request.state = State.WAITING
         heapq.heappush(self._waiting, (request.sort_key, request))
+        self._count_waiting(request)
+
+    def _count_waiting(self, request: Request) -> None:
+        request.state = State.WAITING
         self._num_waiting += 1
         self._waiting_tokens += len(request.tokens)
+
+    def _release_siblings(self, request: Request) -> None:
+        """Let those in that waited for this prompt: all once it is computed, else one that the others wait for."""
+        siblings = [s for s in request.siblings if s.state is State.WAITING]
+        request.siblings = []
+        if siblings and not request.begun:
+            siblings[0].siblings += siblings[1:]
+            siblings = siblings[:1]
+        for sibling in siblings:
+            heapq.heappush(self._waiting, (sibling.sort_key, sibling))
 
     def _head(self) -> Request | None:
         while self._waiting:
@@ -183,72 +225,67 @@ class Scheduler:
         return None
 
     def _admit(self, request: Request) -> int | None:
-        """Reserve pages for the whole prompt, attach its cached prefix, give it a slot; None when it must wait."""
-        pool, page_size = self.pool, self.pool.page_size
-        length = len(request.tokens)
-        entries = self._cached_prefix(request)
-        needed = -(-length // page_size) - len(entries)
-        idle_hits = sum(pool.ref[e.page] == 0 for e in entries)  # pinning makes them unavailable
-        if needed + idle_hits > pool.num_available or not self._will_fit(request, needed + idle_hits):
+        """Reserve pages for the whole prompt, attach its cached prefix, give it a slot; None when it must wait.
+
+        A prefix that is not all on the GPU starts to load; the slot is LOADING until it is there.
+        """
+        pool, length = self.pool, len(request.tokens)
+        found = self.prefixes.find(request)
+        needed = -(-length // pool.page_size) - found.num_there
+        # Pinning makes idle pages unavailable.
+        taken = needed + found.num_idle
+        if taken > pool.num_available or not fits(
+            self.slots, request, self.output_lengths, page_size=pool.page_size, capacity=pool.capacity,
+            held=pool.num_held - self.fences.num_pages, new_pages=taken,
+        ):  # fmt: skip
             return None
         heapq.heappop(self._waiting)
         self._num_waiting -= 1
         self._waiting_tokens -= length
-        cached = len(entries) * page_size
-        slot = self.slots.occupy(request, pool.pin(entries), cached)
-        self.slots.page_table[slot, len(entries) : len(entries) + needed] = pool.allocate(needed)
-        self.slots.num_pages[slot] += needed
-        request.state = State.RUNNING
-        request.last_entry = entries[-1] if entries else None
-        request.last_key = entries[-1].key if entries else pool.index.root(request.salt)
-        if not request.scheduled_at:
-            request.scheduled_at = time.monotonic()
-            request.cached_tokens = cached
-            self.prompt_tokens += request.prompt_len
-            if self.prefix_caching:
-                self.prefix_queried_tokens += request.prompt_len
-                self.prefix_hit_tokens += cached
+        slot = self.prefixes.attach(request, found, needed)
         if request.params.needs_counts:
             prompt, output = request.tokens[: request.prompt_len], request.tokens[request.prompt_len :]
             self._count_resets.append(CountReset(slot, prompt, output))
+        if request.loading is None:
+            self._begin(request)
         return slot
 
-    def _cached_prefix(self, request: Request) -> list[PrefixEntry]:
-        if not self.prefix_caching or request.params.prompt_logprobs is not None:
-            return []
-        index, page_size = self.pool.index, self.pool.page_size
-        # At least one token is left to compute: its logits are what the request came for.
-        reusable = (len(request.tokens) - 1) // page_size
-        if not request.keys:
-            request.keys = index.keys(request.tokens[: reusable * page_size], page_size, request.salt)
-        return index.match(request.tokens, request.keys, page_size, request.salt)
+    def _begin(self, request: Request) -> None:
+        """The request can be computed from now on: account for it once."""
+        if request.scheduled_at:
+            return
+        request.scheduled_at = time.monotonic()
+        request.cached_tokens = sum(request.hits)
+        self.prompt_tokens += request.prompt_len
+        if self.prefix_caching:
+            self.prefixes.stats.add(request.prompt_len, request.hits)
 
-    def _will_fit(self, request: Request, new_pages: int) -> bool:
-        """Would the predicted peak of memory, with this request running, stay within the pool?"""
-        s, page_size = self.slots, self.pool.page_size
-        running = s.running()
-        length = len(request.tokens)
-        now = np.append(np.maximum(s.scheduled[running], s.target[running]), length)
-        decoded = np.append(now[:-1] - s.prompt_len[running], length - request.prompt_len)
-        room = np.append(s.limit[running], request.limit) - now
-        exact = np.append(s.exact_output[running], not request.stop_ids)
-        remaining = np.where(exact, room, self.output_lengths.remaining(decoded, room))
-        pages = -(-now // page_size)
-        # Shared pages are counted once for every request that holds them: take the excess off again.
-        shared = max(0, int(pages.sum()) - (self._held_by_running() + new_pages))
-        return peak_tokens(pages.astype(np.float64), remaining / page_size) - shared <= self.pool.capacity or not len(
-            running
-        )
+    def _take_loaded(self) -> None:
+        """Loads have ended: their requests can be scheduled, or go back to the queue and find a shorter prefix."""
+        for waiting in self.tiers.pump() if self.tiers is not None else ():
+            request = self.slots.request[waiting.slot] if waiting.slot >= 0 else None
+            if request is None:
+                continue
+            if waiting.failed:
+                self._retire(waiting.slot)
+                self._enqueue(request)
+            else:
+                self.prefixes.loaded(request, waiting)
+                self._begin(request)
 
-    def _held_by_running(self) -> int:
-        return self.pool.num_held - sum(len(f.pages) for f in self._fences)
+    def reset_cache(self) -> None:
+        """Forget every cached prefix, in every tier. Pages in use stay with their requests."""
+        self.pool.index.clear()
+        self.pool.forget()
+        if self.tiers is not None:
+            self.tiers.forget()
 
     # -- committing an iteration
 
     def commit(self, result: StepResult) -> Events:
         """Take in what iteration `result.batch.step` computed. Rows of requests that ended meanwhile are dropped."""
         s, batch = self.slots, result.batch
-        self._completed_step = batch.step
+        self.fences.completed(batch.step)
         live = s.epoch[batch.slots] == batch.epochs
         slots = batch.slots[live]
         s.confirmed[slots] += batch.query_len[live]
@@ -261,14 +298,16 @@ class Scheduler:
         s.known[token_slots] = index + 1
         self.generation_tokens += len(tokens)
         stopped = (s.stop_ids[token_slots] == tokens[:, None]).any(1)
-        full = index + 1 >= s.limit[token_slots]
-        finish = np.where(stopped, np.uint8(Finish.STOP), np.where(full, np.uint8(Finish.LENGTH), np.uint8(0)))
+        ended = index + 1 >= s.limit[token_slots]
+        finish = np.where(stopped, np.uint8(Finish.STOP), np.where(ended, np.uint8(Finish.LENGTH), np.uint8(0)))
+        grammar_errors = grammar.advance(s, token_slots, tokens, finish)
         handles = s.handle[token_slots]
 
         scored_prompts = prompt_logprobs(s, result, live)
         logprobs = token_logprobs(s, result, sampled)
         started = [self._start(int(slot)) for slot in token_slots[index == s.prompt_len[token_slots]]]
-        self._publish(slots)
+        if self.prefix_caching:
+            self.prefixes.publish(slots)
         for slot in token_slots[finish != 0].tolist():
             self._finish(slot)
         # Scored prompts (max_tokens 0) end with their prefill, without a token.
@@ -277,8 +316,11 @@ class Scheduler:
         for slot in scored.tolist():
             started.append(self._start(slot))
             self._finish(slot)
-        events = Events(handles, tokens, finish, started, logprobs, scored_prompts)
-        self._release_fences()
+        events = Events(handles, tokens, finish, started, logprobs, scored_prompts, grammar_errors)
+        self.fences.open()
+        if self.tiers is not None:
+            full = 2 * batch.num_tokens >= self.max_num_batched_tokens
+            self.tiers.speeds.computed(batch.num_tokens, result.seconds, full)
         return self._with_aborts(events.ended(ends.tolist(), Finish.LENGTH))
 
     def idle_events(self) -> Events:
@@ -292,37 +334,12 @@ class Scheduler:
     def _start(self, slot: int) -> Started:
         request = self.slots.request[slot]
         assert request is not None
+        request.begun = True
+        self._release_siblings(request)
         now = time.monotonic()
         return Started(
             request.handle, request.cached_tokens, request.scheduled_at - request.arrival, now - request.scheduled_at
         )
-
-    def _publish(self, slots: I32) -> None:
-        """Enter pages that became full and confirmed into the prefix index."""
-        if not self.prefix_caching:
-            return
-        s, pool, page_size = self.slots, self.pool, self.pool.page_size
-        for slot in slots[s.confirmed[slots] // page_size > s.published[slots]].tolist():
-            request = s.request[slot]
-            assert request is not None
-            for i in range(int(s.published[slot]), int(s.confirmed[slot]) // page_size):
-                s.published[slot] = i + 1
-                if not request.publishable:
-                    continue
-                tokens = s.tokens[slot, i * page_size : (i + 1) * page_size].tobytes()
-                parent, page = request.last_entry, int(s.page_table[slot, i])
-                key = pool.index.chain(request.last_key, tokens)
-                entry = None
-                if parent is None or pool.index.contains(parent):
-                    entry = pool.index.publish(page, parent, key, tokens, request.salt)
-                if entry is None:
-                    request.publishable = False
-                    continue
-                if entry.page != page:
-                    # Another request computed the same page first: hold that one, and let ours go behind the fence.
-                    s.page_table[slot, i] = pool.pin([entry])[0]
-                    self._release_behind(int(s.last_step[slot]), -1, np.array([page], np.int32))
-                request.last_entry, request.last_key = entry, key
 
     def _finish(self, slot: int) -> None:
         request = self.slots.request[slot]
@@ -333,33 +350,17 @@ class Scheduler:
         self._retire(slot)
 
     def _retire(self, slot: int) -> None:
+        request = self.slots.request[slot]
+        assert request is not None
+        request.slot = -1
+        if request.loading is not None:
+            # What is on its way goes on: the transfers hold their pages themselves.
+            request.loading.slot, request.loading = -1, None
         step = int(self.slots.last_step[slot])
         self._count_resets = [r for r in self._count_resets if r.slot != slot]
-        self._release_behind(step, slot, self.slots.retire(slot))
-
-    # -- fences
-
-    def _release_behind(self, step: int, slot: int, pages: Pages) -> None:
-        """Free pages and slot once step `step`, the last launched one that can touch them, has completed."""
-        if step <= self._completed_step:
-            self.pool.release(pages)
-            if slot >= 0:
-                self.slots.vacate(slot)
-        else:
-            self._fences.append(_Fence(step, slot, pages))
-
-    def _release_fences(self) -> None:
-        passed = [f for f in self._fences if f.step <= self._completed_step]
-        if passed:
-            self._fences = [f for f in self._fences if f.step > self._completed_step]
-            for fence in passed:
-                self._release_behind(*fence)
+        self.fences.release_behind(step, slot, self.slots.retire(slot))
 
     # -- what is true now
-
-    @property
-    def num_fenced(self) -> int:
-        return len(self._fences)
 
     def stats(self) -> EngineStats:
         pool = self.pool
@@ -370,8 +371,9 @@ class Scheduler:
             pages_held=pool.num_held,
             pages_cached=pool.num_cached,
             pages_total=pool.capacity,
-            prefix_queried_tokens=self.prefix_queried_tokens,
-            prefix_hit_tokens=self.prefix_hit_tokens,
+            prefix_queried_tokens=self.prefixes.stats.queried,
+            prefix_hit_tokens=sum(self.prefixes.stats.hits),
+            tiers=self.prefixes.stats.tiers(pool, self.tiers),
             preemptions=self.preemptions,
             prompt_tokens=self.prompt_tokens,
             generation_tokens=self.generation_tokens,
@@ -381,18 +383,17 @@ class Scheduler:
         """Raise `AssertionError` unless slots, pages and counters agree (DESIGN invariants 3 and 4)."""
         s, pool = self.slots, self.pool
         pool.check()
+        if self.tiers is not None:
+            self.tiers.check()
         running = s.running()
         assert (s.scheduled[running] == s.confirmed[running] + s.in_flight[running]).all(), "counters disagree"
         assert (s.in_flight[running] >= 0).all(), "negative in-flight count"
-        ref = np.zeros(pool.num_pages, np.int32)
+        ref = self._references_beside_requests()
         for slot in running.tolist():
             pages = s.page_table[slot, : s.num_pages[slot]]
             assert len(np.unique(pages)) == len(pages), "a request holds a page twice"
             assert len(pages) * pool.page_size >= s.scheduled[slot], "a scheduled token has no page"
             np.add.at(ref, pages, 1)
-        for fence in self._fences:
-            np.add.at(ref, fence.pages, 1)
         assert (ref == pool.ref).all(), "reference counts disagree with owners"
-        ending = {f.slot for f in self._fences if f.slot >= 0}
-        assert s.num_free + len(running) + len(ending) == s.num_slots, "a slot is lost"
+        assert s.num_free + len(running) + self.fences.num_slots == s.num_slots, "a slot is lost"
         assert len(running) == self.num_running, "a running request is lost"

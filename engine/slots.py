@@ -24,6 +24,8 @@ class Phase(IntEnum):
     DECODE = 2
     ENDING = 3
     """Ended or preempted; the row is reused once the last step that touched it is done."""
+    LOADING = 4
+    """Admitted; its cached prefix is still on its way to the GPU."""
 
 
 class SlotTable:
@@ -64,6 +66,8 @@ class SlotTable:
         self.counted = np.zeros(n, np.bool_)
         """has a penalty: its token counts are resident on the device"""
         self.biased = np.zeros(n, np.bool_)
+        self.constrained = np.zeros(n, np.bool_)
+        """has a grammar"""
         self.seed = np.zeros(n, np.uint64)
         self.logprobs = np.full(n, -1, np.int32)
         self.prompt_logprobs = np.full(n, -1, np.int32)
@@ -79,8 +83,8 @@ class SlotTable:
         return len(self._free)
 
     def running(self) -> np.ndarray:
-        """Slots in PREFILL or DECODE."""
-        return np.flatnonzero((self.phase == Phase.PREFILL) | (self.phase == Phase.DECODE))
+        """Slots that belong to a request: in LOADING, PREFILL or DECODE."""
+        return np.flatnonzero((self.phase != Phase.FREE) & (self.phase != Phase.ENDING))
 
     def occupy(self, request: Request, cached_pages: np.ndarray, cached_tokens: int) -> int:
         """Give the request a row; its first `cached_tokens` positions are confirmed already."""
@@ -108,6 +112,7 @@ class SlotTable:
         self.repetition[slot] = params.repetition_penalty
         self.counted[slot] = params.needs_counts
         self.biased[slot] = bool(params.logit_bias)
+        self.constrained[slot] = request.grammar is not None
         self.seed[slot] = request.seed
         self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self.prompt_logprobs[slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs

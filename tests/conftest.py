@@ -10,7 +10,8 @@ import pytest
 import torch
 
 # Helpers beside the tests are imported by name; the repository root stays off sys.path.
-sys.path.insert(0, str(Path(__file__).parent / "engine"))
+for folder in ("engine", "kernels", "autosearch"):
+    sys.path.insert(0, str(Path(__file__).parent / folder))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -75,7 +75,7 @@ class Harness:
         scheduler = self.engine.scheduler
         scheduler.check()
         assert scheduler.pool.num_held == 0
-        assert scheduler.num_fenced == 0
+        assert not len(scheduler.fences)
         assert set(self.finish) == set(self.tokens), "a request without its terminal event"
 
     def expect_short_outputs(self) -> None:

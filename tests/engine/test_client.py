@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -13,11 +14,13 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from weft.engine.client import EngineClient, TokenStream
+from weft.engine.client import EngineClient
 from weft.engine.config import EngineConfig
 from weft.engine.errors import EngineDead, WeftError
 from weft.engine.messages import Finish
 from weft.engine.sampling import SamplingParams
+from weft.engine.spawn import EngineProcess
+from weft.engine.streams import TokenStream
 
 LONG = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.0)
 
@@ -31,12 +34,37 @@ async def _drain(stream: TokenStream) -> tuple[list[int], Finish, str | None]:
             return tokens, delta.finish, delta.error
 
 
+@contextlib.asynccontextmanager
+async def running(config: EngineConfig, clients: int = 1) -> AsyncIterator[tuple[EngineProcess, list[EngineClient]]]:
+    """An engine process and its clients, who are told of its end."""
+    process = await EngineProcess.start(config)
+    connected = [EngineClient(process.address, i) for i in range(clients)]
+
+    async def watch() -> None:
+        why = await process.wait_dead()
+        for client in connected:
+            client.mark_dead(why)
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield process, connected
+    finally:
+        await process.stop()
+        await watching
+        for client in connected:
+            client.close()
+
+
 @pytest_asyncio.fixture
-async def client(tiny_model: Callable[[str], Path]) -> AsyncIterator[EngineClient]:
-    client = await EngineClient.start(EngineConfig(model=str(tiny_model("yi")), page_size=8, num_pages=200))
-    await client.wait_ready()
-    yield client
-    await client.stop()
+async def engine(tiny_model: Callable[[str], Path]) -> AsyncIterator[tuple[EngineProcess, list[EngineClient]]]:
+    async with running(EngineConfig(model=str(tiny_model("yi")), page_size=8, num_pages=200), clients=3) as engine:
+        await engine[1][0].wait_ready()
+        yield engine
+
+
+@pytest.fixture
+def client(engine: tuple[EngineProcess, list[EngineClient]]) -> EngineClient:
+    return engine[1][0]
 
 
 async def test_streams_bring_what_the_engine_computes(client: EngineClient) -> None:
@@ -50,7 +78,7 @@ async def test_streams_bring_what_the_engine_computes(client: EngineClient) -> N
 
 async def test_a_refused_request_gets_its_reason(client: EngineClient) -> None:
     tokens, finish, error = await _drain(client.submit([], LONG))
-    assert (tokens, finish, error) == ([], Finish.ERROR, "the prompt is empty")
+    assert (tokens, finish, error) == ([], Finish.REFUSED, "the prompt is empty")
 
 
 async def test_an_aborted_request_frees_its_pages(client: EngineClient) -> None:
@@ -65,32 +93,68 @@ async def test_an_aborted_request_frees_its_pages(client: EngineClient) -> None:
     pytest.fail("the aborted request still holds pages")
 
 
-async def test_killing_the_engine_ends_every_stream_within_two_seconds() -> None:
-    client = await EngineClient.start(EngineConfig())
-    endless = SamplingParams(max_tokens=2000, ignore_eos=True)
-    streams = [client.submit([5 + i], endless) for i in range(20)]
-    await asyncio.gather(*(s.read() for s in streams))
-    begin = time.monotonic()
-    os.kill(client.pid, signal.SIGKILL)
-    results = await asyncio.gather(*map(_drain, streams), return_exceptions=True)
-    assert time.monotonic() - begin < 2
-    assert all(isinstance(r, EngineDead) for r in results)
-    assert not client.alive
-    assert "SIGKILL" in await client.wait_dead()
-    with pytest.raises(EngineDead):
-        client.submit([5], LONG)
-    await client.stop()
+async def test_clients_get_their_own_tokens_and_all_see_the_statistics(
+    engine: tuple[EngineProcess, list[EngineClient]],
+) -> None:
+    _, clients = engine
+    alone = [(await _drain(clients[0].submit([5 + i, 9], LONG)))[0] for i in range(3)]
+    # The same prompts at once, each from another client: handles differ, so a mix-up would show.
+    together = await asyncio.gather(*(_drain(c.submit([5 + i, 9], LONG)) for i, c in enumerate(clients)))
+    assert [tokens for tokens, _, _ in together] == alone
+    async with asyncio.timeout(5):
+        while len({client.stats.generation_tokens for client in clients}) > 1:
+            await asyncio.sleep(0.01)
+    assert clients[2].stats.generation_tokens == 6 * 200
 
 
-async def test_an_engine_that_cannot_start_says_why() -> None:
-    client = await EngineClient.start(EngineConfig(model="/nowhere"))
-    with pytest.raises(WeftError, match="no model directory"):
-        await client.wait_ready()
-    await client.stop()
+async def test_requests_of_a_client_that_is_gone_are_dropped_and_others_go_on(
+    engine: tuple[EngineProcess, list[EngineClient]],
+) -> None:
+    _, (watcher, other, gone) = engine
+    endless = SamplingParams(max_tokens=400, ignore_eos=True, temperature=0.0)
+    lost = [gone.submit([5, 6 + i], endless) for i in range(8)]
+    kept = asyncio.create_task(_drain(other.submit([5, 6], LONG)))
+    await asyncio.gather(*(stream.read() for stream in lost))
+    gone.close()  # a process that was killed says nothing
+    watcher.client_gone(2)
+    tokens, finish, _ = await kept
+    assert (len(tokens), finish) == (200, Finish.LENGTH)
+    await _drain(other.submit([9], SamplingParams(max_tokens=2)))
+    async with asyncio.timeout(5):
+        while watcher.stats.pages_held or watcher.stats.running:
+            await _drain(other.submit([9], SamplingParams(max_tokens=1)))
 
 
-async def test_the_engine_ends_when_the_daemon_closes_its_stdin(client: EngineClient) -> None:
-    pid = client.pid
-    await client.stop()
+async def test_killing_the_engine_ends_every_stream_of_every_client_within_two_seconds() -> None:
+    async with running(EngineConfig(), clients=2) as (process, clients):
+        endless = SamplingParams(max_tokens=2000, ignore_eos=True)
+        streams = [clients[i % 2].submit([5 + i], endless) for i in range(20)]
+        await asyncio.gather(*(s.read() for s in streams))
+        begin = time.monotonic()
+        os.kill(process.pid, signal.SIGKILL)
+        results = await asyncio.gather(*map(_drain, streams), return_exceptions=True)
+        assert time.monotonic() - begin < 2
+        assert all(isinstance(r, EngineDead) for r in results)
+        assert not clients[0].alive
+        assert "SIGKILL" in await process.wait_dead()
+        with pytest.raises(EngineDead):
+            clients[1].submit([5], LONG)
+
+
+async def test_an_engine_that_cannot_start_tells_every_client_why() -> None:
+    async with running(EngineConfig(model="/nowhere"), clients=2) as (_, clients):
+        for client in clients:
+            with pytest.raises(WeftError, match="no model directory"):
+                await client.wait_ready()
+
+
+async def test_the_engine_ends_when_the_daemon_closes_its_stdin(
+    engine: tuple[EngineProcess, list[EngineClient]],
+) -> None:
+    process, _ = engine
+    directory = Path(process.address.removeprefix("ipc://")).parent
+    assert directory.stat().st_mode & 0o777 == 0o700
+    await process.stop()
     with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+        os.kill(process.pid, 0)
+    assert not directory.exists()

@@ -22,6 +22,7 @@ from weft.engine.request import Request
 from weft.engine.sampling import SamplingParams
 from weft.engine.scheduler import Events, Scheduler
 from weft.engine.slots import SlotTable
+from weft.engine.tiers import Tiers
 
 VOCAB = 23
 END = 1
@@ -61,19 +62,25 @@ class ListDevice:
 class SchedulerMachine(RuleBasedStateMachine):
     requests = Bundle("requests")
 
+    def make_tiers(self, _pool: PagePool) -> Tiers | None:
+        return None
+
     def __init__(self) -> None:
         super().__init__()
+        self.device = ListDevice()
         pool = PagePool(NUM_PAGES, PAGE_SIZE, PrefixIndex("m"))
         slots = SlotTable(NUM_SLOTS, MAX_LEN, PAGE_SIZE)
-        self.scheduler = Scheduler(slots, pool, max_num_batched_tokens=6, prefix_caching=True)
+        self.scheduler = Scheduler(
+            slots, pool, max_num_batched_tokens=6, prefix_caching=True, tiers=self.make_tiers(pool)
+        )
         # Believe in short outputs: admission errs, memory runs out, requests are preempted.
         self.scheduler.output_lengths._sum, self.scheduler.output_lengths._count = 1.0, 1e9
-        self.device = ListDevice()
         self.launched: deque[Batch] = deque()
         self.computed: deque[StepResult] = deque()
         self.step_number = 0
         self.prompts: dict[int, tuple[list[int], int, int]] = {}
         self.output: dict[int, list[int]] = {}
+        self.salts: dict[int, str] = {}
         self.finish: dict[int, Finish] = {}
 
     @rule(
@@ -85,9 +92,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         stops=st.booleans(),
     )
     def submit(self, prompt: list[int], max_tokens: int, priority: int, salt: str, stops: bool) -> int:
+        return self._submit(prompt, max_tokens, priority, salt, stops)
+
+    @rule(target=requests, leader=requests, max_tokens=st.integers(1, 12), priority=st.integers(0, 1))
+    def submit_sibling(self, leader: int, max_tokens: int, priority: int) -> int:
+        prompt, _, stop = self.prompts[leader]
+        return self._submit(prompt, max_tokens, priority, "", stop == END, leader)
+
+    def _submit(
+        self, prompt: list[int], max_tokens: int, priority: int, salt: str, stops: bool, leader: int = -1
+    ) -> int:
         handle = len(self.prompts)
         self.prompts[handle] = (prompt, max_tokens, END if stops else -1)
         self.output[handle] = []
+        self.salts[handle] = salt
         self.scheduler.add(
             Request(
                 handle=handle,
@@ -101,6 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 salt=salt,
                 stop_ids=(END,) if stops else (),
                 seed=handle,
+                leader=leader,
             )
         )
         return handle
@@ -137,9 +156,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def preempt(self) -> None:
         self.scheduler._preempt_one()
 
-    @rule()
-    def reset_cache(self) -> None:
-        self.scheduler.pool.reset_index()
+    @rule(really=st.integers(0, 9))
+    def reset_cache(self, really: int) -> None:
+        if really == 7:
+            self.scheduler.reset_cache()
 
     @invariant()
     def nothing_is_lost_or_shared(self) -> None:
@@ -167,6 +187,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             if reason:
                 self.finish[handle] = Finish(reason)
 
+    def end_transfers(self) -> bool:
+        """Let copies and I/O end; True when they are followed by others."""
+        return False
+
     def teardown(self) -> None:
         for _ in range(2000):
             self.schedule()
@@ -174,7 +198,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.step_number % 2 or not self.launched:
                 self.commit()
             self.scheduler.check()
-            if not self.scheduler.num_requests and not self.launched and not self.computed:
+            if not (self.end_transfers() or self.scheduler.num_requests or self.launched or self.computed):
                 break
         self._take(self.scheduler.idle_events())
         assert set(self.finish) == set(self.prompts), "a request never ended"

@@ -94,7 +94,7 @@ def test_tokens_survive_preemption_prefix_reuse_and_aborts(tiny_model, family: s
         else:
             assert tokens == expected[handle]
     assert Finish.ABORT in harness.finish.values()
-    assert harness.engine.scheduler.prefix_hit_tokens > 0
+    assert harness.engine.scheduler.stats().prefix_hit_tokens > 0
     if chunk == 64:  # smaller chunks let each request end before many have begun
         assert harness.engine.scheduler.preemptions > 0
 

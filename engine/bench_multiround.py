@@ -1,0 +1,174 @@
+"""`weft bench multiround`: conversations of several rounds that do not fit the GPU, with and without tiers below it."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import numpy as np
+
+from weft.engine.bench import Figures, _report, machine
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
+from weft.engine.errors import ConfigError
+from weft.engine.messages import AddRequest
+from weft.engine.sampling import SamplingParams
+
+OVERCOMMIT = 3.0
+"""of the GPU pool, by the conversations' last rounds, unless their number is given"""
+
+
+class _Driver:
+    """Conversations in a closed loop: each sends its next turn, with its whole history, when the last is answered."""
+
+    def __init__(self, engine: Engine, seed: int) -> None:
+        self.engine = engine
+        self._rng = np.random.default_rng(seed)
+        self._handle = 0
+        self.cached: dict[int, int] = {}
+
+    def send(self, tokens: np.ndarray, output_tokens: int) -> int:
+        self._handle += 1
+        params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
+        self.engine.add(AddRequest(handle=self._handle, prompt=tokens.astype(np.int32).tobytes(), params=params))
+        return self._handle
+
+    def tokens(self, count: int) -> np.ndarray:
+        return self._rng.integers(0, self.engine.spec.vocab_size, count).astype(np.int32)
+
+    def converse(self, conversations: int, rounds: int, turn: int, output: int) -> Figures:
+        open_turns: dict[int, int] = {}
+        history = [self.tokens(turn) for _ in range(conversations)]
+        done = [0] * conversations
+        sent: dict[int, float] = {}
+        first_token: list[list[float]] = [[] for _ in range(rounds)]
+        prompt_tokens = 0
+        begin = time.perf_counter()
+        for i, tokens in enumerate(history):
+            open_turns[handle := self.send(tokens, output)] = i
+            sent[handle] = begin
+            prompt_tokens += len(tokens)
+        answers: dict[int, list[int]] = {handle: [] for handle in open_turns}
+        while self.engine.has_work:
+            outputs = self.engine.step()
+            if outputs is None:
+                continue
+            now = time.perf_counter()
+            for started in outputs.started:
+                self.cached[started.handle] = started.cached_tokens
+                first_token[done[open_turns[started.handle]]].append(now - sent[started.handle])
+            for handle, token, finish in zip(*(c.tolist() for c in outputs.columns()), strict=True):
+                answers[handle].append(token)
+                if not finish:
+                    continue
+                i = open_turns.pop(handle)
+                done[i] += 1
+                if done[i] == rounds:
+                    continue
+                said = np.array(answers.pop(handle), np.int32)
+                history[i] = np.concatenate((history[i], said, self.tokens(turn)))
+                open_turns[handle := self.send(history[i], output)] = i
+                answers[handle], sent[handle] = [], now
+                prompt_tokens += len(history[i])
+        seconds = time.perf_counter() - begin
+        total = prompt_tokens + conversations * rounds * output
+        return {
+            "seconds": seconds,
+            "total_tokens_per_second": total / seconds,
+            "prompt_tokens": prompt_tokens,
+            "cached_share_of_prompt_tokens": sum(self.cached.values()) / prompt_tokens,
+            "mean_ttft_s_of_the_first_round": float(np.mean(first_token[0])),
+            "mean_ttft_s_of_the_last_round": float(np.mean(first_token[-1])),
+            "preemptions": self.engine.stats().preemptions,
+        }
+
+    def first_token_seconds(self, tokens: np.ndarray) -> tuple[float, int]:
+        """(seconds to the first token, cached tokens) of a request alone in the engine."""
+        begin = time.perf_counter()
+        handle = self.send(tokens, 2)
+        seconds, cached = 0.0, 0
+        while self.engine.has_work:
+            outputs = self.engine.step()
+            for started in outputs.started if outputs is not None else ():
+                if started.handle == handle:
+                    seconds, cached = time.perf_counter() - begin, started.cached_tokens
+        self.engine.drain_in_flight()
+        return seconds, cached
+
+
+def _tier_figures(engine: Engine) -> Figures:
+    figures: Figures = {}
+    if engine.tiers is None:
+        return figures
+    for name, stats in engine.stats().tiers.items():
+        figures |= {f"{name}_hit_tokens": stats.hit_tokens, f"{name}_evicted_pages": stats.evictions}
+        if name != "gpu":
+            figures |= {f"{name}_gb_in": stats.bytes_in / 1e9, f"{name}_gb_out": stats.bytes_out / 1e9}
+            figures[f"{name}_failures"] = stats.failures
+    for name, speed in engine.tiers.speeds.bytes_per_second.items():
+        if name not in engine.stats().tiers:
+            continue
+        figures[f"{name}_to_gpu_gb_per_second" if name == "host" else f"{name}_to_host_gb_per_second"] = speed / 1e9
+    return figures
+
+
+def _restore(engine: Engine, tokens: int, seed: int) -> Figures:
+    """The first token of a second turn over a history of `tokens`: computed, and restored from the host."""
+    assert engine.tiers is not None
+    driver = _Driver(engine, seed + 1)
+    driver.first_token_seconds(driver.tokens(tokens))  # warm
+    computed, restored, cached = [], [], 0
+    for _ in range(5):
+        history, question = driver.tokens(tokens), driver.tokens(32)
+        computed.append(driver.first_token_seconds(np.concatenate((history, question)))[0])
+        engine.scheduler.pool.evict_all()
+        again, cached = driver.first_token_seconds(np.concatenate((history, driver.tokens(32))))
+        restored.append(again)
+    return {
+        "history_tokens": tokens,
+        "history_tokens_restored": cached,
+        "ttft_s_computed_median": float(np.median(computed)),
+        "ttft_s_restored_median": float(np.median(restored)),
+        "restored_share_of_computed": float(np.median(restored) / np.median(computed)),
+    }
+
+
+def run_multiround(config: EngineConfig, arguments: argparse.Namespace) -> int:
+    """Run the conversations with the tiers of `config` and without any; print throughput, hits and the ratio."""
+    rounds, turn, output = arguments.rounds, arguments.turn_tokens, arguments.output_tokens
+    if not config.host_kv_gib:
+        raise ConfigError("weft bench multiround needs --host-kv-gib: it measures what the tiers are worth")
+    if min(rounds, turn, output) < 1 or arguments.restore_tokens < 0:
+        raise ConfigError("--rounds, --turn-tokens and --output-tokens must be at least 1, --restore-tokens at least 0")
+    longest = max(rounds * (turn + output), arguments.restore_tokens + 64)
+    figures: Figures = {}
+    count: int | None = arguments.conversations
+    for name in ("tiers",) if arguments.no_baseline else ("tiers", "plain"):
+        plain = {"host_kv_gib": 0.0, "ssd_kv_path": None}
+        engine = Engine(config if name == "tiers" else config.model_copy(update=plain))
+        if longest > engine.plan.max_model_len:
+            raise ConfigError(f"the longest history has {longest} tokens, a request takes {engine.plan.max_model_len}")
+        pool_tokens = engine.scheduler.pool.capacity * config.page_size
+        if count is None:
+            count = max(1, round(OVERCOMMIT * pool_tokens / (rounds * (turn + output))))
+        if name == "tiers":
+            figures |= {
+                "model": config.model_name,
+                "dtype": str(engine.plan.dtype).removeprefix("torch."),
+                "workload": f"{count} conversations of {rounds} rounds, {turn} new tokens and {output} out",
+                "last_rounds_exceed_the_pool": count * rounds * (turn + output) / pool_tokens,
+            }
+        run = _Driver(engine, config.seed).converse(count, rounds, turn, output)
+        figures |= {f"{name}_{key}": value for key, value in run.items()}
+        if name == "tiers":
+            figures |= _tier_figures(engine)
+            if arguments.restore_tokens:
+                engine.reset_prefix_cache()
+                figures |= _restore(engine, arguments.restore_tokens, config.seed)
+                figures |= {f"restore_{k}": v for k, v in _tier_figures(engine).items() if k.endswith("per_second")}
+        engine.close()
+        del engine
+    if "plain_seconds" in figures:
+        figures["ratio_to_plain"] = figures["plain_seconds"] / figures["tiers_seconds"]
+    _report("weft bench multiround", {**figures, **machine()}, arguments.json)
+    return 0

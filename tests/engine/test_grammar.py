@@ -1,0 +1,223 @@
+"""Requests with a grammar: what they answer always follows it, and nobody waits for them."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from harness import GREEDY, Harness
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from weft.engine import grammar as grammars
+from weft.engine import grammar_text
+from weft.engine.errors import RequestError
+from weft.engine.messages import Finish
+from weft.engine.sampling import SamplingParams
+from weft.kernels import sampling
+
+MODEL = Path(grammars.__file__).parent / "demo/model"
+TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+PROMPT = TOKENIZER.encode("<|begin|><|user|>What is 12 + 30?<|end|><|assistant|>", add_special_tokens=False).ids
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", "yes"]}},
+    "required": ["n", "b"],
+    "additionalProperties": False,
+}
+
+
+def text_of(harness: Harness, handle: int) -> str:
+    return TOKENIZER.decode(harness.tokens[handle])
+
+
+def is_schema(text: str) -> bool:
+    value = json.loads(text)
+    return set(value) == {"n", "b"} and 0 <= value["n"] <= 99 and value["b"] in ("x", "yes")
+
+
+KINDS: dict[str, tuple[str, Any]] = {
+    "schema": (grammar_text.json_schema(SCHEMA), is_schema),
+    "regex": (grammar_text.regex("[0-9]{3}-[a-zä]{2}"), lambda text: re.fullmatch("[0-9]{3}-[a-zä]{2}", text)),
+    "choice": (grammar_text.choice(["yes", 'no "é"\n', "yes, 🙂"]), {"yes", 'no "é"\n', "yes, 🙂"}.__contains__),
+    "lark": (grammar_text.grammar('start: "(" start ")" | "x"'), lambda text: re.fullmatch(r"(\(*)x(\)*)", text)),
+    "gbnf": (grammar_text.grammar('root ::= "abc" | "b" [0-9]'), lambda text: re.fullmatch("abc|b[0-9]", text)),
+}
+
+
+@pytest.fixture(scope="module")
+def demo() -> Harness:
+    return Harness(MODEL, max_num_seqs=16, page_size=8, num_pages=96)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_follow_the_grammar_and_stop_where_it_ends(demo: Harness, kind: str) -> None:
+    text, holds = KINDS[kind]
+    handles = [demo.add(PROMPT, grammar=text, max_tokens=60, seed=seed, temperature=1.5) for seed in range(4)]
+    handles.append(demo.add(PROMPT, grammar=text, max_tokens=60, **GREEDY))
+    endless = demo.add(PROMPT, grammar=text, max_tokens=60, ignore_eos=True, **GREEDY)
+    demo.run()
+    for handle in (*handles, endless):
+        if demo.finish[handle] is Finish.STOP:
+            assert holds(text_of(demo, handle)), text_of(demo, handle)
+        else:
+            assert len(demo.tokens[handle]) == 60
+    assert Finish.STOP in {demo.finish[handle] for handle in handles}
+
+
+def test_answers_follow_the_grammar_through_preemption() -> None:
+    harness = Harness(MODEL, max_num_seqs=6, page_size=8, num_pages=14, prefix_caching=False)
+    harness.expect_short_outputs()
+    text = grammar_text.regex("[0-9]{40}")
+    handles = [harness.add(PROMPT[:9], grammar=text, max_tokens=64, seed=i, temperature=1.0) for i in range(6)]
+    harness.run()
+    assert harness.engine.scheduler.preemptions > 0
+    assert all(re.fullmatch("[0-9]{40}", text_of(harness, handle)) for handle in handles)
+
+
+def test_neighbours_get_the_tokens_that_they_get_alone(demo: Harness) -> None:
+    alone = demo.add(PROMPT, max_tokens=12, ignore_eos=True, **GREEDY)
+    demo.run()
+    beside = demo.add(PROMPT, max_tokens=12, ignore_eos=True, **GREEDY)
+    demo.add(PROMPT, grammar=KINDS["schema"][0], max_tokens=30, **GREEDY)
+    demo.run()
+    assert demo.tokens[beside] == demo.tokens[alone]
+
+
+def test_nobody_waits_for_the_mask_of_another(demo: Harness) -> None:
+    gate = threading.Event()
+    slow = demo.add(PROMPT, grammar=KINDS["regex"][0], max_tokens=20, **GREEDY)
+    while not demo.tokens[slow]:
+        demo.step()
+    demo.engine.grammars._masks.submit(gate.wait)  # masks are computed in order: the next one is behind this
+    while demo.engine.scheduler.slots.in_flight[0]:
+        demo.step()
+    before = len(demo.tokens[slow])
+    free = demo.add(PROMPT, max_tokens=20, ignore_eos=True, **GREEDY)
+    while free not in demo.finish:
+        demo.step()
+    assert len(demo.tokens[slow]) <= before + 1
+    gate.set()
+    demo.run()
+    assert KINDS["regex"][1](text_of(demo, slow))
+
+
+def test_minimum_length_cannot_break_a_grammar(demo: Harness) -> None:
+    handle = demo.add(PROMPT, grammar=grammar_text.choice(["yes"]), max_tokens=20, min_tokens=20, **GREEDY)
+    demo.run()
+    assert (text_of(demo, handle), demo.finish[handle]) == ("yes", Finish.STOP)
+
+
+def test_log_probabilities_are_those_of_the_model_itself(demo: Harness) -> None:
+    handle = demo.add(PROMPT, grammar=grammar_text.choice(["🙂"]), max_tokens=20, logprobs=1, **GREEDY)
+    demo.run()
+    first = demo.logprobs[handle][0]
+    assert first.rank > 1
+    assert first.values[0] < first.values[1] <= 0.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        grammar_text.regex("("),
+        grammar_text.json_schema({"type": "nonsense"}),
+        grammar_text.json_schema({"type": "array", "uniqueItems": True}),
+        grammar_text.json_schema(False),
+        grammar_text.lark("start: missing"),
+        "no grammar at all",
+    ],
+)
+def test_a_grammar_that_cannot_be_used_is_refused_alone(demo: Harness, text: str) -> None:
+    bad = demo.add(PROMPT, grammar=text)
+    good = demo.add(PROMPT, max_tokens=3, ignore_eos=True, **GREEDY)
+    demo.run()
+    assert demo.finish[bad] is Finish.REFUSED
+    assert demo.tokens[bad] == []
+    assert len(demo.tokens[good]) == 3
+
+
+def test_abort_while_the_grammar_is_compiled_ends_the_request(demo: Harness) -> None:
+    handle = demo.add(PROMPT, grammar=grammar_text.regex("[a-z]{3}"))
+    demo.engine.abort(handle)
+    demo.run()
+    assert demo.finish[handle] is Finish.ABORT
+
+
+def test_a_model_without_a_tokenizer_refuses_grammars_only(tmp_path: Path) -> None:
+    tiny.save_tiny("llama2", tmp_path)
+    harness = Harness(tmp_path)
+    bad, good = harness.add([3, 4], grammar=KINDS["regex"][0]), harness.add([3, 4], max_tokens=2, ignore_eos=True)
+    harness.run()
+    assert (harness.finish[bad], len(harness.tokens[good])) == (Finish.REFUSED, 2)
+
+
+def test_compiled_grammars_are_kept_and_failures_are_not(demo: Harness) -> None:
+    text, cache = grammar_text.regex("kept"), demo.engine.grammars._cache
+    for _ in range(2):
+        demo.add(PROMPT, grammar=text, max_tokens=8)
+    demo.run()
+    assert [key for key in cache if key == text] == [text]
+    assert len(cache) <= grammars.CACHED_GRAMMARS
+
+
+CHAIN = "\n".join(f"r{i}: r{i + 1}" for i in range(4000))
+
+
+@pytest.mark.parametrize(
+    ("text", "usable"),
+    [
+        (grammar_text.lark(f'start: r0\n{CHAIN}\nr4000: "a"'), True),
+        (grammar_text.lark("start: " + "(" * 5000 + '"a"' + ")" * 5000), False),
+        (grammar_text.regex("(" * 20_000 + "a" + ")" * 20_000), False),
+        ('{"grammars":[{"json_schema":' + '{"items":' * 5000 + "{}" + "}" * 5002 + "]}", False),
+        (grammar_text.regex("a" * grammar_text.MAX_GRAMMAR_CHARS), False),
+    ],
+    ids=["chain of rules", "deep rule", "deep regex", "deep schema", "too long"],
+)
+def test_hostile_grammars_end_in_an_answer(text: str, usable: bool) -> None:
+    with grammar_text.compile_threads(1, "test") as pool:
+        reason = pool.submit(grammar_text.check, text).result()
+    assert (reason is None) is usable
+    assert reason is None or "\n" not in reason
+
+
+def test_text_that_is_no_grammar_is_refused() -> None:
+    with pytest.raises(RequestError, match="cannot be read"):
+        grammar_text.grammar("root ::= (")
+    with pytest.raises(RequestError, match="at most"):
+        SamplingParams(grammar="x" * (grammar_text.MAX_GRAMMAR_CHARS + 1))
+
+
+def test_white_space_between_json_tokens_is_bounded(demo: Harness) -> None:
+    handle = demo.add(
+        PROMPT, grammar=KINDS["schema"][0], max_tokens=300, logit_bias={TOKENIZER.token_to_id("Ċ"): 100.0}, **GREEDY
+    )
+    demo.run()
+    assert is_schema(text_of(demo, handle))
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=30)
+def test_a_mask_leaves_exactly_its_tokens(data: st.DataObject) -> None:
+    vocab, rows = data.draw(st.integers(1, 100)), data.draw(st.integers(1, 4))
+    words = -(-vocab // 32) + data.draw(st.integers(-1, 1))
+    masked = data.draw(st.lists(st.integers(0, rows - 1), unique=True, min_size=1))
+    masks = [data.draw(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=words, max_size=words)) for _ in masked]
+    logits = torch.randn(rows, vocab)
+    before = logits.clone()
+    bits = torch.tensor(masks, dtype=torch.int32).reshape(len(masked), words)
+    sampling.allow_only(logits, torch.tensor(masked), bits)
+    for row in range(rows):
+        for token in range(vocab):
+            allowed = True
+            if row in masked:
+                mask = masks[masked.index(row)]
+                allowed = token < 32 * words and bool(mask[token // 32] >> (token % 32) & 1)
+            assert logits[row, token] == (before[row, token] if allowed else -torch.inf)

@@ -1,0 +1,139 @@
+"""How much of a cached prefix is worth loading; what identifies a model; places and copies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import save_tiny
+
+from weft.engine.config import EngineConfig
+from weft.engine.device import resolve
+from weft.engine.loads import LoadSpeeds
+from weft.engine.model_id import model_id
+from weft.engine.places import Places
+from weft.engine.prefix import PrefixEntry
+from weft.engine.spec import read_spec
+from weft.engine.transfer import CpuCopyEngine
+
+PAGE_BYTES, PAGE_SIZE = 1000, 10
+
+
+def entry(where: str) -> PrefixEntry:
+    made = PrefixEntry(b"", None, b"", "")
+    setattr(made, {"g": "page", "h": "host", "s": "extent"}[where], 1)
+    return made
+
+
+@given(
+    chain=st.text("ghs", max_size=12),
+    host=st.integers(1, 50),
+    ssd=st.integers(1, 50),
+    rate=st.integers(1, 50),
+    busy=st.tuples(st.integers(0, 5), st.integers(0, 5)),
+)
+@settings(max_examples=300, deadline=None)
+def test_the_cut_ends_soonest(chain: str, host: int, ssd: int, rate: int, busy: tuple[int, int]) -> None:
+    speeds = LoadSpeeds(PAGE_BYTES, PAGE_SIZE)
+    speeds.moved("host", host, 1.0)
+    speeds.moved("ssd", ssd, 1.0)
+    speeds.computed(rate * PAGE_SIZE, 1.0, full=True)
+    cut = speeds.worthwhile([entry(w) for w in chain], {"host": busy[0], "ssd": busy[1]})
+
+    def seconds(k: int) -> float:
+        to_load, from_ssd = sum(w != "g" for w in chain[:k]), chain[:k].count("s")
+        loading = (to_load + busy[0]) / host if to_load else 0.0
+        if from_ssd:
+            loading = max(loading, (from_ssd + busy[1]) / ssd)
+        return loading + (len(chain) - k) / rate
+
+    best = min(seconds(k) for k in range(len(chain) + 1))
+    assert seconds(cut) <= best + 1e-9
+    assert all(seconds(k) > best + 5e-10 for k in range(cut + 1, len(chain) + 1))
+
+
+def test_everything_is_loaded_until_prefill_has_been_measured() -> None:
+    speeds = LoadSpeeds(PAGE_BYTES, PAGE_SIZE)
+    speeds.moved("host", 1, 1e6)
+    assert speeds.worthwhile([entry("h")] * 3, {"host": 9, "ssd": 0}) == 3
+    speeds.computed(1000, 1.0, full=False)
+    assert speeds.worthwhile([entry("h")] * 3, {"host": 9, "ssd": 0}) == 0
+    assert speeds.worthwhile([entry("g")] * 3, {"host": 9, "ssd": 0}) == 3
+
+
+def test_small_iterations_only_raise_the_speed_of_prefill() -> None:
+    speeds = LoadSpeeds(PAGE_BYTES, PAGE_SIZE)
+    speeds.computed(100, 1.0, full=True)
+    speeds.computed(1, 1.0, full=False)
+    assert speeds._prefill_tokens_per_second == 100
+    speeds.computed(200, 1.0, full=False)
+    assert speeds._prefill_tokens_per_second == 200
+
+
+def test_a_model_is_known_by_its_content(tmp_path: Path) -> None:
+    def identity(path: Path, **options: object) -> str:
+        config = EngineConfig(model=str(path), num_pages=8, **options)  # type: ignore[arg-type]
+        spec = read_spec(path)
+        return model_id(config, spec, resolve(config, spec))
+
+    a = save_tiny("yi", tmp_path / "a")
+    first = identity(a)
+    assert identity(a) == first
+    assert identity(a, page_size=32) != first
+    assert identity(a, dtype="bfloat16") != identity(a, dtype="float32")
+    made_up = identity(a, load_format="dummy")
+    assert made_up != first
+    assert identity(a, load_format="dummy", seed=1) != made_up
+    weights = next(a.glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert identity(a) != first
+
+
+def test_places_go_least_recently_used_first_and_never_while_held() -> None:
+    lost: list[PrefixEntry] = []
+    pinned_parent = entry("h")
+
+    def lose(victim: PrefixEntry) -> None:
+        lost.append(victim)
+        places.forget(victim.host)
+
+    places = Places(3, lambda e: e is not pinned_parent, lose)
+    entries = [pinned_parent, entry("h"), entry("h")]
+    for used, e in enumerate(entries):
+        slot = places.take()
+        assert slot is not None
+        e.host, e.used = slot, used
+        places.settle(slot, e)
+        places.unpin(slot)
+    entries[1].used = 9  # used again since
+    assert places.take() == entries[2].host
+    places.pin(entries[1].host)
+    assert places.take() is None
+    places.unpin(entries[1].host)
+    assert places.take() == entries[1].host
+    assert lost == [entries[2], entries[1]]
+    assert places.take() is None
+    places.check()
+
+
+def test_copies_on_the_cpu_move_whole_pages() -> None:
+    kv = torch.randn(6, 2, 2, 4, 1, 8)
+    want = kv.clone()
+    copies = CpuCopyEngine(kv, 4)
+    out = copies.out([(3, 0), (5, 2)])
+    while not out.done():
+        copies.wait([out], 1.0)
+    back = copies.back([(1, 2), (2, 0)])
+    while not back.done():
+        copies.wait([back], 1.0)
+    assert torch.equal(kv[1], want[5])
+    assert torch.equal(kv[2], want[3])
+    assert copies.host.ctypes.data % 4096 == 0
+    assert copies.host.strides[0] % 4096 == 0
+    assert np.all(copies.host[1] == 0)
+    copies.close()

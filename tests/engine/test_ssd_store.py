@@ -1,0 +1,278 @@
+"""The SSD store may lose pages, never lie: torn, flipped, truncated, foreign and unwritable files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from weft.engine.errors import ConfigError
+from weft.engine.extent import Geometry, Record, unpack_header
+from weft.engine.prefix import PrefixIndex
+from weft.engine.ssd_store import FILE_NAME, Job, Outcome, SsdStore, StoreFile, StoreUnavailable, chains
+from weft.engine.transfer import aligned
+
+TOKENS, PAYLOAD, EXTENTS = 8, 5000, 12
+GEOMETRY = Geometry(TOKENS, PAYLOAD, EXTENTS, b"o" * 16)
+INDEX = PrefixIndex("m")
+
+
+def record_of(i: int, parent: Record | None = None, salt: str = "s") -> Record:
+    tokens = np.full(TOKENS, i, np.int32).tobytes()
+    parent_key = parent.key if parent else INDEX.root(salt)
+    return Record(PrefixIndex.chain(parent_key, tokens), parent_key, tokens, salt)
+
+
+def payload_of(record: Record) -> np.ndarray:
+    """What the page of these tokens must hold: a function of its key."""
+    return np.random.default_rng(int.from_bytes(record.key, "little")).integers(0, 256, PAYLOAD).astype(np.uint8)
+
+
+class Open:
+    """A store with a host pool of its own, and every job awaited."""
+
+    def __init__(self, path: Path, geometry: Geometry = GEOMETRY) -> None:
+        self.host = np.frombuffer(bytearray(4 * aligned(PAYLOAD) + 4096), np.uint8)
+        start = -self.host.ctypes.data % 4096
+        self.host = self.host[start : start + 4 * aligned(PAYLOAD)].reshape(4, -1)
+        self.store = SsdStore(StoreFile(path, geometry), self.host)
+        self.found = dict(self.store.scan())
+
+    def write(self, extent: int, record: Record) -> Outcome:
+        self.host[0, :PAYLOAD] = payload_of(record)
+        return self._wait(self.store.write(extent, record, 0))
+
+    def read(self, extent: int) -> tuple[Outcome, np.ndarray]:
+        self.host[1] = 0
+        return self._wait(self.store.read(extent, 1)), self.host[1, :PAYLOAD]
+
+    @staticmethod
+    def _wait(job: Job) -> Outcome:
+        while job.outcome is Outcome.PENDING:
+            time.sleep(0.001)
+        return job.outcome
+
+    def close(self) -> None:
+        self.store.close()
+
+
+def filled(path: Path) -> list[Record]:
+    """A chain of eight pages in extents 0 … 7."""
+    opened, records = Open(path), []
+    for i in range(8):
+        records.append(record_of(i, records[-1] if records else None))
+        assert opened.write(i, records[-1]) is Outcome.DONE
+    opened.close()
+    return records
+
+
+def keys(found: dict[int, Record]) -> list[bytes]:
+    return [record.key for _, record in sorted(found.items())]
+
+
+def test_what_was_written_is_found_and_read_after_a_restart(tmp_path: Path) -> None:
+    records = filled(tmp_path)
+    opened = Open(tmp_path)
+    assert keys(opened.found) == [r.key for r in records]
+    assert [r.key for _, r in chains(list(opened.found.items()), INDEX.root)] == [r.key for r in records]
+    for extent, record in opened.found.items():
+        assert (record.tokens, record.salt) == (records[extent].tokens, "s")
+        outcome, data = opened.read(extent)
+        assert outcome is Outcome.DONE
+        assert (data == payload_of(record)).all()
+    opened.close()
+
+
+def test_a_flipped_bit_anywhere_in_an_extent_or_its_header_is_a_miss(tmp_path: Path) -> None:
+    records = filled(tmp_path)
+    file, rng = tmp_path / FILE_NAME, Random(1)
+    clean = file.read_bytes()
+    header_bytes = len(records[0].tokens) + 100  # the part of the header that says something
+    for extent in range(8):
+        for at in (
+            GEOMETRY.extent_at(extent) + rng.randrange(PAYLOAD),
+            GEOMETRY.header_at(extent) + rng.randrange(header_bytes),
+        ):
+            data = bytearray(clean)
+            data[at] ^= 1 << rng.randrange(8)
+            file.write_bytes(data)
+            opened = Open(tmp_path)
+            for other, record in enumerate(records):
+                if other == extent:
+                    assert other not in opened.found or opened.read(other)[0] is Outcome.LOST
+                else:
+                    assert (opened.read(other)[1] == payload_of(record)).all()
+            opened.close()
+
+
+@pytest.mark.parametrize("keep", [0, 100, 4096 + 3, GEOMETRY.first_extent - 5000, GEOMETRY.extent_at(3) + 4500])
+def test_a_truncated_file_serves_what_is_left(tmp_path: Path, keep: int) -> None:
+    records = filled(tmp_path)
+    os.truncate(tmp_path / FILE_NAME, keep)
+    opened = Open(tmp_path)
+    for extent in opened.found:
+        outcome, data = opened.read(extent)
+        whole = GEOMETRY.extent_at(extent) + PAYLOAD <= keep
+        assert outcome is (Outcome.DONE if whole else Outcome.LOST)
+        assert not whole or (data == payload_of(records[extent])).all()
+    assert opened.write(0, records[0]) is Outcome.DONE
+    assert opened.read(0)[0] is Outcome.DONE
+    opened.close()
+
+
+def test_a_file_truncated_while_it_is_open_is_a_miss(tmp_path: Path) -> None:
+    filled(tmp_path)
+    opened = Open(tmp_path)
+    os.truncate(tmp_path / FILE_NAME, GEOMETRY.extent_at(3) + 4500)
+    assert [opened.read(i)[0] for i in range(5)] == [Outcome.DONE] * 3 + [Outcome.LOST] * 2
+    opened.close()
+
+
+@pytest.mark.parametrize(
+    "other", [Geometry(TOKENS, PAYLOAD, EXTENTS, b"p" * 16), Geometry(TOKENS, PAYLOAD + 1, EXTENTS, b"o" * 16)]
+)
+def test_another_models_pages_are_never_found(tmp_path: Path, other: Geometry) -> None:
+    filled(tmp_path)
+    opened = Open(tmp_path, other)
+    assert not opened.found
+    opened.close()
+
+
+def test_a_copied_header_does_not_lend_its_key_to_another_extent(tmp_path: Path) -> None:
+    filled(tmp_path)
+    file = tmp_path / FILE_NAME
+    data = bytearray(file.read_bytes())
+    width = GEOMETRY.header_bytes
+    first = data[GEOMETRY.header_at(1) : GEOMETRY.header_at(1) + width]
+    data[GEOMETRY.header_at(9) : GEOMETRY.header_at(9) + width] = first
+    file.write_bytes(data)
+    opened = Open(tmp_path)
+    assert opened.read(9)[0] is Outcome.LOST
+    opened.close()
+
+
+def test_a_header_whose_key_does_not_follow_from_its_tokens_is_none(tmp_path: Path) -> None:
+    opened = Open(tmp_path)
+    good = record_of(1)
+    opened.write(0, Record(good.parent_key, good.parent_key, good.tokens, good.salt))
+    block = (tmp_path / FILE_NAME).read_bytes()[GEOMETRY.header_at(0) :][: GEOMETRY.header_bytes]
+    assert unpack_header(GEOMETRY, 1, block) is None
+    opened.close()
+
+
+def test_pages_whose_parents_are_gone_are_of_no_use() -> None:
+    a = record_of(1)
+    b = record_of(2, a)
+    c = record_of(3, b)
+    stranger = record_of(4, a, salt="t")
+    assert [r for _, r in chains([(5, c), (6, a)], INDEX.root)] == [a]
+    assert [e for e, _ in chains([(5, c), (2, stranger), (6, a), (1, b)], INDEX.root)] == [6, 1, 5]
+    assert [e for e, _ in chains([(1, a), (2, a)], INDEX.root)] == [2]
+
+
+def test_a_reset_is_for_good(tmp_path: Path) -> None:
+    records = filled(tmp_path)
+    opened = Open(tmp_path)
+    opened.store.reset()
+    assert opened.read(0)[0] is Outcome.LOST
+    opened.write(3, records[0])
+    opened.close()
+    again = Open(tmp_path)
+    assert list(again.found) == [3]
+    again.close()
+
+
+def test_a_second_daemon_on_one_path_is_refused(tmp_path: Path) -> None:
+    opened = Open(tmp_path)
+    with pytest.raises(ConfigError, match="in use by another weft") as error:
+        StoreFile(tmp_path, GEOMETRY)
+    assert "\n" not in str(error.value)
+    opened.close()
+    Open(tmp_path).close()
+
+
+def test_a_disk_without_room_is_said_at_once() -> None:
+    # A file system in memory, smaller than this by far.
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as path, pytest.raises(StoreUnavailable, match=r"ENOSPC|EFBIG"):
+        StoreFile(Path(path), Geometry(TOKENS, 1 << 20, 1 << 30, b"o" * 16))
+
+
+def test_a_read_only_directory_is_said_at_once() -> None:
+    path = Path(tempfile.mkdtemp())
+    path.chmod(0o555)
+    was = os.geteuid()
+    try:
+        if was == 0:
+            os.seteuid(65534)
+        with pytest.raises(StoreUnavailable, match=r"EACCES|EROFS"):
+            StoreFile(path, GEOMETRY)
+    finally:
+        os.seteuid(was)
+        path.rmdir()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_an_error_of_the_disk_breaks_the_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    filled(tmp_path)
+    opened = Open(tmp_path)
+
+    def refuse(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    monkeypatch.setattr(os, "preadv", refuse)
+    job = opened.store.write(9, record_of(9), 0)
+    assert Open._wait(job) is Outcome.BROKEN
+    assert errno.errorcode[code] in job.reason
+    assert opened.read(0)[0] is Outcome.BROKEN
+    opened.close()
+
+
+WRITER = """
+import sys
+sys.path.insert(0, {tests!r})
+from test_ssd_store import *
+opened, rng = Open(Path(sys.argv[1])), Random(int(sys.argv[2]))
+print("open", flush=True)
+while True:
+    chain = [record_of(rng.randrange(50))]
+    extent = rng.randrange(EXTENTS)
+    assert opened.write(extent, chain[0]) is Outcome.DONE
+    print(extent, chain[0].key.hex(), flush=True)
+"""
+
+
+def kill_a_writer(path: Path, seed: int) -> None:
+    """Start a process that writes pages for ever, kill it in the middle, and look at what it left."""
+    code = WRITER.format(tests=str(Path(__file__).parent))
+    command = [sys.executable, "-P", "-c", code, str(path), str(seed)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        time.sleep(Random(seed).uniform(0.0, 0.1))
+        writer.send_signal(signal.SIGKILL)
+        said = [line.split() for line in writer.stdout.read().splitlines()]
+    written = {int(line[0]): line[1] for line in said if len(line) == 2 and len(line[1]) == 32}
+    opened = Open(path)
+    # All that was said to be written is there, but for the extent that was being overwritten when the end came.
+    lost = [e for e, key in written.items() if e not in opened.found or opened.found[e].key.hex() != key]
+    assert len(lost) <= 1
+    for extent, record in opened.found.items():
+        outcome, data = opened.read(extent)
+        assert outcome is Outcome.DONE
+        assert (data == payload_of(record)).all()
+    opened.close()
+
+
+def test_a_killed_writer_leaves_only_whole_pages(tmp_path: Path) -> None:
+    for seed in range(int(os.environ.get("WEFT_KILLS", "4"))):
+        kill_a_writer(tmp_path, seed)

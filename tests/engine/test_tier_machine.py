@@ -1,0 +1,215 @@
+"""The scheduler machine on three tiny tiers: random hits, loads, failures, evictions and aborts in random order.
+
+Copies and SSD jobs end when a rule says so, each as it pleases. A copy moves its bytes only when it ends, and says if
+the pages it was given changed meanwhile, so a page freed or written too early is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, rule
+from test_scheduler_machine import MAX_LEN, PAGE_SIZE, ListDevice, SchedulerMachine
+
+from weft.engine.extent import Record
+from weft.engine.pages import PagePool
+from weft.engine.ssd_store import Job, Outcome
+from weft.engine.tiers import Tiers
+from weft.engine.transfer import Copy, Pairs
+
+NUM_SLOTS = 5
+NUM_EXTENTS = 5
+
+
+class ListCopy:
+    def __init__(self, engine: ListCopies, pairs: Pairs, to_host: bool) -> None:
+        self.engine, self.pairs, self.to_host = engine, list(pairs), to_host
+        self.seen = self._contents()
+        self.ended = self.failed = False
+        self.seconds = 1.0
+
+    def _contents(self) -> list[list[int]]:
+        kv, host = self.engine.device.kv, self.engine.host
+        return [(kv[page] if self.to_host else host[slot]).tolist() for page, slot in self.pairs]
+
+    def end(self, failed: bool) -> None:
+        assert self._contents() == self.seen, "a page changed while it was copied"
+        self.ended, self.failed = True, failed
+        for page, slot in self.pairs:
+            if failed:
+                (self.engine.host[slot] if self.to_host else self.engine.device.kv[page])[:] = -9
+            elif self.to_host:
+                self.engine.host[slot] = self.engine.device.kv[page]
+            else:
+                self.engine.device.kv[page] = self.engine.host[slot]
+
+    def done(self) -> bool:
+        return self.ended
+
+
+class ListCopies:
+    page_bytes = 4 * PAGE_SIZE
+
+    def __init__(self, device: ListDevice) -> None:
+        self.device = device
+        self.host = np.full((NUM_SLOTS, PAGE_SIZE), -8, np.int32)
+        self.under_way: list[ListCopy] = []
+
+    def _start(self, pairs: Pairs, to_host: bool) -> Copy:
+        copy = ListCopy(self, pairs, to_host)
+        self.under_way.append(copy)
+        return copy
+
+    def out(self, pairs: Pairs) -> Copy:
+        return self._start(pairs, True)
+
+    def back(self, pairs: Pairs) -> Copy:
+        return self._start(pairs, False)
+
+    def wait(self, _copies: Sequence[Copy], _seconds: float) -> None:
+        raise AssertionError("the machine never waits")
+
+    def close(self) -> None:
+        pass
+
+
+class ListJob(Job):
+    def __init__(self, extent: int, slot: int, writes: bool) -> None:
+        super().__init__()
+        self.extent, self.slot, self.writes = extent, slot, writes
+
+
+class ListStore:
+    """Extents as lists; what a failed read leaves in the host slot is garbage."""
+
+    num_extents = NUM_EXTENTS
+
+    def __init__(self, copies: ListCopies) -> None:
+        self.copies = copies
+        self.extents: dict[int, list[int]] = {}
+        self.under_way: list[ListJob] = []
+
+    def scan(self) -> list[tuple[int, Record]]:
+        return []
+
+    def write(self, extent: int, _record: Record, slot: int) -> Job:
+        self.extents.pop(extent, None)
+        return self._start(extent, slot, True)
+
+    def read(self, extent: int, slot: int) -> Job:
+        return self._start(extent, slot, False)
+
+    def _start(self, extent: int, slot: int, writes: bool) -> Job:
+        busy = [j for j in self.under_way if j.slot == slot or (j.extent == extent and (writes or j.writes))]
+        assert not busy, "two jobs share a slot or an extent"
+        self.under_way.append(ListJob(extent, slot, writes))
+        return self.under_way[-1]
+
+    def end(self, job: ListJob, outcome: Outcome) -> None:
+        self.under_way.remove(job)
+        if job.writes and outcome is Outcome.DONE:
+            self.extents[job.extent] = self.copies.host[job.slot].tolist()
+        elif not job.writes:
+            there = self.extents.get(job.extent)
+            outcome = Outcome.LOST if there is None and outcome is Outcome.DONE else outcome
+            self.copies.host[job.slot] = -9 if outcome is not Outcome.DONE or there is None else there
+        job.outcome = outcome
+
+    def erase(self, extent: int) -> None:
+        self.extents.pop(extent, None)
+
+    def reset(self) -> None:
+        self.extents.clear()
+
+    def close(self) -> None:
+        pass
+
+
+class TierMachine(SchedulerMachine):
+    def make_tiers(self, _pool: PagePool) -> Tiers | None:
+        self.copies = ListCopies(self.device)
+        self.store = ListStore(self.copies)
+        tiers = Tiers(_pool, self.copies, NUM_SLOTS, self.store)
+        self.worthwhile = 99
+        tiers.speeds.worthwhile = lambda entries, _: min(len(entries), self.worthwhile)  # type: ignore[method-assign]
+        self.tiers = tiers
+        return tiers
+
+    @rule(pages=st.sampled_from([99, 99, 2, 0]))
+    def change_what_is_worthwhile(self, pages: int) -> None:
+        self.worthwhile = pages
+
+    @rule()
+    def begin_stores(self) -> None:
+        self.tiers.begin_stores()
+
+    @rule(last=st.booleans(), fate=st.integers(0, 7))
+    def a_copy_ends(self, last: bool, fate: int) -> None:
+        directions = {c.to_host: c for c in reversed(self.copies.under_way)}
+        if directions:
+            # In a direction copies end in order.
+            copy = directions.get(last) or directions[not last]
+            self.copies.under_way.remove(copy)
+            copy.end(failed=fate == 5)
+
+    @rule(which=st.integers(0, 9), fate=st.integers(0, 7))
+    def a_job_ends(self, which: int, fate: int) -> None:
+        if self.store.under_way:
+            job = self.store.under_way[which % len(self.store.under_way)]
+            self.store.end(job, Outcome.LOST if fate == 5 and not job.writes else Outcome.DONE)
+
+    @rule(which=st.integers(0, 9), really=st.integers(0, 6))
+    def the_disk_breaks(self, which: int, really: int) -> None:
+        if really == 4 and self.store.under_way:
+            job = self.store.under_way[which % len(self.store.under_way)]
+            self.store.end(job, Outcome.BROKEN)
+
+    @rule(ends=st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.integers(0, 7)), min_size=1, max_size=6))
+    def some_time_passes(self, ends: list[tuple[bool, int, int]]) -> None:
+        for last, which, fate in ends:
+            self.schedule()
+            self.device_works()
+            self.commit()
+            self.begin_stores()
+            self.a_copy_ends(last, fate)
+            self.a_job_ends(which, fate)
+
+    @rule(target=SchedulerMachine.requests, handle=SchedulerMachine.requests, more=st.integers(1, 3))
+    def the_next_turn(self, handle: int, more: int) -> int:
+        prompt, _, stop = self.prompts[handle]
+        history = (prompt + self.output[handle])[: MAX_LEN - 6] + [2] * more
+        return self.submit(history, 3, 0, self.salts[handle], stop >= 0)
+
+    @invariant()
+    def launched_steps_and_loads_share_no_page(self) -> None:
+        loading = {page for copy in self.copies.under_way if not copy.to_host for page, _ in copy.pairs}
+        for batch in self.launched:
+            touched = {*(batch.slot_mapping // PAGE_SIZE).tolist(), *batch.page_table.reshape(-1).tolist()}
+            assert not touched & loading, "a step reads or writes a page that is still on its way"
+
+    def end_transfers(self) -> bool:
+        while self.copies.under_way:
+            self.copies.under_way.pop(0).end(False)
+        while self.store.under_way:
+            self.store.end(self.store.under_way[0], Outcome.DONE)
+        self.scheduler._take_loaded()
+        return self.tiers.num_transfers > 0
+
+    def teardown(self) -> None:
+        super().teardown()
+        assert not self.tiers.num_transfers
+        for places in (self.tiers.host, self.tiers.ssd.places):
+            assert places.num_free + places.num_cached == places.capacity, "a place is lost"
+
+
+TestTierMachine = TierMachine.TestCase
+TestTierMachine.settings = settings(
+    max_examples=150,
+    stateful_step_count=80,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)

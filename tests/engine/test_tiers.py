@@ -1,0 +1,283 @@
+"""Whole engines with tiers below the GPU pool: the same tokens as without them, wherever the pages have been."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import GREEDY, Harness
+from tiny import save_tiny
+from tokenizers import Tokenizer
+
+from weft.engine.demo import MODEL_PATH
+from weft.engine.demo.corpus import prompt_ids
+from weft.engine.demo.skills import held_out
+from weft.engine.errors import ConfigError
+from weft.engine.ssd_store import FILE_NAME, StoreFile
+from weft.engine.tiers import Tiers
+
+PAGE = 16
+PAGE_BYTES = PAGE * 7 * 2 * 2 * 64 * 4  # of the demo model in float32
+
+
+def gib(pages: float) -> float:
+    return pages * (PAGE_BYTES + 8192) / 2**30
+
+
+def tiers_of(harness: Harness, load: bool = True) -> Tiers:
+    tiers = harness.engine.tiers
+    assert tiers is not None
+    if load:  # however slow this machine's disk is beside its processor
+        tiers.speeds.worthwhile = lambda entries, _: len(entries)  # type: ignore[method-assign]
+    return tiers
+
+
+def small(pages: int, host: float, ssd: Path | None = None, **options: Any) -> Harness:
+    if ssd is not None:
+        options |= {"ssd_kv_path": str(ssd), "ssd_kv_gib": gib(options.pop("extents", 400))}
+    harness = Harness("demo", page_size=PAGE, num_pages=pages, host_kv_gib=gib(host), **options)
+    tiers_of(harness)
+    return harness
+
+
+def sink_to_ssd(harness: Harness) -> None:
+    """Put every cached page on the SSD, and nowhere else."""
+    tiers, pool = tiers_of(harness), harness.engine.scheduler.pool
+    while tiers.ssd.unwritten:
+        tiers.ssd.start_writes(everything=True)
+        tiers.drain()
+    pool.evict_all()
+    while tiers.host.num_cached:
+        left = tiers.host.num_cached
+        tiers.host._evict()
+        assert tiers.host.num_cached < left
+    harness.engine.scheduler.check()
+    assert all(e.page < 0 and e.host < 0 and e.extent >= 0 for e in pool.index.entries())
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(MODEL_PATH / "tokenizer.json"))
+
+
+def turns(tokenizer: Tokenizer, count: int, tokens: int) -> list[tuple[np.ndarray, str]]:
+    return [(np.array(prompt_ids(tokenizer, e)), e.answer) for e in held_out("recall", count, 9, context_tokens=tokens)]
+
+
+def ask(harness: Harness, prompts: list[np.ndarray], max_tokens: int = 24) -> tuple[list[list[int]], list[int]]:
+    handles = [harness.add(p, max_tokens=max_tokens, **GREEDY) for p in prompts]
+    harness.run()
+    return [harness.tokens[h] for h in handles], [harness.cached[h] for h in handles]
+
+
+def test_recall_is_right_after_every_page_has_been_on_the_ssd(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    examples = turns(tokenizer, 8, 250)
+    plain = Harness("demo", page_size=PAGE, num_pages=400, prefix_caching=False)
+    # Conversations of three turns; a pool for three or four of the eight.
+    harness = small(64, 240, tmp_path)
+    prompts = [prompt for prompt, _ in examples]
+    right = 0
+    for turn in range(3):
+        expected, _ = ask(plain, prompts)
+        answers, cached = ask(harness, prompts)
+        if turn == 0:
+            right = sum(
+                tokenizer.decode(a, skip_special_tokens=True) == answer
+                for a, (_, answer) in zip(answers, examples, strict=True)
+            )
+        else:
+            assert cached == [(len(p) - 22) // PAGE * PAGE for p in prompts]
+        assert answers == expected
+        sink_to_ssd(harness)
+        prompts = [np.concatenate((p, a, q[-20:])) for p, a, q in zip(prompts, answers, prompts, strict=True)]
+    assert right >= 7
+    assert harness.engine.stats().tiers["ssd"].hit_tokens > 8 * 250
+
+
+def test_a_restart_finds_what_was_stored(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    prompts = [prompt for prompt, _ in turns(tokenizer, 4, 200)]
+    first = small(200, 200, tmp_path)
+    answers, _ = ask(first, prompts)
+    first.engine.close()
+    again = small(200, 200, tmp_path)
+    later, cached = ask(again, prompts)
+    assert later == answers
+    assert cached == [(len(p) - 1) // PAGE * PAGE for p in prompts]
+    again.engine.close()
+
+
+def test_another_checkpoint_at_the_same_path_hits_nothing(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"page_size": 8, "num_pages": 64, "host_kv_gib": 0.01}
+    prompt, cached = np.arange(3, 60), []
+    for scale in (1.0, 1.0, 1.5):
+        model = save_tiny("yi", tmp_path / "model") if scale == 1.0 and not cached else tmp_path / "model"
+        if scale != 1.0:
+            save_tiny("yi", tmp_path / "model", initializer_range=0.3)
+        harness = Harness(model, ssd_kv_path=str(tmp_path / "kv"), ssd_kv_gib=0.01, **options)
+        tiers_of(harness)
+        handle = harness.add(prompt, max_tokens=4, **GREEDY)
+        harness.run()
+        cached.append(harness.cached[handle])
+        harness.engine.close()
+    assert cached == [0, 56, 0]
+
+
+def test_a_preempted_request_resumes_from_the_host(tokenizer: Tokenizer) -> None:
+    prompts = [prompt for prompt, _ in turns(tokenizer, 6, 120)]
+    expected, _ = ask(Harness("demo", page_size=PAGE, num_pages=400, prefix_caching=False), prompts)
+    harness = small(40, 200, max_num_batched_tokens=128)
+    harness.expect_short_outputs()
+    harness.poison_pages()
+    # With a stop token its length is a guess, and the guess is short: memory runs out.
+    handles = [harness.add(p, max_tokens=100, ignore_eos=True, stop_token_ids=[2], **GREEDY) for p in prompts]
+    harness.run()
+    for handle, tokens in zip(handles, expected, strict=True):
+        assert harness.tokens[handle][: len(tokens)] == tokens
+    assert harness.engine.scheduler.preemptions > 0
+    assert harness.engine.stats().tiers["host"].bytes_out > 0
+
+
+def test_corrupted_pages_are_computed_again(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    prompts = [prompt for prompt, _ in turns(tokenizer, 4, 200)]
+    harness = small(64, 60, tmp_path)
+    answers, _ = ask(harness, prompts)
+    sink_to_ssd(harness)
+    store = tiers_of(harness).ssd.store
+    geometry = store.file.geometry  # type: ignore[union-attr]
+    rng = Random(3)
+    with (tmp_path / FILE_NAME).open("r+b") as f:
+        for extent in range(0, geometry.num_extents, 3):
+            at = geometry.extent_at(extent) + rng.randrange(geometry.payload_bytes)
+            f.seek(at)
+            byte = f.read(1)
+            f.seek(at)
+            f.write(bytes([byte[0] ^ 4]))
+    again, cached = ask(harness, prompts)
+    assert again == answers
+    assert all(0 <= c < len(p) for c, p in zip(cached, prompts, strict=True))
+    stats = harness.engine.stats().tiers["ssd"]
+    assert stats.failures > 0
+    assert stats.up
+
+
+def test_a_failing_disk_switches_the_tier_off_with_one_line(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prompts = [prompt for prompt, _ in turns(tokenizer, 4, 200)]
+    harness = small(64, 60, tmp_path)
+    answers, _ = ask(harness, prompts)
+    sink_to_ssd(harness)
+
+    def refuse(*_: object) -> bool:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(StoreFile, "read_extent", refuse)
+    monkeypatch.setattr(StoreFile, "write_extent", refuse)
+    again, _ = ask(harness, prompts)
+    assert again == answers
+    assert not harness.engine.stats().tiers["ssd"].up
+    lines = [line for line in capfd.readouterr().err.splitlines() if "SSD" in line]
+    assert len(lines) == 1
+    assert "EIO" in lines[0]
+
+
+def test_a_disk_that_does_not_answer_is_given_up(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (prompt, _), *_ = turns(tokenizer, 1, 200)
+    harness = small(64, 60, tmp_path)
+    answers, _ = ask(harness, [prompt])
+    sink_to_ssd(harness)
+    really = StoreFile.read_extent
+    monkeypatch.setattr(StoreFile, "read_extent", lambda *a: (time.sleep(1.5), really(*a))[1])
+    monkeypatch.setattr("weft.engine.ssd_tier.IO_TIMEOUT_SECONDS", 0.2)
+    again, cached = ask(harness, [prompt])
+    assert (again, cached) == (answers, [0])
+    assert not harness.engine.stats().tiers["ssd"].up
+
+
+def test_aborts_while_pages_load_lose_nothing(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    prompts = [prompt for prompt, _ in turns(tokenizer, 6, 200)]
+    harness = small(64, 60, tmp_path)
+    ask(harness, prompts)
+    sink_to_ssd(harness)
+    handles = [harness.add(p, max_tokens=24, **GREEDY) for p in prompts]
+    harness.run(lambda step: harness.engine.abort(handles[step % 6]) if step % 2 else None)
+    assert set(handles) <= set(harness.finish)
+
+
+def test_a_second_engine_on_one_path_is_refused(tmp_path: Path) -> None:
+    first = small(64, 60, tmp_path)
+    with pytest.raises(ConfigError, match="in use"):
+        small(64, 60, tmp_path)
+    first.engine.close()
+
+
+def test_a_reset_empties_every_tier(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    prompts = [prompt for prompt, _ in turns(tokenizer, 3, 200)]
+    harness = small(64, 60, tmp_path)
+    ask(harness, prompts)
+    harness.engine.reset_prefix_cache()
+    harness.engine.scheduler.check()
+    _, cached = ask(harness, prompts)
+    assert cached == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"host_kv_gib": 1e-6}, "host-kv-gib"),
+        ({"host_kv_gib": 1e6}, "host-kv-gib"),
+        ({"host_kv_gib": 0.01, "ssd_kv_path": "/tmp/none", "ssd_kv_gib": 1e-6}, "ssd-kv-gib"),
+    ],
+)
+def test_tiers_that_cannot_be_are_one_line(options: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=what) as error:
+        Harness("demo", num_pages=8, **options)
+    assert "\n" not in str(error.value)
+
+
+SERVE = """
+import sys
+sys.path.insert(0, {tests!r})
+from test_tiers import *
+harness, rng = small(64, 30, Path(sys.argv[1])), Random(int(sys.argv[2]))
+print("open", flush=True)
+examples = turns(Tokenizer.from_file(str(MODEL_PATH / "tokenizer.json")), 6, 150)
+while True:
+    for prompt, _ in rng.sample(examples, 3):
+        harness.add(np.concatenate((prompt, np.array([rng.randrange(6, 2000)] * 40))), max_tokens=8, **GREEDY)
+    harness.run()
+"""
+
+
+def test_an_engine_killed_while_it_writes_answers_right_after_a_restart(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    prompts = [prompt for prompt, _ in turns(tokenizer, 6, 150)]
+    torch.set_num_threads(1)
+    expected, _ = ask(Harness("demo", page_size=PAGE, num_pages=400, prefix_caching=False), prompts)
+    code = SERVE.format(tests=str(Path(__file__).parent))
+    hits = 0
+    for seed in range(int(os.environ.get("WEFT_KILLS", "1"))):
+        command = [sys.executable, "-P", "-c", code, str(tmp_path), str(seed)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as engine:
+            assert engine.stdout is not None
+            assert engine.stdout.readline() == "open\n"
+            time.sleep(0.5 + Random(seed).uniform(0.0, 1.5))
+            engine.send_signal(signal.SIGKILL)
+        harness = small(400, 100, tmp_path)
+        answers, _ = ask(harness, prompts)
+        assert answers == expected
+        stats = harness.engine.stats().tiers["ssd"]
+        assert not stats.failures, "a page that the index promised did not hold"
+        hits += stats.hit_tokens
+        tiers_of(harness).ssd.store.close()  # type: ignore[union-attr]  # without the flush of an orderly end
+    assert hits > 0
