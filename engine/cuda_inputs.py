@@ -11,8 +11,7 @@ from torch import Tensor
 from weft.engine.batch import Batch
 from weft.engine.nano import Deal, deal
 from weft.engine.plan import MAX_NANO_BATCHES, Period
-from weft.kernels.decode_attention import ITEM_FIELDS, plan_decode
-from weft.kernels.prefill_attention import TILE_FIELDS, TILE_ROWS, plan_prefill
+from weft.kernels.work_lists import ITEM_FIELDS, TILE_FIELDS, TILE_ROWS, plan_decode, plan_prefill
 
 RING = 4
 """pinned copies: more than iterations in flight, so that none is rewritten before its transfer is done"""

@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.kernels import gemm, projections
-from weft.kernels.decode_attention import decode_attention, decode_workspace, plan_decode
+from weft.kernels.decode_attention import decode_attention, decode_workspace
 from weft.kernels.gemm_config import GemmConfig
 from weft.kernels.measure import Meter, Sustained, burst, sustained
-from weft.kernels.prefill_attention import plan_prefill, prefill_attention
+from weft.kernels.prefill_attention import prefill_attention
 from weft.kernels.sampler import sample, sample_scratch
 from weft.kernels.tuned import Shape
+from weft.kernels.work_lists import plan_decode, plan_prefill
 
 DEVICE = "cuda"
 DTYPE = torch.bfloat16

@@ -15,18 +15,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.kernels.gemm import begin, pdl_options, release
-
-ITEM_FIELDS = 8
-"""of a work item, int32: q row, page-table row, first token, end token, first partial slot, parts, part, unused"""
 
 
 class DecodeWorkspace(NamedTuple):
@@ -54,49 +49,6 @@ def decode_workspace(
         torch.zeros(rows * num_kv_heads, dtype=torch.int32, device=device),
         torch.zeros(2, dtype=torch.int32, device=device),
     )
-
-
-def plan_decode(
-    lengths: NDArray[np.integer],
-    *,
-    num_kv_heads: int,
-    num_programs: int,
-    max_slots: int,
-    part_tokens: int = 0,
-    min_part_tokens: int = 128,
-) -> NDArray[np.int32]:
-    """Work items `[items, 8]` for requests whose context (own token included) is `lengths`, longest first.
-
-    Request i uses q row i and page-table row i. A request is cut into parts only when there are too few of them to fill
-    `num_programs`; `part_tokens` > 0 fixes the cut instead, so that it never depends on the neighbours.
-    """
-    lengths = np.asarray(lengths, dtype=np.int64)
-    count = len(lengths)
-    if count == 0:
-        return np.zeros((0, ITEM_FIELDS), np.int32)
-    if part_tokens <= 0:
-        total = int(lengths.sum()) * num_kv_heads
-        part_tokens = max(min_part_tokens, -(-total // max(1, num_programs)))
-        if count * num_kv_heads >= 2 * num_programs:  # enough requests: cut only what would outlast all others
-            part_tokens = max(part_tokens, min(int(lengths.max()), 4 * part_tokens))
-    part_tokens = -(-part_tokens // 128) * 128
-    parts = np.maximum(1, -(-lengths // part_tokens))
-    while int(parts[parts > 1].sum()) > max_slots:
-        part_tokens *= 2
-        parts = np.maximum(1, -(-lengths // part_tokens))
-    row = np.repeat(np.arange(count), parts)
-    first_item = np.cumsum(parts) - parts
-    part = np.arange(len(row)) - first_item[row]
-    split = np.where(parts > 1, parts, 0)
-    slot = (np.cumsum(split) - split)[row]
-    # equal parts, in whole blocks
-    size = -(-lengths // (parts * 128)) * 128
-    begin = np.minimum(part * size[row], lengths[row])
-    end = np.minimum(begin + size[row], lengths[row])
-    items = np.zeros((len(row), ITEM_FIELDS), np.int32)
-    for column, value in enumerate((row, row, begin, end, slot, parts[row], part)):
-        items[:, column] = value
-    return items[np.argsort(begin - end, kind="stable")]
 
 
 @triton.jit

@@ -10,47 +10,13 @@ everything else and is what the interpreter can run.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.kernels.gemm import begin, pdl_options, release
-
-TILE_ROWS = 128
-"""(token, query head of the group) pairs in a tile"""
-TILE_FIELDS = 4
-"""of a work item, int32: q row of the first query, queries, tokens before the first query, page-table row"""
-
-
-def plan_prefill(
-    first_rows: NDArray[np.integer],
-    queries: NDArray[np.integer],
-    context: NDArray[np.integer],
-    page_rows: NDArray[np.integer],
-    *,
-    group: int,
-) -> NDArray[np.int32]:
-    """Work items `[items, 4]` for chunks of `queries` tokens behind `context` tokens in pages, longest first.
-
-    Tiles begin at multiples of their size in the request, wherever the chunk begins: so a token's tile, and with it the
-    order of its sums, does not depend on how the prompt was cut (at such multiples).
-    """
-    per_tile = TILE_ROWS // group
-    queries, context = np.asarray(queries, dtype=np.int64), np.asarray(context, dtype=np.int64)
-    before = context % per_tile  # tokens of the first tile that an earlier chunk computed
-    tiles = -(-(queries + before) // per_tile)
-    chunk = np.repeat(np.arange(len(queries)), tiles)
-    end = (np.arange(len(chunk)) - (np.cumsum(tiles) - tiles)[chunk] + 1) * per_tile - before[chunk]
-    first = np.maximum(end - per_tile, 0)
-    items = np.empty((len(chunk), TILE_FIELDS), np.int32)
-    items[:, 0] = np.asarray(first_rows)[chunk] + first
-    items[:, 1] = np.minimum(queries[chunk], end) - first
-    items[:, 2] = context[chunk] + first
-    items[:, 3] = np.asarray(page_rows)[chunk]
-    return items[np.argsort(-(items[:, 1] + items[:, 2]), kind="stable")]
+from weft.kernels.work_lists import TILE_ROWS
 
 
 @triton.jit(do_not_specialize=["layer"])

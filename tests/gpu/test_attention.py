@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from weft.kernels.decode_attention import ITEM_FIELDS, decode_attention, decode_workspace, plan_decode
-from weft.kernels.prefill_attention import TILE_FIELDS, plan_prefill, prefill_attention
+from weft.kernels.decode_attention import decode_attention, decode_workspace
+from weft.kernels.prefill_attention import prefill_attention
+from weft.kernels.work_lists import ITEM_FIELDS, TILE_FIELDS, plan_decode, plan_prefill
 
 LAYERS, LAYER = 3, 1
 PORTABLE = partial(decode_attention, portable=True)

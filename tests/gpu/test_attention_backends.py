@@ -12,8 +12,8 @@ from paged import LAYER, Iteration, assert_attention, empty_out, iteration
 pytest.importorskip("triton")
 from weft.kernels.attention import AttentionShape, make_host_attention
 from weft.kernels.attention_triton import TritonAttention, TritonStep
-from weft.kernels.decode_attention import decode_workspace, plan_decode
-from weft.kernels.prefill_attention import plan_prefill
+from weft.kernels.decode_attention import decode_workspace
+from weft.kernels.work_lists import plan_decode, plan_prefill
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DECODES, CHUNKS = [1, 64, 65, 300, 1000], [(0, 33), (100, 28), (256, 300), (640, 1)]
