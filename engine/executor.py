@@ -128,8 +128,8 @@ class Executor:
             for edge in waits[i]:
                 if (event := events.get((edge.before, turn + edge.distance))) is not None:
                     stream.wait_event(event)
-            # a launch that depends on another lane waits for it in full
-            with torch.cuda.stream(stream), dependent_launch(not waits[i]):
+            # Launched early, the waiting programs of one lane would sit on the SMs that another lane is to have.
+            with torch.cuda.stream(stream), dependent_launch(not lanes):
                 self._launch(op, layer, kv, parts, period)
             if i in awaited:
                 event = events[i, turn] = torch.cuda.Event()
