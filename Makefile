@@ -27,7 +27,7 @@ lint: $(VENV)/.test ## ruff and mypy
 
 types: $(VENV)/.test
 	@mkdir -p build/types && ln -sfn ../.. build/types/weft
-	$(BIN)/mypy -p weft.kernels -p weft.engine -p weft.server
+	$(BIN)/mypy -p weft.kernels -p weft.engine -p weft.autosearch -p weft.loadgen -p weft.server
 
 format: $(VENV)/.test ## reformat the code
 	$(BIN)/ruff check --fix .
@@ -57,6 +57,8 @@ $(VENV)/.serve: $(VENV)/bin/python pyproject.toml constraints.txt
 	@$(INSTALL) -e .
 	@touch $@
 
+# litellm asks for an older huggingface-hub than transformers does, and works without it.
 $(VENV)/.test: $(VENV)/.serve
-	@$(INSTALL) -e ".[test]"
+	@$(INSTALL) -e ".[test,conformance]"
+	@$(INSTALL) --no-deps "litellm==$$(sed -n 's/^litellm==//p' constraints.txt)"
 	@touch $@

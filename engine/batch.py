@@ -35,7 +35,11 @@ class SamplingInputs(NamedTuple):
     bias_rows: I32
     bias_ids: I32
     bias_values: F32
-    """sparse additions to the logits: logit_bias, and -inf on stop tokens before min_tokens"""
+    """sparse additions to the logits: logit_bias, and -1e30 on stop tokens before min_tokens"""
+    mask_rows: I32
+    """rows with a grammar"""
+    masks: I32
+    """`[len(mask_rows), ceil(V / 32)]`: bit i of word w allows token 32 w + i; the others get -inf, after all else"""
 
 
 class CountReset(NamedTuple):
@@ -115,7 +119,9 @@ class StepResult(NamedTuple):
     seconds: float
     """device time"""
     idle_seconds: float = 0.0
-    """between the end of the iteration before and the beginning of this one, where the device can tell"""
+    """between the end of the iteration before and the beginning of this one"""
+    nano_batches: int = 1
+    """that the pipeline cut it into; 1: the serial plan"""
 
 
 def uniform_draw(seeds: npt.NDArray[np.uint64], index: I32) -> F32:

@@ -6,8 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from weft.engine import grammar
 from weft.engine.batch import I32, Batch, CountReset, PromptLogprobs, SamplingInputs, uniform_draw
 from weft.engine.slots import Phase, SlotTable
+
+SUPPRESSED = -1e30
+"""on stop tokens before min_tokens. Not -inf: a grammar may leave no other token"""
 
 Chunk = tuple[int, int]
 """(slot, tokens) of a prefill"""
@@ -93,7 +97,8 @@ def _sampling(s: SlotTable, slots: I32, logit_tokens: np.ndarray, index: I32) ->
         where = np.nonzero(stops >= 0)
         bias_rows.append(early[where[0]].astype(np.int32))
         bias_ids.append(stops[where])
-        bias_values.append(np.full(len(where[0]), -np.inf, np.float32))
+        bias_values.append(np.full(len(where[0]), SUPPRESSED, np.float32))
+    mask_rows = np.flatnonzero(s.constrained[slots]).astype(np.int32)
     none_i, none_f = np.zeros(0, np.int32), np.zeros(0, np.float32)
     return SamplingInputs(
         slots=slots,
@@ -111,4 +116,6 @@ def _sampling(s: SlotTable, slots: I32, logit_tokens: np.ndarray, index: I32) ->
         bias_rows=np.concatenate(bias_rows) if bias_rows else none_i,
         bias_ids=np.concatenate(bias_ids) if bias_ids else none_i,
         bias_values=np.concatenate(bias_values) if bias_values else none_f,
+        mask_rows=mask_rows,
+        masks=grammar.masks(s, slots[mask_rows]) if len(mask_rows) else none_i.reshape(0, 0),
     )

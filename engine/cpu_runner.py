@@ -85,6 +85,7 @@ class CpuRunner:
         self._last_token = torch.zeros(self._num_slots, dtype=torch.int64, device=self._device)
         self._counts: _Counts | None = None
         self._num_threads = plan.cpu_threads
+        self._last_end = 0.0
         self._queue: queue.SimpleQueue[CpuInFlight | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="weft-runner", daemon=True)
         self._thread.start()
@@ -118,6 +119,7 @@ class CpuRunner:
     def run(self, batch: Batch) -> StepResult:
         """One iteration, start to end. Raises whatever torch raises; the engine cannot go on after that."""
         begin = time.perf_counter()
+        idle_seconds = begin - self._last_end if self._last_end else 0.0
         token_ids = torch.from_numpy(batch.token_ids.astype(np.int64))
         # Decodes read the token that an earlier iteration left on the device.
         d = batch.num_decodes
@@ -132,7 +134,8 @@ class CpuRunner:
         prompt_logprobs = tuple(self._prompt_logprobs(x, sumsq, asked) for asked in batch.prompt_logprobs)
         self._reset_counts(batch)
         tokens, logprobs = self._sample(x, sumsq, batch.sampling)
-        return StepResult(batch, tokens, logprobs, prompt_logprobs, time.perf_counter() - begin)
+        self._last_end = time.perf_counter()
+        return StepResult(batch, tokens, logprobs, prompt_logprobs, self._last_end - begin, idle_seconds)
 
     def _sample(self, x: Tensor, sumsq: Tensor, s: SamplingInputs) -> tuple[np.ndarray, Logprobs | None]:
         if not len(s.slots):

@@ -61,8 +61,9 @@ class _Extras(NamedTuple):
 class CudaInFlight:
     """An iteration on the GPU's stream: an event and the pinned buffers that its results arrive in."""
 
-    def __init__(self, batch: Batch, before: torch.cuda.Event | None) -> None:
+    def __init__(self, batch: Batch, before: torch.cuda.Event | None, nano_batches: int) -> None:
         self.batch = batch
+        self._nano_batches = nano_batches
         self.tokens = torch.empty(len(batch.sampled_rows), dtype=torch.int64, pin_memory=True)
         self.extras: _Extras | None = None
         self.prompts: list[_Extras] = []
@@ -79,6 +80,7 @@ class CudaInFlight:
             tuple(_columns(p) for p in self.prompts),
             self.begin.elapsed_time(self.end) / 1e3,
             self._before.elapsed_time(self.begin) / 1e3 if self._before is not None else 0.0,
+            self._nano_batches,
         )
 
 
@@ -208,7 +210,7 @@ class CudaRunner:
         graphs, s, logits = self._graphs[id(period)], batch.sampling, self._executor.logits
         n = len(s.slots)
         with torch.cuda.stream(self.stream), torch.inference_mode():
-            in_flight = CudaInFlight(batch, self._last_end)
+            in_flight = CudaInFlight(batch, self._last_end, len(period.nano_batches))
             in_flight.begin.record()
             dealt = self._inputs.send(
                 batch, period, num_kv_heads=self.spec.num_kv_heads, group=self.spec.heads_per_kv, per_sm=PER_SM,

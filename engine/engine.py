@@ -96,6 +96,12 @@ class Engine:
         self._refused: list[tuple[int, str]] = []
         self._seeds = np.random.default_rng(config.seed)
         self._iterations = 0
+        self._pipelined = 0
+        self._idle_seconds = 0.0
+        self._busy = False
+        """requests have been open ever since the device last worked"""
+        self._first_step = 0
+        """the first one of that time: the device did not idle before it, it had nothing to do"""
         self._last: EngineStats = EngineStats()
         phases.end()
         self.start_seconds = phases.seconds
@@ -186,6 +192,8 @@ class Engine:
         batch = self.scheduler.schedule(self._step + 1)
         if batch is not None:
             self._step += 1
+            if not self._busy:
+                self._first_step, self._busy = self._step, True
             self._in_flight.append(self.runner.launch(batch))
         busy = time.perf_counter() - begin
         if not self._in_flight or (batch is not None and len(self._in_flight) <= self._depth):
@@ -200,6 +208,10 @@ class Engine:
         if self.tiers is not None:
             self.tiers.begin_stores()  # while the iteration just launched computes
         self._iterations += 1
+        self._pipelined += result.nano_batches > 1
+        self._busy = self.scheduler.num_requests > 0 or bool(self._in_flight)
+        if result.batch.step != self._first_step:
+            self._idle_seconds += result.idle_seconds
         self._last = EngineStats(
             iteration_tokens=result.batch.num_tokens,
             iteration_requests=result.batch.num_requests,
@@ -212,11 +224,14 @@ class Engine:
     def stats(self) -> EngineStats:
         """The scheduler's state and the last committed iteration's figures."""
         s, last = self.scheduler.stats(), self._last
+        s.queue["grammar"] = self.grammars.num_compiling
         loads = self.tiers.take_load_seconds() if self.tiers is not None else []
         return EngineStats(
             **{f: getattr(s, f) for f in s.__struct_fields__ if not f.startswith(("iteration", "schedule", "load"))},
             load_seconds=loads,
             iterations=self._iterations,
+            iterations_pipelined=self._pipelined,
+            iterations_idle_seconds=self._idle_seconds,
             iteration_tokens=last.iteration_tokens,
             iteration_requests=last.iteration_requests,
             iteration_seconds=last.iteration_seconds,

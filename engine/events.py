@@ -20,10 +20,11 @@ class Events(NamedTuple):
     started: list[Started]
     logprobs: dict[int, TokenLogprobs]
     prompt_logprobs: dict[int, list[TokenLogprobs]]
+    errors: dict[int, str]
 
     @classmethod
     def none(cls) -> Events:
-        return cls(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.uint8), [], {}, {})
+        return cls(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.uint8), [], {}, {}, {})
 
     def ended(self, handles: list[int], reason: Finish) -> Events:
         """With a terminal event, without a token, for each of `handles`."""

@@ -23,10 +23,26 @@ class Finish(IntEnum):
     LENGTH = 2
     ABORT = 3
     ERROR = 4
+    REFUSED = 5
+    """the request itself cannot be served: the fault is the client's"""
+
+
+HANDLE_BITS = 40
+"""A client's handles are `client << HANDLE_BITS | k`: whose they are can be read off them."""
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True):
+    """A client's first message; answered by `EngineReady` or `EngineFailed`."""
+
+
+class ClientGone(msgspec.Struct, tag="client_gone", frozen=True):
+    """From who watches the clients' processes: this one has ended, so drop all its requests."""
+
+    client: int
 
 
 class AddRequest(msgspec.Struct, tag="add", frozen=True, kw_only=True):
-    """One sequence to generate. `handle` is chosen by the sender and unique among its open requests."""
+    """One sequence to generate. `handle` is chosen by the sender, among its own, and unique among its open requests."""
 
     handle: int
     prompt: bytes
@@ -34,6 +50,8 @@ class AddRequest(msgspec.Struct, tag="add", frozen=True, kw_only=True):
     params: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    leader: int = -1
+    """handle of a request with the same prompt, sent before: this one waits for its pages instead of computing them"""
 
 
 class AbortRequests(msgspec.Struct, tag="abort", frozen=True):
@@ -44,11 +62,11 @@ class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache", frozen=True):
     pass
 
 
-ToEngine = AddRequest | AbortRequests | ResetPrefixCache
+ToEngine = Hello | ClientGone | AddRequest | AbortRequests | ResetPrefixCache
 
 
 class EngineReady(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
-    """Sent once, when the model is loaded and the pool is sized."""
+    """Sent to every client, once the model is loaded and the pool is sized."""
 
     model_type: str
     num_parameters: int
@@ -70,21 +88,54 @@ class EngineFailed(msgspec.Struct, tag="failed", frozen=True):
     message: str
 
 
+class TierStats(msgspec.Struct, kw_only=True):
+    """A tier of the KV cache; counters are totals since start."""
+
+    up: bool = True
+    used: int = 0
+    """pages in it, held ones included"""
+    capacity: int = 0
+    hit_tokens: int = 0
+    """prompt tokens found here and in no faster tier"""
+    missed_tokens: int = 0
+    """prompt tokens found neither here nor in a faster tier"""
+    bytes_in: int = 0
+    bytes_out: int = 0
+    evictions: int = 0
+    failures: int = 0
+    """pages that could not be stored or loaded, and the failure that switched the tier off"""
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """State after an iteration; counters are totals since start."""
 
     running: int = 0
     waiting: int = 0
     waiting_tokens: int = 0
+    queue: dict[str, int] = {}
+    """requests that cannot be computed yet, by what they wait for: slots, pages, tokens (room in an iteration), sibling
+    (another request computes the same prompt), grammar (compiled), load (KV pages on their way to the GPU)"""
     pages_held: int = 0
     pages_cached: int = 0
     pages_total: int = 0
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
+    tiers: dict[str, TierStats] = {}
+    """by name: gpu, host, ssd, as far as they are on"""
+    load_seconds: list[tuple[str, float]] = []
+    """(tier, seconds) of page loads that ended since the message before"""
     preemptions: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    decode_tokens: int = 0
+    """computed, one for each running request of an iteration"""
+    prefill_tokens: int = 0
+    """computed, after a preemption again"""
     iterations: int = 0
+    iterations_pipelined: int = 0
+    """of more than one nano-batch"""
+    iterations_idle_seconds: float = 0.0
+    """device idle between iterations while requests were open"""
     iteration_tokens: int = 0
     """tokens in the last iteration"""
     iteration_requests: int = 0
@@ -130,7 +181,7 @@ class Outputs(msgspec.Struct, tag="outputs", frozen=True, kw_only=True):
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     """by handle, for positions 1 … of the prompt, sent in order, in parts, before the first token"""
     errors: dict[int, str] = {}
-    """by handle, for `Finish.ERROR`"""
+    """by handle, for `Finish.ERROR` and `Finish.REFUSED`"""
     stats: EngineStats
 
     def columns(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.uint8]]:

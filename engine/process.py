@@ -1,7 +1,7 @@
-"""The engine process: a thin loop around `Engine`, between a socket and the next iteration.
+"""The engine process: a thin loop around `Engine`, between its clients and the next iteration.
 
-Started as `python -m weft.engine.process ADDRESS` with an `EngineConfig` as one line of JSON on stdin. It ends when
-stdin closes, so that it cannot outlive the daemon.
+Started as `python -m weft.engine.process ADDRESS`, where to listen for clients, with an `EngineConfig` as one line of
+JSON on stdin. It ends when stdin closes, so that it cannot outlive the daemon.
 """
 
 from __future__ import annotations
@@ -12,109 +12,137 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
+import numpy as np
 import zmq
 
+from weft.engine.clients import Clients
 from weft.engine.config import EngineConfig
 from weft.engine.errors import WeftError
 from weft.engine.messages import (
+    HANDLE_BITS,
     AbortRequests,
     AddRequest,
+    ClientGone,
     EngineFailed,
-    FromEngine,
+    Hello,
+    Outputs,
     ResetPrefixCache,
     ToEngine,
-    encoder,
-    to_engine_decoder,
 )
+from weft.engine.progress import ProgressLines
+
+if TYPE_CHECKING:
+    from weft.engine.engine import Engine
 
 IDLE_POLL_MS = 1000
-LOADING_REPORT_SECONDS = 2.0
+HELLO_WAIT_MS = 1000
+"""for the first client to be there, when there is bad news for it"""
+FLUSH_POLL_MS = 100
+"""with KV tiers: an idle loop also takes in transfers that have ended, and notices the end of stdin in time"""
+FLUSH_PATIENCE_SECONDS = 4.5
+"""less than the daemon waits for this process to end"""
 
 
-def _end_with_stdin() -> None:
-    # Blocks in the kernel until the daemon closes its end, by choice or by dying.
-    while os.read(0, 4096):
-        pass
-    os._exit(0)
+class _Ending(threading.Thread):
+    """Ends the process when the daemon closes stdin, by choice or by dying.
 
-
-class _Loading:
-    """Says on stderr how far a load is that takes longer than a glance."""
+    `patience` is how many seconds the loop then has to end by itself: an engine with KV tiers keeps what it can.
+    """
 
     def __init__(self) -> None:
-        self._said = time.monotonic()
+        super().__init__(name="weft-stdin", daemon=True)
+        self.patience = 0.0
+        self.begun = threading.Event()
 
-    def __call__(self, done: int, layers: int) -> None:
-        if time.monotonic() - self._said > LOADING_REPORT_SECONDS:
-            self._said = time.monotonic()
-            print(f"weft: loading, layer {done} of {layers}", file=sys.stderr)
+    def run(self) -> None:
+        while os.read(0, 4096):
+            pass
+        self.begun.set()
+        time.sleep(self.patience)
+        os._exit(0)
 
 
 class _Loop:
-    """Takes messages off the socket, steps the engine, sends what it says."""
+    """Takes the clients' messages, steps the engine, sends what it says."""
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self._socket = socket
-
-    def send(self, message: FromEngine) -> None:
-        self._socket.send(encoder.encode(message))
+    def __init__(self, clients: Clients, ending: _Ending) -> None:
+        self._clients = clients
+        self._ending = ending
+        self._open: dict[int, set[int]] = {}
+        """handles by client"""
 
     def run(self, config: EngineConfig) -> int:
         try:
             from weft.engine.engine import Engine  # torch is imported here, inside the reach of EngineFailed
 
-            engine = Engine(config, _Loading())
+            engine = Engine(config, ProgressLines())
         except WeftError as error:
-            self.send(EngineFailed(str(error)))
-            return 1
+            return self._fail(str(error))
         except MemoryError:
-            self.send(EngineFailed("out of memory while loading the model"))
-            return 1
-        self.send(engine.describe())
-        while True:
-            block = not engine.has_work
-            for message in self._receive(block):
-                match message:
-                    case AddRequest():
-                        engine.add_or_refuse(message)
-                    case AbortRequests():
-                        for handle in message.handles:
-                            engine.abort(handle)
-                    case ResetPrefixCache():
-                        engine.reset_prefix_cache()
+            return self._fail("out of memory while loading the model")
+        if engine.tiers is not None:
+            self._ending.patience = FLUSH_PATIENCE_SECONDS
+        while not self._ending.begun.is_set():
+            for client, message in self._clients.receive(0 if engine.has_work else self._idle_poll_ms()):
+                self._take(engine, client, message)
             outputs = engine.step()
             if outputs is not None:
-                self.send(outputs)
+                self._forget_finished(outputs)
+                self._clients.send_outputs(outputs)
+        engine.close()
+        return 0
 
-    def _receive(self, block: bool) -> list[ToEngine]:
-        messages: list[ToEngine] = []
-        if block:
-            self._socket.poll(IDLE_POLL_MS)
-        while True:
-            try:
-                messages.append(to_engine_decoder.decode(self._socket.recv(zmq.NOBLOCK)))
-            except zmq.Again:
-                return messages
+    def _idle_poll_ms(self) -> int:
+        return FLUSH_POLL_MS if self._ending.patience else IDLE_POLL_MS
+
+    def _take(self, engine: Engine, client: int, message: ToEngine) -> None:
+        match message:
+            case AddRequest():
+                self._open.setdefault(client, set()).add(message.handle)
+                engine.add_or_refuse(message)
+            case AbortRequests():
+                self._abort(engine, client, message.handles)
+            case ResetPrefixCache():
+                engine.reset_prefix_cache()
+            case Hello():
+                self._clients.send(client, engine.describe())
+            case ClientGone():
+                self._clients.forget(message.client)
+                self._abort(engine, message.client, self._open.pop(message.client, ()))
+
+    def _abort(self, engine: Engine, client: int, handles: Iterable[int]) -> None:
+        for handle in handles:
+            engine.abort(handle)
+        self._open.get(client, set()).difference_update(handles)
+
+    def _forget_finished(self, outputs: Outputs) -> None:
+        handles, _, finish = outputs.columns()
+        for handle in handles[np.flatnonzero(finish)].tolist():
+            self._open.get(handle >> HANDLE_BITS, set()).discard(handle)
+
+    def _fail(self, why: str) -> int:
+        self._clients.receive(HELLO_WAIT_MS)
+        self._clients.send_all(EngineFailed(why))
+        return 1
 
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon decides when to end
     config = EngineConfig.model_validate_json(sys.stdin.buffer.readline())
-    threading.Thread(target=_end_with_stdin, name="stdin-watch", daemon=True).start()
+    ending = _Ending()
+    ending.start()
     context = zmq.Context()
-    socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.LINGER, 1000)
-    socket.connect(sys.argv[1])
+    clients = Clients(context, sys.argv[1])
     try:
-        code = _Loop(socket).run(config)
+        code = _Loop(clients, ending).run(config)
     except Exception:
         # A defect, not a user's mistake: the trace belongs in the log, the daemon tells every client.
         traceback.print_exc()
         code = 70
-    socket.close()
+    clients.close()
     context.term()
     # The runner's thread may be inside torch: leave without waiting for it.
     sys.stdout.flush()

@@ -51,6 +51,8 @@ class Request:
     """handle of the request whose pages it waits for"""
     siblings: list[Request] = field(default_factory=list)
     """requests that wait for this one's prompt; none once it has begun"""
+    held: bool = False
+    """waits for its leader's prompt"""
     begun: bool = False
     """it has had its first token, so its prompt is in the prefix index"""
     grammar: Grammar | None = None

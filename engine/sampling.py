@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from weft.engine.errors import RequestError
+from weft.engine.grammar_text import MAX_GRAMMAR_CHARS
 
 MAX_LOGPROBS = 20
 MAX_STOP_TOKENS = 128
@@ -38,6 +39,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """None: off; k: the sampled token's log-probability and the k best."""
     prompt_logprobs: int | None = None
     """As `logprobs`, for every prompt token but the first; switches prefix reuse off for the request."""
+    grammar: str | None = None
+    """What the output must follow, as `grammar_text` writes it; the output ends where the grammar does."""
 
     def __post_init__(self) -> None:
         def check(ok: bool, param: str, rule: str) -> None:
@@ -65,6 +68,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "prompt_logprobs",
             f"0 to {MAX_LOGPROBS}",
         )
+        if self.grammar is not None and len(self.grammar) > MAX_GRAMMAR_CHARS:
+            raise RequestError(f"the grammar must have at most {MAX_GRAMMAR_CHARS} characters", "grammar")
 
     @property
     def greedy(self) -> bool:

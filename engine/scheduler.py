@@ -6,7 +6,6 @@ an end token in the iteration still in flight is scheduled once more; the result
 
 from __future__ import annotations
 
-import heapq
 import time
 
 import numpy as np
@@ -23,6 +22,7 @@ from weft.engine.prefixes import Prefixes
 from weft.engine.request import Request, State
 from weft.engine.slots import Phase, SlotTable
 from weft.engine.tiers import Tiers
+from weft.engine.waiting import WaitingQueue
 
 
 class Scheduler:
@@ -46,9 +46,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.prefix_caching = prefix_caching
         self.output_lengths = OutputLengths()
-        self._waiting: list[tuple[tuple[int, int], Request]] = []
-        self._num_waiting = 0
-        self._waiting_tokens = 0
+        self._waiting = WaitingQueue()
         self._requests: dict[int, Request] = {}
         self.fences = Fences(slots, pool)
         self.prefixes = Prefixes(slots, pool, self.fences, tiers, enabled=prefix_caching)
@@ -57,6 +55,8 @@ class Scheduler:
         self.preemptions = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
+        self.decode_tokens = 0
+        self.prefill_tokens = 0
 
     # -- what comes in
 
@@ -64,10 +64,9 @@ class Scheduler:
         self._requests[request.handle] = request
         leader = self._requests.get(request.leader)
         if leader is not None and not leader.begun and self.prefixes.reusable(request):
-            leader.siblings.append(request)
-            self._count_waiting(request)
+            self._waiting.hold(request, leader)
         else:
-            self._enqueue(request)
+            self._waiting.push(request)
 
     def abort(self, handle: int) -> None:
         """End a request. Idempotent; an unknown handle is ignored. Its pages are freed behind the fence."""
@@ -76,20 +75,15 @@ class Scheduler:
             return
         if request.slot >= 0:
             self._retire(request.slot)
+            request.state = State.FINISHED
         else:
-            self._num_waiting -= 1
-            self._waiting_tokens -= len(request.tokens)
-        request.state = State.FINISHED
-        self._release_siblings(request)
+            self._waiting.end(request)
+        self._waiting.release_siblings(request)
         self._aborted.append(handle)
-        # Ended requests leave the queue when they reach its head, or when they are the most of it.
-        if len(self._waiting) > 2 * self._num_waiting + 64:
-            self._waiting = [entry for entry in self._waiting if entry[1].state is State.WAITING]
-            heapq.heapify(self._waiting)
 
     @property
     def num_waiting(self) -> int:
-        return self._num_waiting
+        return self._waiting.num_requests
 
     @property
     def num_requests(self) -> int:
@@ -98,7 +92,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._requests) - self._num_waiting
+        return len(self._requests) - self.num_waiting
 
     def has_events(self) -> bool:
         return bool(self._aborted)
@@ -153,7 +147,7 @@ class Scheduler:
         request.tokens = s.tokens[victim, : s.known[victim]].copy()
         request.keys, request.last_entry, request.publishable = [], None, True
         self._retire(victim)
-        self._enqueue(request)
+        self._waiting.push(request)
         self.preemptions += 1
         return victim
 
@@ -177,7 +171,7 @@ class Scheduler:
             if length := self._chunk(slot, budget):
                 chunks.append((slot, length))
                 budget -= length
-        while budget > 0 and s.num_free and (request := self._head()) is not None:
+        while budget > 0 and s.num_free and (request := self._waiting.head()) is not None:
             slot = self._admit(request)
             if slot is None:
                 break
@@ -185,9 +179,11 @@ class Scheduler:
                 continue
             length = self._chunk(slot, budget)
             if not length:
+                budget = 0
                 break
             chunks.append((slot, length))
             budget -= length
+        self._waiting.blocked = "slots" if not s.num_free else "pages" if budget > 0 else "tokens"
         return chunks
 
     def _chunk(self, slot: int, budget: int) -> int:
@@ -196,33 +192,6 @@ class Scheduler:
         if target - done <= budget:
             return target - done
         return max(0, (done + budget) // self.chunk_step * self.chunk_step - done)
-
-    def _enqueue(self, request: Request) -> None:
-        heapq.heappush(self._waiting, (request.sort_key, request))
-        self._count_waiting(request)
-
-    def _count_waiting(self, request: Request) -> None:
-        request.state = State.WAITING
-        self._num_waiting += 1
-        self._waiting_tokens += len(request.tokens)
-
-    def _release_siblings(self, request: Request) -> None:
-        """Let those in that waited for this prompt: all once it is computed, else one that the others wait for."""
-        siblings = [s for s in request.siblings if s.state is State.WAITING]
-        request.siblings = []
-        if siblings and not request.begun:
-            siblings[0].siblings += siblings[1:]
-            siblings = siblings[:1]
-        for sibling in siblings:
-            heapq.heappush(self._waiting, (sibling.sort_key, sibling))
-
-    def _head(self) -> Request | None:
-        while self._waiting:
-            request = self._waiting[0][1]
-            if request.state is State.WAITING:
-                return request
-            heapq.heappop(self._waiting)
-        return None
 
     def _admit(self, request: Request) -> int | None:
         """Reserve pages for the whole prompt, attach its cached prefix, give it a slot; None when it must wait.
@@ -239,9 +208,7 @@ class Scheduler:
             held=pool.num_held - self.fences.num_pages, new_pages=taken,
         ):  # fmt: skip
             return None
-        heapq.heappop(self._waiting)
-        self._num_waiting -= 1
-        self._waiting_tokens -= length
+        self._waiting.pop()
         slot = self.prefixes.attach(request, found, needed)
         if request.params.needs_counts:
             prompt, output = request.tokens[: request.prompt_len], request.tokens[request.prompt_len :]
@@ -268,7 +235,7 @@ class Scheduler:
                 continue
             if waiting.failed:
                 self._retire(waiting.slot)
-                self._enqueue(request)
+                self._waiting.push(request)
             else:
                 self.prefixes.loaded(request, waiting)
                 self._begin(request)
@@ -297,6 +264,8 @@ class Scheduler:
         s.tokens[token_slots, index] = tokens
         s.known[token_slots] = index + 1
         self.generation_tokens += len(tokens)
+        self.decode_tokens += batch.num_decodes
+        self.prefill_tokens += batch.num_tokens - batch.num_decodes
         stopped = (s.stop_ids[token_slots] == tokens[:, None]).any(1)
         ended = index + 1 >= s.limit[token_slots]
         finish = np.where(stopped, np.uint8(Finish.STOP), np.where(ended, np.uint8(Finish.LENGTH), np.uint8(0)))
@@ -335,7 +304,7 @@ class Scheduler:
         request = self.slots.request[slot]
         assert request is not None
         request.begun = True
-        self._release_siblings(request)
+        self._waiting.release_siblings(request)
         now = time.monotonic()
         return Started(
             request.handle, request.cached_tokens, request.scheduled_at - request.arrival, now - request.scheduled_at
@@ -366,8 +335,9 @@ class Scheduler:
         pool = self.pool
         return EngineStats(
             running=self.num_running,
-            waiting=self._num_waiting,
-            waiting_tokens=self._waiting_tokens,
+            waiting=self.num_waiting,
+            waiting_tokens=self._waiting.num_tokens,
+            queue={**self._waiting.by_reason(), "load": int((self.slots.phase == Phase.LOADING).sum())},
             pages_held=pool.num_held,
             pages_cached=pool.num_cached,
             pages_total=pool.capacity,
@@ -377,6 +347,8 @@ class Scheduler:
             preemptions=self.preemptions,
             prompt_tokens=self.prompt_tokens,
             generation_tokens=self.generation_tokens,
+            decode_tokens=self.decode_tokens,
+            prefill_tokens=self.prefill_tokens,
         )
 
     def check(self) -> None:

@@ -1,8 +1,13 @@
-"""Admission: how much may wait for the engine before new work is turned away."""
+"""Admission: how much may wait for the engine before new work is turned away, over all API processes."""
 
 from __future__ import annotations
 
-from weft.engine.client import EngineClient
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from weft.engine.streams import Streams
+from weft.server.board import Board
+from weft.server.counters import Counter
 from weft.server.errors import ApiError, unavailable
 
 RETRY_AFTER = 1
@@ -15,26 +20,59 @@ class Admission:
     An idle engine takes any request: bounds turn load away, they do not limit what one request may be.
     """
 
-    def __init__(self, client: EngineClient, *, max_num_seqs: int, max_requests: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        client: Streams,
+        board: Board,
+        row: int,
+        rejected: Counter,
+        *,
+        max_num_seqs: int,
+        max_requests: int,
+        max_tokens: int,
+    ) -> None:
+        """`row`: of this process on the board. `rejected`: counts refusals by code."""
         self._client = client
+        self._rejected = rejected
+        self._board = board
+        self._row = row
         self._max_num_seqs = max_num_seqs
         self._max_requests = max_requests
         self._max_tokens = max_tokens
-        self.prefill_tokens = 0
-        """prompt tokens of admitted sequences that have no output yet; kept by the sequences' owners"""
+        board.load[row] = 0
+        client.on_open = self._set_open
+
+    def _set_open(self, count: int) -> None:
+        self._board.load[self._row, 0] = count
 
     @property
-    def full(self) -> bool:
-        return self.refusal(1, 1) is not None
+    def prefill_tokens(self) -> int:
+        """Prompt tokens of this process's sequences that have no output yet; kept by the sequences' owners."""
+        return int(self._board.load[self._row, 1])
+
+    @prefill_tokens.setter
+    def prefill_tokens(self, count: int) -> None:
+        self._board.load[self._row, 1] = count
+
+    @contextmanager
+    def admit(self, num_sequences: int, num_tokens: int) -> Iterator[None]:
+        """Submit the work inside: no other process admits any meanwhile. Raises `ApiError` 503 when it is refused."""
+        with self._board.lock():
+            if (refusal := self.refusal(num_sequences, num_tokens)) is not None:
+                self._rejected.labels(str(refusal.code)).inc()
+                raise refusal
+            yield
 
     def refusal(self, num_sequences: int, num_tokens: int) -> ApiError | None:
         """Why work of this size is not taken now, or None."""
-        if self._client.num_open == 0:
+        num_open, prefill_tokens = self._board.load.sum(axis=0).tolist()
+        if num_open == 0:
             return None
         # Behind a queue everything waits; without one, what exceeds the engine's seats will.
-        behind = self._client.stats.waiting + num_sequences if self._client.stats.waiting else 0
-        if max(behind, self._client.num_open + num_sequences - self._max_num_seqs) > self._max_requests:
+        waiting = self._client.stats.waiting
+        behind = waiting + num_sequences if waiting else 0
+        if max(behind, num_open + num_sequences - self._max_num_seqs) > self._max_requests:
             return unavailable("Too many requests are waiting.", "queue_full", RETRY_AFTER)
-        if self.prefill_tokens + num_tokens > self._max_tokens:
+        if prefill_tokens + num_tokens > self._max_tokens:
             return unavailable("Too many prompt tokens are waiting.", "queue_tokens_full", RETRY_AFTER)
         return None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
+from contextlib import aclosing
 from typing import Any, Protocol
 
 import orjson
@@ -14,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from weft.engine.errors import EngineDead
 from weft.server.choice import Choice, Piece
 from weft.server.errors import ApiError, translate
+from weft.server.express import EXTENSION, MARK, Express, Outlet
 from weft.server.generate import Generation
 from weft.server.protocol import StreamOptions
 
@@ -33,12 +36,17 @@ class Shape(Protocol):
     chunk_object: str
     id_prefix: str
 
+    @property
+    def plain(self) -> bool:
+        """After its first chunk, a choice's chunks differ in their text alone, up to the last."""
+        ...
+
     def first_chunks(self, choice: Choice, /) -> list[dict[str, Any]]:
         """Chunk choices to send before the first piece of a choice."""
         ...
 
-    def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """One chunk choice."""
+    def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
+        """One chunk choice; None when there is nothing to show yet."""
         ...
 
     def whole(self, choice: Choice, piece: Piece) -> dict[str, Any]:
@@ -64,6 +72,7 @@ class Answer(Response):
             "model": model,
         }
         self._work: asyncio.Task[None] | None = None
+        self._outlet: Outlet | None = None
         self._interruption: ApiError | None = None
         self._cause = "disconnect"
         self._started = False
@@ -74,9 +83,11 @@ class Answer(Response):
             self._interruption, self._cause = error, cause
             self._work.cancel()
 
-    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation, service = self._generation, self._generation.service
+        scope["weft.generation"] = generation
         timer = self._start_timer()
+        self._outlet = scope.get("extensions", {}).get(EXTENSION)
         self._work = work = asyncio.create_task(self._stream(send) if generation.body.stream else self._plain(send))
         gone = asyncio.create_task(_disconnected(receive))
         service.open.add(self)
@@ -126,10 +137,11 @@ class Answer(Response):
         generation = self._generation
         generation.submit()
         wholes = [Piece() for _ in generation.choices]
-        async for update in generation.updates():
-            if update is not None:
-                choice, piece = update
-                wholes[choice.index].append(piece)
+        async with aclosing(generation.updates()) as updates:
+            async for update in updates:
+                if update is not None:
+                    choice, piece = update
+                    wholes[choice.index].append(piece)
         if generation.usage()["total_tokens"] > LARGE:
             body = await generation.service.offload(lambda: self._body(wholes))
         else:
@@ -166,22 +178,40 @@ class Answer(Response):
             return b"data: " + head + orjson.dumps(choices) + rest + b"}\n\n"
 
         generation.submit()
-        async for update in generation.updates(HEARTBEAT):
-            if not self._started:
-                await self._start(send, b"text/event-stream; charset=utf-8")
-            if update is None:
-                await send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
-                continue
-            choice, piece = update
-            frames = b""
-            if choice.index not in opened:
-                opened.add(choice.index)
-                extras = shape.extras(generation)
-                frames = b"".join(frame([chunk], extras=extras) for chunk in shape.first_chunks(choice))
-            frames += frame([shape.chunk(choice, piece)])
-            await send({"type": "http.response.body", "body": frames, "more_body": True})
+        sent = time.perf_counter()
+        async with aclosing(generation.updates(HEARTBEAT / 3)) as updates:
+            async for update in updates:
+                now = time.perf_counter()
+                if update is None and now - max(sent, generation.choices[0].last_token_at) < HEARTBEAT:
+                    continue
+                sent = now
+                if not self._started:
+                    await self._start(send, b"text/event-stream; charset=utf-8")
+                if update is None:
+                    await send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
+                    continue
+                choice, piece = update
+                frames = b""
+                if choice.index not in opened:
+                    opened.add(choice.index)
+                    extras = shape.extras(generation)
+                    frames = b"".join(frame([chunk], extras=extras) for chunk in shape.first_chunks(choice))
+                chunk = shape.chunk(choice, piece)
+                if chunk is not None:
+                    frames += frame([chunk])
+                if frames:
+                    await send({"type": "http.response.body", "body": frames, "more_body": True})
+                if choice.stream.sink is None and self._outlet is not None and shape.plain and not continuous:
+                    self._install_express(choice, frame, self._outlet)
         end = frame([], final=True) if options.include_usage else b""
         await send({"type": "http.response.body", "body": end + b"data: [DONE]\n\n"})
+
+    def _install_express(self, choice: Choice, frame: Callable[..., bytes], outlet: Outlet) -> None:
+        generation = self._generation
+        if len(generation.choices) == 1 and not generation.body.stop:
+            chunk = self._shape.chunk(choice, Piece(MARK))
+            assert chunk is not None
+            choice.stream.sink = Express(choice, outlet, frame([chunk]), generation.service.metrics.itl.labels())
 
     async def _start(self, send: Send, content_type: bytes, *, length: int | None = None) -> None:
         headers = [(b"content-type", content_type)]

@@ -9,16 +9,19 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from weft import __version__
 from weft.engine.errors import WeftError
-from weft.server import chat, completions, operations, tokens
+from weft.server import chat, completions, operations, tokens, ui
 from weft.server.errors import ApiError, translate
+from weft.server.keys import digest
 from weft.server.middleware import Authorise, BodyLimit, Trace
 from weft.server.protocol import ErrorBody
 from weft.server.service import Service
+from weft.server.tracing import Spans
 
 
 def create_app(service: Service) -> FastAPI:
@@ -34,14 +37,25 @@ def create_app(service: Service) -> FastAPI:
         responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
     )
     app.state.service = service
-    for module in (completions, chat, tokens, operations):
+    for module in (completions, chat, tokens, operations, *([ui] if config.ui else [])):
         app.include_router(module.router)
-    for kind in (ApiError, WeftError, RequestValidationError, HTTPException, Exception):
+    for kind in (ApiError, WeftError, RequestValidationError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _on_error)
     # The last one added is the outermost.
     app.add_middleware(BodyLimit, max_bytes=int(config.max_body_mib * 2**20))
-    app.add_middleware(Authorise, keys=config.api_key, admin_key=config.admin_api_key)
-    app.add_middleware(Trace, metrics=service.metrics)
+    admin_key = digest(config.admin_api_key) if config.admin_api_key is not None else None
+    app.add_middleware(Authorise, keys=service.keys, admin_key=admin_key, limits=service.limits)
+    spans = Spans.to(config.otlp_endpoint) if config.otlp_endpoint is not None else None
+    app.add_middleware(Trace, metrics=service.metrics, log=config.access_log, spans=spans)
+    app.state.spans = spans
+    if config.cors_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origin,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
     return app
 
 
@@ -54,3 +68,5 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     watch = asyncio.create_task(app.state.service.metrics.watch_event_loop())
     yield
     watch.cancel()
+    if app.state.spans is not None:
+        app.state.spans.close()

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from weft.server.answer import Answer
 from weft.server.choice import Choice, Piece
+from weft.server.errors import bad_request
 from weft.server.generate import Generation, Prompt, output_limit
 from weft.server.logprobs import chat_logprobs, prompt_logprobs
 from weft.server.protocol import ChatBody
 from weft.server.routing import JsonRoute, ServiceOf
+from weft.server.service import Service
+from weft.server.structured import write_grammar
 from weft.server.tokenizer import Tokenizer
+from weft.server.tool_format import Call, ToolFormat, ToolParser
+from weft.server.tool_parsers import UNKNOWN, tool_format
+from weft.server.tools import NamedToolChoice, names_of, required_call, template_tools
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -25,17 +32,48 @@ async def chat_completions(body: ChatBody, request: Request, service: ServiceOf)
     body.check()
     service.check_ids(body.stop_token_ids, "stop_token_ids")
     service.check_ids(list(body.logit_bias), "logit_bias")
-    ids = await service.encode_chat(body.messages)
+    tools = [] if body.tool_choice == "none" else body.tools
+    form, writer = None, body.grammar()
+    if tools:
+        form = _tool_format(service, body)
+        call = required_call(tools, body.tool_choice, form, engine.tokenizer, parallel=body.parallel_tool_calls)
+        writer = call or writer
+    grammar = await write_grammar(writer) if writer is not None else None
+    ids = await service.encode_chat(body.messages, tools=template_tools(tools))
     params = body.sampling(
         max_tokens=output_limit(service, body.output_limit, None, len(ids), "messages"),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
+        grammar=grammar,
     )
     scope = request.scope
     generation = Generation(
-        service, body, [Prompt(ids)], [params], id=scope["weft.request_id"], arrival=scope["weft.arrival"]
+        service,
+        body,
+        [Prompt(ids)],
+        [params],
+        id=scope["weft.request_id"],
+        arrival=scope["weft.arrival"],
+        show=_marker_ids(form, engine.tokenizer),
     )
-    return Answer(generation, ChatShape(engine.tokenizer, body), model, int(time.time()))
+    return Answer(generation, ChatShape(engine.tokenizer, body, form), model, int(time.time()))
+
+
+def _tool_format(service: Service, body: ChatBody) -> ToolFormat:
+    form = tool_format(service.config.tool_call_parser, service.engine.tokenizer)
+    if form is None and body.tool_choice == "auto":
+        raise bad_request(
+            "This model's chat template knows no tools, so it cannot choose to call one; "
+            "use tool_choice 'required' or a named tool, or tell the server its --tool-call-parser.",
+            "tools",
+            "tools_not_supported",
+        )
+    return form or UNKNOWN
+
+
+def _marker_ids(form: ToolFormat | None, tokenizer: Tokenizer) -> frozenset[int]:
+    ids = (tokenizer.token_id(marker) for marker in form.markers) if form is not None else ()
+    return frozenset(token_id for token_id in ids if token_id is not None)
 
 
 class ChatShape:
@@ -45,20 +83,62 @@ class ChatShape:
     chunk_object = "chat.completion.chunk"
     id_prefix = "chatcmpl"
 
-    def __init__(self, tokenizer: Tokenizer, body: ChatBody) -> None:
+    def __init__(self, tokenizer: Tokenizer, body: ChatBody, form: ToolFormat | None = None) -> None:
+        """form: how calls are told from text, for an answer that may have some."""
         self._tokenizer = tokenizer
         self._body = body
+        self._form = form
+        self._parsers: dict[int, ToolParser] = {}
+        self._called: set[int] = set()
+        """choices with a call"""
+
+    @property
+    def plain(self) -> bool:
+        return self._form is None and not self._body.logprobs and not self._body.return_token_ids
 
     def first_chunks(self, choice: Choice) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         return [{"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
-    def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        return self._choice(choice, piece, "delta", {"content": piece.text})
+    def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
+        if self._form is None:
+            return self._choice(choice, piece, "delta", {"content": piece.text})
+        text, calls = self._split(self._form, choice, piece)
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if calls:
+            delta["tool_calls"] = [_call_delta(call) for call in calls]
+        if not delta and piece.finish_reason is None and not self._body.logprobs and not self._body.return_token_ids:
+            return None  # held back: it may become a call
+        return self._choice(choice, piece, "delta", delta)
 
     def whole(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
+        if self._form is not None:
+            text, calls = self._split(self._form, choice, piece)
+            message["content"] = text if text or not calls else None
+            if calls:
+                message["tool_calls"] = [
+                    {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                    for call in calls
+                ]
         return self._choice(choice, piece, "message", message)
+
+    def _split(self, form: ToolFormat, choice: Choice, piece: Piece) -> tuple[str, list[Call]]:
+        """What a piece brings of text and of calls, one entry a call."""
+        parser = self._parsers.get(choice.index)
+        if parser is None:
+            parser = self._parsers[choice.index] = form.parser(names_of(self._body.tools))
+        parts = parser.feed(piece.text)
+        if piece.finish_reason is not None:
+            parts += parser.flush()
+        calls: dict[int, Call] = {}
+        for part in parts:
+            if isinstance(part, Call) and (self._body.parallel_tool_calls or part.index == 0):
+                before = calls.get(part.index)
+                calls[part.index] = replace(before, arguments=before.arguments + part.arguments) if before else part
+        if calls:
+            self._called.add(choice.index)
+        return "".join(part for part in parts if isinstance(part, str)), list(calls.values())
 
     def extras(self, generation: Generation) -> dict[str, Any]:
         out: dict[str, Any] = {}
@@ -73,7 +153,7 @@ class ChatShape:
             "index": choice.index,
             name: content,
             "logprobs": None,
-            "finish_reason": piece.finish_reason,
+            "finish_reason": self._finish_reason(choice, piece),
             "stop_reason": piece.stop_reason,
         }
         if self._body.logprobs:
@@ -81,3 +161,14 @@ class ChatShape:
         if self._body.return_token_ids:
             out["token_ids"] = piece.token_ids
         return out
+
+    def _finish_reason(self, choice: Choice, piece: Piece) -> str | None:
+        called = choice.index in self._called and not isinstance(self._body.tool_choice, NamedToolChoice)
+        return "tool_calls" if called and piece.finish_reason == "stop" else piece.finish_reason
+
+
+def _call_delta(call: Call) -> dict[str, Any]:
+    if call.id is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from weft.engine.client import Delta, TokenStream
 from weft.engine.messages import Finish, TokenLogprobs
+from weft.engine.streams import Delta, TokenStream
 from weft.server.detokenizer import Detokenizer
-from weft.server.errors import ApiError
+from weft.server.errors import ApiError, bad_request, clip
 from weft.server.stops import StopStrings
 
 
@@ -69,6 +69,8 @@ class Choice:
 
     def take(self, delta: Delta) -> Piece:
         """Turn what the engine sent into what the client sees. Raises `ApiError` when the engine gave it up."""
+        if delta.finish is Finish.REFUSED:
+            raise bad_request(clip(delta.error or "The engine refuses this request."))
         if delta.finish in (Finish.ERROR, Finish.ABORT):
             raise ApiError(500, delta.error or "The engine ended this request.", code="engine_error")
         if delta.started is not None:
@@ -97,15 +99,22 @@ class Choice:
                 self._finish(piece, "length" if delta.finish is Finish.LENGTH else "stop", piece.stop_reason)
         return piece
 
+    def feed(self, token_id: int) -> str:
+        """The text of a token that ends nothing, in a choice without stop strings."""
+        self.num_tokens += 1
+        text = self._detokenizer.feed(token_id)
+        self._length += len(text)
+        return text
+
     def _show(self, text: str) -> str:
         self._length += len(text)
         # Stop strings count from min_tokens on.
         return self._stops.feed(text) if self.num_tokens >= self._min_tokens else text
 
     def _end_token(self, token_id: int, piece: Piece) -> str:
-        """The token the engine stopped at: an end token, without text, or one of the request's own."""
+        """The token the engine stopped at: an end token, one of the request's own, or the last of its grammar."""
         if token_id not in self._stop_token_ids:
-            return ""
+            return self._show(self._detokenizer.feed(token_id))  # an end token has no text
         piece.stop_reason = token_id
         if not self._include_stop or token_id in self._hidden_ids:
             return ""

@@ -16,6 +16,7 @@ from weft.server.logprobs import CompletionLogprobs, prompt_logprobs
 from weft.server.protocol import CompletionBody
 from weft.server.routing import JsonRoute, ServiceOf
 from weft.server.service import Service
+from weft.server.structured import write_grammar
 from weft.server.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
@@ -33,11 +34,14 @@ async def completions(body: CompletionBody, request: Request, service: ServiceOf
     prompts = await _prompts(service, body)
     scored = body.logprobs if body.echo else None
     asked = [k for k in (scored, body.prompt_logprobs, 0 if body.max_tokens == 0 else None) if k is not None]
+    writer = body.grammar()
+    grammar = await write_grammar(writer) if writer is not None else None
     params = [
         body.sampling(
             max_tokens=output_limit(service, body.max_tokens, DEFAULT_MAX_TOKENS, len(prompt.ids), "prompt"),
             logprobs=body.logprobs,
             prompt_logprobs=max(asked, default=None),
+            grammar=grammar,
         )
         for prompt in prompts
     ]
@@ -72,6 +76,10 @@ class CompletionShape:
         self._prompts = prompts
         self._echo_length: dict[int, int] = {}
         """characters of prompt before each choice's own text; a choice is here once something of it was written"""
+
+    @property
+    def plain(self) -> bool:
+        return self._body.logprobs is None and not self._body.return_token_ids
 
     def first_chunks(self, _: Choice) -> list[dict[str, Any]]:
         return []

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from weft.engine.config import EngineConfig
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+ToolParserName = Literal["auto", "hermes", "llama3_json", "mistral"]
 
 
 class ServeConfig(EngineConfig):
@@ -19,8 +20,24 @@ class ServeConfig(EngineConfig):
     served_model_name: list[str] = Field(
         [], description="names that requests may use, the first is the one that answers carry [the model's own name]"
     )
-    api_key: list[str] = Field([], repr=False, description="keys that clients may present [no key needed]")
+    api_workers: int = Field(
+        1, ge=1, le=64, description="processes that answer HTTP on the one port, in front of the one engine"
+    )
+    tls_cert: str | None = Field(None, min_length=1, description="PEM file of the certificate chain: serves https")
+    tls_key: str | None = Field(None, min_length=1, description="PEM file of its private key [in --tls-cert]")
+    ui: bool = Field(True, description="a page at / that shows how the daemon fares, with a box to try the model")
+    cors_origin: list[str] = Field([], description="origins whose web pages may call, '*' for all [none]")
+    api_key: list[str] = Field(
+        [], repr=False, description="keys that clients may present, or their sha256:HEX digests [no key needed]"
+    )
+    api_key_file: str | None = Field(None, min_length=1, description="file with more such keys, one a line")
     admin_api_key: str | None = Field(None, min_length=1, repr=False, description="key of /admin/ [/admin/ is off]")
+    rate_limit: int | None = Field(
+        None, ge=1, description="completions a minute that a key may ask for; beyond that 429 with Retry-After"
+    )
+    rate_limit_tokens: int | None = Field(
+        None, ge=1, description="tokens a minute, prompt and output, that a key may use; beyond that 429"
+    )
     max_queued_requests: int = Field(
         1024, ge=0, description="sequences waiting for the engine at most; beyond that 503 with Retry-After"
     )
@@ -30,15 +47,33 @@ class ServeConfig(EngineConfig):
     request_timeout: float | None = Field(None, gt=0, description="seconds a request may take in all [no limit]")
     drain_timeout: float = Field(30.0, ge=0, description="seconds that open requests get to finish after SIGTERM")
     max_body_mib: float = Field(32.0, gt=0, description="size of a request body at most, in MiB")
+    tool_call_parser: ToolParserName = Field(
+        "auto", description="how the model writes tool calls; auto reads it off the chat template"
+    )
     tokenizer_threads: int = Field(2, ge=1, le=64, description="threads that tokenize and render chat templates")
+    restart_engine: bool = Field(
+        False, description="start another engine process when it ends, instead of ending the daemon"
+    )
     log_level: LogLevel = Field("info", description="how much is logged to stderr")
+    log_format: Literal["text", "json"] = Field("text", description="lines of text, or a JSON object a line")
+    access_log: bool = Field(True, description="log a line for each request, but for probes and scrapes")
+    log_requests: bool = Field(False, description="log the bodies of requests too, with the prompts in them")
+    otlp_endpoint: str | None = Field(
+        None, min_length=1, description="URL of a collector that gets OpenTelemetry spans; needs weft-serve[otel]"
+    )
 
-    @field_validator("served_model_name", "api_key")
+    @field_validator("served_model_name", "api_key", "cors_origin")
     @classmethod
     def _no_empty_entries(cls, value: list[str]) -> list[str]:
         if any(not entry.strip() for entry in value):
             raise ValueError("must not contain an empty entry")
         return value
+
+    @model_validator(mode="after")
+    def _key_of_a_certificate(self) -> ServeConfig:
+        if self.tls_key is not None and self.tls_cert is None:
+            raise ValueError("tls_key needs tls_cert")
+        return self
 
     @property
     def engine(self) -> EngineConfig:

@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from weft.engine.errors import EngineDead, RequestError
@@ -63,7 +64,7 @@ class ApiError(Exception):
             headers["Retry-After"] = str(self.retry_after)
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        if self.status == 413:
+        if self.status in (408, 413):
             headers["Connection"] = "close"  # the rest of the body is not read
         return Response(self.body(), self.status, headers, media_type="application/json")
 
@@ -94,6 +95,8 @@ def translate(error: Exception) -> ApiError:
             return unavailable("The engine has ended; this server is going down.", "engine_dead", 10)
         case RequestValidationError():
             return _from_validation(error.errors())
+        case ClientDisconnect():
+            return ApiError(499, "The client went away.")  # for the metrics and the log: nobody reads it
         case HTTPException():
             return ApiError(error.status_code, _status_message(error))
         case _:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from weft.engine.client import Delta
 from weft.engine.sampling import SamplingParams
+from weft.engine.streams import Delta
 from weft.server.choice import Choice, Piece
 from weft.server.protocol import GenerationBody
 from weft.server.service import Service, too_long
@@ -39,8 +39,12 @@ class Generation:
         *,
         id: str,
         arrival: float,
+        show: frozenset[int] = frozenset(),
     ) -> None:
-        """`params`: one per prompt. `id`: the request's id. `arrival`: `time.perf_counter()` when it came."""
+        """`params`: one per prompt. `id`: the request's id. `arrival`: `time.perf_counter()` when it came.
+
+        `show`: special tokens that are text in this answer.
+        """
         self.service = service
         self.body = body
         self.prompts = prompts
@@ -48,6 +52,7 @@ class Generation:
         self.arrival = arrival
         self.choices: list[Choice] = []
         self._params = params
+        self._show = show
         self._engine = service.engine
         self._prefilling: dict[int, int] = {}
         """prompt tokens by choice, for those without output yet"""
@@ -56,35 +61,38 @@ class Generation:
         """Hand every sequence to the engine. Raises `ApiError` 503 when too much is waiting."""
         engine, body = self._engine, self.body
         num_tokens = body.n * sum(len(prompt.ids) for prompt in self.prompts)
-        refusal = engine.admission.refusal(body.n * len(self.prompts), num_tokens)
-        if refusal is not None:
-            self.service.metrics.rejected.labels(str(refusal.code)).inc()
-            raise refusal
-        for i, prompt in enumerate(self.prompts):
-            for k in range(body.n):
-                self._submit_one(i, prompt, self._params[i], k)
+        with engine.admission.admit(body.n * len(self.prompts), num_tokens):
+            for i, prompt in enumerate(self.prompts):
+                leader = -1
+                for k in range(body.n):
+                    handle = self._submit_one(i, prompt, self._params[i], k, leader)
+                    leader = handle if k == 0 else leader
 
-    def _submit_one(self, i: int, prompt: Prompt, params: SamplingParams, k: int) -> None:
+    def _submit_one(self, i: int, prompt: Prompt, params: SamplingParams, k: int, leader: int) -> int:
+        """Start the k-th sequence of prompt i, which shares the pages of the `leader`; returns its handle."""
         engine, body = self._engine, self.body
         if k and params.seed is not None:
             params = msgspec.structs.replace(params, seed=_next_seed(params.seed, k))
-        stream = engine.client.submit(prompt.ids, params, priority=body.priority, cache_salt=body.cache_salt)
+        stream = engine.client.submit(
+            prompt.ids, params, priority=body.priority, cache_salt=body.cache_salt, leader=leader
+        )
         choice = Choice(
             len(self.choices),
             i,
             stream,
-            engine.tokenizer.detokenizer(prompt.ids),
+            engine.tokenizer.detokenizer(prompt.ids, show=self._show),
             StopStrings(body.stop, include=body.include_stop_str_in_output),
             min_tokens=body.min_tokens,
             stop_token_ids=body.stop_token_ids,
-            hidden_ids=engine.tokenizer.skip_ids,
+            hidden_ids=engine.tokenizer.skip_ids - self._show,
             include_stop=body.include_stop_str_in_output,
         )
         self.choices.append(choice)
         self._prefilling[choice.index] = len(prompt.ids)
         engine.admission.prefill_tokens += len(prompt.ids)
+        return stream.handle
 
-    async def updates(self, silence: float | None = None) -> AsyncIterator[tuple[Choice, Piece] | None]:
+    async def updates(self, silence: float | None = None) -> AsyncGenerator[tuple[Choice, Piece] | None, None]:
         """Pieces of all choices as they come, until all have finished; None after each `silence` seconds without one.
 
         Raises `EngineDead`, or `ApiError` when the engine gave a sequence up.

@@ -3,35 +3,48 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-
-from weft import __version__
 from weft.engine.messages import EngineReady, EngineStats, Started
+from weft.server.board import Board
+from weft.server.counters import Counter, Histogram, Store
+from weft.server.engine_metrics import TIERS, EngineFigures
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
-LAG_INTERVAL = 0.5
+LAG_INTERVAL = 0.05
 
 _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _GAP = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.5, 5.0)
 _CPU = (0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+_LAG = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 1.0)
 _SIZE = tuple(float(2**i) for i in range(17))
+
+PROBES = ("/health", "/ready", "/metrics", "/version")
+"""what probes and scrapers reach without a key; everything else needs one"""
+ENDPOINTS = (
+    *PROBES,
+    "/v1/models",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/tokenize",
+    "/detokenize",
+    "/tokenizer_info",
+)
+_STATUSES = ["200", "400", "401", "404", "405", "408", "413", "429", "431", "499", "500", "501", "503", "504"]
+_REFUSALS = ["loading", "draining", "dead", "queue_full", "queue_tokens_full", "rate_limit_exceeded"]
+_CAUSES = ["disconnect", "timeout", "drain", "engine", "error"]
 
 
 class Metrics:
-    """The metrics of one daemon, in a registry of their own."""
+    """The metrics of a daemon. A process counts in its own row of the board; `render` tells the sum of all rows."""
 
-    def __init__(self) -> None:
-        registry = self.registry = CollectorRegistry()
+    def __init__(self, board: Board | None = None, row: int = 0) -> None:
+        self._store = store = Store(board or Board(1), row)
 
-        def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"weft_{name}", help, buckets=buckets, registry=registry)
+        def histogram(name: str, help: str, buckets: tuple[float, ...], **labels: Sequence[str]) -> Histogram:
+            return Histogram(store, f"weft_{name}", help, buckets, **labels)
 
-        def counter(name: str, help: str, *labels: str) -> Counter:
-            return Counter(f"weft_{name}", help, labels, registry=registry)
+        def counter(name: str, help: str, **labels: Sequence[str]) -> Counter:
+            return Counter(store, f"weft_{name}", help, **labels)
 
         self.ttft = histogram("time_to_first_token_seconds", "Arrival to first token", _LATENCY)
         self.itl = histogram("inter_token_latency_seconds", "Gap between consecutive deliveries of tokens", _GAP)
@@ -44,30 +57,34 @@ class Metrics:
         self.iteration_tokens = histogram("iteration_tokens", "Tokens in an iteration", _SIZE)
         self.iteration_seconds = histogram("iteration_seconds", "Duration of an iteration", _GAP)
         self.batch_requests = histogram("batch_requests", "Requests in an iteration", _SIZE[:13])
+        self.load_seconds = histogram("kv_load_seconds", "Time to bring a KV page to the GPU", _LATENCY, tier=TIERS)
         self.schedule_seconds = histogram("schedule_seconds", "CPU time of schedule and commit per iteration", _CPU)
-        self.event_loop_lag = histogram("event_loop_lag_seconds", "Lateness of a timer in the API process", _CPU)
-        self.requests = counter("requests", "HTTP requests answered", "endpoint", "status")
-        self.finished = counter("finished", "Sequences that ended", "reason")
-        self.rejected = counter("rejected", "Requests refused before any work", "reason")
-        self.aborted = counter("aborted", "Sequences ended before they finished", "cause")
-        self.build_info = Gauge(
-            "weft_build_info", "Always 1", ("version", "model", "dtype", "device"), registry=registry
+        self.event_loop_lag = histogram("event_loop_lag_seconds", "Lateness of a timer in an API process", _LAG)
+        self.requests = counter("requests", "HTTP requests answered", endpoint=ENDPOINTS, status=_STATUSES)
+        self.finished = counter(
+            "finished", "Sequences that ended", reason=("stop", "length", "tool_calls", "abort", "error")
         )
-        self._engine = _EngineCollector()
-        registry.register(self._engine)
+        self.rejected = counter("rejected", "Requests refused before any work", reason=_REFUSALS)
+        self.aborted = counter("aborted", "Sequences ended before they finished", cause=_CAUSES)
+        self.engine_restarts = counter("engine_restarts", "Engine processes started after one had ended")
+        self.api_restarts = counter("api_process_restarts", "API processes started after one had ended")
+        self._engine = EngineFigures()
         self._iterations = 0
 
     def engine_loaded(self, model: str, ready: EngineReady) -> None:
-        self._engine.ready = ready
-        self._engine.up = True
-        self.build_info.labels(__version__, model, ready.dtype, ready.device).set(1)
+        self._engine.model, self._engine.ready, self._engine.up = model, ready, True
 
     def engine_died(self) -> None:
         self._engine.up = False
 
     def engine_stats(self, stats: EngineStats) -> None:
-        """Called once for every message of the engine."""
+        """What the gauges show. Called for every message of the engine, in every process that answers /metrics."""
         self._engine.stats = stats
+
+    def count_iteration(self, stats: EngineStats) -> None:
+        """Called for every message of the engine, in one process of the daemon."""
+        for tier, seconds in stats.load_seconds:
+            self.load_seconds.labels(tier).observe(seconds)
         if stats.iterations == self._iterations:
             return  # brought aborts, no iteration
         self._iterations = stats.iterations
@@ -103,52 +120,5 @@ class Metrics:
             self.event_loop_lag.observe(max(0.0, loop.time() - due))
 
     def render(self) -> bytes:
-        return generate_latest(self.registry)
-
-
-class _EngineCollector:
-    """Gauges and totals that the engine keeps itself, under weft's names and those that routers look for."""
-
-    def __init__(self) -> None:
-        self.stats = EngineStats()
-        self.ready: EngineReady | None = None
-        self.up = False
-
-    def collect(self) -> Iterable[Metric]:
-        stats, ready = self.stats, self.ready
-        usage = stats.pages_held / stats.pages_total if stats.pages_total else 0.0
-
-        def gauge(name: str, help: str, value: float) -> Metric:
-            return GaugeMetricFamily(name, help, value=value)
-
-        def counter(name: str, help: str, value: float) -> Metric:
-            return CounterMetricFamily(name, help, value=value)
-
-        def info(name: str, help: str, labels: dict[str, str]) -> Metric:
-            family = GaugeMetricFamily(name, help, labels=list(labels))
-            family.add_metric(list(labels.values()), 1)
-            return family
-
-        yield gauge("weft_engine_up", "1 while the engine lives and its model is loaded", float(self.up))
-        yield gauge("weft_requests_running", "Sequences running", stats.running)
-        yield gauge("weft_requests_waiting", "Sequences waiting", stats.waiting)
-        yield gauge("weft_kv_cache_usage_ratio", "KV pages held / all", usage)
-        yield counter("weft_prefix_cache_queried_tokens", "Prompt tokens looked up", stats.prefix_queried_tokens)
-        hits = CounterMetricFamily("weft_prefix_cache_hit_tokens", "Prompt tokens found", labels=["tier"])
-        hits.add_metric(["gpu"], stats.prefix_hit_tokens)
-        yield hits
-        yield counter("weft_prompt_tokens", "Prompt tokens of started requests", stats.prompt_tokens)
-        yield counter("weft_generation_tokens", "Tokens generated", stats.generation_tokens)
-        yield counter("weft_preemptions", "Requests that lost their pages", stats.preemptions)
-
-        yield gauge("vllm:num_requests_running", "weft_requests_running", stats.running)
-        yield gauge("vllm:num_requests_waiting", "weft_requests_waiting", stats.waiting)
-        yield gauge("vllm:kv_cache_usage_perc", "weft_kv_cache_usage_ratio", usage)
-        yield counter("vllm:prefix_cache_queries", "weft_prefix_cache_queried_tokens", stats.prefix_queried_tokens)
-        yield counter("vllm:prefix_cache_hits", "weft_prefix_cache_hit_tokens", stats.prefix_hit_tokens)
-        yield counter("vllm:num_preemptions", "weft_preemptions", stats.preemptions)
-        if ready is not None:
-            page_size, num_pages = str(ready.page_size), str(ready.num_pages)
-            yield info("weft_cache_config_info", "KV pages", {"page_size": page_size, "num_pages": num_pages})
-            labels = {"block_size": page_size, "num_gpu_blocks": num_pages}
-            yield info("vllm:cache_config_info", "weft_cache_config_info", labels)
+        """Everything, in Prometheus's text format."""
+        return (self._store.text() + self._engine.text()).encode()

@@ -36,8 +36,10 @@ class Parser(argparse.ArgumentParser):
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             name = unknown[0].split("=")[0]
-            known = getattr(parsed, "parser", self).option_names()
-            getattr(parsed, "parser", self).error(f"unknown option {name}{nearest(name, known)}")
+            parser: Parser = getattr(parsed, "parser", self)
+            if not name.startswith("-"):
+                parser.error(f"unexpected argument {name}")
+            parser.error(f"unknown option {name}{nearest(name, parser.option_names())}")
         return parsed
 
     def option_names(self) -> list[str]:

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema, model_validator
 
 from weft.engine.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS, SamplingParams
+from weft.server.bodies import Body
 from weft.server.errors import bad_request, clip
+from weft.server.structured import (
+    Choices,
+    GrammarText,
+    ResponseFormat,
+    Schema,
+    StructuredOutputs,
+    Writer,
+    of_response_format,
+    of_structured_outputs,
+)
+from weft.server.tools import NamedToolChoice, ToolChoice, Tools, names_of
 
 MAX_PROMPTS = 1024
 MAX_SEQUENCES = 1024
@@ -15,19 +27,6 @@ MAX_SEQUENCES = 1024
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARS = 1024
 INT32 = 2**31 - 1
-
-
-class Body(BaseModel):
-    """Base of every body: strict types, finite numbers, explicit nulls read as "not given"."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            return {key: value for key, value in data.items() if value is not None}
-        return data
 
 
 class ErrorDetail(BaseModel):
@@ -194,8 +193,8 @@ class GenerationBody(Body):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, le=10)
-    logit_bias: LogitBias = {}
-    stop: Stop = []
+    logit_bias: LogitBias = Field({})
+    stop: Stop = Field([])
     stop_token_ids: list[TokenId] = Field([], max_length=MAX_STOP_TOKENS)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -206,8 +205,13 @@ class GenerationBody(Body):
     cache_salt: str = Field("", max_length=128)
     user: str | None = None
     return_token_ids: bool = False
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: GrammarText | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: GrammarText | None = None
+    """the older names of what is in `structured_outputs`"""
 
     def check(self) -> None:
         """Rules between fields, and what this server cannot do yet. Raises `ApiError`."""
@@ -217,12 +221,29 @@ class GenerationBody(Body):
             raise bad_request("best_of must be 1 or equal to n.", "best_of")
         if self.stream and self.prompt_logprobs is not None:
             raise bad_request("prompt_logprobs cannot be streamed.", "prompt_logprobs")
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise bad_request("response_format other than text is not supported yet.", "response_format")
-        if self.structured_outputs is not None:
-            raise bad_request("structured_outputs is not supported yet.", "structured_outputs")
+        if len(self._writers()) > 1:
+            raise bad_request(
+                "Give one of response_format, structured_outputs and the guided_ fields.", "structured_outputs"
+            )
 
-    def sampling(self, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
+    def grammar(self) -> Writer | None:
+        """What writes the grammar of the output, if one was asked for."""
+        writers = self._writers()
+        return writers[0] if writers else None
+
+    def _writers(self) -> list[Writer]:
+        out = [of_response_format(self.response_format)] if self.response_format is not None else []
+        if self.structured_outputs is not None:
+            out.append(of_structured_outputs(self.structured_outputs))
+        for name in ("json", "regex", "choice", "grammar"):
+            if (value := getattr(self, f"guided_{name}")) is not None:
+                _, write = of_structured_outputs(StructuredOutputs.model_validate({name: value}))
+                out.append((f"guided_{name}", write))
+        return [writer for writer in out if writer is not None]
+
+    def sampling(
+        self, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None, grammar: str | None = None
+    ) -> SamplingParams:
         """Raises `RequestError` for what only the engine's rules refuse."""
         return SamplingParams(
             max_tokens=max_tokens,
@@ -240,6 +261,7 @@ class GenerationBody(Body):
             ignore_eos=self.ignore_eos,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            grammar=grammar,
         )
 
 
@@ -264,8 +286,9 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = Field(None, ge=0, le=INT32)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: list[dict[str, Any]] = Field([], max_length=1024)
-    tool_choice: str | dict[str, Any] = "auto"
+    tools: Tools = Field([])
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
     functions: list[dict[str, Any]] = Field([], max_length=1024)
     chat_template: str | None = None
 
@@ -279,10 +302,14 @@ class ChatBody(GenerationBody):
             raise bad_request("max_tokens must be at least 1.", "max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs")
-        if self.tools or self.functions:
-            raise bad_request("Tools are not supported yet.", "tools" if self.tools else "functions")
-        if self.tool_choice not in ("none", "auto"):
-            raise bad_request("tool_choice other than none or auto is not supported yet.", "tool_choice")
+        if self.functions:
+            raise bad_request("functions is not supported; use tools.", "functions")
+        if self.tool_choice not in ("none", "auto") and not self.tools:
+            raise bad_request("tool_choice needs tools.", "tool_choice")
+        if isinstance(self.tool_choice, NamedToolChoice) and self.tool_choice.function.name not in names_of(self.tools):
+            raise bad_request(f"tool_choice: there is no tool {self.tool_choice.function.name!r}.", "tool_choice")
+        if self.tool_choice not in ("none", "auto") and self.grammar() is not None:
+            raise bad_request("tool_choice and a structured output both say what the answer is.", "tool_choice")
         if self.chat_template is not None:
             raise bad_request("A chat template is taken from the model only, never from a request.", "chat_template")
 
@@ -299,6 +326,7 @@ class TokenizeBody(Body):
     add_special_tokens: bool | None = None
     """default: true for a prompt, false for messages, whose template brings its own"""
     add_generation_prompt: bool = True
+    tools: Tools = Field([])
     return_token_strs: bool = False
 
 

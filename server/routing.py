@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
@@ -11,6 +12,11 @@ from fastapi.routing import APIRoute
 
 from weft.server.errors import bad_request, clip
 from weft.server.service import Service
+
+LOGGED_BODY = 4096
+"""bytes of a body that --log-requests shows at most"""
+
+logger = logging.getLogger("weft.requests")
 
 
 class JsonRequest(Request):
@@ -37,9 +43,18 @@ class JsonRoute(APIRoute):
             if request.method == "POST" and self.body_field is not None:
                 _require_json(request)
                 await json_request.json()  # here: inside FastAPI the error would lose its message; the value is cached
+                await _log_body(json_request)
             return await handler(json_request)
 
         return json_handler
+
+
+async def _log_body(request: Request) -> None:
+    service: Service = request.app.state.service
+    if service.config.log_requests:
+        body = (await request.body())[:LOGGED_BODY].decode(errors="replace")
+        fields = {"request_id": request.scope["weft.request_id"], "body": body}
+        logger.info("%s", request.scope["path"], extra={"fields": fields})
 
 
 def _require_json(request: Request) -> None:

@@ -7,13 +7,16 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
-from typing import Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from weft.engine.client import EngineClient
 from weft.engine.messages import EngineReady
+from weft.engine.streams import Streams
 from weft.server.admission import Admission
+from weft.server.board import Board
 from weft.server.config import ServeConfig
 from weft.server.errors import ApiError, bad_request, clip, unavailable
+from weft.server.keys import load_keys
+from weft.server.limits import RateLimits
 from weft.server.metrics import Metrics
 from weft.server.protocol import ChatMessage
 from weft.server.tokenizer import Tokenizer
@@ -43,43 +46,57 @@ class OpenAnswer(Protocol):
         ...
 
 
-class Engine:
+class Engine(NamedTuple):
     """A loaded model: everything that exists only once the engine is ready."""
 
-    def __init__(self, config: ServeConfig, client: EngineClient, ready: EngineReady, tokenizer: Tokenizer) -> None:
-        self.client = client
-        self.ready = ready
-        self.tokenizer = tokenizer
-        self.admission = Admission(
-            client,
-            max_num_seqs=ready.max_num_seqs,
-            max_requests=config.max_queued_requests,
-            max_tokens=config.max_queued_tokens,
-        )
+    client: Streams
+    ready: EngineReady
+    tokenizer: Tokenizer
+    admission: Admission
 
 
 class Service:
-    """One daemon's state. Lives on the event loop; only `offload` leaves it."""
+    """One API process's state. Lives on the event loop; only `offload` leaves it."""
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(
+        self, config: ServeConfig, board: Board | None = None, row: int = 0, keys: Sequence[bytes] | None = None
+    ) -> None:
+        """`row`: of this process on the daemon's `board`. `keys`: digests, when they have been read already."""
         self.config = config
-        self.metrics = Metrics()
+        self.keys = load_keys(config) if keys is None else list(keys)
+        self.board = board or Board(1, len(self.keys))
+        self.metrics = Metrics(self.board, row)
+        self.limits = RateLimits(self.board, self.metrics.rejected, config.rate_limit, config.rate_limit_tokens)
         self.phase = Phase.LOADING
         self.created = int(time.time())
         self.open: set[OpenAnswer] = set()
+        self._row = row
         self._engine: Engine | None = None
         self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
 
-    def attach(self, client: EngineClient, ready: EngineReady, tokenizer: Tokenizer) -> None:
+    def attach(self, client: Streams, ready: EngineReady, tokenizer: Tokenizer) -> None:
         """The model is loaded: serve it."""
-        self._engine = Engine(self.config, client, ready, tokenizer)
+        admission = Admission(
+            client,
+            self.board,
+            self._row,
+            self.metrics.rejected,
+            max_num_seqs=ready.max_num_seqs,
+            max_requests=self.config.max_queued_requests,
+            max_tokens=self.config.max_queued_tokens,
+        )
+        self._engine = Engine(client, ready, tokenizer, admission)
         self.metrics.engine_loaded(self.config.model_names[0], ready)
         client.on_stats = self.metrics.engine_stats
         if self.phase is Phase.LOADING:
             self.phase = Phase.SERVING
 
-    def engine_died(self) -> None:
-        self.phase = Phase.DEAD
+    def engine_died(self, *, restarting: bool = False) -> None:
+        """There is no engine any more. `restarting`: another one is on its way."""
+        if not restarting:
+            self.phase = Phase.DEAD
+        elif self.phase is Phase.SERVING:
+            self.phase = Phase.LOADING
         self.metrics.engine_died()
 
     def interrupt_all(self, error: ApiError, cause: str) -> None:
@@ -135,11 +152,16 @@ class Service:
         return await self.offload(lambda: [encode(text, add_special_tokens=add_special_tokens) for text in texts])
 
     async def encode_chat(
-        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True, add_special_tokens: bool = False
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[dict[str, Any]] = (),
+        add_generation_prompt: bool = True,
+        add_special_tokens: bool = False,
     ) -> list[int]:
         """Token ids of a conversation. The template writes the special tokens itself. Raises `ApiError`."""
         render = self.engine.tokenizer.render_chat
-        text = await self.offload(lambda: render(messages, add_generation_prompt=add_generation_prompt))
+        text = await self.offload(lambda: render(messages, tools=tools, add_generation_prompt=add_generation_prompt))
         (ids,) = await self.encode([text], add_special_tokens=add_special_tokens, param="messages")
         return ids
 

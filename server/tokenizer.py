@@ -33,6 +33,8 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         self.skip_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         """ids that never appear in text"""
+        self.special_ids = self.skip_ids
+        """ids that the vocabulary itself calls special"""
         self._token_bytes = TokenBytes.of(self._backend)
         self.longest_token = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
         """characters that one token can stand for at most"""
@@ -73,13 +75,28 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._hf.chat_template is not None
 
-    def render_chat(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> str:
+    @property
+    def chat_template(self) -> str | None:
+        """The template's text; of several, the one for tools or the default."""
+        template = self._hf.chat_template
+        if isinstance(template, dict):
+            return template.get("tool_use") or template.get("default")
+        return template
+
+    def render_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[dict[str, Any]] = (),
+        add_generation_prompt: bool = True,
+    ) -> str:
         """The prompt text for a conversation, special tokens included. Raises `ApiError`."""
         if not self.has_chat_template:
             raise bad_request("This model has no chat template; use /v1/completions.", "messages", "no_chat_template")
         try:
             text: str = self._hf.apply_chat_template(
                 [_as_template_input(message) for message in messages],
+                tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
             )
@@ -97,13 +114,14 @@ class Tokenizer:
         text: str = self._backend.decode(token_ids, skip_special_tokens=False)
         return text
 
-    def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
-        """For the text that continues `prompt`."""
+    def detokenizer(self, prompt: Sequence[int] = (), *, show: frozenset[int] = frozenset()) -> Detokenizer:
+        """For the text that continues `prompt`. show: special tokens that are text here."""
+        skip = self.skip_ids - show
         if self._token_bytes is not None:
             at_start = all(token_id in self.skip_ids for token_id in prompt)
-            return ByteDetokenizer(self._token_bytes, self.skip_ids, at_start=at_start)
+            return ByteDetokenizer(self._token_bytes, skip, at_start=at_start)
         context = [token_id for token_id in prompt if token_id not in self.skip_ids]
-        return WindowDetokenizer(self._decode, self.skip_ids, context[-_CONTEXT_TOKENS:])
+        return WindowDetokenizer(self._decode, skip, context[-_CONTEXT_TOKENS:])
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token, special ones included."""
@@ -113,6 +131,11 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         return spell(self.token_bytes(token_id))
+
+    def token_id(self, name: str) -> int | None:
+        """The id of a token by its own spelling."""
+        token_id: int | None = self._backend.token_to_id(name)
+        return token_id
 
     def token_name(self, token_id: int) -> str:
         """The vocabulary's own spelling of a token."""

@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from weft.server.errors import bad_request
 from weft.server.protocol import DetokenizeBody, TokenizeBody
 from weft.server.routing import JsonRoute, ServiceOf
+from weft.server.tools import template_tools
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -20,6 +21,7 @@ async def tokenize(body: TokenizeBody, service: ServiceOf) -> dict[str, Any]:
     if body.messages is not None and body.prompt is None:
         ids = await service.encode_chat(
             body.messages,
+            tools=template_tools(body.tools),
             add_generation_prompt=body.add_generation_prompt,
             add_special_tokens=bool(body.add_special_tokens),
         )

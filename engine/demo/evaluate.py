@@ -131,8 +131,8 @@ def evaluate(answerer: Answerer, tasks: Sequence[Task], limit: int, batch_size: 
     return scores
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+def main(argv: list[str] | None = None, parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser) -> int:
+    parser = parser_class(
         prog="weft demo evaluate",
         description="Measure the demo model on questions that its training never saw. Exits 1 if a skill is too weak.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

@@ -261,8 +261,8 @@ class Log:
         print(f"wrote {out}: {self.tokens / 1e9:.2f} billion tokens in {seconds:.0f} s")
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+def main(argv: list[str] | None = None, parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser) -> int:
+    parser = parser_class(
         prog="weft demo train",
         description="Train weft's demo model from nothing. Takes minutes on one GPU.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

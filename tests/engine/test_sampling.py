@@ -18,6 +18,7 @@ from transformers.generation import (
 
 from weft.engine.batch import uniform_draw
 from weft.engine.errors import RequestError
+from weft.engine.runner import PROMPT_LOGPROB_ROWS
 from weft.engine.sampling import SamplingParams
 from weft.kernels import sampling
 
@@ -218,3 +219,20 @@ def test_values_out_of_range_name_their_field(field: str, value: object) -> None
     with pytest.raises(RequestError) as error:
         SamplingParams(**{field: value})
     assert error.value.param == field
+
+
+def test_prompt_scores_never_hold_the_logits_of_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    demo = Harness("demo", max_num_batched_tokens=1024)
+    scores = sampling.logprobs_of
+
+    def watch(logits: torch.Tensor, *rest: object) -> object:
+        rows.append(logits.shape[0])
+        return scores(logits, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sampling, "logprobs_of", watch)
+    handle = demo.add(np.arange(3, 1503) % 2000 + 6, max_tokens=0, prompt_logprobs=1)
+    demo.run()
+    assert len(demo.prompt_logprobs[handle]) == 1499
+    assert sum(rows) == 1499
+    assert max(rows) <= PROMPT_LOGPROB_ROWS

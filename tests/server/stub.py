@@ -1,4 +1,4 @@
-"""An engine that plays a script, behind the real `EngineClient` interface and the real messages."""
+"""An engine that plays a script, behind the real `Streams` and the real messages."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from typing import Any
 
 import httpx
 import numpy as np
-import uvicorn
 import vocabularies
 
-from weft.engine.client import EngineClient
 from weft.engine.messages import (
     AbortRequests,
     AddRequest,
@@ -26,10 +24,11 @@ from weft.engine.messages import (
     ToEngine,
     TokenLogprobs,
 )
-from weft.server.app import create_app
+from weft.engine.streams import Streams
 from weft.server.config import ServeConfig
 from weft.server.service import Service
 from weft.server.tokenizer import Tokenizer
+from weft.server.worker import make_server
 
 MAX_MODEL_LEN = 512
 
@@ -57,7 +56,7 @@ class Script:
 
 
 @dataclass
-class Stub(EngineClient):
+class Stub(Streams):
     """`added` and `aborted` tell what the server sent."""
 
     tokenizer: Tokenizer
@@ -69,16 +68,7 @@ class Stub(EngineClient):
     running: int = 0
 
     def __post_init__(self) -> None:
-        # All of an `EngineClient` but its process and socket.
-        self.ready = None
-        self.stats = EngineStats()
-        self.dead = None
-        self.on_stats = None
-        self._streams = {}
-        self._next_handle = 1
-        self._failure = None
-        self._stopping = False
-        self._dead_event = asyncio.Event()
+        Streams.__init__(self, 0)
         self.eos = self.tokenizer.encode("<|eos|>")[-1]
         self.tasks: set[asyncio.Task[None]] = set()
         self.iterations = 0
@@ -115,8 +105,8 @@ class Stub(EngineClient):
                 self.resets += 1
 
     def die(self) -> None:
-        """The engine process ends, as the watcher thread would tell."""
-        self._on_exit(-9)
+        """The engine process ends, as the daemon would tell."""
+        self.mark_dead("the engine ended (signal SIGKILL)")
 
     def _deliver_one(self, handle: int, tokens: Sequence[int], finish: Finish, **more: Any) -> None:
         self.iterations += 1
@@ -226,9 +216,8 @@ async def serving(
     tokenizer.hide([engine.eos])
     if attach:
         service.attach(engine, engine.describe(), tokenizer)
-    config = uvicorn.Config(create_app(service), port=0, log_config=None, ws="none", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+    server = make_server(service)
+    server.config.port, server.config.timeout_graceful_shutdown = 0, 1
     task = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.005)

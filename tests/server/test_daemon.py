@@ -11,7 +11,6 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -19,57 +18,10 @@ from typing import Any
 
 import httpx
 import pytest
+from live import Daemon, running
 
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
 LONG = {"prompt": "What is 12 + 30?", "max_tokens": 400, "ignore_eos": True}
-
-
-class Daemon:
-    """`weft serve` on a free port."""
-
-    def __init__(self, log: Path, *options: str) -> None:
-        self._log = log
-        self.begun = time.monotonic()
-        with log.open("wb") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "weft.server.cli", "serve", "--port", "0", *options],
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-            )
-        self.ready_line = ""
-
-    def wait_ready(self) -> None:
-        assert self.process.stdout is not None
-        self.ready_line = self.process.stdout.readline()
-        self.curl_line = self.process.stdout.readline()
-        match = re.search(r"http://\S+", self.ready_line)
-        assert match, self.stderr()
-        self.url = match[0]
-
-    def stderr(self) -> str:
-        return self._log.read_text()
-
-    @property
-    def engine_pid(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        (pid,) = [int(child) for child in children]
-        return pid
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-
-
-@contextlib.contextmanager
-def running(tmp_path: Path, *options: str) -> Iterator[Daemon]:
-    daemon = Daemon(tmp_path / "stderr", *options)
-    try:
-        daemon.wait_ready()
-        yield daemon
-    finally:
-        daemon.end()
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +79,7 @@ def test_port_answers_while_the_model_loads(tmp_path: Path) -> None:
     daemon = Daemon(tmp_path / "stderr", "--port", str(port))
     try:
         seen = set()
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
             while (200, 200) not in seen:
                 assert daemon.process.poll() is None, daemon.stderr()
                 with contextlib.suppress(httpx.ConnectError):
@@ -230,9 +182,12 @@ async def test_sigterm_lets_open_streams_finish_and_takes_no_new_ones(tmp_path: 
 async def test_streams_that_do_not_finish_get_an_error_event(tmp_path: Path, signals: int) -> None:
     with running(tmp_path, "--drain-timeout", "0.1" if signals == 1 else "60") as daemon:
         async with open_streams(daemon, 4) as streams:
-            for _ in range(signals):
+            daemon.process.send_signal(signal.SIGTERM)
+            if signals == 2:
+                async with httpx.AsyncClient(base_url=daemon.url) as http:
+                    while (await http.get("/ready")).status_code == 200:  # two signals at once would be one
+                        await asyncio.sleep(0.01)
                 daemon.process.send_signal(signal.SIGTERM)
-                await asyncio.sleep(0.05)
             for events in await asyncio.gather(*streams):
                 assert events[-1]["error"]["code"] == "draining"
         assert await exit_code(daemon, 10) == 0

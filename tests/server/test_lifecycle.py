@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from exposed import value_of
 from stub import Script, Server, serving
 
 from weft.server import answer
@@ -26,7 +27,7 @@ def events(response: httpx.Response) -> list[Any]:
 
 
 def aborted(server: Server, cause: str) -> float:
-    return server.service.metrics.registry.get_sample_value("weft_aborted_total", {"cause": cause}) or 0.0
+    return value_of(server.service.metrics, "weft_aborted_total", {"cause": cause}) or 0.0
 
 
 async def open_requests(server: Server, *, streams: int, plain: int) -> list[asyncio.Task[httpx.Response]]:

@@ -104,6 +104,10 @@ def test_a_bad_value_names_where_it_came_from(monkeypatch: pytest.MonkeyPatch) -
     [
         (["serve", "--prot", "1"], "weft serve: unknown option --prot; did you mean --port?"),
         (["srve"], "weft: unknown command srve; did you mean serve?"),
+        (["serve", "a", "b"], "weft serve: unexpected argument b"),
+        (["demo", "evaluate", "--limt", "3"], "weft demo evaluate: unknown option --limt; did you mean --limit?"),
+        (["demo", "train", "--out", "x", "--stps", "3"], "unknown option --stps; did you mean --steps?"),
+        (["bench", "server", "--stream", "3"], "unknown option --stream; did you mean --streams?"),
         (["bench", "offline", "--wrkload", "1:1:1"], "unknown option --wrkload; did you mean --workload?"),
     ],
 )
@@ -122,6 +126,24 @@ def test_values_that_cannot_work_are_one_line_and_status_1(capsys: pytest.Captur
     assert main(["bench", "offline", "--workload", "many"]) == 1
     error = capsys.readouterr().err
     assert "--workload" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("triton", "needs a GPU; on a CPU use auto or torch"),
+        ("flash-attn", "needs a GPU; on a CPU use auto or torch"),
+        ("xformers", "'triton', 'flash-attn' or 'torch', not 'xformers'"),
+    ],
+)
+def test_an_attention_back_end_that_cannot_serve_is_one_line(
+    name: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "offline", "--device", "cpu", "--attention-backend", name, "--workload", "1:1:1"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("weft bench offline: --attention-backend")
+    assert message in error
     assert error.count("\n") == 1
 
 

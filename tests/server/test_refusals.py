@@ -24,6 +24,14 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     return body["error"]
 
 
+def schema_format(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+
+
+def tool(name: str, **parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", **parameters}}}
+
+
 COMMON = [
     ({"temperature": 2.1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
@@ -64,9 +72,29 @@ COMMON = [
     ({"cache_salt": "x" * 129}, "cache_salt"),
     ({"priority": "high"}, "priority"),
     ({"user": 7}, "user"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
-    ({"structured_outputs": {"regex": "a*"}}, "structured_outputs"),
+    ({"response_format": {"type": "yaml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
+    ({"response_format": schema_format({"type": "nonsense"})}, "response_format"),
+    ({"response_format": schema_format({"not": {}})}, "response_format"),
+    ({"response_format": schema_format({"$ref": "http://127.0.0.1/secret"})}, "response_format"),
+    ({"response_format": schema_format({"$ref": "file:///etc/passwd"})}, "response_format"),
+    ({"response_format": schema_format([])}, "response_format.json_schema.schema"),
+    ({"response_format": schema_format({"enum": ["x" * 70_000]})}, "response_format"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a*", "choice": ["b"]}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a(?=b)"}}, "structured_outputs"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice[0]"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+    ({"structured_outputs": {"grammar": "root ::= ("}}, "structured_outputs"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs"),
+    ({"guided_regex": "("}, "guided_regex"),
+    ({"guided_choice": []}, "guided_choice"),
+    ({"guided_json": {"type": 5}}, "guided_json"),
+    ({"guided_grammar": "root ::= ("}, "guided_grammar"),
+    ({"guided_regex": "a", "guided_choice": ["b"]}, "structured_outputs"),
 ]
 OF_COMPLETIONS = [
     ({"prompt": ""}, "prompt"),
@@ -101,7 +129,17 @@ OF_CHAT = [
     ({"logprobs": 3}, "logprobs"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools[0].function.name"),
+    ({"tools": [tool("f")] * 129}, "tools"),
+    ({"tools": [tool("f")]}, "tools"),
+    ({"tools": [tool("f")], "tool_choice": "sometimes"}, "tool_choice"),
+    ({"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+    ({"tools": [tool("f", type="nonsense")], "tool_choice": "required"}, "tools"),
+    ({"tools": [tool("f")], "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
+    ({"tools": [tool("f")], "tool_choice": 5}, "tool_choice"),
+    ({"tools": [tool("f")], "tool_choice": [[]]}, "tool_choice"),
+    ({"tools": [tool("f")], "tool_choice": {"type": "function"}}, "tool_choice"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),

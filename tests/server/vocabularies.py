@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 SPECIAL = ("<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 MERGES = ("h e", "l l", "he ll", "hell o", "w o", "Ġ wo", "r l", "Ġwo rl", "Ġworl d", "Ã ©", "ð Ł", "ðŁ ĺ", "o u")
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
+    "{{ bos_token }}{% if tools %}<|tool|>{{ tools | tojson }}{% endif %}{% for message in messages %}"
     "{% if message.role == 'tool' %}{{ raise_exception('tools are not understood') }}{% endif %}"
     "{{ '<|' + message.role + '|>' + message.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"

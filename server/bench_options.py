@@ -1,0 +1,19 @@
+"""Options of `weft bench server`, apart from the benchmark so that the command's help imports little."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--streams", type=int, default=640, metavar="N", help="streams open at once [640]")
+    parser.add_argument("--rate", type=float, default=20.0, metavar="X", help="tokens a second and stream [20]")
+    parser.add_argument("--seconds", type=float, default=10.0, metavar="X", help="time measured [10]")
+    parser.add_argument("--api-workers", type=int, default=1, metavar="N", help="API processes [1]")
+    parser.add_argument(
+        "--endpoint", choices=("completions", "chat"), default="completions", help="what is asked [completions]"
+    )
+    parser.add_argument(
+        "--tokenize", type=int, default=0, metavar="N", help="beside it, send prompts of N tokens, one after the other"
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")

@@ -1,0 +1,51 @@
+"""`Board`: numbers that all processes of one daemon share: counts for the metrics, load, and the keys' rate limits."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+CELLS = 4096
+"""float64 counts a row: what all metrics of a process take at most"""
+
+
+class Board:
+    """Anonymous shared memory: one row a process. A process writes its own row; a row outlives its process.
+
+    Attributes:
+        counts: [rows, CELLS] float64, laid out by `counters.Store`.
+        load: [rows, 2] int64, (open sequences, prompt tokens without a first output token).
+        buckets: [keys, 3] float64, by `limits.RateLimits`; change them under `lock()`.
+    """
+
+    def __init__(self, rows: int, num_keys: int = 0, fd: int | None = None) -> None:
+        """`fd`: of a board made by another process; rows and keys as there."""
+        self.rows = rows
+        self.fd = os.memfd_create("weft-board") if fd is None else fd
+        keys = max(1, num_keys)
+        sizes = np.array([rows * CELLS, rows * 2, keys * 3]) * 8
+        if fd is None:
+            os.ftruncate(self.fd, int(sizes.sum()))
+        self._map = mmap.mmap(self.fd, int(sizes.sum()))
+        at = np.concatenate(([0], np.cumsum(sizes))).tolist()
+        self.counts = np.frombuffer(self._map, np.float64, rows * CELLS, at[0]).reshape(rows, CELLS)
+        self.load = np.frombuffer(self._map, np.int64, rows * 2, at[1]).reshape(rows, 2)
+        self.buckets = np.frombuffer(self._map, np.float64, keys * 3, at[2]).reshape(keys, 3)
+
+    def row(self, row: int) -> memoryview[float]:
+        """A row of `counts`; single items change faster in it than in an array."""
+        return memoryview(self._map)[row * CELLS * 8 : (row + 1) * CELLS * 8].cast("d")
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Exclude other processes for some microseconds. The kernel releases it for a process that dies."""
+        fcntl.lockf(self.fd, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self.fd, fcntl.LOCK_UN)

@@ -1,0 +1,131 @@
+"""`Connection`: uvicorn's HTTP protocol with bounds on what a client may send before its request is known, and with
+OpenAI's error body for what is no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from weft.server.errors import ApiError
+from weft.server.express import EXTENSION
+
+MAX_HEADER_BYTES = 64 * 1024
+"""of the request line and all headers"""
+
+HEADER_SECONDS = 20.0
+"""from the first byte (or the connection) to the end of the headers"""
+
+
+class Outlet:
+    """The body of a response, for `express`."""
+
+    __slots__ = ("_cycle", "_flow", "_write")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._write = cycle.transport.write
+
+    def ready(self) -> bool:
+        cycle = self._cycle
+        return bool(cycle.chunked_encoding) and not (
+            cycle.disconnected or cycle.response_complete or self._flow.write_paused
+        )
+
+    def write(self, data: bytes) -> None:
+        self._write(b"%x\r\n%b\r\n" % (len(data), data))
+
+
+class Connection(HttpToolsProtocol):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._header_bytes = 0
+        self._in_headers = True
+        self._refused = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._timer = self.loop.call_later(HEADER_SECONDS, self._on_slow_headers)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        if self._in_headers:
+            self._header_bytes += len(data)
+            if self._timer is None:
+                self._timer = self.loop.call_later(HEADER_SECONDS, self._on_slow_headers)
+        super().data_received(data)
+        if self._in_headers and self._header_bytes > MAX_HEADER_BYTES:
+            self._refuse_size()
+
+    def on_headers_complete(self) -> None:
+        self._in_headers = False
+        self._header_bytes = 0
+        self._stop_timer()
+        hosts, size = 0, len(self.url)
+        for name, value in self.headers:
+            size += len(name) + len(value) + 4
+            hosts += name == b"host"
+        if size > MAX_HEADER_BYTES:
+            self._refuse_size()
+        elif hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
+            self._refuse(ApiError(400, "The request needs one Host header.", code="invalid_http"))
+        else:
+            super().on_headers_complete()
+            extensions: dict[str, Any] = {EXTENSION: Outlet(self.cycle)}
+            self.scope["extensions"] = extensions
+
+    def on_body(self, body: bytes) -> None:
+        if not self._refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_headers = True
+        if not self._refused:
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        if not self._refused:
+            self._refuse(ApiError(400, msg, code="invalid_http"))
+
+    def _on_slow_headers(self) -> None:
+        self._timer = None
+        if self._header_bytes:
+            self._refuse(ApiError(408, "The headers took too long to arrive.", code="slow_request"))
+        elif not self._busy:
+            self.transport.close()
+
+    def _refuse_size(self) -> None:
+        self._refuse(ApiError(431, f"The headers are larger than {MAX_HEADER_BYTES} bytes.", code="headers_too_large"))
+
+    @property
+    def _busy(self) -> bool:
+        """A request has come whole, or its answer has begun, and there is more of that answer to come."""
+        cycle = self.cycle
+        return cycle is not None and not cycle.response_complete and (cycle.response_started or not cycle.more_body)
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer and close. What comes after a request whose answer is under way only ends the connection."""
+        self._refused = True
+        self._stop_timer()
+        if not self._busy and not self.transport.is_closing():
+            body = error.body()
+            head = (
+                f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
+                f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            )
+            self.transport.write(head.encode() + body)
+        self.transport.close()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -1,0 +1,117 @@
+"""What the daemon and its API processes tell each other: a line of JSON a message, over a socket pair.
+
+The first line is a `Start`. A closed socket means that the other process has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Generic, TypeVar
+
+import msgspec
+
+LINE_LIMIT = 16 * 2**20
+"""bytes of a message at most: a configuration with very many keys"""
+
+
+class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
+    """What an API process is to be."""
+
+    config: str
+    """a `ServeConfig` as JSON"""
+    keys: list[str]
+    """digests of the API keys, hexadecimal; their order is that of the board's buckets"""
+    row: int
+    rows: int
+    board_fd: int
+    listener_fd: int
+
+
+class EngineUp(msgspec.Struct, tag="engine_up", frozen=True):
+    """There is an engine process: connect, and serve once it is ready."""
+
+    address: str
+    client: int
+
+
+class EngineDown(msgspec.Struct, tag="engine_down", frozen=True):
+    """The engine process has ended: so have all requests. With `restarting` another `EngineUp` follows."""
+
+    why: str
+    restarting: bool
+
+
+class Drain(msgspec.Struct, tag="drain", frozen=True):
+    """Take no new work; say `Idle` once nothing is open."""
+
+
+class Interrupt(msgspec.Struct, tag="interrupt", frozen=True):
+    """End all open answers with an error event."""
+
+
+class Stop(msgspec.Struct, tag="stop", frozen=True):
+    """End the process."""
+
+
+class Ready(msgspec.Struct, tag="ready", frozen=True):
+    """Serving; `chat`: the model has a chat template."""
+
+    chat: bool
+
+
+class Failed(msgspec.Struct, tag="failed", frozen=True):
+    """Cannot serve; `message` is one line for the operator."""
+
+    message: str
+
+
+class Idle(msgspec.Struct, tag="idle", frozen=True):
+    """Draining, and nothing is open any more."""
+
+
+ToWorker = Start | EngineUp | EngineDown | Drain | Interrupt | Stop
+FromWorker = Ready | Failed | Idle
+Incoming = TypeVar("Incoming")
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Channel(Generic[Incoming]):
+    """One end of the socket pair, on an asyncio loop."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, decoder: msgspec.json.Decoder[Incoming]
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._decoder = decoder
+
+    @classmethod
+    async def of_daemon(cls, sock: socket.socket) -> Channel[FromWorker]:
+        reader, writer = await asyncio.open_unix_connection(sock=sock, limit=LINE_LIMIT)
+        return Channel(reader, writer, msgspec.json.Decoder(FromWorker))
+
+    @classmethod
+    async def of_worker(cls, sock: socket.socket) -> Channel[ToWorker]:
+        reader, writer = await asyncio.open_unix_connection(sock=sock, limit=LINE_LIMIT)
+        return Channel(reader, writer, msgspec.json.Decoder(ToWorker))
+
+    def send(self, message: ToWorker | FromWorker) -> None:
+        """Messages are few and small: nothing waits for them to be taken. Dropped when the other end has gone."""
+        if not self._writer.is_closing():
+            self._writer.write(_encode(message) + b"\n")
+
+    async def messages(self) -> AsyncIterator[Incoming]:
+        """Until the other process closes its end, or ends with messages unread."""
+        with suppress(ConnectionError):
+            while line := await self._reader.readline():
+                yield self._decoder.decode(line)
+
+    async def first(self) -> Incoming:
+        return self._decoder.decode(await self._reader.readline())
+
+    def close(self) -> None:
+        self._writer.close()

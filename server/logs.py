@@ -1,0 +1,55 @@
+"""Logging to stderr, as text or as JSON. A record's `fields` (a mapping) become `key=value` pairs or JSON keys."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+import orjson
+
+from weft.server.config import ServeConfig
+
+
+def configure(config: ServeConfig) -> None:
+    """Set up this process's logging."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if config.log_format == "json" else TextFormatter())
+    logging.basicConfig(level=config.log_level.upper(), handlers=[handler], force=True)
+    # What uvicorn warns of is the doing of clients, who are answered.
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)
+    for name in ("asyncio", "httpx", "urllib3", "opentelemetry"):
+        logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    fields: dict[str, Any] = getattr(record, "fields", {})
+    return fields
+
+
+class TextFormatter(logging.Formatter):
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        # A client's text must not look like lines of its own.
+        shown = (
+            (name, repr(v) if isinstance(v, str) and not v.isprintable() else v) for name, v in _fields(record).items()
+        )
+        pairs = "".join(f" {name}={value}" for name, value in shown)
+        return super().formatMessage(record) + pairs
+
+
+class JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return orjson.dumps(line, default=str).decode()

@@ -1,0 +1,65 @@
+"""W3C trace context of requests, and OpenTelemetry spans for them when the operator asks and the package is there."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+from weft import __version__
+from weft.engine.errors import ConfigError
+
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(-.*)?")
+
+
+class TraceContext(NamedTuple):
+    """Where a request stands in the caller's trace (https://www.w3.org/TR/trace-context/, section 3.2)."""
+
+    traceparent: str
+    trace_id: str
+    parent_id: str
+
+
+def parse(traceparent: str | None) -> TraceContext | None:
+    """None for a header that is absent or not valid, which counts as absent."""
+    match = _TRACEPARENT.fullmatch(traceparent or "")
+    return TraceContext(match[0], match[1], match[2]) if match else None
+
+
+class Spans:
+    """A span for each request. Needs the packages of the `otel` extra."""
+
+    def __init__(self, exporter: Any, service_name: str = "weft") -> None:
+        """`exporter`: a `SpanExporter`."""
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        resource = Resource.create({"service.name": service_name, "service.version": __version__})
+        self._provider = TracerProvider(resource=resource)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("weft")
+        self._propagator = TraceContextTextMapPropagator()
+
+    @classmethod
+    def to(cls, endpoint: str) -> Spans:
+        """Spans for a collector that speaks OTLP over HTTP. Raises `ConfigError` without the packages."""
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+            return cls(OTLPSpanExporter(endpoint=endpoint))
+        except ImportError as error:
+            raise ConfigError(f"--otlp-endpoint needs {error.name}: pip install 'weft-serve[otel]'") from None
+
+    def begin(self, name: str, context: TraceContext | None, tracestate: str | None) -> Any:
+        from opentelemetry.trace import SpanKind
+
+        carrier = {} if context is None else {"traceparent": context.traceparent, "tracestate": tracestate or ""}
+        return self._tracer.start_span(name, context=self._propagator.extract(carrier), kind=SpanKind.SERVER)
+
+    def end(self, span: Any, attributes: dict[str, Any]) -> None:
+        span.set_attributes(attributes)
+        span.end()
+
+    def close(self) -> None:
+        self._provider.shutdown()

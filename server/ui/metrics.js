@@ -1,0 +1,123 @@
+// What the page knows of Prometheus: one answer of /metrics, and what changed between two of them.
+//
+// Everywhere `undefined` means that the server has no such series, and `null` that nothing was observed.
+
+const LINE = /^(weft_\w+?)(?:\{(.*)\})? (\S+)$/;
+const LABEL = /(\w+)="((?:[^"\\]|\\.)*)"/g;
+
+class Scrape {
+  /** time: in seconds, of any clock that never steps back. */
+  constructor(text, time) {
+    this.time = time;
+    this.families = new Map();
+    for (const line of text.split("\n")) {
+      const match = LINE.exec(line);
+      if (!match) continue;
+      const labels = {};
+      for (const [, key, value] of (match[2] ?? "").matchAll(LABEL)) {
+        labels[key] = value.replace(/\\(.)/g, (_, c) => (c === "n" ? "\n" : c));
+      }
+      const family = this.families.get(match[1]) ?? [];
+      this.families.set(match[1], family);
+      family.push({ labels, value: Number(match[3].replace("Inf", "Infinity")) });
+    }
+  }
+
+  /** All series of a name, or `undefined`. */
+  series(name) {
+    return this.families.get(name);
+  }
+
+  /** Sum over all series of a name whose labels include these. */
+  value(name, labels = {}) {
+    const wanted = Object.entries(labels);
+    const found = this.series(name)?.filter((s) => wanted.every(([key, value]) => s.labels[key] === value));
+    return found?.length ? found.reduce((sum, s) => sum + s.value, 0) : undefined;
+  }
+
+  /** [value of the label, sum] of each value that a label has. */
+  by(name, label) {
+    const sums = new Map();
+    for (const s of this.series(name) ?? []) {
+      sums.set(s.labels[label], (sums.get(s.labels[label]) ?? 0) + s.value);
+    }
+    return [...sums];
+  }
+
+  /** The labels of an `_info` series. */
+  info(name) {
+    return this.series(name)?.[0].labels;
+  }
+}
+
+/** The change from one scrape to a later one. */
+class Span {
+  constructor(from, to) {
+    this.from = from;
+    this.to = to;
+  }
+
+  grown(name, labels = {}) {
+    const now = this.to.value(name, labels);
+    return now === undefined ? undefined : now - (this.from.value(name, labels) ?? 0);
+  }
+
+  /** Per second. */
+  rate(name, labels = {}) {
+    const grown = this.grown(name, labels);
+    const seconds = this.to.time - this.from.time;
+    return grown === undefined ? undefined : seconds > 0 ? grown / seconds : null;
+  }
+
+  /** One counter's growth for each of another's; `labels` are of the first. */
+  ratio(name, whole, labels = {}) {
+    const [part, all] = [this.grown(name, labels), this.grown(whole)];
+    return part === undefined || all === undefined ? undefined : all > 0 ? part / all : null;
+  }
+
+  /** Of what a histogram observed. */
+  mean(name) {
+    return this.ratio(`${name}_sum`, `${name}_count`);
+  }
+
+  /** Of what a histogram observed; linear within a bucket, as Prometheus does it. */
+  quantile(name, q) {
+    const now = this.to.by(`${name}_bucket`, "le");
+    if (!now.length) return undefined;
+    const before = new Map(this.from.by(`${name}_bucket`, "le"));
+    const buckets = now
+      .map(([le, count]) => [le === "+Inf" ? Infinity : Number(le), count - (before.get(le) ?? 0)])
+      .sort((a, b) => a[0] - b[0]);
+    const rank = q * buckets.at(-1)[1];
+    if (rank <= 0) return null;
+    const i = buckets.findIndex(([, count]) => count >= rank);
+    const [low, below] = i ? buckets[i - 1] : [0, 0];
+    const [high, count] = buckets[i];
+    return high === Infinity ? low : low + ((high - low) * (rank - below)) / (count - below);
+  }
+}
+
+/** The last scrapes of one life of a server. */
+class Recent {
+  static SECONDS = 15;
+  static GAP = 5;
+
+  constructor() {
+    this.scrapes = [];
+  }
+
+  add(scrape) {
+    const last = this.scrapes.at(-1);
+    const ever = "weft_event_loop_lag_seconds_count";
+    const restarted = last && scrape.value(ever) < last.value(ever);
+    if (restarted || scrape.time - last?.time > Recent.GAP) this.scrapes = [];
+    this.scrapes.push(scrape);
+    this.scrapes = this.scrapes.filter((s) => scrape.time - s.time <= Recent.SECONDS);
+  }
+
+  /** The change over about the last `seconds`, or less when less is known. */
+  over(seconds) {
+    const last = this.scrapes.at(-1);
+    return new Span(this.scrapes.find((s) => last.time - s.time <= seconds + 0.5), last);
+  }
+}

@@ -1,0 +1,16 @@
+"""One figure of what a daemon exposes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from weft.server.metrics import Metrics
+
+
+def value_of(metrics: Metrics, name: str, labels: Mapping[str, str] | None = None) -> float | None:
+    """None when there is no such sample."""
+    families = text_string_to_metric_families(metrics.render().decode())
+    found = (s.value for family in families for s in family.samples if s.name == name and s.labels == (labels or {}))
+    return next(found, None)

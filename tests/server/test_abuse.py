@@ -1,0 +1,264 @@
+"""What no honest client sends: the right status, OpenAI's error body, and a server that serves on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from exposed import value_of
+from stub import Script, Server, serving
+
+from weft.server import connection, middleware
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+@pytest_asyncio.fixture(autouse=True, loop_scope="module")
+async def _serves_on(server: Server) -> AsyncIterator[None]:
+    yield
+    await server.settle(lambda: not server.service.open)
+    assert (await server.complete(prompt="hi"))["choices"][0]["text"] == "hello world"
+    assert server.engine.num_open == 0
+    assert server.service.engine.admission.prefill_tokens == 0
+
+
+async def exchange(server: Server, *parts: bytes, pause: float = 0.01, eof: bool = False) -> tuple[int, Any]:
+    """Send bytes on a connection of its own; the status and the body of the answer, or (0, None) without one."""
+    host, port = server.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(pause)
+        if eof:
+            writer.write_eof()
+        async with asyncio.timeout(10):
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+            body = await reader.readexactly(int(length.split(b":")[1]))
+        return int(head.split()[1]), json.loads(body)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return 0, None
+    finally:
+        writer.close()
+
+
+def with_body(body: bytes, head: bytes = POST) -> bytes:
+    return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x00\x01\x02\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # a TLS hello
+        b"GET / HTTP/9.9\r\nHost: x\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nno colon\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nA: \x01\r\n\r\n",
+        b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n",
+        POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
+        POST + b"Content-Length: -5\r\n\r\n",
+        POST + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        POST + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n",
+    ],
+    ids=repr,
+)
+async def test_what_is_no_http(server: Server, data: bytes) -> None:
+    status, body = await exchange(server, data)
+    assert status == 400
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("host", [b"", b"a b", b"[::1]:99999", b"x/../admin", b"\xff\xfe", b"evil.example, other"])
+async def test_unusual_hosts_change_nothing(server: Server, host: bytes) -> None:
+    status, body = await exchange(server, b"GET /health HTTP/1.1\r\nHost: " + host + b"\r\n\r\n")
+    assert (status, body) == (200, {"status": "ok"})
+
+
+@pytest.mark.parametrize("target", [b"*", b"/%00", b"/%ff%fe", b"//", b"/v1/../health", b"http://other/health?x=\x27"])
+async def test_unusual_targets_have_an_answer(server: Server, target: bytes) -> None:
+    status, _ = await exchange(server, b"GET " + target + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert status in (200, 400, 404)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["complete", "endless"])
+@pytest.mark.parametrize("kind", ["one", "many", "path"])
+async def test_huge_headers_are_431(server: Server, whole: bool, kind: str) -> None:
+    size = connection.MAX_HEADER_BYTES + 10
+    fill = {
+        "one": b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"a" * size,
+        "many": b"GET /health HTTP/1.1\r\nHost: x" + b"\r\nA: a" * (size // 5),
+        "path": b"GET /" + b"a" * size + b" HTTP/1.1\r\nHost: x",
+    }[kind]
+    status, body = await exchange(server, fill + b"\r\n\r\n" * whole)
+    assert (status, body["error"]["code"]) == (431, "headers_too_large")
+
+
+async def test_slow_headers_are_408(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEADER_SECONDS", 0.1)
+    status, body = await exchange(server, b"GET /he", b"alth HTTP/1.1\r\nHo", pause=0.02)
+    assert (status, body["error"]["code"]) == (408, "slow_request")
+    assert await exchange(server, pause=0.3) == (0, None)  # nothing at all: closed without an answer
+    # The second request of a connection has as long as the first.
+    status, _ = await exchange(server, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", b"GET", pause=0.3)
+    assert status == 200
+
+
+async def test_a_slow_body_is_408(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware.BodyLimit, "BODY_SECONDS", 0.2)
+    status, body = await exchange(server, POST + b"Content-Length: 100\r\n\r\n", b"{", pause=0.01)
+    assert (status, body["error"]["code"]) == (408, "slow_request")
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_33_mib_are_413(server: Server, chunked: bool) -> None:
+    size, block = 33 * 2**20, b"x" * 2**20
+    if chunked:
+        parts = [POST + b"Transfer-Encoding: chunked\r\n\r\n", *[b"100000\r\n" + block + b"\r\n"] * 33, b"0\r\n\r\n"]
+    else:
+        parts = [POST + b"Content-Length: %d\r\n\r\n" % size, *[block] * 33]
+    status, body = await exchange(server, *parts, pause=0)
+    assert (status, body["error"]["code"]) == (413, "body_too_large")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        POST + b"Content-Length: 100\r\n\r\n{",
+        POST + b'Transfer-Encoding: chunked\r\n\r\n5\r\n{"a"',
+        POST + b"Transfer-Encoding: chunked\r\n\r\n",
+    ],
+    ids=repr,
+)
+async def test_a_body_that_breaks_off_is_nobodys_error(server: Server, data: bytes) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    counted = partial(value_of, server.service.metrics)
+    labels = {"endpoint": "/v1/completions", "status": "499"}
+    before = counted("weft_requests_total", labels) or 0
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.write(data)
+    await asyncio.sleep(0.05)
+    writer.close()
+    await server.settle(lambda: counted("weft_requests_total", labels) == before + 1)
+    assert counted("weft_requests_total", {"endpoint": "/v1/completions", "status": "500"}) is None
+
+
+BAD_JSON = [
+    b"",
+    b"{",
+    b"null",
+    b"[]",
+    b'"text"',
+    b'{"prompt": "\\ud800"}',
+    b'{"prompt": "\xff"}',
+    b'{"prompt": "\xed\xa0\x80"}',
+    b'{"prompt": "hi", "temperature": NaN}',
+    b'{"prompt": "hi", "temperature": 1e999}',
+    b'{"prompt": "hi", "temperature": -Infinity}',
+    b'{"prompt": "hi", "seed": 1e999}',
+    b'{"prompt": "hi", "max_tokens": 1e30}',
+    b'{"prompt": "hi", "max_tokens": 999999999999999999999999999}',
+    b'{"prompt": [1e999]}',
+    b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    b'{"prompt": "hi"' + b" " * 1_000_000 + b"",
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "data"),
+    [
+        (path, data)
+        for path in (b"/v1/completions", b"/v1/chat/completions", b"/tokenize", b"/detokenize")
+        for data in BAD_JSON
+        if b"max_tokens" not in data or path.startswith(b"/v1")  # no field of the others
+    ],
+    ids=lambda value: repr(value[:40]),
+)
+async def test_bodies_that_cannot_be_used_are_400(server: Server, path: bytes, data: bytes) -> None:
+    head = b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    status, body = await exchange(server, with_body(data, head), pause=0)
+    assert status == 400
+    assert body["error"]["type"] == "invalid_request_error"
+
+
+async def test_random_bytes_never_bring_a_500(server: Server) -> None:
+    rng = random.Random(7)
+    seed = with_body(b'{"prompt": "hi", "stream": true, "max_tokens": 3, "stop": ["x"]}')
+    server.engine.script = Script("abc")
+    for _ in range(200):
+        data = bytearray(seed)
+        for _ in range(rng.randint(1, 8)):
+            at = rng.randrange(len(data))
+            match rng.randrange(3):
+                case 0:
+                    data[at] = rng.randrange(256)
+                case 1:
+                    del data[at : at + rng.randint(1, 20)]
+                case 2:
+                    data[at:at] = rng.randbytes(rng.randint(1, 20))
+        host, port = server.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(bytes(data))
+        writer.write_eof()
+        try:
+            async with asyncio.timeout(0.3):
+                head = await reader.readline()
+        except (TimeoutError, ConnectionError):
+            head = b""
+        writer.close()
+        assert not head or head.split()[1][:1] in (b"2", b"4"), bytes(data)
+    server.engine.script = Script()
+
+
+async def test_garbage_behind_a_request_does_not_get_into_its_answer(server: Server) -> None:
+    gate = asyncio.Event()
+    server.engine.script = Script("abc", gate=gate)
+    host, port = server.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(with_body(b'{"prompt": "hi", "stream": true}') + b"\x00garbage\r\n\r\n")
+    await asyncio.sleep(0.05)
+    gate.set()
+    data = await reader.read()
+    writer.close()
+    assert b"HTTP/1.1 400" not in data[1:]
+    server.engine.script = Script()
+
+
+async def test_clients_that_vanish_leave_nothing_behind() -> None:
+    rng = random.Random(3)
+    async with serving() as server:
+        server.engine.script = Script("word " * 40, delay=0.002)
+        host, port = server.url.removeprefix("http://").split(":")
+        before = len(asyncio.all_tasks())
+
+        async def vanish() -> None:
+            stream = rng.choice([b"true", b"false"])
+            reader, writer = await asyncio.open_connection(host, int(port))
+            n = b"%d" % rng.choice([1, 1, 2])
+            writer.write(with_body(b'{"prompt": "hi", "max_tokens": 60, "stream": ' + stream + b', "n": ' + n + b"}"))
+            await asyncio.sleep(rng.random() * 0.1)
+            if rng.random() < 0.5:
+                await reader.read(100)
+            writer.transport.abort() if rng.random() < 0.5 else writer.close()
+
+        for _ in range(4):
+            await asyncio.gather(*(vanish() for _ in range(50)))
+        await server.settle(lambda: not server.service.open and not server.engine.num_open)
+        await server.settle(lambda: not server.engine.tasks)
+        await server.settle(lambda: len(asyncio.all_tasks()) <= before)
+        assert server.service.engine.admission.prefill_tokens == 0
+        assert server.service.board.load.sum() == 0

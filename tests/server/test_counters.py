@@ -1,0 +1,133 @@
+"""Counters in shared memory: as `prometheus_client` would show them, summed over processes, never falling."""
+
+from __future__ import annotations
+
+import os
+import random
+from functools import partial
+
+import prometheus_client
+import pytest
+from exposed import value_of
+from prometheus_client.exposition import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from weft import __version__
+from weft.engine.messages import EngineReady, EngineStats
+from weft.server.board import Board
+from weft.server.counters import Counter, Histogram, Store
+from weft.server.metrics import Metrics
+
+BOUNDS = (0.001, 0.01, 0.5, 1.0, 16.0)
+READY = EngineReady(
+    model_type="stub",
+    num_parameters=0,
+    dtype="float32",
+    device="cpu",
+    vocab_size=1,
+    max_model_len=1,
+    page_size=64,
+    num_pages=2,
+    max_num_seqs=1,
+    max_num_batched_tokens=1,
+    eos_token_ids=(),
+    load_seconds=0.0,
+)
+
+
+def test_exposition_is_that_of_prometheus_client() -> None:
+    prometheus_client.disable_created_metrics()
+    theirs = prometheus_client.CollectorRegistry()
+    histogram = prometheus_client.Histogram("h", "text", ["tier"], buckets=BOUNDS, registry=theirs)
+    counter = prometheus_client.Counter("c", "more", ["a", "b"], registry=theirs)
+    board = Board(3)
+    stores = [Store(board, row) for row in range(3)]
+    mine = [
+        (Histogram(s, "h", "text", BOUNDS, tier=("gpu", "host")), Counter(s, "c", "more", a=("x", "y"), b=("z",)))
+        for s in stores
+    ]
+    rng = random.Random(1)
+    # In the order of the labels' values, which is the order of exposition.
+    for tier in ("gpu", "host"):
+        for _ in range(200):
+            value = rng.choice([*BOUNDS, rng.expovariate(1)])
+            histogram.labels(tier).observe(value)
+            rng.choice(mine)[0].labels(tier).observe(value)
+    for a, b in (("x", "z"), ("y", "z")):
+        for _ in range(50):
+            counter.labels(a, b).inc()
+            rng.choice(mine)[1].labels(a, b).inc()
+
+    def parsed(text: str) -> object:
+        return [
+            (f.name, f.type, f.documentation, s.name, s.labels, pytest.approx(s.value))
+            for f in text_string_to_metric_families(text)
+            for s in f.samples
+        ]
+
+    assert parsed(stores[1].text()) == parsed(generate_latest(theirs).decode())
+
+
+def test_counters_of_one_label_are_told_before_anything_was_counted() -> None:
+    board = Board(1)
+    store = Store(board, 0)
+    Counter(store, "c", "text", reason=("x", "y"))
+    Counter(store, "d", "text")
+    Counter(store, "e", "text", a=("x", "y"), b=("z",))
+    lines = [line for line in store.text().splitlines() if not line.startswith("#")]
+    assert lines == ['c_total{reason="x"} 0.0', 'c_total{reason="y"} 0.0', "d_total 0.0"]
+
+
+def test_label_values_are_escaped() -> None:
+    metrics = Metrics()
+    name = 'a "model"\\with\nmuch'
+    metrics.engine_loaded(name, READY)
+    labels = {"version": __version__, "model": name, "dtype": "float32", "device": "cpu"}
+    assert value_of(metrics, "weft_build_info", labels) == 1
+
+
+def test_values_outside_a_labels_set_count_as_other() -> None:
+    metrics = Metrics()
+    metrics.aborted.labels("made up").inc()
+    metrics.requests.labels("/made/up", "299").inc()
+    value = partial(value_of, metrics)
+    assert value("weft_aborted_total", {"cause": "other"}) == 1
+    assert value("weft_requests_total", {"endpoint": "other", "status": "other"}) == 1
+
+
+def test_any_process_tells_the_sum_and_what_a_dead_one_counted_stays() -> None:
+    board = Board(3)
+    pid = os.fork()
+    if pid == 0:
+        other = Metrics(Board(3, fd=board.fd), 2)
+        for _ in range(1000):
+            other.ttft.observe(0.1)
+            other.finished.labels("stop").inc()
+        os._exit(9)
+    mine = Metrics(board, 1)
+    for _ in range(10):
+        mine.finished.labels("stop").inc()
+    os.waitpid(pid, 0)
+    again = Metrics(board, 2)  # the dead process's successor goes on where it ended
+    again.finished.labels("stop").inc()
+    for metrics in (mine, again, Metrics(board, 0)):
+        assert value_of(metrics, "weft_finished_total", {"reason": "stop"}) == 1011
+        assert value_of(metrics, "weft_time_to_first_token_seconds_count") == 1000
+
+
+def test_iterations_count_once() -> None:
+    metrics = Metrics()
+    for iterations in (1, 1, 2):  # the second brings aborts
+        stats = EngineStats(iterations=iterations, iteration_tokens=5, load_seconds=[("ssd", 0.01)])
+        metrics.engine_stats(stats)
+        metrics.count_iteration(stats)
+    value = partial(value_of, metrics)
+    assert value("weft_iteration_tokens_count") == 2
+    assert value("weft_iteration_tokens_sum") == 10
+    assert value("weft_kv_load_seconds_count", {"tier": "ssd"}) == 3
+
+
+def test_more_cells_than_there_are() -> None:
+    store = Store(Board(1), 0)
+    with pytest.raises(ValueError, match="cells"):
+        Counter(store, "c", "text", a=[str(i) for i in range(5000)])

@@ -1,0 +1,111 @@
+"""Keys from flags and files, and what a key may use a minute, over all processes."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+
+import pytest
+from exposed import value_of
+from stub import serving
+
+from weft.engine.errors import ConfigError
+from weft.server.board import Board
+from weft.server.config import ServeConfig
+from weft.server.keys import digest, load_keys, match
+from weft.server.limits import RateLimits
+from weft.server.metrics import Metrics
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_keys_come_from_flags_and_a_file_plain_or_hashed(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    hashed = hashlib.sha256(b"third").hexdigest()
+    file.write_text(f"# team a\nsecond\n\n  sha256:{hashed}  \nfirst\n")
+    keys = load_keys(ServeConfig(api_key=["first"], api_key_file=str(file)))
+    assert keys == [digest("first"), digest("second"), digest("third")]
+    assert [match(key, keys) for key in ("first", "second", "third", f"sha256:{hashed}", "")] == [0, 1, 2, None, None]
+
+
+@pytest.mark.parametrize(("text", "message"), [(None, "cannot read"), ("# none\n", "has no key"), (b"\xff", "UTF-8")])
+def test_a_file_without_keys_is_an_error_not_an_open_door(
+    tmp_path: Path, text: str | bytes | None, message: str
+) -> None:
+    file = tmp_path / "keys"
+    if text is not None:
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError, match=message):
+        load_keys(ServeConfig(api_key_file=str(file)))
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+
+def test_requests_a_minute_hold_over_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    board = Board(2, 2)
+    processes = [
+        RateLimits(Board(2, 2, board.fd), Metrics(board, row).rejected, requests=6, tokens=None) for row in range(2)
+    ]
+    assert [processes[i % 2].enter(1) is None for i in range(8)] == [True] * 6 + [False] * 2
+    assert processes[0].enter(0) is None  # another key
+    refusal = processes[1].enter(1)
+    assert refusal is not None
+    assert (refusal.status, refusal.retry_after) == (429, 10)
+    clock.now += 10
+    assert [processes[i % 2].enter(1) is None for i in range(2)] == [True, False]
+    clock.now += 1e6  # an allowance does not pile up
+    assert [processes[0].enter(1) is None for _ in range(7)] == [True] * 6 + [False]
+
+
+def test_tokens_are_charged_when_known_and_paid_back_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    board = Board(1, 1)
+    limits = RateLimits(board, Metrics(board).rejected, requests=None, tokens=60)
+    assert limits.enter(0) is None
+    limits.charge(0, 90)
+    refusal = limits.enter(0)
+    assert refusal is not None
+    assert refusal.retry_after == 31
+    clock.now += 31
+    assert limits.enter(0) is None
+    limits.charge(0, 10**9)
+    refusal = limits.enter(0)
+    assert refusal is not None
+    assert refusal.retry_after == 120
+
+
+@pytest.mark.asyncio
+async def test_rates_over_http() -> None:
+    async with serving(api_key=["a", "b"], rate_limit=2) as server:
+        body = {"prompt": "hi", "max_tokens": 2}
+        statuses = [(await server.post("/v1/completions", body, headers=bearer("a"))).status_code for _ in range(3)]
+        assert statuses == [200, 200, 429]
+        refused = await server.post("/v1/completions", body, headers=bearer("a"))
+        assert refused.json()["error"] == {
+            "message": "This key may use 2 requests a minute.",
+            "type": "rate_limit_error",
+            "param": None,
+            "code": "rate_limit_exceeded",
+        }
+        assert 0 < int(refused.headers["retry-after"]) <= 30
+        assert (await server.post("/v1/completions", body, headers=bearer("b"))).status_code == 200
+        assert (await server.http.get("/v1/models", headers=bearer("a"))).status_code == 200
+        rejected = value_of(server.service.metrics, "weft_rejected_total", {"reason": "rate_limit_exceeded"})
+        assert rejected == 2
+
+
+@pytest.mark.asyncio
+async def test_token_rates_count_prompt_and_output() -> None:
+    async with serving(rate_limit_tokens=9) as server:
+        body = {"prompt": [1, 2, 3, 4, 5, 6, 7], "max_tokens": 5}
+        assert (await server.post("/v1/completions", body)).status_code == 200
+        refused = await server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})
+        assert refused.status_code == 429

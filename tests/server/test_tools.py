@@ -1,0 +1,235 @@
+"""Tools through the chat endpoint: the template sees them, calls come back as such, `tool_choice` is a constraint."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from stub import Script, Server, serving
+
+from weft.engine import grammar_text
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ADD: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"$ref": "#/$defs/int"}},
+            "required": ["a"],
+            "$defs": {"int": {"type": "integer"}},
+        },
+    },
+}
+NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
+NAMED = {"type": "function", "function": {"name": "now"}}
+TWO_CALLS = (
+    'Let me see.<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def _hermes() -> AsyncIterator[Server]:
+    async with serving(tool_call_parser="hermes") as server:
+        yield server
+
+
+@pytest.fixture
+def hermes(_hermes: Server) -> Server:
+    _hermes.engine.script = Script(TWO_CALLS)
+    _hermes.engine.added.clear()
+    return _hermes
+
+
+async def streamed(server: Server, **body: Any) -> list[Any]:
+    messages = [{"role": "user", "content": "hi"}]
+    response = await server.post("/v1/chat/completions", {"messages": messages, "stream": True, **body})
+    assert response.status_code == 200, response.text
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+async def test_calls_come_back_beside_the_text(hermes: Server) -> None:
+    choice = (await hermes.chat(tools=[ADD, NOW]))["choices"][0]
+    message = choice["message"]
+    assert message["content"] == "Let me see."
+    calls = [(call["type"], call["function"]) for call in message["tool_calls"]]
+    assert calls == [
+        ("function", {"name": "add", "arguments": '{"a": 1}'}),
+        ("function", {"name": "now", "arguments": "{}"}),
+    ]
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+    assert choice["finish_reason"] == "tool_calls"
+    assert hermes.engine.added[-1].params.grammar is None
+
+
+async def test_content_is_null_beside_calls_alone(hermes: Server) -> None:
+    hermes.engine.script = Script('<tool_call>{"name": "now", "arguments": {}}</tool_call>')
+    message = (await hermes.chat(tools=[NOW]))["choices"][0]["message"]
+    assert message["content"] is None
+
+
+async def test_an_answer_without_calls_is_plain(hermes: Server) -> None:
+    hermes.engine.script = Script("no calls <here>")
+    choice = (await hermes.chat(tools=[NOW]))["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": "no calls <here>", "refusal": None}
+    assert choice["finish_reason"] == "stop"
+
+
+async def test_calls_are_streamed_as_deltas(hermes: Server) -> None:
+    first, *chunks = await streamed(hermes, tools=[ADD, NOW], n=2)
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    for index in (0, 1):
+        choices = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+        assert "".join(c["delta"].get("content", "") for c in choices) == "Let me see."
+        deltas = [call for c in choices for call in c["delta"].get("tool_calls", ())]
+        assert len(deltas) > 2, "arguments come in pieces"
+        for call, (name, arguments) in enumerate([("add", '{"a": 1}'), ("now", "{}")]):
+            begin, *rest = [delta for delta in deltas if delta["index"] == call]
+            assert (begin["function"]["name"], begin["type"]) == (name, "function")
+            assert begin["id"]
+            assert all("id" not in delta for delta in rest)
+            assert "".join(delta["function"]["arguments"] for delta in (begin, *rest)) == arguments
+        assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["tool_calls"]
+        empty = [c for c in choices if not c["delta"] and c["finish_reason"] is None]
+        assert empty == []
+
+
+async def test_only_one_call_when_they_may_not_be_parallel(hermes: Server) -> None:
+    message = (await hermes.chat(tools=[ADD, NOW], parallel_tool_calls=False))["choices"][0]["message"]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["add"]
+
+
+async def test_the_template_is_given_the_tools(hermes: Server) -> None:
+    await hermes.chat(tools=[ADD])
+    with_tools = hermes.engine.tokenizer.decode(hermes.engine.prompt())
+    assert json.dumps(ADD) in with_tools
+    await hermes.chat(tools=[ADD], tool_choice="none")
+    assert hermes.engine.tokenizer.decode(hermes.engine.prompt()) == "hi"
+    counted = await hermes.post("/tokenize", {"messages": [{"role": "user", "content": "hi"}], "tools": [ADD]})
+    assert counted.json()["count"] > len(hermes.engine.prompt())
+
+
+async def test_none_leaves_the_text_alone(hermes: Server) -> None:
+    choice = (await hermes.chat(tools=[ADD], tool_choice="none"))["choices"][0]
+    assert choice["message"]["content"] == TWO_CALLS
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("choice", "parallel", "good", "bad"),
+    [
+        ("required", True, TWO_CALLS.removeprefix("Let me see."), "Let me see."),
+        ("required", False, '<tool_call>\n{"name": "add", "arguments": {"a":1}}\n</tool_call>', TWO_CALLS[11:]),
+        (NAMED, True, TWO_CALLS[TWO_CALLS.rindex("<tool_call>") :], TWO_CALLS[11:]),
+    ],
+    ids=["required", "one", "named"],
+)
+async def test_a_required_call_is_a_constraint(
+    hermes: Server, choice: Any, parallel: bool, good: str, bad: str
+) -> None:
+    body = await hermes.chat(tools=[ADD, NOW], tool_choice=choice, parallel_tool_calls=parallel)
+    grammar = hermes.engine.added[-1].params.grammar
+    assert grammar is not None
+    assert accepts(grammar, good)
+    assert not accepts(grammar, bad)
+    expected = "stop" if choice is NAMED else "tool_calls"
+    assert body["choices"][0]["finish_reason"] == expected
+
+
+def accepts(grammar: str, text: str) -> bool:
+    """Is this text, as a whole, in the grammar's language? Decided byte by byte."""
+    from llguidance import LLMatcher, LLTokenizer
+
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=grammar_text.LIMITS)
+    return all(matcher.consume_token(byte) for byte in text.encode()) and matcher.is_accepting()
+
+
+async def test_a_family_that_is_not_known_can_still_be_made_to_call(server: Server) -> None:
+    server.engine.script = Script('{"name": "add", "parameters": {"a": 1}}')
+    choice = (await server.chat(tools=[ADD], tool_choice="required"))["choices"][0]
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    grammar = server.engine.added[-1].params.grammar
+    assert grammar is not None
+    assert accepts(grammar, '{"name": "add", "parameters": {"a": 1}}')
+    assert not accepts(grammar, '{"name": "add", "parameters": {"a": "1"}}')
+
+
+STRUCTURED: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": {"type": "json_object"}}, '{"a": [1, null]}', "[1]"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}},
+        "17",
+        '"17"',
+    ),
+    ({"structured_outputs": {"json": {"enum": ["é", 2]}}}, '"é"', '"e"'),
+    ({"structured_outputs": {"json": '{"type": "boolean"}'}}, "true", "yes"),
+    ({"structured_outputs": {"json_object": True}}, "{}", "1"),
+    ({"structured_outputs": {"regex": "a+b"}}, "aab", "aa"),
+    ({"structured_outputs": {"choice": ["yes", "no"]}}, "no", "maybe"),
+    ({"structured_outputs": {"grammar": 'root ::= "x" root | "y"'}}, "xxy", "xx"),
+    ({"structured_outputs": {"grammar": 'start: "x" start | "y"'}}, "xxy", "xx"),
+    ({"guided_json": {"type": "integer"}}, "5", "x"),
+    ({"guided_regex": "[0-9]"}, "5", "55"),
+    ({"guided_choice": ["a\nb"]}, "a\nb", "ab"),
+    ({"guided_grammar": 'root ::= "z"'}, "z", "zz"),
+]
+
+
+@pytest.mark.parametrize(("fields", "good", "bad"), STRUCTURED, ids=str)
+async def test_structured_outputs_become_grammars(server: Server, fields: dict[str, Any], good: str, bad: str) -> None:
+    await server.complete(**fields)
+    await server.chat(**fields)
+    await streamed(server, **fields)
+    grammars = {added.params.grammar for added in server.engine.added}
+    assert len(server.engine.added) == 3
+    (grammar,) = grammars
+    assert grammar is not None
+    assert accepts(grammar, good)
+    assert not accepts(grammar, bad)
+
+
+async def test_plain_text_needs_no_grammar(server: Server) -> None:
+    for fields in ({"response_format": {"type": "text"}}, {"response_format": None, "structured_outputs": None}):
+        await server.complete(**fields)
+        assert server.engine.added[-1].params.grammar is None
+
+
+async def test_a_grammar_is_checked_off_the_event_loop(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    import time
+
+    from weft.server import structured
+
+    def slow(_: str) -> None:
+        time.sleep(0.4)
+
+    monkeypatch.setattr(structured, "_check", slow)
+    monkeypatch.setattr(structured, "CHECK_SECONDS", 0.1)
+    request = asyncio.create_task(server.post("/v1/completions", {"prompt": "hi", "guided_regex": "a"}))
+    await asyncio.sleep(0.01)
+    begun = time.monotonic()
+    await server.complete()
+    assert time.monotonic() - begun < 0.3
+    response = await request
+    assert response.status_code == 400
+    assert "to check" in response.json()["error"]["message"]
+
+
+async def test_what_the_engine_refuses_is_the_clients_fault(server: Server) -> None:
+    from weft.engine.messages import Finish
+
+    server.engine.script = Script(finish=Finish.REFUSED, ids=[-1], error="the grammar cannot be used: why")
+    for stream in (False, True):
+        body = {"prompt": "hi", "guided_regex": "a", "stream": stream, "ignore_eos": True}
+        response = await server.post("/v1/completions", body)
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["message"] == "the grammar cannot be used: why"

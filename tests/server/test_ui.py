@@ -1,0 +1,379 @@
+"""The page at `/`: its headers, and what it does in a real browser."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import math
+import random
+import re
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from browser import CHROMIUM, Page, browsing
+from stub import Script, Server, serving
+
+from weft.engine.messages import Finish
+from weft.server import ui
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+in_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
+
+FOLDER = Path(ui.__file__).with_name("ui")
+SEND_SHOWN = "!document.querySelector('#send').hidden"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def _browser(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Page]:
+    async with browsing(tmp_path_factory.mktemp("chromium")) as page:
+        yield page
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def page(_browser: Page) -> Page:
+    await _browser.open()
+    return _browser
+
+
+async def ask(page: Page, question: str) -> None:
+    await page.run("document.querySelector('#question').focus()")
+    await page.type(question)
+    await page.press("Enter")
+
+
+async def last_answer(page: Page) -> str:
+    return str(await page.run("[...document.querySelectorAll('.assistant .text')].at(-1)?.textContent ?? ''"))
+
+
+def metrics_polls(page: Page) -> int:
+    return sum(url.endswith("/metrics") for url in page.requests)
+
+
+# -- without a browser
+
+
+async def test_is_one_document_that_loads_nothing_else(server: Server) -> None:
+    response = await server.http.get("/")
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert not re.search(r"<(script|img|iframe|object|embed)[^>]*\ssrc=", response.text)
+    links = re.findall(r"""(?:href|src|action)=["']([^"']*)|url\(([^)]*)\)|@import""", response.text)
+    assert [link for link, _ in links if not link.startswith(("#", "data:"))] == ["metrics", "metrics", "docs"]
+    assert "https://" not in response.text
+
+
+async def test_policy_lets_nothing_run_but_the_pages_own_script_and_style(server: Server) -> None:
+    response = await server.http.get("/")
+    policy = dict(part.split(" ", 1) for part in response.headers["content-security-policy"].split("; "))
+    for element, directive in (("script", "script-src"), ("style", "style-src")):
+        (content,) = re.findall(rf"<{element}[^>]*>(.*?)</{element}>", response.text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert policy[directive] == f"'sha256-{digest}'"
+    assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
+    assert not re.search(r"\s(style|on\w+)=", response.text.partition("<script")[0])
+
+
+async def test_every_source_file_is_in_the_page() -> None:
+    assert {file.name for file in FOLDER.iterdir()} == {"index.html", "style.css", *ui.SCRIPTS}
+
+
+async def test_answers_head_and_refuses_post(server: Server) -> None:
+    head = await server.http.head("/")
+    assert (head.status_code, head.content) == (200, b"")
+    assert (await server.http.post("/")).status_code == 405
+
+
+async def test_is_off_when_told() -> None:
+    async with serving(ui=False) as server:
+        response = await server.http.get("/")
+        assert response.status_code == 404
+        assert response.json()["error"]["type"] == "not_found_error"
+
+
+async def test_is_shown_without_a_key_and_tells_no_secret() -> None:
+    async with serving(api_key=["s3cret"]) as server:
+        response = await server.http.get("/")
+        assert response.status_code == 200
+        assert "s3cret" not in response.text
+        assert (await server.http.get("/v1/models")).status_code == 401
+
+
+# -- figures
+
+
+@in_browser
+async def test_shows_model_state_and_figures(server: Server, page: Page) -> None:
+    await page.go(server.url)
+    await page.until("document.querySelector('#status').textContent === 'Serving'")
+    assert await page.text("#model") == "stub"
+    assert "512 tokens of context" in await page.text("#facts")
+    server.engine.script = Script(ids=[5] * 40)
+    await server.complete(max_tokens=40)
+    await page.until("document.querySelector('#overview').innerText.includes('25')")  # of 100 pages
+    tiles = await page.run("[...document.querySelectorAll('.tile')].filter(t => !t.hidden).map(t => t.innerText)")
+    kv = next(tile for tile in tiles if tile.startswith("KV cache"))
+    assert re.search(r"held\s*25\s*%", kv)
+    assert "length" in await page.text("#totals")
+    assert page.errors == []
+    assert {url.removeprefix(server.url) for url in page.requests} == {"/", "/metrics", "/ready", "/v1/models"}
+
+
+@in_browser
+async def test_what_has_no_series_is_not_shown(server: Server, page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    render = server.service.metrics.render
+
+    def without_computed_tokens() -> bytes:
+        return b"\n".join(line for line in render().split(b"\n") if b"weft_device_idle" not in line)
+
+    shown = "[...document.querySelectorAll('.tile')].filter(t => !t.hidden).map(t => t.querySelector('h3').textContent)"
+    monkeypatch.setattr(server.service.metrics, "render", without_computed_tokens)
+    await page.go(server.url)
+    titles = await page.until(f"({shown}).length && {shown}")
+    assert "Device idle" not in titles
+    assert "Iteration time" in titles
+    monkeypatch.undo()
+    await page.until(f"({shown}).includes('Device idle')")
+    assert page.errors == []
+
+
+@in_browser
+async def test_a_hidden_page_does_not_poll(server: Server, page: Page) -> None:
+    await page.go(server.url)
+    await page.until("document.querySelector('#status').textContent === 'Serving'")
+
+    async def hide(hidden: bool) -> None:
+        await page.run(
+            f"Object.defineProperty(document, 'hidden', {{value: {json.dumps(hidden)}, configurable: true}});"
+            "document.dispatchEvent(new Event('visibilitychange'))"
+        )
+
+    await hide(True)
+    before = len(page.requests)
+    await asyncio.sleep(2.5)  # two periods and more
+    assert len(page.requests) == before
+    await hide(False)
+    await server.settle(lambda: len(page.requests) > before)
+
+
+@in_browser
+async def test_tells_that_the_engine_has_ended(page: Page) -> None:
+    async with serving() as server:
+        await page.go(server.url)
+        await page.until("document.querySelector('#status').textContent === 'Serving'")
+        server.service.engine_died()
+        await page.until("document.querySelector('#status').textContent === 'Engine ended'")
+        assert await page.run("document.querySelector('#status').dataset.state") == "bad"
+    await page.until("document.querySelector('#status').textContent === 'No connection'")
+
+
+@in_browser
+async def test_fits_a_phone_in_both_schemes(server: Server, page: Page) -> None:
+    colours = set()
+    for scheme in ("light", "dark"):
+        await page.size(360, 740, scheme=scheme)
+        await page.go(server.url)
+        await page.until("document.querySelectorAll('.tile:not([hidden])').length > 4")
+        await ask(page, "x" * 200)
+        await page.until(SEND_SHOWN)
+        assert await page.run("document.documentElement.scrollWidth") == 360
+        colours.add(await page.run("getComputedStyle(document.body).backgroundColor"))
+    assert len(colours) == 2
+
+
+# -- chat
+
+
+@in_browser
+async def test_chat_streams_and_remembers(server: Server, page: Page) -> None:
+    gate = asyncio.Event()
+    server.engine.script = Script("hello <b>world</b>", gate=gate)
+    await page.go(server.url)
+    await ask(page, "first")
+    await page.until("!document.querySelector('#stop').hidden")
+    assert await last_answer(page) == ""
+    gate.set()
+    await page.until(SEND_SHOWN)
+    assert await last_answer(page) == "hello <b>world</b>"
+    assert re.search(r"first token after .* tokens", await page.text(".assistant .note"))
+    await ask(page, "second")
+    await server.settle(lambda: len(server.engine.added) == 2)
+    sent = server.engine.tokenizer.decode(server.engine.prompt())
+    assert [sent.find(part) for part in ("first", "hello <b>world</b>", "second")] == sorted(
+        sent.index(part) for part in ("first", "hello <b>world</b>", "second")
+    )
+    await page.until(SEND_SHOWN)
+    assert page.errors == []
+
+
+@in_browser
+@pytest.mark.parametrize("way", ["button", "escape"])
+async def test_stop_ends_the_answer_and_frees_the_engine(server: Server, page: Page, way: str) -> None:
+    server.engine.script = Script(ids=[70] * 400, stop_after=3)
+    await page.go(server.url)
+    await ask(page, "go on")
+    await page.until("document.querySelector('.assistant .text')?.textContent")
+    if way == "button":
+        await page.press("Tab")
+        assert await page.run("document.activeElement.id") == "stop"
+        await page.press(" ")
+        await page.press("Enter") if server.engine.aborted else None
+    else:
+        await page.press("Escape")
+    await server.settle(lambda: len(server.engine.aborted) == 1)
+    await page.until(SEND_SHOWN)
+    assert (await page.text(".assistant .note")).endswith("stopped")
+    assert await page.run("document.activeElement.id") == "question"
+    server.engine.script = Script("again")
+    await ask(page, "and now")
+    await page.until(SEND_SHOWN)
+    assert await last_answer(page) == "again"
+
+
+@in_browser
+async def test_errors_are_shown_and_the_question_is_given_back(server: Server, page: Page) -> None:
+    await page.go(server.url)
+    await page.run("document.querySelector('#limit').value = 100000")
+    await ask(page, "too much")
+    await page.until("document.querySelector('[role=alert]')")
+    assert "maximum context length" in await page.text("[role=alert]")
+    assert await page.run("document.querySelector('#question').value") == "too much"
+    assert server.engine.added == []
+
+
+@in_browser
+async def test_an_error_in_a_stream_is_shown_below_what_came(server: Server, page: Page) -> None:
+    server.engine.script = Script("partial", finish=Finish.ERROR, error="broke", delay=0.01)
+    await page.go(server.url)
+    await ask(page, "hi")
+    await page.until("document.querySelector('[role=alert]')")
+    assert await page.text("[role=alert]")
+    assert "partial".startswith(await last_answer(page))
+    await page.until(SEND_SHOWN)
+
+
+@in_browser
+async def test_completions_are_an_option(server: Server, page: Page) -> None:
+    server.engine.script = Script("tail")
+    await page.go(server.url)
+    await page.run("document.querySelector('#mode').value = 'completion'")
+    await ask(page, "head")
+    await page.until("document.querySelector('.assistant .text')?.textContent === 'tail'")
+    assert server.engine.tokenizer.decode(server.engine.prompt()) == "head"
+
+
+@in_browser
+async def test_asks_for_the_key_and_keeps_it_in_the_tab_only(page: Page) -> None:
+    async with serving(api_key=["schlüssel"]) as server:
+        await page.go(server.url)
+        await page.until("!document.querySelector('#key-form').hidden")
+        await page.until("document.querySelectorAll('.tile:not([hidden])').length > 4")  # figures need none
+        for key in ("wrong", "schlüssel"):
+            await page.run("document.querySelector('#key').focus()")
+            await page.type(key)
+            await page.press("Enter")
+            if key == "wrong":
+                await page.until("document.querySelector('#key-note').textContent.includes('refused')")
+        await page.until("document.querySelector('#key-form').hidden")
+        await ask(page, "hi")
+        await page.until(f"{SEND_SHOWN} && document.querySelector('.assistant .note').textContent")
+        assert await last_answer(page) == "hello world"
+        kept = "[Object.values(sessionStorage), Object.values(localStorage), document.cookie, location.search]"
+        assert await page.run(kept) == [["schlüssel"], [], "", ""]
+        await page.run("document.querySelector('#forget').click()")
+        assert await page.run("Object.values(sessionStorage)") == []
+        assert await page.run("!document.querySelector('#key-form').hidden")
+
+
+@in_browser
+async def test_can_be_used_by_keyboard_alone(server: Server, page: Page) -> None:
+    await page.go(server.url)
+    await page.until("document.querySelector('#status').textContent === 'Serving'")
+    await page.press("Tab")
+    assert await page.text(":focus") == "Skip to the chat"
+    await page.press("Enter")
+    await page.until("document.activeElement.id === 'question'")
+    await page.type("one")
+    await page.press("Enter", shift=True)
+    await page.type("two")
+    assert await page.run("document.querySelector('#question').value") == "one\ntwo"
+    await page.press("Enter")
+    await page.until(f"{SEND_SHOWN} && document.querySelector('.assistant .note').textContent")
+    unnamed = (
+        "[...document.querySelectorAll('button, input, select, textarea')].filter("
+        "e => !e.textContent.trim() && !e.labels?.length && !e.ariaLabel).length"
+    )
+    assert await page.run(unnamed) == 0
+
+
+# -- arithmetic
+
+
+def exposition(observed: list[float], bounds: list[float], counters: dict[str, float]) -> str:
+    """/metrics of a histogram `weft_h` and of a counter `weft_c_total{a=…}`."""
+    lines = ["# TYPE weft_h histogram"]
+    for bound in (*bounds, math.inf):
+        le = "+Inf" if bound == math.inf else repr(bound)
+        lines.append(f'weft_h_bucket{{le="{le}"}} {float(sum(value <= bound for value in observed))}')
+    lines += [f"weft_h_count {float(len(observed))}", f"weft_h_sum {sum(observed)!r}"]
+    labels = {name: name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") for name in counters}
+    lines += [f'weft_c_total{{a="{labels[name]}",b="x"}} {value}' for name, value in counters.items()]
+    return "\n".join(lines) + "\n"
+
+
+def quantile(observed: list[float], bounds: list[float], q: float) -> float:
+    """Within the bucket of the observation of this rank, in proportion to its place there."""
+    rank, low, below = q * len(observed), 0.0, 0
+    for bound in bounds:
+        upto = sum(value <= bound for value in observed)
+        if upto >= rank:
+            return low + (bound - low) * (rank - below) / (upto - below)
+        low, below = bound, upto
+    return low
+
+
+def cases() -> Iterator[tuple[list[float], list[float]]]:
+    random.seed(4)
+    for n in (1, 2, 17, 200):
+        yield [random.expovariate(8) for _ in range(30)], [random.expovariate(3) for _ in range(n)]
+
+
+@in_browser
+async def test_rates_means_and_quantiles_are_those_of_the_time_between(page: Page) -> None:
+    bounds = [0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0]
+    source = (FOLDER / "metrics.js").read_text()
+    for before, new in cases():
+        odd = 'a"b\\c\nd'
+        texts = (
+            exposition(before, bounds, {odd: 5, "e": 1}),
+            exposition(before + new, bounds, {odd: 11, "e": 4}),
+        )
+        figures: dict[str, Any] = await page.run(
+            f"(() => {{{source}; const [a, b] = {json.dumps(texts)};"
+            "const span = new Span(new Scrape(a, 10), new Scrape(b, 12));"
+            "return {q: [0.5, 0.9, 0.99].map(q => span.quantile('weft_h', q)), mean: span.mean('weft_h'),"
+            f"rate: span.rate('weft_c_total'), one: span.grown('weft_c_total', {{a: {json.dumps(odd)}}}),"
+            "missing: span.rate('weft_none') === undefined,"
+            "idle: new Span(span.to, span.to).quantile('weft_h', 0.5) === null}})()"
+        )
+        assert figures["q"] == pytest.approx([quantile(new, bounds, q) for q in (0.5, 0.9, 0.99)])
+        assert figures["mean"] == pytest.approx(sum(new) / len(new))
+        assert (figures["rate"], figures["one"]) == (4.5, 6)
+        assert figures["missing"] is True
+        assert figures["idle"] is True
+
+
+@in_browser
+async def test_a_restart_of_the_server_or_a_pause_begins_anew(page: Page) -> None:
+    source = (FOLDER / "metrics.js").read_text()
+    spans = await page.run(
+        f"(() => {{{source}; const recent = new Recent(); const out = [];"
+        "for (const [time, ticks] of [[0, 9], [1, 10], [2, 11], [3, 4], [4, 5], [60, 70], [61, 71]]) {"
+        "recent.add(new Scrape(`weft_event_loop_lag_seconds_count ${ticks}\\n`, time));"
+        "out.push(recent.over(10).from.time);} return out;})()"
+    )
+    assert spans == [0, 0, 0, 3, 3, 60, 60]
