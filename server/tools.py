@@ -43,6 +43,14 @@ class NamedToolChoice(Body):
 
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
 _CHOICES = ("none", "auto", "required")
+_NAMED_SCHEMA = {
+    # written out: references of a schema inside another would point nowhere
+    **{k: v for k, v in NamedToolChoice.model_json_schema().items() if k != "$defs"},
+    "properties": {
+        **NamedToolChoice.model_json_schema()["properties"],
+        "function": FunctionChoice.model_json_schema(),
+    },
+}
 
 
 def _parse_choice(value: Any) -> str | NamedToolChoice:
@@ -60,7 +68,7 @@ def _parse_choice(value: Any) -> str | NamedToolChoice:
 ToolChoice = Annotated[
     Literal["none", "auto", "required"] | NamedToolChoice,
     PlainValidator(_parse_choice),
-    WithJsonSchema({"anyOf": [{"enum": list(_CHOICES)}, NamedToolChoice.model_json_schema()]}),
+    WithJsonSchema({"anyOf": [{"enum": list(_CHOICES)}, _NAMED_SCHEMA]}),
 ]
 
 

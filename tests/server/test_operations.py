@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 from stub import Server, serving
 
@@ -81,6 +84,17 @@ async def test_tokenizer_info(server: Server) -> None:
     body = (await server.http.get("/tokenizer_info")).json()
     assert (body["bos_token"], body["eos_token"]) == ("<|bos|>", "<|eos|>")
     assert "<|assistant|>" in body["chat_template"]
+
+
+async def test_every_reference_of_the_openapi_schema_leads_somewhere(server: Server) -> None:
+    schema = (await server.http.get("/openapi.json")).json()
+    references = set(re.findall(r'"\$ref": "([^"]*)"', json.dumps(schema)))
+    assert references
+    for reference in references:
+        at = schema
+        for key in reference.removeprefix("#/").split("/"):
+            assert key in at, reference
+            at = at[key]
 
 
 async def test_openapi_names_every_endpoint_and_error(server: Server) -> None:
