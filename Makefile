@@ -11,7 +11,7 @@ PORT ?= 8000
 ARGS ?=
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help serve test lint types format unit bench clean
+.PHONY: help serve test lint types format unit prometheus chromium bench clean
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
@@ -33,8 +33,23 @@ format: $(VENV)/.test ## reformat the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-unit: $(VENV)/.test
+unit: $(VENV)/.test prometheus chromium
 	$(BIN)/python -m pytest $(ARGS)
+
+# The tests of deploy/ run a real Prometheus. Debian's package is unpacked here: nothing is installed, no service starts.
+prometheus:
+	@command -v promtool >/dev/null || test -x build/$@/usr/bin/promtool || ! command -v apt-get >/dev/null || { \
+	  echo "fetching prometheus, which tests run"; mkdir -p build/$@ && cd build/$@ && \
+	  { apt-get download -qq $@ || { apt-get update -qq && apt-get download -qq $@; }; } && \
+	  dpkg -x $@_*.deb . && rm $@_*.deb; } || echo "there is no prometheus: the tests that run it are skipped"
+
+# The tests of the page at / run a real browser, which brings many libraries: root gets it installed, others skip them.
+chromium:
+	@command -v $@ >/dev/null || test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null || { \
+	  echo "installing chromium, which tests run"; \
+	  { apt-get install -qy --no-install-recommends $@ || \
+	  { apt-get update -qq && apt-get install -qy --no-install-recommends $@; }; } >/dev/null 2>&1; } || \
+	  echo "there is no chromium: the tests that run it are skipped"
 
 bench: $(VENV)/.serve ## throughput of the demo model beside transformers, on this machine
 	$(BIN)/weft bench offline --max-num-seqs 64 --baseline transformers $(ARGS)

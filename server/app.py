@@ -20,6 +20,7 @@ from weft.server.errors import ApiError, translate
 from weft.server.keys import digest
 from weft.server.middleware import Authorise, BodyLimit, Trace
 from weft.server.protocol import ErrorBody
+from weft.server.scrape import Scrape
 from weft.server.service import Service
 from weft.server.tracing import Spans
 
@@ -42,6 +43,7 @@ def create_app(service: Service) -> FastAPI:
     for kind in (ApiError, WeftError, RequestValidationError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _on_error)
     # The last one added is the outermost.
+    app.add_middleware(Scrape, metrics=service.metrics)
     app.add_middleware(BodyLimit, max_bytes=int(config.max_body_mib * 2**20))
     admin_key = digest(config.admin_api_key) if config.admin_api_key is not None else None
     app.add_middleware(Authorise, keys=service.keys, admin_key=admin_key, limits=service.limits)

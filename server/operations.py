@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
-from fastapi.routing import APIRoute
+from fastapi import APIRouter, Response
 
 from weft import __version__
 from weft.server.errors import ApiError
@@ -53,20 +51,10 @@ async def ready(service: ServiceOf) -> dict[str, str]:
     return {"status": "ready"}
 
 
-async def metrics(request: Request) -> Response:
-    service: Service = request.app.state.service
+@router.head("/metrics", include_in_schema=False)
+@router.get("/metrics", summary="Prometheus metrics")
+async def metrics(service: ServiceOf) -> Response:  # for the schema: `Scrape` answers ahead of it
     return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
-
-
-class _BareRoute(APIRoute):
-    """Calls its endpoint with the request: scrapes are many, and FastAPI's work around an endpoint is not cheap."""
-
-    def get_route_handler(self) -> Callable[[Request], Any]:
-        return self.endpoint
-
-
-router.add_api_route("/metrics", metrics, summary="Prometheus metrics", route_class_override=_BareRoute)
-router.add_api_route("/metrics", metrics, methods=["HEAD"], include_in_schema=False, route_class_override=_BareRoute)
 
 
 @router.get("/version", summary="The version of weft")

@@ -1,7 +1,7 @@
 // What is shown of the daemon, and the clock that asks it. Whatever has no series is not shown.
 
 const PERIOD = 1; // seconds between looks at /metrics
-const SLOW = 5; // … at /ready
+const SLOW = 5; // … at /ready, unless the engine came or went
 const PATIENCE = 10; // … when the server does not answer
 
 const $ = (id) => document.getElementById(id);
@@ -31,12 +31,12 @@ const OVERVIEW = [
   },
   {
     title: "KV cache",
-    note: "Pages held by running sequences, and those that also keep prefixes for later ones",
+    note: "Pages that sequences hold, and pages with anything in them: prefixes for later ones too",
     format: percent,
     top: 1,
     lines: [
       { name: "held", value: ({ now }) => now.value("weft_kv_cache_usage_ratio") },
-      { name: "with prefixes", value: ({ now }) => filled(now, "gpu") },
+      { name: "filled", value: ({ now }) => filled(now, "gpu") },
     ],
   },
   latency("Request latency", "weft_request_latency_seconds", "Arrival to last token, last ten seconds"),
@@ -266,8 +266,9 @@ class Clock {
     try {
       const answer = await call("metrics", { signal: asking.signal });
       const scrape = new Scrape(await answer.text(), performance.now() / 1e3);
-      if (begun / 1e3 - this.askedReady >= SLOW) {
-        this.askedReady = begun / 1e3;
+      const up = scrape.value("weft_engine_up");
+      if (begun / 1e3 - this.askedReady >= SLOW || up !== this.up) {
+        [this.askedReady, this.up] = [begun / 1e3, up];
         await this.askState(asking.signal);
       }
       this.failures = 0;

@@ -1,17 +1,20 @@
 // A box to try the model: a conversation that streams, can be stopped, and shows what went wrong.
 
 const HIGHEST = 160; // pixels that the box for a message grows to
+const USUAL_LIMIT = 512; // tokens of an answer, or half the context
 
 /** The models served, once the server told. */
 const models = {
   context: null,
   names: [],
+  barred: false, // a key is being asked for: without another one the answer would be the same
   async load() {
-    if (this.names.length) return;
+    if (this.names.length || this.barred) return;
     try {
       const { data } = await (await call("v1/models")).json();
       this.names = data.map((model) => model.id);
       this.context = data[0].max_model_len;
+      $("limit").value = Math.min(USUAL_LIMIT, Math.floor(this.context / 2));
       $("name").replaceChildren(...this.names.map((name) => element("option", {}, name)));
       $("models").hidden = this.names.length < 2;
       $("forget").hidden = !key.get();
@@ -31,6 +34,7 @@ function askForKey() {
     $("key-note").classList.add("error");
   }
   models.names = [];
+  models.barred = true;
   $("forget").hidden = $("docs").hidden = true;
   $("key-form").hidden = false;
 }
@@ -62,6 +66,7 @@ class Chat {
       event.preventDefault();
       key.set($("key").value.trim());
       $("key").value = "";
+      models.barred = false;
       models.load().then(
         () => !$("forget").hidden && $("question").focus(),
         (error) => this.fail(error),

@@ -40,6 +40,13 @@ async def page(_browser: Page) -> Page:
     return _browser
 
 
+async def show(page: Page, server: Server) -> None:
+    """Open the page and wait until it knows the server."""
+    await page.go(server.url)
+    await page.until("document.querySelector('#status').textContent === 'Serving'")
+    await page.until("document.querySelector('#limit').value")
+
+
 async def ask(page: Page, question: str) -> None:
     await page.run("document.querySelector('#question').focus()")
     await page.type(question)
@@ -108,8 +115,7 @@ async def test_is_shown_without_a_key_and_tells_no_secret() -> None:
 
 @in_browser
 async def test_shows_model_state_and_figures(server: Server, page: Page) -> None:
-    await page.go(server.url)
-    await page.until("document.querySelector('#status').textContent === 'Serving'")
+    await show(page, server)
     assert await page.text("#model") == "stub"
     assert "512 tokens of context" in await page.text("#facts")
     server.engine.script = Script(ids=[5] * 40)
@@ -143,8 +149,7 @@ async def test_what_has_no_series_is_not_shown(server: Server, page: Page, monke
 
 @in_browser
 async def test_a_hidden_page_does_not_poll(server: Server, page: Page) -> None:
-    await page.go(server.url)
-    await page.until("document.querySelector('#status').textContent === 'Serving'")
+    await show(page, server)
 
     async def hide(hidden: bool) -> None:
         await page.run(
@@ -163,8 +168,7 @@ async def test_a_hidden_page_does_not_poll(server: Server, page: Page) -> None:
 @in_browser
 async def test_tells_that_the_engine_has_ended(page: Page) -> None:
     async with serving() as server:
-        await page.go(server.url)
-        await page.until("document.querySelector('#status').textContent === 'Serving'")
+        await show(page, server)
         server.service.engine_died()
         await page.until("document.querySelector('#status').textContent === 'Engine ended'")
         assert await page.run("document.querySelector('#status').dataset.state") == "bad"
@@ -176,7 +180,7 @@ async def test_fits_a_phone_in_both_schemes(server: Server, page: Page) -> None:
     colours = set()
     for scheme in ("light", "dark"):
         await page.size(360, 740, scheme=scheme)
-        await page.go(server.url)
+        await show(page, server)
         await page.until("document.querySelectorAll('.tile:not([hidden])').length > 4")
         await ask(page, "x" * 200)
         await page.until(SEND_SHOWN)
@@ -192,7 +196,7 @@ async def test_fits_a_phone_in_both_schemes(server: Server, page: Page) -> None:
 async def test_chat_streams_and_remembers(server: Server, page: Page) -> None:
     gate = asyncio.Event()
     server.engine.script = Script("hello <b>world</b>", gate=gate)
-    await page.go(server.url)
+    await show(page, server)
     await ask(page, "first")
     await page.until("!document.querySelector('#stop').hidden")
     assert await last_answer(page) == ""
@@ -214,14 +218,13 @@ async def test_chat_streams_and_remembers(server: Server, page: Page) -> None:
 @pytest.mark.parametrize("way", ["button", "escape"])
 async def test_stop_ends_the_answer_and_frees_the_engine(server: Server, page: Page, way: str) -> None:
     server.engine.script = Script(ids=[70] * 400, stop_after=3)
-    await page.go(server.url)
+    await show(page, server)
     await ask(page, "go on")
     await page.until("document.querySelector('.assistant .text')?.textContent")
     if way == "button":
         await page.press("Tab")
         assert await page.run("document.activeElement.id") == "stop"
         await page.press(" ")
-        await page.press("Enter") if server.engine.aborted else None
     else:
         await page.press("Escape")
     await server.settle(lambda: len(server.engine.aborted) == 1)
@@ -236,10 +239,10 @@ async def test_stop_ends_the_answer_and_frees_the_engine(server: Server, page: P
 
 @in_browser
 async def test_errors_are_shown_and_the_question_is_given_back(server: Server, page: Page) -> None:
-    await page.go(server.url)
+    await show(page, server)
     await page.run("document.querySelector('#limit').value = 100000")
     await ask(page, "too much")
-    await page.until("document.querySelector('[role=alert]')")
+    await page.until("document.querySelector('[role=alert]') !== null")
     assert "maximum context length" in await page.text("[role=alert]")
     assert await page.run("document.querySelector('#question').value") == "too much"
     assert server.engine.added == []
@@ -248,9 +251,9 @@ async def test_errors_are_shown_and_the_question_is_given_back(server: Server, p
 @in_browser
 async def test_an_error_in_a_stream_is_shown_below_what_came(server: Server, page: Page) -> None:
     server.engine.script = Script("partial", finish=Finish.ERROR, error="broke", delay=0.01)
-    await page.go(server.url)
+    await show(page, server)
     await ask(page, "hi")
-    await page.until("document.querySelector('[role=alert]')")
+    await page.until("document.querySelector('[role=alert]') !== null")
     assert await page.text("[role=alert]")
     assert "partial".startswith(await last_answer(page))
     await page.until(SEND_SHOWN)
@@ -259,7 +262,7 @@ async def test_an_error_in_a_stream_is_shown_below_what_came(server: Server, pag
 @in_browser
 async def test_completions_are_an_option(server: Server, page: Page) -> None:
     server.engine.script = Script("tail")
-    await page.go(server.url)
+    await show(page, server)
     await page.run("document.querySelector('#mode').value = 'completion'")
     await ask(page, "head")
     await page.until("document.querySelector('.assistant .text')?.textContent === 'tail'")
@@ -291,8 +294,7 @@ async def test_asks_for_the_key_and_keeps_it_in_the_tab_only(page: Page) -> None
 
 @in_browser
 async def test_can_be_used_by_keyboard_alone(server: Server, page: Page) -> None:
-    await page.go(server.url)
-    await page.until("document.querySelector('#status').textContent === 'Serving'")
+    await show(page, server)
     await page.press("Tab")
     assert await page.text(":focus") == "Skip to the chat"
     await page.press("Enter")
