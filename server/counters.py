@@ -96,6 +96,9 @@ class Family(ABC, Generic[Child]):
             (at, self._told(values), self._template(dict(zip(labels, values, strict=True))))
             for values, at in self._at.items()
         ]
+        self._range = slice(begin, begin + len(combinations) * width)
+        self._shown: tuple[list[float], str] = ([], "")
+        """the totals that `text` was last asked for, and its answer"""
 
     @abstractmethod
     def _child(self, at: int) -> Child: ...
@@ -113,6 +116,12 @@ class Family(ABC, Generic[Child]):
 
     def text(self, totals: list[float]) -> str:
         """In Prometheus's text format. `totals`: of all cells of the store."""
+        mine = totals[self._range]
+        if mine != self._shown[0]:
+            self._shown = (mine, self._written(totals))
+        return self._shown[1]
+
+    def _written(self, totals: list[float]) -> str:
         parts, width = [self._head], self._width
         for at, told, template in self._lines:
             cells = totals[at : at + width]
