@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 from weft.engine.nano import decode_counts
 from weft.engine.plan import NanoOperation, Period
+from weft.kernels.measure import Sustained
 
 
 class Load(NamedTuple):
@@ -37,16 +38,8 @@ class Load(NamedTuple):
         return tuple(self._replace(tokens=r, decodes=d) for r, d in zip(room, counts, strict=True))
 
 
-class Timing(NamedTuple):
-    """A sustained measurement: seconds of the same work at the clock and power that are then left."""
-
-    ms: float
-    watts: float
-    mhz: float
-
-    @property
-    def joules(self) -> float:
-        return self.ms * 1e-3 * self.watts
+Timing = Sustained
+"""ms, watts and mhz of the same work for a while, at the clock and power that are then left"""
 
 
 class Bench(Protocol):

@@ -71,7 +71,6 @@ def _decode_kernel(
     q, kv_tiles, kv, out, table, stride_table, items, num_items, partial, arrived, layer, layers, scale,
     HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
     TMA: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, PDL: tl.constexpr,
-    JOIN: tl.constexpr = 8,
 ):  # fmt: skip
     release(PDL)  # memory is idle while few requests attend: the next product may already fetch weights
     begin(PDL)
@@ -129,22 +128,14 @@ def _decode_kernel(
                 m = tl.full([GP], -1e30, tl.float32)
                 norm = tl.zeros([GP], tl.float32)
                 acc = tl.zeros([D, GP], tl.float32)
-                index = tl.arange(0, JOIN)
-                for first in range(0, parts, JOIN):  # several at once: each waits for memory once
-                    live = first + index < parts
-                    at = base + (first + index) * (HKV * SIZE)
-                    edge = at[:, None] + D * GP + column[None, :]
-                    m_other = tl.load(edge, mask=live[:, None], other=-1e30, cache_modifier=".cg")
-                    norm_other = tl.load(edge + GP, mask=live[:, None], other=0.0, cache_modifier=".cg")
-                    acc_other = tl.load(
-                        at[:, None, None] + block[None, :, :], mask=live[:, None, None], other=0.0,
-                        cache_modifier=".cg",
-                    )  # fmt: skip
-                    m_new = tl.maximum(m, tl.max(m_other, axis=0))
+                for other in range(parts):
+                    at = base + other * (HKV * SIZE)
+                    m_other = tl.load(at + D * GP + column, cache_modifier=".cg")
+                    m_new = tl.maximum(m, m_other)
                     alpha = tl.exp2(m - m_new)
-                    beta = tl.exp2(m_other - m_new[None, :])
-                    norm = norm * alpha + tl.sum(norm_other * beta, axis=0)
-                    acc = acc * alpha[None, :] + tl.sum(acc_other * beta[:, None, :], axis=0)
+                    beta = tl.exp2(m_other - m_new)
+                    norm = norm * alpha + tl.load(at + (D + 1) * GP + column, cache_modifier=".cg") * beta
+                    acc = acc * alpha[None, :] + tl.load(at + block, cache_modifier=".cg") * beta[None, :]
                     m = m_new
                 tl.store(target, (acc / norm[None, :]).to(DTYPE), mask=mine)
                 tl.store(arrived + row * HKV + head, 0)
