@@ -46,6 +46,8 @@ class Bench(Protocol):
     """Sustained timings on one accelerator. `load` is always that of the whole dense batch, `op` a part of it."""
 
     num_sms: int
+    memory: int
+    """bytes of its memory; 0: not known"""
     seconds: float
     """how long a measurement runs"""
 

@@ -21,9 +21,16 @@ MIN_GAIN = 0.005
 """a pipeline must beat the serial plan by this share to be worth running"""
 
 
-def scaled(load: Load, factor: float) -> Load:
-    """The same iteration with so many times the KV per decode."""
-    return load._replace(context=max(1, round(load.context * factor)))
+def scaled(load: Load, factor: float, capacity: int | None = None) -> Load:
+    """The same iteration with so many times the KV per decode, of which the device holds `capacity` tokens."""
+    return within(load._replace(context=max(1, round(load.context * factor))), capacity)
+
+
+def within(load: Load, capacity: int | None) -> Load:
+    """The load with no more decodes than the KV pool has room for; prefill takes the tokens that they leave."""
+    if capacity is None:
+        return load
+    return load._replace(decodes=min(load.decodes, capacity // load.context))
 
 
 def fewer(load: Load, tokens: int) -> Load:
@@ -52,6 +59,7 @@ class Row(NamedTuple):
 def place(
     bench: Bench, spec: ModelSpec, periods: Sequence[Period], load: Load,
     progress: Callable[[str], None] = lambda _: None, factors: Sequence[float] = KV_FACTORS,
+    capacity: int | None = None,
 ) -> list[Placed]:  # fmt: skip
     """The periods with the KV and token counts at which they are the fastest, by rising KV; one may appear twice.
 
@@ -61,7 +69,7 @@ def place(
         return []
 
     def measure(context: int) -> Row:
-        each = load._replace(context=context)
+        each = within(load._replace(context=context), capacity)
         progress(f"{each.kv_tokens:,} KV tokens")
         serial = bench.period(serial_for(spec, each, bench.num_sms), each).ms
         return Row(each, (serial * (1 - MIN_GAIN), *(_ms(bench, p, each) for p in periods)))

@@ -1,4 +1,4 @@
-"""`GpuBench`: the `Bench` of a GPU: a few layers of the model with random weights, captured and run for a while."""
+"""`GpuBench`: the `Bench` of a GPU: some layers of the model with random weights, captured and run for a while."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from weft.kernels.attention_triton import PER_SM, TritonAttention
 from weft.kernels.measure import Meter, sustained
 
 ATTENTION = ("decode", "prefill")
+LAYERS = 16
+"""of the model that is measured: at the first and the last of them a pipeline is not full, as in a whole model"""
 
 
 def batch_of(load: Load, page_size: int) -> Batch:
@@ -63,7 +65,7 @@ class GpuBench:
         self,
         spec: ModelSpec,
         *,
-        layers: int = 4,
+        layers: int = LAYERS,
         max_tokens: int = 2048,
         max_context: int = 8192,
         page_size: int = 64,
@@ -71,8 +73,10 @@ class GpuBench:
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
+        layers = min(layers, spec.num_layers)
         self.spec = replace(spec, num_layers=layers, vocab_size=256)
-        self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        properties = torch.cuda.get_device_properties(device)
+        self.num_sms, self.memory = properties.multi_processor_count, properties.total_memory
         self.page_size, self.seconds, self._layers = page_size, seconds, layers
         weights = load_weights(self.spec, Path(), device=device, dtype=dtype, max_positions=max_context, dummy_seed=0)
         layout = Layout.of(max_tokens, max_tokens, spec.heads_per_kv, MAX_NANO_BATCHES)

@@ -17,7 +17,7 @@ class Machine:
     def __init__(self, profile: Profile, spec: ModelSpec) -> None:
         self.spec, self.profile = spec, profile
         self.num_sms = profile.target.sms
-        self.seconds = 0.0
+        self.memory, self.seconds = profile.memory, 0.0
         self.operations = {o.name: o for o in spec.layer_operations()}
         if missing := sorted(set(self.operations) - set(profile.features)):
             raise ConfigError(f"the profile has no operation {', '.join(missing)}: it was made for another model")

@@ -19,10 +19,13 @@ import numpy as np
 from weft.autosearch.bench_protocol import Load
 from weft.engine.errors import ConfigError
 from weft.engine.plan import Target
-from weft.engine.spec import Operation, Resource
+from weft.engine.spec import ModelSpec, Operation, Resource
 from weft.kernels.gemm_config import SPECIAL, GemmConfig
 
 VERSION = 1
+MEMORY_SHARE = 0.9
+KV_ITEMSIZE = 2
+"""bytes of bf16 and fp16"""
 SHIPPED = Path(__file__).with_name("profiles")
 
 
@@ -61,12 +64,21 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """operation -> rows of its weight; 0 where it has none"""
     points: tuple[Point, ...]
     pairs: tuple[PairPoint, ...] = ()
+    memory: int = 0
+    """bytes of the device's memory; 0: not known"""
     configs: dict[str, GemmConfig] = {}
     """operation -> kernel configuration of its nano-operations; the serial plan leaves the choice to the kernel"""
     version: int = VERSION
     format: Literal["weft-profile"] = "weft-profile"
     made: str = ""
     """date, versions, seconds: for the reader"""
+
+    def kv_capacity(self, spec: ModelSpec) -> int | None:
+        """Tokens of KV that fit beside the weights at the engine's default share of memory; None: not known."""
+        if not self.memory:
+            return None
+        room = MEMORY_SHARE * self.memory - spec.num_parameters * KV_ITEMSIZE
+        return max(1, int(room / spec.kv_bytes_per_token(KV_ITEMSIZE)))
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

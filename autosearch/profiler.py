@@ -47,9 +47,9 @@ class Grid(NamedTuple):
 
     @classmethod
     def coarse(cls, load: Load, num_sms: int) -> Grid:
-        """About 110 points: 90 seconds at half a second each."""
+        """About 140 points: two minutes at half a second each."""
         tokens = _steps(load.tokens, (0.125, 0.25, 0.5, 0.75, 1))
-        return cls(tokens, _steps(load.tokens, (0.25, 0.5, 1)), _multiples(num_sms, (16, 32, 48, 64)), (0.25, 0.5, 1.0))
+        return cls(tokens, _steps(load.tokens, (0.25, 0.5, 1)), _multiples(num_sms, (20, 32, 48, 64)), (0.25, 0.5, 1.0))
 
     @classmethod
     def full(cls, load: Load, num_sms: int) -> Grid:
@@ -65,8 +65,8 @@ def _steps(tokens: int, shares: Sequence[float]) -> tuple[int, ...]:
 
 
 def _multiples(num_sms: int, of_132: Sequence[int]) -> tuple[int, ...]:
-    """These counts, in proportion on a GPU of another size, in steps of 8 where it has as many."""
-    step = 8 if num_sms >= 32 else 1
+    """These counts, in proportion on a GPU of another size, in steps of 4 where it has as many."""
+    step = 4 if num_sms >= 32 else 1
     return tuple(sorted({max(step, round(s * num_sms / 132 / step) * step) for s in of_132}))
 
 
@@ -95,7 +95,8 @@ class Profiler:
         if missing := set(self._operations) - {p.operation for p in self._points}:
             raise ConfigError(f"{budget_s:g} seconds are too few: {', '.join(sorted(missing))} was not measured")
         features = {name: o.out for name, o in self._operations.items()}
-        return Profile(target, self._load, features, tuple(self._points), tuple(self._pairs), self._configs, made=made)
+        points, pairs, memory = tuple(self._points), tuple(self._pairs), self._bench.memory
+        return Profile(target, self._load, features, points, pairs, memory, self._configs, made=made)
 
     # -- tasks, by importance
 

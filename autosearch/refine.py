@@ -24,7 +24,7 @@ MIN_GAIN = 0.002
 SCREEN = 1.01
 """a first measurement this much slower needs no second one"""
 REPEATS = 3
-SM_STEP = 8
+SM_STEP = 4
 Clock = Callable[[], float]
 Move = tuple[str, Period]
 

@@ -27,7 +27,7 @@ from weft.autosearch.refine import Refiner, serial_for, without_overlap
 from weft.autosearch.structure import transformations
 from weft.autosearch.workload import workload_load
 from weft.engine.errors import ConfigError, WeftError
-from weft.engine.plan import Period, Plan, Target, model_key
+from weft.engine.plan import TOKEN_STEP, Period, Plan, Target, model_key
 from weft.engine.spec import ModelSpec, Resource, read_spec
 
 if TYPE_CHECKING:
@@ -35,11 +35,9 @@ if TYPE_CHECKING:
 
 VERSION = 1
 """of the file of `--stages`"""
-SUSTAINED_S = 2.0
-"""of a pipeline's measurement: by its second half the clock has fallen to what the power limit allows"""
 EFFORT = 1.0
 """deterministic seconds of one call of the solver"""
-GUEST_SMS = (24, 32, 40, 48, 64)
+GUEST_SMS = (20, 24, 32, 36, 48)
 """of 132: SMs that stage I plans for attention with"""
 PER_LEVEL = 4
 """structures of each that stage II looks at"""
@@ -47,6 +45,8 @@ KEPT = 5
 """pipelines of one load"""
 REFINED = 3
 """of these, where the refinement may begin"""
+DENSE_STEPS = 5
+"""dense batches that are looked at: the largest, then each TOKEN_STEP smaller"""
 LOADS = (("typical", 1.0), ("light", 0.5), ("heavy", 1.5))
 """KV per decode, in proportion to the workload's"""
 Progress = Callable[[str], None]
@@ -75,6 +75,7 @@ class StagesFile(msgspec.Struct, forbid_unknown_fields=True):
     target: Target
     load: Load
     stages: dict[str, Stages]
+    """by `_key`"""
     version: int = VERSION
 
 
@@ -137,34 +138,63 @@ class Search:
         progress: Progress = lambda _: None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._spec, self._load, self._profile, self._bench = spec, load, profile, bench
+        self._capacity = profile.kv_capacity(spec)
         self._machine = Machine(profile, spec)
         self._budget_s, self._progress, self._clock = budget_s, progress, clock
         self._started = clock()
         self._lines: list[Line] = []
         self._accepted: tuple[str, ...] = ()
         self.stages: dict[str, Stages] = {}
-        """of each load; what is there already is not searched again"""
+        """by `_key`; what is there already is not searched again"""
 
     def run(self, workload: str) -> Result:
         """Raises `ConfigError` when OR-tools is needed and not installed."""
+        self._load = self._dense_batch()
         periods: list[Period] = []
         for name, factor in LOADS:
-            load = breakeven.scaled(self._load, factor)
-            if name not in self.stages:
-                self.stages[name] = predict(self._machine, load, self._about(name))
-            if (best := self._best(name, load, self.stages[name])) is not None and best not in periods:
+            load = breakeven.scaled(self._load, factor, self._capacity)
+            if (best := self._best(name, load, self._staged(name, load))) is not None and best not in periods:
                 periods.append(best)
         bench = self._bench or self._machine
-        placed = breakeven.place(bench, self._spec, periods, self._load, self._about("break-even"))
+        progress = self._about("break-even")
+        placed = breakeven.place(bench, self._spec, periods, self._load, progress, capacity=self._capacity)
         final = tuple(self._described(p.period, p.load) for p in placed)
         seconds = self._clock() - self._started
         made = f"{today()}, {'measured' if self._bench else 'predicted from a recorded profile'}, {seconds:.0f} s"
-        plan = Plan(self._profile.target, workload, final, made=made)
+        dense = self._load.tokens if final else 0
+        plan = Plan(self._profile.target, workload, final, dense_batch=dense, made=made)
         found = self._machine.interference
         exchange = {r: rows for r in Resource if (rows := found.table(r))}
         table_3: dict[Resource, list[tuple[float, float]]] = {}
         table_3 |= {r: found.exchange(r) for r in exchange if r is not Resource.COMPUTE}
         return Result(plan, self._lines, exchange, table_3, self._accepted, seconds, self._bench is not None)
+
+    def _staged(self, name: str, load: Load) -> Stages:
+        if (key := _key(name, load)) not in self.stages:
+            self.stages[key] = predict(self._machine, load, self._about(key))
+        return self.stages[key]
+
+    def _dense_batch(self) -> Load:
+        """The load of the dense batch whose best pipeline takes the least time a token.
+
+        Tiles and SMs must come out even: fewer tokens in whole waves can beat more of them. Where no pipeline is faster
+        than the serial plan of the largest dense batch, it is that one.
+        """
+        bench, name = self._bench or self._machine, LOADS[0][0]
+        full = steady_within(self._load, self._capacity)
+        serial = serial_for(self._spec, full, self._machine.num_sms)
+        best = (bench.period(serial, full).ms * (1 - breakeven.MIN_GAIN) / full.tokens, full)
+        for load in dense_batches(full):
+            stages = self._staged(name, load)
+            if not stages.choices:
+                continue
+            self._progress(f"{load.tokens} tokens")
+            chosen = stages.choices[0]
+            timing = bench.period(chosen.period, load)
+            measured = timing if self._bench is not None else None
+            self._lines.append(Line(f"{load.tokens} tokens", "stage II", chosen.ms, measured))
+            best = min(best, (timing.ms / load.tokens, load))
+        return best[1]
 
     def _best(self, name: str, load: Load, stages: Stages) -> Period | None:
         """The pipeline for this load, refined where there is a bench; None when the serial plan is faster."""
@@ -231,6 +261,25 @@ class Search:
         return msgspec.structs.replace(period, figures={k: round(v, 6) for k, v in figures.items()})
 
 
+def _key(name: str, load: Load) -> str:
+    return f"{name}, {load.tokens} tokens"
+
+
+def steady_within(load: Load, capacity: int | None) -> Load:
+    """The same steady state with no more decodes than the KV pool has room for: the dense batch shrinks with them."""
+    fitting = breakeven.within(load, capacity)
+    if fitting.decodes == load.decodes:
+        return load
+    steps = -(-load.tokens * fitting.decodes // (load.decodes * TOKEN_STEP))
+    return fitting._replace(tokens=min(load.tokens, max(1, steps) * TOKEN_STEP))
+
+
+def dense_batches(load: Load) -> list[Load]:
+    """The load's own dense batch and smaller ones, with decodes in proportion: the same steady state."""
+    sizes = [load.tokens - k * TOKEN_STEP for k in range(DENSE_STEPS)]
+    return [load._replace(tokens=n, decodes=round(load.decodes * n / load.tokens)) for n in sizes if n >= TOKEN_STEP]
+
+
 def find_profile(
     spec: ModelSpec, load: Load, given: Path | None, target: Target | None
 ) -> Profile | None:  # fmt: skip
@@ -280,7 +329,7 @@ def _search(
         profile = profiler.run(target, min(150.0, arguments.budget_seconds / 3), today())
         profile.save(cache_path(target))
     if bench is not None:
-        bench.seconds = SUSTAINED_S
+        bench.seconds = arguments.measure_seconds
     left = arguments.budget_seconds - (time.monotonic() - started)
     workload = f"lengths of {arguments.lengths.name}" if arguments.lengths else arguments.workload
     results = []
@@ -321,8 +370,10 @@ def run(arguments: argparse.Namespace) -> int:
     """The command: progress on stderr, the report on stdout."""
     from rich.console import Console
 
-    if arguments.budget_seconds <= 0:
-        raise ConfigError(f"--budget-seconds {arguments.budget_seconds:g}: must be more than 0")
+    for option in ("budget", "measure"):
+        seconds = getattr(arguments, f"{option}_seconds")
+        if seconds <= 0:
+            raise ConfigError(f"--{option}-seconds {seconds:g}: must be more than 0")
     for option in ("out", "svg", "stages"):  # before minutes of search
         path = getattr(arguments, option)
         if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK) and not path.is_dir()):

@@ -21,7 +21,7 @@ from weft.engine.spec import Resource
 
 TICKS = 6000
 """the incumbent's period in the solver's unit of time"""
-SM_STEP = 8
+SM_STEP = 4
 POLISH_ROUNDS = 4
 
 
@@ -33,7 +33,7 @@ class Choice(NamedTuple):
 
 
 def guest_levels(num_sms: int) -> tuple[int, ...]:
-    """SM counts that memory and network operations may have beside others: up to half, in steps of 8."""
+    """SM counts that memory and network operations may have beside others: up to half, in steps of 4."""
     step = SM_STEP if num_sms >= 2 * SM_STEP else 1
     return tuple(range(step, num_sms // 2 + 1, step))
 

@@ -90,12 +90,14 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> DevicePlan:
     if max_model_len > spec.max_positions:
         raise ConfigError(f"--max-model-len {max_model_len} is more than the model's {spec.max_positions} positions")
     max_num_seqs = config.max_num_seqs or (1024 if cuda else 256)
-    max_num_batched_tokens = config.max_num_batched_tokens or (2048 if cuda else 512)
+    backend = _attention(config, spec, device, dtype)
+    pipelines = _pipelines(config, spec, device, dtype, backend) if cuda else None
+    dense = pipelines.dense_batch if pipelines is not None else 0
+    max_num_batched_tokens = config.max_num_batched_tokens or dense or (2048 if cuda else 512)
     if config.batch_invariant and max_num_batched_tokens < INVARIANT_CHUNK:
         raise ConfigError(f"--batch-invariant needs --max-num-batched-tokens {INVARIANT_CHUNK} or more")
     if cuda:
         _check_kernels(spec)
-    backend = _attention(config, spec, device, dtype)
     page_size = config.page_size
     page_bytes = page_size * spec.kv_bytes_per_token(dtype.itemsize)
     weight_bytes = spec.num_parameters * dtype.itemsize
@@ -136,12 +138,12 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> DevicePlan:
         config.batch_invariant,
         config.cache_path,
         config.tuning_seconds,
-        _pipelines(config, spec, device, dtype, backend, max_num_batched_tokens) if cuda else None,
+        pipelines,
     )
 
 
 def _pipelines(
-    config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype, backend: str, max_tokens: int
+    config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype, backend: str
 ) -> Plan | None:
     if backend != "triton" or config.batch_invariant:
         if config.plan not in ("auto", "serial"):
@@ -149,7 +151,7 @@ def _pipelines(
                 f"--plan {config.plan}: pipelines need the triton attention back end and no batch invariance"
             )
         return None
-    return choose_pipelines(config.plan, spec, target_of(spec, device, dtype), max_tokens)
+    return choose_pipelines(config.plan, spec, target_of(spec, device, dtype), config.max_num_batched_tokens)
 
 
 def _attention(config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> BackendName:

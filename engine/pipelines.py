@@ -43,11 +43,12 @@ def _mismatch(made_for: Target, here: Target) -> str | None:
     return None
 
 
-def choose_pipelines(plan: str, spec: ModelSpec, here: Target, max_num_batched_tokens: int) -> Plan | None:
+def choose_pipelines(plan: str, spec: ModelSpec, here: Target, max_num_batched_tokens: int | None) -> Plan | None:
     """The plan to run, checked; None: the serial plan alone.
 
-    plan: `EngineConfig.plan`. A file made for something else is refused with a log line. Raises `ConfigError` when a
-    file that the operator named cannot be read or describes an impossible pipeline.
+    plan: `EngineConfig.plan`. max_num_batched_tokens: the operator's; None leaves it to the plan. A file made for
+    something else is refused with a log line. Raises `ConfigError` when a file that the operator named cannot be read
+    or describes an impossible pipeline.
     """
     if plan == "serial":
         return None
@@ -65,7 +66,8 @@ def choose_pipelines(plan: str, spec: ModelSpec, here: Target, max_num_batched_t
         return None
     for period in fitting.periods:
         period.check(spec, here.sms)
-    usable = tuple(p for p in fitting.periods if p.tokens <= max_num_batched_tokens)
+    most = max_num_batched_tokens or max(p.tokens for p in fitting.periods)
+    usable = tuple(p for p in fitting.periods if p.tokens <= most)
     if not usable and plan != "auto":
         raise ConfigError(
             f"every pipeline of {plan} is for more than --max-num-batched-tokens {max_num_batched_tokens}"

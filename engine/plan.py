@@ -172,6 +172,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     periods: tuple[Period, ...]
     version: int = VERSION
     format: Literal["weft-plan"] = "weft-plan"
+    dense_batch: int = 0
+    """tokens of an iteration that the pipelines were made for; the engine's limit unless its operator sets one"""
     made: str = ""
     """date, versions, seconds of search: for the reader"""
 

@@ -36,6 +36,7 @@ class SyntheticBench:
     """See `Bench`. Counts its measurements."""
 
     num_sms = 132
+    memory = 0
     seconds = 0.0
 
     def __init__(self, spec: ModelSpec, *, compute_slowdown: float = 1.10, guest_slowdown: float = 1.06) -> None:

@@ -37,6 +37,7 @@ def recorded() -> Profile:
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(search, "GUEST_SMS", (32,))
     monkeypatch.setattr(search, "PER_LEVEL", 1)
+    monkeypatch.setattr(search, "DENSE_STEPS", 2)
     monkeypatch.setattr(search, "LOADS", search.LOADS[:1])
     monkeypatch.setattr(search, "has_gpu", lambda: False)
     monkeypatch.setattr(profile, "SHIPPED", tmp_path / "none")
@@ -55,6 +56,7 @@ def plan(recorded: Profile) -> Plan:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "GUEST_SMS", (32,))
         patch.setattr(search, "PER_LEVEL", 1)
+        patch.setattr(search, "DENSE_STEPS", 1)
         patch.setattr(search, "LOADS", search.LOADS[:1])
         return search.Search(LLAMA_8B, TYPICAL, recorded, None, 100).run("1024:512").plan
 
@@ -64,7 +66,9 @@ def test_a_search_with_a_bench_measures_what_it_reports(recorded: Profile) -> No
     bench = SyntheticBench(LLAMA_8B)
     result = search.Search(LLAMA_8B, TYPICAL, recorded, bench, 6).run("1024:512")
     assert result.measured
-    stages = {line.stage.split(",")[0]: line for line in result.lines}
+    dense = [line.load for line in result.lines if line.load.endswith("tokens")]
+    assert dense == ["2048 tokens", "1920 tokens"]
+    stages = {line.stage.split(",")[0]: line for line in result.lines if line.load == "typical"}
     assert list(stages) == ["stage I", "serial", "nano-batches in turn", "stage II", "refined"]
     serial, second, refined = (stages[s] for s in ("serial", "stage II", "refined"))
     assert serial.measured is not None
@@ -82,7 +86,7 @@ def test_a_search_with_a_bench_measures_what_it_reports(recorded: Profile) -> No
             period.figures["serial_measured_ms"] / period.figures["measured_ms"], abs=1e-5
         )
         assert period.figures["gain"] > 1
-    assert result.plan.period_for(2048, TYPICAL.kv_tokens) is not None
+    assert result.plan.period_for(result.plan.dense_batch, TYPICAL.kv_tokens) is not None
 
 
 @pytest.mark.usefixtures("quick")

@@ -1,0 +1,67 @@
+"""Which plan file an engine takes: the operator's where it fits, with a clear line where it does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from weft.engine.config import EngineConfig
+from weft.engine.errors import ConfigError
+from weft.engine.pipelines import choose_pipelines
+from weft.engine.plan import Period, Plan, Target, model_key, serial_period
+from weft.engine.spec import read_spec
+
+SPEC = read_spec(EngineConfig().model_path)
+HERE = Target("NVIDIA H200", 132, model_key(SPEC), "bfloat16", "0123456789abcdef")
+
+
+def _file(folder: Path, *tokens: int, target: Target = HERE, dense: int = 0) -> str:
+    periods = tuple(serial_period(SPEC, n, 132) for n in tokens)
+    Plan(target, "1024:512", periods, dense_batch=dense).save(folder / "plan.json")
+    return str(folder / "plan.json")
+
+
+def _tokens(plan: Plan | None) -> list[int]:
+    assert plan is not None
+    return [p.tokens for p in plan.periods]
+
+
+def test_without_an_operators_limit_the_plan_names_the_dense_batch(tmp_path: Path) -> None:
+    plan = choose_pipelines(_file(tmp_path, 1792, 2048, dense=2048), SPEC, HERE, None)
+    assert _tokens(plan) == [1792, 2048]
+    assert plan is not None
+    assert plan.dense_batch == 2048
+
+
+def test_with_a_limit_the_pipelines_for_more_tokens_are_left_out(tmp_path: Path) -> None:
+    assert _tokens(choose_pipelines(_file(tmp_path, 1792, 2048), SPEC, HERE, 1792)) == [1792]
+    with pytest.raises(ConfigError, match="--max-num-batched-tokens 1024"):
+        choose_pipelines(_file(tmp_path, 1792), SPEC, HERE, 1024)
+
+
+@pytest.mark.parametrize(
+    ("field", "other"),
+    [("gpu", "NVIDIA H100"), ("sms", 114), ("model", "another"), ("dtype", "float16"), ("kernels", "fedcba9876543210")],
+)
+def test_a_plan_for_something_else_is_refused_with_a_line_and_the_serial_plan_runs(
+    field: str, other: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = msgspec.structs.replace(HERE, **{field: other})
+    assert choose_pipelines(_file(tmp_path, 1792, target=theirs), SPEC, HERE, None) is None
+    assert f"it was made for {field} {other!r}" in caplog.text
+    assert "the serial plan runs" in caplog.text
+
+
+def test_a_plan_without_pipelines_and_no_plan_mean_the_serial_plan(tmp_path: Path) -> None:
+    assert choose_pipelines(_file(tmp_path), SPEC, HERE, None) is None
+    assert choose_pipelines("serial", SPEC, HERE, None) is None
+    assert choose_pipelines("auto", SPEC, HERE, None) is None
+
+
+def test_an_impossible_pipeline_is_an_error(tmp_path: Path) -> None:
+    whole = serial_period(SPEC, 1792, 132)
+    Plan(HERE, "1024:512", (Period(1792, whole.operations[1:]),)).save(tmp_path / "plan.json")
+    with pytest.raises(ConfigError, match="must compute qkv once"):
+        choose_pipelines(str(tmp_path / "plan.json"), SPEC, HERE, None)
