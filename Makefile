@@ -72,8 +72,9 @@ $(VENV)/.serve: $(VENV)/bin/python pyproject.toml constraints.txt
 	@$(INSTALL) -e .
 	@touch $@
 
-# litellm asks for an older huggingface-hub than transformers does, and works without it.
+# Both without their requirements: litellm asks for an older huggingface-hub than transformers does and works without it;
+# what lm-eval imports only for some tasks (scikit-learn, scipy, nltk …) is larger than all that these tests need of it.
 $(VENV)/.test: $(VENV)/.serve
 	@$(INSTALL) -e ".[test,conformance]"
-	@$(INSTALL) --no-deps "litellm==$$(sed -n 's/^litellm==//p' constraints.txt)"
+	@$(INSTALL) --no-deps $$(sed -n '/^litellm==/p; /^lm-eval==/p' constraints.txt)
 	@touch $@

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import time
 
 import numpy as np
@@ -11,11 +12,15 @@ from weft.engine.bench import Figures, _report, machine
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError
-from weft.engine.messages import AddRequest
+from weft.engine.messages import AddRequest, EngineStats
 from weft.engine.sampling import SamplingParams
+from weft.engine.transfer import GIB
 
 OVERCOMMIT = 3.0
 """of the GPU pool, by the conversations' last rounds, unless their number is given"""
+WARM_UP_CONVERSATIONS, WARM_UP_ROUNDS = 16, 2
+RESTORES = 5
+SINK_SECONDS = 60.0
 
 
 class _Driver:
@@ -25,7 +30,6 @@ class _Driver:
         self.engine = engine
         self._rng = np.random.default_rng(seed)
         self._handle = 0
-        self.cached: dict[int, int] = {}
 
     def send(self, tokens: np.ndarray, output_tokens: int) -> int:
         self._handle += 1
@@ -42,7 +46,8 @@ class _Driver:
         done = [0] * conversations
         sent: dict[int, float] = {}
         first_token: list[list[float]] = [[] for _ in range(rounds)]
-        prompt_tokens = 0
+        prompt_tokens = cached_tokens = 0
+        before = copy.deepcopy(self.engine.stats())
         begin = time.perf_counter()
         for i, tokens in enumerate(history):
             open_turns[handle := self.send(tokens, output)] = i
@@ -55,7 +60,7 @@ class _Driver:
                 continue
             now = time.perf_counter()
             for started in outputs.started:
-                self.cached[started.handle] = started.cached_tokens
+                cached_tokens += started.cached_tokens
                 first_token[done[open_turns[started.handle]]].append(now - sent[started.handle])
             for handle, token, finish in zip(*(c.tolist() for c in outputs.columns()), strict=True):
                 answers[handle].append(token)
@@ -71,15 +76,23 @@ class _Driver:
                 answers[handle], sent[handle] = [], now
                 prompt_tokens += len(history[i])
         seconds = time.perf_counter() - begin
+        self.engine.drain_in_flight()
         total = prompt_tokens + conversations * rounds * output
+        stats = self.engine.stats()
+        iterations = stats.iterations - before.iterations
+        prefilled, decoded = stats.prefill_tokens - before.prefill_tokens, stats.decode_tokens - before.decode_tokens
         return {
             "seconds": seconds,
             "total_tokens_per_second": total / seconds,
             "prompt_tokens": prompt_tokens,
-            "cached_share_of_prompt_tokens": sum(self.cached.values()) / prompt_tokens,
+            "cached_share_of_prompt_tokens": cached_tokens / prompt_tokens,
+            "computed_prompt_tokens": prefilled,
+            "iterations": iterations,
+            "mean_tokens_of_an_iteration": (prefilled + decoded) / max(1, iterations),
             "mean_ttft_s_of_the_first_round": float(np.mean(first_token[0])),
             "mean_ttft_s_of_the_last_round": float(np.mean(first_token[-1])),
-            "preemptions": self.engine.stats().preemptions,
+            "preemptions": stats.preemptions - before.preemptions,
+            **_tier_figures(self.engine, before),
         }
 
     def first_token_seconds(self, tokens: np.ndarray) -> tuple[float, int]:
@@ -96,41 +109,54 @@ class _Driver:
         return seconds, cached
 
 
-def _tier_figures(engine: Engine) -> Figures:
+def _tier_figures(engine: Engine, before: EngineStats) -> Figures:
     figures: Figures = {}
     if engine.tiers is None:
         return figures
     for name, stats in engine.stats().tiers.items():
-        figures |= {f"{name}_hit_tokens": stats.hit_tokens, f"{name}_evicted_pages": stats.evictions}
+        was = before.tiers[name]
+        figures[f"{name}_hit_tokens"] = stats.hit_tokens - was.hit_tokens
+        figures[f"{name}_evicted_pages"] = stats.evictions - was.evictions
         if name != "gpu":
-            figures |= {f"{name}_gb_in": stats.bytes_in / 1e9, f"{name}_gb_out": stats.bytes_out / 1e9}
-            figures[f"{name}_failures"] = stats.failures
-    for name, speed in engine.tiers.speeds.bytes_per_second.items():
-        if name not in engine.stats().tiers:
-            continue
-        figures[f"{name}_to_gpu_gb_per_second" if name == "host" else f"{name}_to_host_gb_per_second"] = speed / 1e9
-    return figures
+            figures[f"{name}_gb_in"] = (stats.bytes_in - was.bytes_in) / 1e9
+            figures[f"{name}_gb_out"] = (stats.bytes_out - was.bytes_out) / 1e9
+            figures[f"{name}_failures"] = stats.failures - was.failures
+    return figures | _speeds(engine)
+
+
+def _speeds(engine: Engine) -> Figures:
+    assert engine.tiers is not None
+    speeds, names = engine.tiers.speeds.bytes_per_second, engine.stats().tiers
+    below = {"host": "gpu", "ssd": "host"}
+    return {f"{name}_to_{below[name]}_gb_per_second": speeds[name] / 1e9 for name in below if name in names}
 
 
 def _restore(engine: Engine, tokens: int, seed: int) -> Figures:
-    """The first token of a second turn over a history of `tokens`: computed, and restored from the host."""
-    assert engine.tiers is not None
+    """The first token of a second turn over a history of `tokens`: computed, and restored from each lower tier.
+
+    An engine that finds computing quicker than loading restores less than all.
+    """
+    tiers = engine.tiers
+    assert tiers is not None
     driver = _Driver(engine, seed + 1)
     driver.first_token_seconds(driver.tokens(tokens))  # warm
-    computed, restored, cached = [], [], 0
-    for _ in range(5):
-        history, question = driver.tokens(tokens), driver.tokens(32)
-        computed.append(driver.first_token_seconds(np.concatenate((history, question)))[0])
-        engine.scheduler.pool.evict_all()
-        again, cached = driver.first_token_seconds(np.concatenate((history, driver.tokens(32))))
-        restored.append(again)
-    return {
-        "history_tokens": tokens,
-        "history_tokens_restored": cached,
-        "ttft_s_computed_median": float(np.median(computed)),
-        "ttft_s_restored_median": float(np.median(restored)),
-        "restored_share_of_computed": float(np.median(restored) / np.median(computed)),
-    }
+    computed: list[float] = []
+    figures: Figures = {"history_tokens": tokens}
+    for name in ("host",) if tiers.ssd.store is None else ("host", "ssd"):
+        restored, cached = [], 0
+        for _ in range(RESTORES):
+            history = driver.tokens(tokens)
+            computed.append(driver.first_token_seconds(np.concatenate((history, driver.tokens(32))))[0])
+            if name == "host":
+                engine.scheduler.pool.evict_all()
+            else:
+                tiers.sink(SINK_SECONDS)
+            seconds, cached = driver.first_token_seconds(np.concatenate((history, driver.tokens(32))))
+            restored.append(seconds)
+        figures[f"tokens_from_{name}"] = cached
+        figures[f"ttft_s_from_{name}_median"] = float(np.median(restored))
+        figures[f"ttft_from_{name}_share_of_computed"] = float(np.median(restored) / np.median(computed))
+    return {**figures, "ttft_s_computed_median": float(np.median(computed)), **_speeds(engine)}
 
 
 def run_multiround(config: EngineConfig, arguments: argparse.Namespace) -> int:
@@ -156,18 +182,21 @@ def run_multiround(config: EngineConfig, arguments: argparse.Namespace) -> int:
                 "model": config.model_name,
                 "dtype": str(engine.plan.dtype).removeprefix("torch."),
                 "workload": f"{count} conversations of {rounds} rounds, {turn} new tokens and {output} out",
+                "gpu_pool_gib": engine.runner.kv.nbytes / GIB,
+                "host_pool_gib": config.host_kv_gib,
                 "last_rounds_exceed_the_pool": count * rounds * (turn + output) / pool_tokens,
             }
-        run = _Driver(engine, config.seed).converse(count, rounds, turn, output)
+        driver = _Driver(engine, config.seed)
+        # What a first iteration of its kind costs is no tier's fault.
+        driver.converse(min(count, WARM_UP_CONVERSATIONS), min(rounds, WARM_UP_ROUNDS), turn, output)
+        engine.reset_prefix_cache()
+        run = driver.converse(count, rounds, turn, output)
         figures |= {f"{name}_{key}": value for key, value in run.items()}
-        if name == "tiers":
-            figures |= _tier_figures(engine)
-            if arguments.restore_tokens:
-                engine.reset_prefix_cache()
-                figures |= _restore(engine, arguments.restore_tokens, config.seed)
-                figures |= {f"restore_{k}": v for k, v in _tier_figures(engine).items() if k.endswith("per_second")}
+        if name == "tiers" and arguments.restore_tokens:
+            engine.reset_prefix_cache()
+            figures |= {f"restore_{k}": v for k, v in _restore(engine, arguments.restore_tokens, config.seed).items()}
         engine.close()
-        del engine
+        del engine, driver
     if "plain_seconds" in figures:
         figures["ratio_to_plain"] = figures["plain_seconds"] / figures["tiers_seconds"]
     _report("weft bench multiround", {**figures, **machine()}, arguments.json)

@@ -25,7 +25,7 @@ def build_batch(
     rows = np.concatenate((decodes, np.array([c[0] for c in chunks], np.int32)))
     query_len = np.ones(len(rows), np.int32)
     query_len[num_decodes:] = [c[1] for c in chunks]
-    start = s.scheduled[rows]
+    start = s.scheduled.take(rows)
     total = int(query_len.sum())
     token_ids = np.full(total, -1, np.int32)
     positions = np.empty(total, np.int32)
@@ -46,14 +46,15 @@ def build_batch(
     s.in_flight[rows] += query_len
     s.last_step[rows] = step
     # A chunk that completes the prefill samples the next token, unless no output was asked for.
-    samples = (np.arange(len(rows)) < num_decodes) | ((end == s.target[rows]) & (s.target[rows] < s.limit[rows]))
+    target = s.target.take(rows)
+    samples = (np.arange(len(rows)) < num_decodes) | ((end == target) & (target < s.limit.take(rows)))
     sampled_rows = np.flatnonzero(samples).astype(np.int32)
-    s.phase[rows[(end >= s.target[rows])]] = Phase.DECODE
+    s.phase[rows[end >= target]] = Phase.DECODE
     return Batch(
         step=step,
         num_decodes=num_decodes,
         slots=rows,
-        epochs=s.epoch[rows],
+        epochs=s.epoch.take(rows),
         query_len=query_len,
         kv_len=end,
         token_ids=token_ids,
@@ -84,35 +85,35 @@ def _sampling(s: SlotTable, slots: I32, logit_tokens: np.ndarray, index: I32) ->
     bias_rows: list[np.ndarray] = []
     bias_ids: list[np.ndarray] = []
     bias_values: list[np.ndarray] = []
-    for row in np.flatnonzero(s.biased[slots]).tolist():
+    for row in np.flatnonzero(s.biased.take(slots)).tolist():
         request = s.request[slots[row]]
         assert request is not None
         bias = request.params.logit_bias
         bias_rows.append(np.full(len(bias), row, np.int32))
         bias_ids.append(np.fromiter(bias.keys(), np.int32, len(bias)))
         bias_values.append(np.fromiter(bias.values(), np.float32, len(bias)))
-    early = np.flatnonzero(index < s.min_total[slots])
+    early = np.flatnonzero(index < s.min_total.take(slots))
     if len(early):
         stops = s.stop_ids[slots[early]]
         where = np.nonzero(stops >= 0)
         bias_rows.append(early[where[0]].astype(np.int32))
         bias_ids.append(stops[where])
         bias_values.append(np.full(len(where[0]), SUPPRESSED, np.float32))
-    mask_rows = np.flatnonzero(s.constrained[slots]).astype(np.int32)
+    mask_rows = np.flatnonzero(s.constrained.take(slots)).astype(np.int32)
     none_i, none_f = np.zeros(0, np.int32), np.zeros(0, np.float32)
     return SamplingInputs(
         slots=slots,
         logit_tokens=logit_tokens.astype(np.int32),
-        temperature=s.temperature[slots],
-        top_k=s.top_k[slots],
-        top_p=s.top_p[slots],
-        min_p=s.min_p[slots],
-        uniform=uniform_draw(s.seed[slots], index),
-        presence=s.presence[slots],
-        frequency=s.frequency[slots],
-        repetition=s.repetition[slots],
-        counted=s.counted[slots],
-        logprobs=s.logprobs[slots],
+        temperature=s.temperature.take(slots),
+        top_k=s.top_k.take(slots),
+        top_p=s.top_p.take(slots),
+        min_p=s.min_p.take(slots),
+        uniform=uniform_draw(s.seed.take(slots), index),
+        presence=s.presence.take(slots),
+        frequency=s.frequency.take(slots),
+        repetition=s.repetition.take(slots),
+        counted=s.counted.take(slots),
+        logprobs=s.logprobs.take(slots),
         bias_rows=np.concatenate(bias_rows) if bias_rows else none_i,
         bias_ids=np.concatenate(bias_ids) if bias_ids else none_i,
         bias_values=np.concatenate(bias_values) if bias_values else none_f,

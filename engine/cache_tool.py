@@ -10,7 +10,7 @@ from rich.table import Table
 
 from weft.engine.errors import ConfigError
 from weft.engine.extent import Record, checksum
-from weft.engine.ssd_store import StoreFile, StoreUnavailable
+from weft.engine.ssd_store import StoreFile, StoreUnavailable, reason_of
 
 
 def run(verb: str, path: Path) -> int:
@@ -29,20 +29,23 @@ def run(verb: str, path: Path) -> int:
         _print(file, records, bad)
         return 1 if bad else 0
     except OSError as error:
-        raise ConfigError(f"cannot use {file.path}: {error.strerror}") from None
+        raise ConfigError(f"cannot use {file.path}: {reason_of(error)}") from None
     finally:
         file.close()
 
 
 def _bad(file: StoreFile, records: list[tuple[int, Record]]) -> list[int]:
-    """Extents whose payload is not what the header's checksum says."""
+    """Extents whose payload is not what the header's checksum says, or cannot be read."""
     geometry = file.geometry
+
+    def holds(extent: int, record: Record) -> bool:
+        try:
+            return file.read_extent(extent, view) and checksum(view[: geometry.payload_bytes]) == record.payload
+        except OSError:
+            return False
+
     with mmap.mmap(-1, geometry.extent_bytes) as buffer, memoryview(buffer) as view:
-        return [
-            extent
-            for extent, record in records
-            if not file.read_extent(extent, view) or checksum(view[: geometry.payload_bytes]) != record.payload
-        ]
+        return [extent for extent, record in records if not holds(extent, record)]
 
 
 def _print(file: StoreFile, records: list[tuple[int, Record]], bad: list[int] | None) -> None:

@@ -44,6 +44,9 @@ class Clients:
                 self._known.add(client)
             messages.append((client, message))
 
+    def __contains__(self, client: int) -> bool:
+        return client in self._known
+
     def forget(self, client: int) -> None:
         self._known.discard(client)
 

@@ -78,10 +78,11 @@ class LoadSpeeds:
         elif full:
             self._prefill_tokens_per_second += SMOOTHING * (rate - known)
 
-    def worthwhile(self, entries: Sequence[PrefixEntry], busy_pages: dict[str, int]) -> int:
+    def worthwhile(self, entries: Sequence[PrefixEntry], busy_pages: dict[str, int], busy_tokens: int) -> int:
         """How many entries of the chain to use, so that loading them and computing the rest ends soonest.
 
-        `busy_pages`: pages of each tier already on their way, which come first. Without a measured prefill: all.
+        `busy_pages`: pages of each tier already on their way, `busy_tokens`: prompt tokens already to be computed;
+        both come first. A load that ends before the processor is free costs nothing. Without a measured prefill: all.
         """
         rate = self._prefill_tokens_per_second
         if not rate or all(e.page != NOWHERE for e in entries):
@@ -89,12 +90,12 @@ class LoadSpeeds:
         away = np.array([e.page == NOWHERE for e in entries])
         from_ssd = away & np.array([e.host == NOWHERE for e in entries])
         # A page from the SSD crosses both links; the two run beside each other, so the slower one counts.
-        loading = np.zeros(len(entries))
+        loading = np.full(len(entries), busy_tokens / rate)
         for tier, pages in (("host", away), ("ssd", from_ssd)):
             ahead = busy_pages[tier] + np.cumsum(pages)
             seconds = ahead * self._page_bytes / self._bytes_per_second[tier]
             loading = np.maximum(loading, np.where(np.cumsum(pages) > 0, seconds, 0.0))
         saved = np.arange(1, len(entries) + 1) * self._page_size / rate
-        gain = np.concatenate(([0.0], saved - loading))
+        gain = np.concatenate(([-busy_tokens / rate], saved - loading))
         # Among equals the longest: what is loaded leaves the processor to other requests.
         return int(np.flatnonzero(gain >= gain.max() - 1e-9)[-1])

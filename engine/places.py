@@ -113,6 +113,13 @@ class Places:
             self._lose(entry)
             return
 
+    def evict_all(self) -> None:
+        """Lose every place that the tier can do without."""
+        left = -1
+        while left != self.num_cached:
+            left = self.num_cached
+            self._evict()
+
     def check(self) -> None:
         """Raise `AssertionError` unless `free + cached + held == all` and no place is two of them."""
         free, held = set(self._free), set(self._pins)

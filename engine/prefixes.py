@@ -48,10 +48,17 @@ class Prefixes:
         if not request.keys:
             request.keys = index.keys(request.tokens[: reusable * page_size], page_size, request.salt)
         entries = index.match(request.tokens, request.keys, page_size, request.salt)
-        if self._tiers is not None:
-            entries = entries[: self._tiers.speeds.worthwhile(entries, self._tiers.busy_pages())]
+        if self._tiers is not None and any(e.page == NOWHERE for e in entries):
+            busy = self._tiers.busy_pages(), self._busy_tokens()
+            entries = entries[: self._tiers.speeds.worthwhile(entries, *busy)]
         there = sum(e.page != NOWHERE or e.load is not None for e in entries)
         return Found(entries, there, sum(e.page != NOWHERE and ref[e.page] == 0 for e in entries))
+
+    def _busy_tokens(self) -> int:
+        """Prompt tokens that admitted requests have still to compute."""
+        s = self._slots
+        ahead = (s.phase == Phase.PREFILL) | (s.phase == Phase.LOADING)
+        return int((s.target[ahead] - s.scheduled[ahead]).sum())
 
     def attach(self, request: Request, found: Found, needed: int) -> int:
         """Give the request a slot with its prefix and `needed` fresh pages; what is in lower tiers starts to load."""
@@ -100,7 +107,7 @@ class Prefixes:
     def publish(self, slots: I32) -> None:
         """Enter pages that became full and confirmed into the prefix index."""
         s, pool, page_size = self._slots, self._pool, self._pool.page_size
-        for slot in slots[s.confirmed[slots] // page_size > s.published[slots]].tolist():
+        for slot in slots[s.confirmed.take(slots) // page_size > s.published.take(slots)].tolist():
             request = s.request[slot]
             assert request is not None
             for i in range(int(s.published[slot]), int(s.confirmed[slot]) // page_size):

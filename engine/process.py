@@ -100,6 +100,8 @@ class _Loop:
 
     def _take(self, engine: Engine, client: int, message: ToEngine) -> None:
         match message:
+            case AddRequest() if client not in self._clients:
+                pass  # what a client had sent can come after the news that it has gone
             case AddRequest():
                 self._open.setdefault(client, set()).add(message.handle)
                 engine.add_or_refuse(message)

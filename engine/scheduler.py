@@ -119,7 +119,7 @@ class Scheduler:
         if len(ready) > self.max_num_batched_tokens:
             first = np.lexsort((s.order[ready], s.priority[ready]))[: self.max_num_batched_tokens]
             ready = ready[np.sort(first)]
-        needs = s.scheduled[ready] >= s.num_pages[ready] * page_size
+        needs = s.scheduled.take(ready) >= s.num_pages.take(ready) * page_size
         while (short := int(needs.sum()) - self.pool.num_available) > 0:
             if short <= self._num_coming():
                 # Pages are about to come back: the youngest wait one iteration instead of preempting more.
@@ -253,34 +253,36 @@ class Scheduler:
         """Take in what iteration `result.batch.step` computed. Rows of requests that ended meanwhile are dropped."""
         s, batch = self.slots, result.batch
         self.fences.completed(batch.step)
-        live = s.epoch[batch.slots] == batch.epochs
+        live = s.epoch.take(batch.slots) == batch.epochs
         slots = batch.slots[live]
         s.confirmed[slots] += batch.query_len[live]
         s.in_flight[slots] -= batch.query_len[live]
 
         sampled = live[batch.sampled_rows]
-        token_slots, tokens = batch.slots[batch.sampled_rows][sampled], result.tokens[sampled]
-        index = s.known[token_slots]
+        token_slots, tokens = batch.slots.take(batch.sampled_rows)[sampled], result.tokens[sampled]
+        index = s.known.take(token_slots)
         s.tokens[token_slots, index] = tokens
         s.known[token_slots] = index + 1
         self.generation_tokens += len(tokens)
         self.decode_tokens += batch.num_decodes
         self.prefill_tokens += batch.num_tokens - batch.num_decodes
-        stopped = (s.stop_ids[token_slots] == tokens[:, None]).any(1)
-        ended = index + 1 >= s.limit[token_slots]
+        # Laid out by column: numpy is slow at reducing many short rows.
+        stopped = np.equal(s.stop_ids.take(token_slots, 0).T, tokens, order="C").any(0)
+        ended = index + 1 >= s.limit.take(token_slots)
         finish = np.where(stopped, np.uint8(Finish.STOP), np.where(ended, np.uint8(Finish.LENGTH), np.uint8(0)))
         grammar_errors = grammar.advance(s, token_slots, tokens, finish)
-        handles = s.handle[token_slots]
+        handles = s.handle.take(token_slots)
 
         scored_prompts = prompt_logprobs(s, result, live)
         logprobs = token_logprobs(s, result, sampled)
-        started = [self._start(int(slot)) for slot in token_slots[index == s.prompt_len[token_slots]]]
+        started = [self._start(int(slot)) for slot in token_slots[index == s.prompt_len.take(token_slots)]]
         if self.prefix_caching:
             self.prefixes.publish(slots)
         for slot in token_slots[finish != 0].tolist():
             self._finish(slot)
         # Scored prompts (max_tokens 0) end with their prefill, without a token.
-        scored = slots[(s.limit[slots] == s.prompt_len[slots]) & (s.confirmed[slots] >= s.target[slots])]
+        scored = slots[s.limit.take(slots) == s.prompt_len.take(slots)]
+        scored = scored[s.confirmed[scored] >= s.target[scored]]
         ends = s.handle[scored]
         for slot in scored.tolist():
             started.append(self._start(slot))

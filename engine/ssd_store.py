@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from weft.engine.errors import ConfigError
 from weft.engine.extent import (
@@ -35,8 +35,12 @@ from weft.engine.transfer import ALIGNMENT, Bytes
 
 FILE_NAME = "pages.weft"
 LOCK_NAME = "lock"
+LOCK_POLL_SECONDS = 0.05
 READERS, WRITERS = 8, 2
 SCAN_BYTES = 4 << 20
+
+
+T = TypeVar("T")
 
 
 class Outcome(enum.Enum):
@@ -92,26 +96,37 @@ class StoreUnavailable(Exception):
     """The path cannot be used; the message is one line. Serving goes on without the tier."""
 
 
-def _reason(error: OSError) -> str:
+def reason_of(error: OSError) -> str:
     return f"{errno.errorcode.get(error.errno or 0, 'EIO')} {error.strerror or error}"
 
 
 class _Lock:
-    """The directory's lock, held while the file is open. The system lets go of it when the process dies."""
+    """The directory's lock, held while the file is open. The system lets go of it when the process dies.
 
-    def __init__(self, directory: Path) -> None:
+    Who has it may be about to end: it is asked for again for `patience` seconds.
+    """
+
+    def __init__(self, directory: Path, patience: float) -> None:
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.fd = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise StoreUnavailable(f"cannot use {directory}: {_reason(error)}") from None
+            raise StoreUnavailable(f"cannot use {directory}: {reason_of(error)}") from None
+        end = time.monotonic() + patience
+        while not self._taken():
+            if time.monotonic() >= end:
+                os.close(self.fd)
+                raise ConfigError(
+                    f"{directory} is in use by another weft: give each daemon an --ssd-kv-path of its own"
+                )
+            time.sleep(LOCK_POLL_SECONDS)
+
+    def _taken(self) -> bool:
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            os.close(self.fd)
-            raise ConfigError(
-                f"{directory} is in use by another weft: give each daemon an --ssd-kv-path of its own"
-            ) from None
+            return False
+        return True
 
     def release(self) -> None:
         with contextlib.suppress(OSError):
@@ -122,31 +137,40 @@ class StoreFile:
     """The file of a store, opened under its lock: whole extents in and out, O_DIRECT where the file system takes it.
 
     Raises `ConfigError` when another process has it, `StoreUnavailable` when the system refuses. `geometry` None
-    takes the file as it is and changes nothing (`weft cache`).
+    takes the file as it is and changes nothing (`weft cache`). `patience`: seconds to wait for the other process.
     """
 
-    def __init__(self, directory: Path, geometry: Geometry | None) -> None:
+    def __init__(self, directory: Path, geometry: Geometry | None, patience: float = 0.0) -> None:
         self.path = directory / FILE_NAME
         self._closed = True
-        if geometry is None and not self.path.is_file():
-            raise StoreUnavailable(f"{directory} holds no KV store ({FILE_NAME} is missing)")
-        self._lock = _Lock(directory)
+        if geometry is None:
+            self._look_for_file()
+        self._lock = _Lock(directory, patience)
         try:
             flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if geometry is not None else 0)
             self.fd = os.open(self.path, flags, 0o600)
         except OSError as error:
             self._lock.release()
-            raise StoreUnavailable(f"cannot open {self.path}: {_reason(error)}") from None
+            raise StoreUnavailable(f"cannot open {self.path}: {reason_of(error)}") from None
         self._closed = False
         try:
             self.geometry, self.epoch = self._open(geometry)
             self.direct_fd = self._open_direct()
+            self.direct = self.direct_fd != self.fd
         except OSError as error:
             self.close()
-            raise StoreUnavailable(f"cannot use {self.path}: {_reason(error)}") from None
+            raise StoreUnavailable(f"cannot use {self.path}: {reason_of(error)}") from None
         except StoreUnavailable:
             self.close()
             raise
+
+    def _look_for_file(self) -> None:
+        try:
+            there = self.path.is_file()
+        except OSError as error:
+            raise StoreUnavailable(f"cannot open {self.path}: {reason_of(error)}") from None
+        if not there:
+            raise StoreUnavailable(f"{self.path.parent} holds no KV store ({FILE_NAME} is missing)")
 
     def _open(self, wanted: Geometry | None) -> tuple[Geometry, int]:
         found = unpack_superblock(os.pread(self.fd, SUPERBLOCK_BYTES, 0))
@@ -179,25 +203,23 @@ class StoreFile:
         os.close(fd)
         return self.fd
 
-    @property
-    def direct(self) -> bool:
-        return self.direct_fd != self.fd
-
     def write_extent(self, extent: int, data: memoryview) -> None:
-        self._write_all(self.direct_fd, data, self.geometry.extent_at(extent))
+        self._past_the_cache(lambda fd: self._write_all(fd, data, self.geometry.extent_at(extent)))
 
     def read_extent(self, extent: int, into: memoryview) -> bool:
         """False when the file ends before the extent does."""
-        at, done = self.geometry.extent_at(extent), 0
-        while done < len(into):
-            # A short read that stops inside a block met the end of the file.
-            n = os.preadv(self.direct_fd, [into[done:]], at + done)
-            if n <= 0:
-                return False
-            done += n
-            if done < len(into) and done % ALIGNMENT:
-                return False
-        return True
+        return self._past_the_cache(lambda fd: self._read_all(fd, into, self.geometry.extent_at(extent)))
+
+    def _past_the_cache(self, work: Callable[[int], T]) -> T:
+        """`work(descriptor)` with O_DIRECT, or for ever without it once a file system that took it at first refuses."""
+        if self.direct:
+            try:
+                return work(self.direct_fd)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self.direct = False
+        return work(self.fd)
 
     def write_header(self, extent: int, record: Record | None, epoch: int) -> None:
         g = self.geometry
@@ -220,7 +242,21 @@ class StoreFile:
         self.epoch += 1
         os.pwrite(self.fd, pack_superblock(self.geometry, self.epoch), 0)
 
-    def _write_all(self, fd: int, data: memoryview, at: int) -> None:
+    @staticmethod
+    def _read_all(fd: int, into: memoryview, at: int) -> bool:
+        done = 0
+        while done < len(into):
+            # A short read that stops inside a block met the end of the file.
+            n = os.preadv(fd, [into[done:]], at + done)
+            if n <= 0:
+                return False
+            done += n
+            if done < len(into) and done % ALIGNMENT:
+                return False
+        return True
+
+    @staticmethod
+    def _write_all(fd: int, data: memoryview, at: int) -> None:
         done = 0
         while done < len(data):
             n = os.pwrite(fd, data[done:], at + done)
@@ -328,7 +364,7 @@ class SsdStore:
             try:
                 outcome = task.work()
             except OSError as error:
-                outcome, job.reason = Outcome.BROKEN, _reason(error)
+                outcome, job.reason = Outcome.BROKEN, reason_of(error)
             job.seconds = time.monotonic() - begin
             job.outcome = outcome
             self.on_done()

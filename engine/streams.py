@@ -60,16 +60,16 @@ class TokenStream:
         self._waiter: asyncio.Future[None] | None = None
         self._pending = False
         self.closed = False
-        self.sink: Callable[[int], bool] | None = None
-        """offered each plain token (no log-probabilities, not the first or last one) while `read` waits; what it takes
-        is not read"""
+        self.sink: Callable[[int, TokenLogprobs | None], bool] | None = None
+        """offered each token but the first and the last one while `read` waits; what it takes is not read"""
 
     @property
     def waiting(self) -> bool:
         """Somebody is in `read`, and there is nothing for them yet."""
         return self._waiter is not None and not self._pending
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Let `read` return, with nothing when there is nothing new."""
         self._pending = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -165,7 +165,7 @@ class Streams:
         self.dead = why
         for stream in list(self._streams.values()):
             stream._dead = why
-            stream._wake()
+            stream.wake()
         self._streams.clear()
         self._tell_open()
 
@@ -201,18 +201,19 @@ class Streams:
             stream = streams.get(handle)
             if stream is None:
                 continue  # aborted here while the engine was still at it
-            if stream.sink is not None and not reason and stream.waiting and stream.sink(token):
+            entry = logprobs.get(handle) if logprobs else None
+            if stream.sink is not None and not reason and stream.waiting and stream.sink(token, entry):
                 continue
             if token >= 0:
                 stream._tokens.append(token)
-                if logprobs and (entry := logprobs.get(handle)) is not None:
+                if entry is not None:
                     stream._logprobs.append(entry)
             if reason:
                 stream._finish = Finish(reason)
                 stream._error = outputs.errors.get(handle)
                 stream.closed = True
                 del streams[handle]
-            stream._wake()
+            stream.wake()
         if len(streams) != num_open:
             self._tell_open()
         if self.on_stats is not None:

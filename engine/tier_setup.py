@@ -18,6 +18,8 @@ from weft.engine.ssd_store import SsdStore, StoreFile, StoreUnavailable
 from weft.engine.tiers import Tiers
 from weft.engine.transfer import aligned, make_copy_engine
 
+LOCK_PATIENCE_SECONDS = 6.0
+"""for the engine of a daemon that was killed: it stores what it can for a few seconds, then it ends"""
 MEMORY_SHARE = 0.9
 """of the memory that is free, at most, for the host pool: the system dies of more"""
 
@@ -37,7 +39,7 @@ def open_store(config: EngineConfig, spec: ModelSpec, plan: DevicePlan, model_id
             f"--ssd-kv-gib {config.ssd_kv_gib:g} has no room for one page of {page_bytes / 2**20:.1f} MiB"
         )
     try:
-        return StoreFile(Path(config.ssd_kv_path).expanduser(), geometry)
+        return StoreFile(Path(config.ssd_kv_path).expanduser(), geometry, LOCK_PATIENCE_SECONDS)
     except StoreUnavailable as error:
         print(f"weft: no SSD tier: {error}; serving goes on without it", file=sys.stderr, flush=True)
         return None

@@ -239,17 +239,31 @@ class Tiers:
             finished += self.pump()
         return finished
 
+    def flush(self, seconds: float) -> None:
+        """Store what no lower tier has yet: on the host, and from there on the SSD, as far as time allows.
+
+        Only when no request is open: nobody is told of loads that end meanwhile.
+        """
+        end = time.monotonic() + seconds
+        self.pump()
+        while time.monotonic() < end:
+            self.ssd.start_writes(everything=True)
+            if not self.num_transfers:
+                break
+            self.wait(0.01)
+            self.pump()
+        self.drain()
+
+    def sink(self, seconds: float) -> None:
+        """`flush`, then leave every page to the lowest tier alone: the next request that needs it must load it."""
+        self.flush(seconds)
+        self.pool.evict_all()
+        if self.ssd.store is not None:
+            self.host.evict_all()
+
     def close(self) -> None:
         """Write what is only on the host to the SSD as far as time allows, and give everything back."""
-        end = time.monotonic() + FLUSH_SECONDS
-        self.drain()
-        while self.ssd.store is not None and time.monotonic() < end:
-            self.ssd.start_writes(everything=True)
-            if not self.ssd.num_writing:
-                break
-            self.ssd.wait(0.01)
-            self.ssd.pump_ends()
-        self.drain()
+        self.flush(FLUSH_SECONDS)
         self.ssd.close()
         self.copies.close()
 

@@ -21,10 +21,12 @@ h1 { font-size: 1.6rem } h2 { font-size: 1.25rem; margin-top: 2.5rem; border-top
 table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums }
 th, td { padding: .25rem .8rem; text-align: right; border-bottom: 1px solid #eee }
 th:first-child, td:first-child { text-align: left }
+th { vertical-align: bottom } td { white-space: nowrap } div.table { overflow-x: auto }
 .good { color: #00695c; font-weight: 600 } .bad { color: #b00020; font-weight: 600 }
 .note { background: #fff6df; border-left: 4px solid #e69f00; padding: .5rem 1rem; margin: .5rem 0 }
 .lead { font-size: 1.15rem } svg { width: 100%; height: auto } dt { font-weight: 600 } code { font-size: .9em }
 """
+_SERVERS = TITLES | {"queue": "Waiting in the queue", "prefill": "From the first schedule to the first token"}
 _MAX_DETAILED = 4
 """runs that get plots of their own"""
 
@@ -80,7 +82,11 @@ def _sweep_parts(sweeps: Sequence[Sweep]) -> list[str]:
     if not measured:
         return parts
     objectives = measured[0].runs[0].options.objectives
-    parts += ["<h2>How does it slow down with load?</h2>", plots.latency_against_rate(measured, objectives)]
+    parts += [
+        "<h2>How does it slow down with load?</h2>",
+        "<p>Lower is faster; the dashed line is the limit, a dotted one the highest rate that met every objective.</p>",
+        plots.latency_against_rate(measured, objectives),
+    ]
     for sweep in measured:
         titles = (objective.title() for objective in objectives)
         head = ["requests/s", "answered", *titles, "within limits", "goodput", "output tokens/s", ""]
@@ -130,10 +136,11 @@ def _run_parts(run: Run) -> list[str]:
         ["Generator late when sending, p99", show_seconds(run.lateness_p99)],
         ["Generator late when receiving, p99", show_seconds(run.lag_p99)],
     ]
-    if run.view is not None:
-        rows += [[f"The server's own mean: {name}", show_seconds(mean)] for name, mean in run.view.means.items()]
-        rows += [[f"The server's own count: {name.replace('_', ' ')}", str(n)] for name, n in run.view.totals.items()]
     parts.append(_table(["", ""], rows))
+    if run.view is not None:
+        rows = [[_SERVERS.get(name, name), show_seconds(mean), _ours(run, name)] for name, mean in run.view.means.items()]
+        rows += [[escape(name.replace("_", " ").capitalize()), str(n), ""] for name, n in run.view.totals.items()]
+        parts.append(_table(["the server's own figures", "mean or count", "mean here"], rows))
     errors = run.summary()["errors"]
     if errors:
         parts.append(_table(["what failed", "requests"], [[escape(message), str(n)] for message, n in errors.items()]))
@@ -145,6 +152,12 @@ def _run_parts(run: Run) -> list[str]:
             plots.limits_heat_map(run),
         ]
     return parts
+
+
+def _ours(run: Run, name: str) -> str:
+    """The mean of a measure as the server would have taken it: over all requests, the warm-up included."""
+    values = run.everything.values(name) if name in TITLES else ()
+    return show_seconds(float(values.mean())) if len(values) else ""
 
 
 def _comparison(runs: Sequence[Run]) -> str:
@@ -163,7 +176,9 @@ def _comparison(runs: Sequence[Run]) -> str:
 
 def _method(runs: Sequence[Run], description: dict[str, Any]) -> list[str]:
     parts = ["<h2>How this was measured</h2>", "<dl>"]
-    parts += [f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in (FORMULAS | RULES).items()]
+    parts += [
+        f"<dt>{escape(TITLES.get(name, name))}</dt><dd>{escape(text)}</dd>" for name, text in (FORMULAS | RULES).items()
+    ]
     parts.append(
         "<dt>percentiles</dt><dd>linear between order statistics; the interval of p99 is from their ranks</dd>"
     )
@@ -171,7 +186,11 @@ def _method(runs: Sequence[Run], description: dict[str, Any]) -> list[str]:
         "<dt>lateness</dt><dd>sending: start of sending − when the schedule, fixed before the run, wanted it; "
         "receiving: how late the generator's event loop was, asked for every 5 ms of the run</dd></dl>"
     )
-    rows = [[escape(name.replace("_", " ")), escape(str(value))] for name, value in description.items()]
+    rows = [
+        [escape(name.replace("_", " ")), escape({"True": "yes", "False": "no"}.get(str(value), str(value)))]
+        for name, value in description.items()
+        if value != {}
+    ]
     if runs:
         rows.append(["processes", str(runs[0].options.processes)])
     return [*parts, _table(["workload", ""], rows)]
@@ -196,4 +215,4 @@ def _table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
     """Cells are HTML."""
     top = "".join(f"<th>{cell}</th>" for cell in head)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="table"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'

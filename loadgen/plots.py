@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
 
 from weft.loadgen.measures import TITLES, Measures
 from weft.loadgen.run import Run
@@ -24,12 +25,14 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#0
 """Okabe and Ito's, told apart by the colour-blind"""
 _FAILED = "#d00000"
 _MAX_POINTS = 1500
+_SINCE = "seconds since the first arrival was due"
 _RASTER = 3000
 """lines from which a plot becomes a picture inside its SVG"""
 
 
 def latency_against_rate(sweeps: Sequence[Sweep], objectives: Sequence[Objective]) -> str:
-    """One panel an objective: its value at each rate that was tried, a line a server, the limit dashed."""
+    """One panel an objective: its value at each rate that was tried, a line a server, the limit dashed, the highest
+    rate that met all objectives dotted."""
     figure, axes = _figure(len(objectives))
     for axis, objective in zip(axes, objectives, strict=True):
         for colour, sweep in zip(COLOURS, sweeps, strict=False):
@@ -44,8 +47,10 @@ def latency_against_rate(sweeps: Sequence[Sweep], objectives: Sequence[Objective
             if sweep.best is not None:
                 axis.axvline(sweep.best, color=colour, linewidth=0.8, linestyle=":")
         axis.axhline(objective.limit, color=_FAILED, linestyle="--", linewidth=1, label="limit")
-        axis.set(xlabel="offered requests/s", ylabel=objective.measure, title=str(objective), yscale="log")
-        _seconds(axis.yaxis)
+        axis.set(xlabel="offered requests per second", xscale="log", yscale="log")
+        axis.set_title(textwrap.fill(objective.title(), 44))
+        _logarithmic(axis.xaxis, lambda rate: f"{rate:g}")
+        _logarithmic(axis.yaxis, show_seconds)
         axis.legend(frameon=False)
     return _svg(figure, "Latency against offered rate")
 
@@ -65,7 +70,8 @@ def cdfs(runs: Sequence[Run]) -> str:
             if objective.measure == measure:
                 axis.axvline(objective.limit, color=_FAILED, linestyle="--", linewidth=1)
         axis.set(ylabel="share at most so slow", title=title, ylim=(0, 1.02), xscale="log")
-        _seconds(axis.xaxis)
+        axis.yaxis.set_major_formatter(PercentFormatter(1.0))
+        _logarithmic(axis.xaxis, show_seconds)
     if axes[0].lines:
         axes[0].legend(frameon=False, fontsize=8)
     return _svg(figure, "Distributions of the measures")
@@ -78,8 +84,11 @@ def over_time(run: Run) -> str:
     edges = np.linspace(0, max(run.span, 1e-3), min(120, max(10, int(run.span))) + 1)
     width = edges[1] - edges[0]
     times = np.concatenate([np.asarray(record.times) for record in measures.records] or [np.empty(0)])
-    axes[0].stairs(np.histogram(times, edges)[0] / width, edges, fill=True, color=COLOURS[0], alpha=0.7)
-    axes[0].set(xlabel="s", ylabel="events with tokens per s", title="Throughput")
+    # An event may bring several tokens; which of them it brought is not recorded.
+    events = np.array([len(record.times) for record in measures.records])
+    tokens = np.repeat(measures.tokens / np.maximum(events, 1), events)
+    axes[0].stairs(np.histogram(times, edges, weights=tokens)[0] / width, edges, fill=True, color=COLOURS[0], alpha=0.7)
+    axes[0].set(xlabel=_SINCE, ylabel="output tokens per second", title="Throughput")
     started = measures.start[np.isfinite(measures.start)]
     ended = np.where(np.isfinite(measures.end), measures.end, measures.start)
     middle = (edges[1:] + edges[:-1]) / 2
@@ -88,7 +97,7 @@ def over_time(run: Run) -> str:
     failures = measures.due[~measures.ok]
     if len(failures):
         axes[1].plot(failures, np.zeros(len(failures)), "x", color=_FAILED, label="failed, by time due")
-    axes[1].set(xlabel="s", ylabel="requests", title="Requests running")
+    axes[1].set(xlabel=_SINCE, ylabel="requests", title="Requests running", ylim=(0, None))
     axes[1].legend(frameon=False)
     return _svg(figure, "Throughput and requests running over time")
 
@@ -113,19 +122,23 @@ def timeline(run: Run) -> str:
     failed = ~measures.ok
     if failed.any():
         axes[0].plot(measures.due[failed], rows[failed], "x", color=_FAILED, label="failed", rasterized=raster)
-    axes[0].set(xlabel="s", ylabel="request", title="Requests", xlim=(0, max(run.span, 1e-3)), ylim=(max(n, 1), -1))
-    axes[0].legend(loc="lower right")
+    axes[0].set(xlabel=_SINCE, ylabel="request", title="Requests", xlim=(0, max(run.span, 1e-3)), ylim=(max(n, 1), -1))
+    axes[0].legend(loc="upper right")
     return _svg(figure, "Timeline of requests")
 
 
 def limits_heat_map(run: Run) -> str:
     """The share of all requests that would keep a pair of limits, on time to first token and per output token."""
-    measures = run.measures
-    ttft, tpot = _grid(measures, "ttft"), _grid(measures, "tpot")
+    measures, objectives = run.measures, run.options.objectives
+    given = [{o.limit for o in objectives if o.measure == name} for name in ("ttft", "tpot")]
+    ttft, tpot = _grid(measures, "ttft", given[0]), _grid(measures, "tpot", given[1])
     times = measures.ttft, np.where(np.isnan(measures.tpot), 0.0, measures.tpot)
     share = np.array([[(measures.ok & (times[0] <= a) & (times[1] <= b)).mean() for a in ttft] for b in tpot])
     figure, axes = _figure(1, height=4.2)
-    labels = [[show_seconds(limit) for limit in grid] for grid in (ttft, tpot)]
+    labels = [
+        [show_seconds(limit) + "\n(objective)" * (limit in ours) for limit in grid]
+        for grid, ours in zip((ttft, tpot), given, strict=True)
+    ]
     _heat(axes[0], share, labels[0], labels[1])
     axes[0].set(
         xlabel="limit on the time to first token",
@@ -137,22 +150,24 @@ def limits_heat_map(run: Run) -> str:
 
 def rates_heat_map(sweep: Sweep) -> str:
     """The share of all requests that kept each objective's limit, at each rate."""
-    objectives = sweep.runs[0].options.objectives
+    objectives = sweep.runs[0].options.objectives[::-1]  # the first one on top
     share = np.array([[keeps(o, run.measures).mean() for _, run in sweep.by_rate] for o in objectives])
     figure, axes = _figure(1, height=1.6 + 0.5 * len(objectives))
-    _heat(axes[0], share, [f"{rate:.3g}" for rate, _ in sweep.by_rate], [str(objective) for objective in objectives])
-    axes[0].set(xlabel="offered requests/s", title=f"{sweep.name}: share of all requests within each limit")
+    limits = [f"{TITLES[o.measure]}\nat most {show_seconds(o.limit)}" for o in objectives]
+    _heat(axes[0], share, [f"{rate:.3g}" for rate, _ in sweep.by_rate], limits)
+    axes[0].set(xlabel="offered requests per second", title=f"{sweep.name}: share of all requests within each limit")
     return _svg(figure, "Share of requests within each limit, at each rate")
 
 
-def _grid(measures: Measures, name: str) -> Values:
-    """Limits that one request in ten, a quarter, half … of the answered keep; rounded up to three digits."""
+def _grid(measures: Measures, name: str, given: set[float]) -> Values:
+    """Limits that one request in ten, a quarter, half … of the answered keep, rounded up to three digits; and `given`
+    ones."""
     values = measures.values(name)
     if not len(values):
-        return np.array([1.0])
+        return np.array(sorted(given) or [1.0])
     limits = np.array([percentile(values, q) for q in (10, 25, 50, 75, 90, 95, 99, 100)])
     digits = 10.0 ** (np.floor(np.log10(np.maximum(limits, 1e-6))) - 2)
-    return np.unique(np.ceil(limits / digits) * digits)
+    return np.union1d(np.ceil(limits / digits) * digits, list(given))
 
 
 def _heat(axis: Any, share: Values, columns: Sequence[str], rows: Sequence[str]) -> None:
@@ -164,17 +179,19 @@ def _heat(axis: Any, share: Values, columns: Sequence[str], rows: Sequence[str])
         axis.text(j, i, f"{value:.0%}", ha="center", va="center", fontsize=8, color="black" if value > 0.5 else "white")
 
 
-def _seconds(axis: Any) -> None:
-    """A logarithmic axis of times, labelled with units at 1, 2 and 5."""
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
+def _logarithmic(axis: Any, show: Callable[[float], str]) -> None:
+    """Label a logarithmic axis at 1, 2 and 5 of every decade if there is room, else at 1."""
+    low, high = np.log10(axis.get_view_interval())
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high - low < 2.5 else (1,), numticks=12))
     axis.set_minor_locator(NullLocator())
     axis.set_tick_params(labelsize=8)
-    axis.set_major_formatter(FuncFormatter(lambda value, _: show_seconds(value)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: show(value)))
 
 
 def _figure(panels: int, height: float = 3.4) -> tuple[Figure, list[Any]]:
     rows, columns = -(-panels // 2), min(panels, 2)
     figure = Figure(figsize=(10.5, height * rows), layout="constrained")
+    figure.get_layout_engine().set(h_pad=0.12, hspace=0.06)  # browsers' fonts are larger than the one laid out with
     axes = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
     for axis in axes[panels:]:
         axis.remove()

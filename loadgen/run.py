@@ -67,7 +67,7 @@ class Run:
     def load(self) -> str:
         """What the server was given, in words."""
         if self.rate is None:
-            return f"{self.users} users"
+            return f"{self.users} users" if self.users else f"{len(self.everything.records)} requests at once"
         return f"{self.rate:.3g} {'conversations' if self.conversations else 'requests'}/s"
 
     @cached_property

@@ -9,11 +9,12 @@ from prometheus_client.parser import text_string_to_metric_families
 _HISTOGRAMS = {
     "ttft": ("weft_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
     "e2e": ("weft_request_latency_seconds", "vllm:e2e_request_latency_seconds"),
-    "tpot": (
-        "weft_time_per_output_token_seconds",
-        "vllm:request_time_per_output_token_seconds",
-        "vllm:time_per_output_token_seconds",
+    "itl": (
+        "weft_inter_token_latency_seconds",
+        "vllm:inter_token_latency_seconds",
+        "vllm:time_per_output_token_seconds",  # of older versions: each gap, whatever the name says
     ),
+    "tpot": ("weft_time_per_output_token_seconds", "vllm:request_time_per_output_token_seconds"),
     "normalized": ("weft_normalized_latency_seconds",),
     "queue": ("weft_queue_time_seconds", "vllm:request_queue_time_seconds"),
     "prefill": ("weft_prefill_time_seconds", "vllm:request_prefill_time_seconds"),

@@ -38,11 +38,12 @@ class Objective:
     limit: float
 
     def __str__(self) -> str:
-        statistic = "mean" if self.statistic is None else f"p{self.statistic:g}"
+        statistic = {None: "mean", 100.0: "max"}.get(self.statistic) or f"p{self.statistic:g}"
         return f"{self.measure}:{statistic}:{show_seconds(self.limit).replace(' ', '')}"
 
     def title(self) -> str:
-        statistic = "mean" if self.statistic is None else f"{self.statistic:g}th percentile"
+        words = {None: "mean", 50.0: "median", 100.0: "maximum"}
+        statistic = words.get(self.statistic) or f"{self.statistic:g}th percentile"
         return f"{TITLES[self.measure]}, {statistic}, at most {show_seconds(self.limit)}"
 
     def of(self, values: Values) -> float:

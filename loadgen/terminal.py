@@ -22,7 +22,7 @@ from weft.loadgen.units import show_seconds
 
 _out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
-_COMPARED = ("ttft", "e2e", "tpot", "normalized")
+_COMPARED = ("ttft", "e2e", "itl", "tpot", "normalized")
 
 
 def tell(line: str) -> None:

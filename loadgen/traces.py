@@ -47,8 +47,8 @@ def read_trace(path: Path) -> Trace:
 
     - Azure LLM inference: CSV `TIMESTAMP,ContextTokens,GeneratedTokens`.
     - Mooncake: JSON lines with `timestamp` (ms), `input_length`, `output_length`, `hash_ids` (512 tokens each).
-    - weft: JSON lines with `at` (s), `input_tokens`, `output_tokens`, and where wanted `hash_ids`, `block_tokens`,
-      `prompt` or `messages`; what `weft load --record` writes.
+    - weft: JSON lines with `at` (s), `input_tokens`, `output_tokens`, and where wanted `hash_ids`, `block_tokens`; what
+      `weft load --record` writes. Or with `prompt` or `messages` in place of `input_tokens`.
 
     Raises `LoadError` naming the line that does not fit.
     """
@@ -102,7 +102,8 @@ def _json_rows(path: Path, lines: Iterable[tuple[int, str]]) -> tuple[list[Trace
                 continue
             block = int(row.get("block_tokens", block))
             content = row.get("messages") or row.get("prompt")
-            rows.append(_row(float(row["at"]), row["input_tokens"], row["output_tokens"], hash_ids, content))
+            inputs = row["input_tokens"] if content is None else row.get("input_tokens", 0)
+            rows.append(_row(float(row["at"]), inputs, row["output_tokens"], hash_ids, content))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise LoadError(
                 f"--trace {path}, line {number}: needs timestamp, input_length, output_length (Mooncake) "

@@ -130,10 +130,14 @@ class Workload:
         return float(np.random.default_rng((self.maker.seed, 9, session, turn)).exponential(mean)) if mean else 0.0
 
     def offered_rate(self) -> float | None:
-        """Arrivals per second as scheduled; None for a closed loop."""
+        """Arrivals per second as scheduled; None for a closed loop, and where all arrive at once."""
         if self.times is None or not len(self.times):
             return None
-        return len(self.times) / (self.duration or float(self.times[-1]) or 1.0)
+        if self.duration is not None and len(self.times) != self.count:
+            return len(self.times) / self.duration
+        # The last arrival ends the schedule: as many gaps as arrivals, less one where the first arrival is its begin.
+        first, last = float(self.times[0]), float(self.times[-1])
+        return (len(self.times) - (first == 0.0)) / last if last else None
 
 
 def build(arrival: ArrivalOptions, content: ContentOptions, maker: PromptMaker, context: int | None) -> Workload:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -16,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from weft.engine.errors import EngineDead
 from weft.server.choice import Choice, Piece
 from weft.server.errors import ApiError, translate
-from weft.server.express import EXTENSION, MARK, Express, Outlet
+from weft.server.express import EXTENSION, MARK, Express, Frames, Outlet, Template
 from weft.server.generate import Generation
 from weft.server.protocol import StreamOptions
 
@@ -73,6 +72,7 @@ class Answer(Response):
         }
         self._work: asyncio.Task[None] | None = None
         self._outlet: Outlet | None = None
+        self._express: list[Express] = []
         self._interruption: ApiError | None = None
         self._cause = "disconnect"
         self._started = False
@@ -100,6 +100,8 @@ class Answer(Response):
             if error is not None:
                 if not self._started:
                     raise error
+                if self._outlet is not None:
+                    self._outlet.close_behind()  # a stream that breaks must look broken
                 await send({"type": "http.response.body", "body": _event(error.body())})
         finally:
             service.open.discard(self)
@@ -164,54 +166,33 @@ class Answer(Response):
 
     async def _stream(self, send: Send) -> None:
         generation, shape = self._generation, self._shape
-        options = generation.body.stream_options or StreamOptions()
-        head = orjson.dumps(self._head)[:-1] + b',"choices":'
-        continuous = options.include_usage and options.continuous_usage_stats
-        opened: set[int] = set()
-
-        def frame(choices: list[dict[str, Any]], *, extras: dict[str, Any] | None = None, final: bool = False) -> bytes:
-            rest = b"," + orjson.dumps(extras)[1:-1] if extras else b""
-            if final or continuous:
-                rest += b',"usage":' + orjson.dumps(generation.usage())
-            elif options.include_usage:
-                rest += b',"usage":null'
-            return b"data: " + head + orjson.dumps(choices) + rest + b"}\n\n"
-
+        frames = _Frames(generation, shape, orjson.dumps(self._head))
         generation.submit()
         sent = time.perf_counter()
         async with aclosing(generation.updates(HEARTBEAT / 3)) as updates:
             async for update in updates:
-                now = time.perf_counter()
-                if update is None and now - max(sent, generation.choices[0].last_token_at) < HEARTBEAT:
+                if update is None and time.perf_counter() - max([sent, *(e.sent_at for e in self._express)]) < HEARTBEAT:
                     continue
-                sent = now
                 if not self._started:
                     await self._start(send, b"text/event-stream; charset=utf-8")
-                if update is None:
-                    await send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
-                    continue
-                choice, piece = update
-                frames = b""
-                if choice.index not in opened:
-                    opened.add(choice.index)
-                    extras = shape.extras(generation)
-                    frames = b"".join(frame([chunk], extras=extras) for chunk in shape.first_chunks(choice))
-                chunk = shape.chunk(choice, piece)
-                if chunk is not None:
-                    frames += frame([chunk])
-                if frames:
-                    await send({"type": "http.response.body", "body": frames, "more_body": True})
-                if choice.stream.sink is None and self._outlet is not None and shape.plain and not continuous:
-                    self._install_express(choice, frame, self._outlet)
-        end = frame([], final=True) if options.include_usage else b""
-        await send({"type": "http.response.body", "body": end + b"data: [DONE]\n\n"})
+                data = b": waiting\n\n" if update is None else frames.of(*update)
+                if data:
+                    sent = time.perf_counter()
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                if update is not None and update[0].stream.sink is None and self._outlet is not None:
+                    self._install_express(update[0], frames, self._outlet)
+        await send({"type": "http.response.body", "body": frames.end() + b"data: [DONE]\n\n"})
 
-    def _install_express(self, choice: Choice, frame: Callable[..., bytes], outlet: Outlet) -> None:
+    def _install_express(self, choice: Choice, frames: _Frames, outlet: Outlet) -> None:
         generation = self._generation
-        if len(generation.choices) == 1 and not generation.body.stop:
-            chunk = self._shape.chunk(choice, Piece(MARK))
-            assert chunk is not None
-            choice.stream.sink = Express(choice, outlet, frame([chunk]), generation.service.metrics.itl.labels())
+        itl = generation.service.metrics.itl.labels()
+        idle = generation.idle if len(generation.choices) > 1 else None
+        if frames.plain:
+            express: Express = Template(frames.of(choice, Piece(MARK)), choice, outlet, itl, idle)
+        else:
+            express = Frames(frames.of, choice, outlet, itl, idle)
+        self._express.append(express)
+        choice.stream.sink = express
 
     async def _start(self, send: Send, content_type: bytes, *, length: int | None = None) -> None:
         headers = [(b"content-type", content_type)]
@@ -221,6 +202,48 @@ class Answer(Response):
             headers.append((b"content-length", str(length).encode()))
         self._started = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+class _Frames:
+    """What the pieces of an answer are sent as: events, each with one chunk."""
+
+    def __init__(self, generation: Generation, shape: Shape, head: bytes) -> None:
+        """`head`: what all chunks begin with, as an object."""
+        options = generation.body.stream_options or StreamOptions()
+        self._generation = generation
+        self._shape = shape
+        self._before = b"data: " + head[:-1] + b',"choices":['
+        self._usage = options.include_usage
+        self._continuous = options.include_usage and options.continuous_usage_stats
+        self._opened: set[int] = set()
+
+    @property
+    def plain(self) -> bool:
+        """After the first ones, events of a choice differ in their text alone, up to the last."""
+        return self._shape.plain and not self._continuous
+
+    def of(self, choice: Choice, piece: Piece) -> bytes:
+        """The events of a piece, with those that begin its choice. Empty when there is nothing to show yet."""
+        first = b""
+        if choice.index not in self._opened:
+            self._opened.add(choice.index)
+            extras = orjson.dumps(self._shape.extras(self._generation))[1:-1]
+            first = b"".join(self._event(chunk, extras) for chunk in self._shape.first_chunks(choice))
+        chunk = self._shape.chunk(choice, piece)
+        return first if chunk is None else first + self._event(chunk)
+
+    def end(self) -> bytes:
+        """The event with the usage, if it was asked for."""
+        return self._before + b"]" + self._usage_field(final=True) + b"}\n\n" if self._usage else b""
+
+    def _event(self, chunk: dict[str, Any], extras: bytes = b"") -> bytes:
+        more = b"," + extras if extras else b""
+        return self._before + orjson.dumps(chunk) + b"]" + more + self._usage_field() + b"}\n\n"
+
+    def _usage_field(self, *, final: bool = False) -> bytes:
+        if final or self._continuous:
+            return b',"usage":' + orjson.dumps(self._generation.usage())
+        return b',"usage":null' if self._usage else b""
 
 
 def _event(data: bytes) -> bytes:

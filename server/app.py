@@ -15,12 +15,11 @@ from starlette.responses import Response
 
 from weft import __version__
 from weft.engine.errors import WeftError
-from weft.server import chat, completions, operations, tokens, ui
+from weft.server import chat, completions, docs, operations, tokens, ui
 from weft.server.errors import ApiError, translate
 from weft.server.keys import digest
 from weft.server.middleware import Authorise, BodyLimit, Trace
 from weft.server.protocol import ErrorBody
-from weft.server.scrape import Scrape
 from weft.server.service import Service
 from weft.server.tracing import Spans
 
@@ -32,18 +31,18 @@ def create_app(service: Service) -> FastAPI:
         title="weft",
         version=__version__,
         lifespan=_lifespan,
+        docs_url=None,  # FastAPI's pages load scripts from elsewhere; `docs` serves one that does not
         redoc_url=None,
         redirect_slashes=False,
         generate_unique_id_function=lambda route: route.name,
         responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
     )
     app.state.service = service
-    for module in (completions, chat, tokens, operations, *([ui] if config.ui else [])):
+    for module in (completions, chat, tokens, operations, docs, *([ui] if config.ui else [])):
         app.include_router(module.router)
     for kind in (ApiError, WeftError, RequestValidationError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _on_error)
     # The last one added is the outermost.
-    app.add_middleware(Scrape, metrics=service.metrics)
     app.add_middleware(BodyLimit, max_bytes=int(config.max_body_mib * 2**20))
     admin_key = digest(config.admin_api_key) if config.admin_api_key is not None else None
     app.add_middleware(Authorise, keys=service.keys, admin_key=admin_key, limits=service.limits)

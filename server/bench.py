@@ -34,27 +34,43 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure and print. Raises `WeftError`."""
     if min(arguments.streams, arguments.rate, arguments.seconds, arguments.api_workers) <= 0:
         raise WeftError("--streams, --rate, --seconds and --api-workers must be more than 0")
-    figures = asyncio.run(_Bench(arguments).run())
+    if arguments.scrapes < 0:
+        raise WeftError("--scrapes must not be less than 0")
+    figures = asyncio.run(_Bench(arguments, _parse_fields(arguments.fields)).run())
+    fields = f" with {arguments.fields}" if figures["fields"] else ""
+    tokenized = f", while {figures['tokenized']} prompts of {arguments.tokenize} tokens were tokenized"
     print(
         f"{figures['api_us_per_token']:.1f} us of CPU per streamed token on the API side "
         f"({figures['tokens']} tokens in {figures['seconds']:.1f} s, {arguments.streams} streams of "
-        f"/{figures['endpoint']} at {arguments.rate:g} tokens/s, {arguments.api_workers} API process(es), "
+        f"/{figures['endpoint']}{fields} at {arguments.rate:g} tokens/s, {arguments.api_workers} API process(es), "
         f"{100 * figures['api_cpu']:.0f} % of a core)\n"
         f"event-loop lag: p50 {figures['lag_p50_ms']}, p99 {figures['lag_p99_ms']} (upper bounds of buckets)"
-        + (
-            f", while {figures['tokenized']} prompts of {arguments.tokenize} tokens were tokenized"
-            * bool(arguments.tokenize)
-        )
-        + f"\non {figures['machine']}"
+        f"{tokenized * bool(arguments.tokenize)}\n"
+        f"on {figures['machine']}"
     )
+    if arguments.scrapes:
+        share = 100 * figures["scrape_cpu"]
+        print(f"{figures['us_per_scrape']:.0f} us of CPU per scrape of /metrics, {share:.2f} % of a core")
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(figures, indent=1) + "\n")
     return 0
 
 
+def _parse_fields(text: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(text)
+    except ValueError as error:
+        raise WeftError(f"--fields is not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise WeftError("--fields must be a JSON object")
+    return fields
+
+
 class _Bench:
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    def __init__(self, arguments: argparse.Namespace, fields: dict[str, Any]) -> None:
+        """`fields`: of the streams' requests, beside those that make them streams."""
         self._arguments = arguments
+        self._fields = fields
         self._config = ServeConfig.model_validate(
             {
                 "port": 0,
@@ -62,6 +78,7 @@ class _Bench:
                 "max_queued_tokens": 2**40,
                 "access_log": False,
                 "log_level": "error",
+                "tool_call_parser": "hermes",
             }
         )
         self._listeners = listen("127.0.0.1", 0, arguments.api_workers)
@@ -80,7 +97,7 @@ class _Bench:
             for i in range(self._arguments.api_workers):
                 apis.append(await self._start_api(i, address))
             with tempfile.NamedTemporaryFile() as file:
-                path, body = self._request(1, 1 << 19, stream=True)
+                path, body = self._request(1, 1 << 19, stream=True, **self._fields)
                 file.write(body)
                 file.flush()
                 host, port = self._listeners[0].getsockname()
@@ -114,9 +131,9 @@ class _Bench:
                 raise WeftError(message.message)
         raise WeftError(f"an API process ended ({await api.wait()})")
 
-    def _request(self, prompt_tokens: int, max_tokens: int, *, stream: bool) -> tuple[str, bytes]:
+    def _request(self, prompt_tokens: int, max_tokens: int, **fields: Any) -> tuple[str, bytes]:
         text = _WORD * prompt_tokens
-        body: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True, "stream": stream}
+        body: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True, **fields}
         if self._arguments.endpoint == "chat":
             return "/v1/chat/completions", json.dumps(body | {"messages": [{"role": "user", "content": text}]}).encode()
         return "/v1/completions", json.dumps(body | {"prompt": text}).encode()
@@ -136,8 +153,10 @@ class _Bench:
                 await tokenizing
             tokenized = self._tokenized
         grown = [after - before for after, before in zip(lag.counts(), lags, strict=True)]
+        scraping = await self._measure_scrapes(apis, cpu / seconds) if self._arguments.scrapes else {}
         return {
             "endpoint": self._arguments.endpoint,
+            "fields": self._fields,
             "streams": self._arguments.streams,
             "tokens": tokens,
             "seconds": seconds,
@@ -146,8 +165,24 @@ class _Bench:
             "lag_p50_ms": _quantile(lag.bounds, grown, 0.5),
             "lag_p99_ms": _quantile(lag.bounds, grown, 0.99),
             "tokenized": tokenized,
+            **scraping,
             "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
         }
+
+    async def _measure_scrapes(self, apis: list[ApiProcess], without: float) -> dict[str, Any]:
+        """Go on, and scrape. `without`: share of a core that the API processes take when nobody does."""
+        reader, writer = await asyncio.open_connection(*self._listeners[0].getsockname())
+        count = max(1, round(self._arguments.scrapes * self._arguments.seconds))
+        cpu, begun = _cpu_seconds(apis), time.monotonic()
+        for i in range(1, count + 1):
+            writer.write(b"GET /metrics HTTP/1.1\r\nHost: bench\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(int(head.partition(b"content-length: ")[2].split(b"\r")[0]))
+            await asyncio.sleep(begun + i / self._arguments.scrapes - time.monotonic())
+        seconds = time.monotonic() - begun
+        writer.close()
+        cpu = _cpu_seconds(apis) - cpu - without * seconds
+        return {"scrapes": count, "us_per_scrape": cpu / count * 1e6, "scrape_cpu": cpu / seconds}
 
     async def _tokenize(self) -> None:
         """Send long prompts, one after the other, each for one token."""

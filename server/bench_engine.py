@@ -26,6 +26,7 @@ from weft.engine.messages import (
     Outputs,
     Started,
     ToEngine,
+    TokenLogprobs,
 )
 
 MAX_MODEL_LEN = 1 << 20
@@ -40,6 +41,8 @@ class StubEngine:
         self._vocab_size = vocab_size
         self._left: dict[int, int] = {}
         """tokens still to send, by handle"""
+        self._scored: dict[int, int] = {}
+        """how many log-probabilities each token gets, by handle, for those that asked"""
         self._new: list[int] = []
         self._ticks = 0
         self._tokens = 0
@@ -60,6 +63,8 @@ class StubEngine:
             case AddRequest():
                 self._left[message.handle] = message.params.max_tokens or MAX_MODEL_LEN
                 self._new.append(message.handle)
+                if message.params.logprobs is not None:
+                    self._scored[message.handle] = message.params.logprobs
             case AbortRequests():
                 for handle in message.handles:
                     self._left.pop(handle, None)
@@ -76,13 +81,17 @@ class StubEngine:
             if not self._left[handle]:
                 del self._left[handle]
                 finish[i] = Finish.LENGTH
+        token = TOKENS[self._ticks % 2]
+        scores = {k: _logprobs(token, k) for k in set(self._scored.values())}
+        self._scored = {handle: k for handle, k in self._scored.items() if handle in self._left}
         started, self._new = [Started(h, 0, 0.0, 0.0) for h in self._new if h in self._left], []
         self._clients.send_outputs(
             Outputs(
                 handles=np.array(handles, np.int64).tobytes(),
-                tokens=np.full(len(handles), TOKENS[self._ticks % 2], np.int32).tobytes(),
+                tokens=np.full(len(handles), token, np.int32).tobytes(),
                 finish=finish.tobytes(),
                 started=started,
+                logprobs={handle: scores[k] for handle, k in self._scored.items()},
                 stats=EngineStats(
                     running=len(self._left),
                     iterations=self._ticks,
@@ -108,6 +117,12 @@ class StubEngine:
             eos_token_ids=(),
             load_seconds=0.0,
         )
+
+
+def _logprobs(token: int, k: int) -> TokenLogprobs:
+    """The token is the best of all."""
+    best = range(token, token + k)
+    return TokenLogprobs(1, (token, *best), (-0.5, *(-0.5 - i for i in range(k))))
 
 
 def _end_with_stdin() -> None:

@@ -14,6 +14,13 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         "--endpoint", choices=("completions", "chat"), default="completions", help="what is asked [completions]"
     )
     parser.add_argument(
+        "--fields", default="{}", metavar="JSON", help='further fields of the requests, such as {"logprobs": 5} [none]'
+    )
+    parser.add_argument(
         "--tokenize", type=int, default=0, metavar="N", help="beside it, send prompts of N tokens, one after the other"
     )
+    parser.add_argument(
+        "--scrapes", type=float, default=0, metavar="X",
+        help="afterwards, for as long, with X scrapes of /metrics a second; --streams 1 --rate 1 lets them dominate",
+    )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")

@@ -14,24 +14,25 @@ from weft.server.errors import bad_request
 from weft.server.generate import Generation, Prompt, output_limit
 from weft.server.logprobs import chat_logprobs, prompt_logprobs
 from weft.server.protocol import ChatBody
-from weft.server.routing import JsonRoute, ServiceOf
+from weft.server.routing import STREAMED, JsonRoute, ServiceOf
 from weft.server.service import Service
 from weft.server.structured import write_grammar
 from weft.server.tokenizer import Tokenizer
 from weft.server.tool_format import Call, ToolFormat, ToolParser
 from weft.server.tool_parsers import UNKNOWN, tool_format
-from weft.server.tools import NamedToolChoice, names_of, required_call, template_tools
+from weft.server.tools import NamedToolChoice, names_of, required_call
 
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/v1/chat/completions", summary="Answer a conversation")
+@router.post("/v1/chat/completions", summary="Answer a conversation", responses=STREAMED)
 async def chat_completions(body: ChatBody, request: Request, service: ServiceOf) -> Response:
     engine = service.engine
     model = service.model_name(body.model)
     body.check()
     service.check_ids(body.stop_token_ids, "stop_token_ids")
     service.check_ids(list(body.logit_bias), "logit_bias")
+    service.check_ids(body.allowed_token_ids or [], "allowed_token_ids")
     tools = [] if body.tool_choice == "none" else body.tools
     form, writer = None, body.grammar()
     if tools:
@@ -39,23 +40,22 @@ async def chat_completions(body: ChatBody, request: Request, service: ServiceOf)
         call = required_call(tools, body.tool_choice, form, engine.tokenizer, parallel=body.parallel_tool_calls)
         writer = call or writer
     grammar = await write_grammar(writer) if writer is not None else None
-    ids = await service.encode_chat(body.messages, tools=template_tools(tools))
+    ids = await service.encode_chat(
+        body.messages,
+        body.template_arguments(tools),
+        add_special_tokens=bool(body.add_special_tokens),
+        cut=body.cut(engine.ready.max_model_len, body.output_limit),
+    )
+    if not ids:
+        raise bad_request("messages: nothing is left of them.", "truncate_prompt_tokens")
     params = body.sampling(
         max_tokens=output_limit(service, body.output_limit, None, len(ids), "messages"),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         grammar=grammar,
     )
-    scope = request.scope
-    generation = Generation(
-        service,
-        body,
-        [Prompt(ids)],
-        [params],
-        id=scope["weft.request_id"],
-        arrival=scope["weft.arrival"],
-        show=_marker_ids(form, engine.tokenizer),
-    )
+    show = _marker_ids(form, engine.tokenizer)
+    generation = Generation(service, body, [Prompt(ids)], [params], request.scope, show=show)
     return Answer(generation, ChatShape(engine.tokenizer, body, form), model, int(time.time()))
 
 
@@ -86,7 +86,10 @@ class ChatShape:
     def __init__(self, tokenizer: Tokenizer, body: ChatBody, form: ToolFormat | None = None) -> None:
         """form: how calls are told from text, for an answer that may have some."""
         self._tokenizer = tokenizer
+        self._name = body.namer(tokenizer)
         self._body = body
+        last = body.messages[-1]
+        self._echo = (last.content or "") if body.echo and last.role == "assistant" else ""
         self._form = form
         self._parsers: dict[int, ToolParser] = {}
         self._called: set[int] = set()
@@ -97,8 +100,8 @@ class ChatShape:
         return self._form is None and not self._body.logprobs and not self._body.return_token_ids
 
     def first_chunks(self, choice: Choice) -> list[dict[str, Any]]:
-        delta = {"role": "assistant", "content": ""}
-        return [{"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}]
+        deltas = [{"role": "assistant", "content": ""}, *([{"content": self._echo}] if self._echo else [])]
+        return [{"index": choice.index, "delta": d, "logprobs": None, "finish_reason": None} for d in deltas]
 
     def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
         if self._form is None:
@@ -112,10 +115,10 @@ class ChatShape:
         return self._choice(choice, piece, "delta", delta)
 
     def whole(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": self._echo + piece.text, "refusal": None}
         if self._form is not None:
             text, calls = self._split(self._form, choice, piece)
-            message["content"] = text if text or not calls else None
+            message["content"] = self._echo + text if text or not calls else None
             if calls:
                 message["tool_calls"] = [
                     {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
@@ -145,7 +148,9 @@ class ChatShape:
         if self._body.return_token_ids:
             out["prompt_token_ids"] = generation.prompts[0].ids
         if (top := self._body.prompt_logprobs) is not None:
-            out["prompt_logprobs"] = prompt_logprobs(self._tokenizer, generation.choices[0].prompt_logprobs, top)
+            out["prompt_logprobs"] = prompt_logprobs(
+                self._tokenizer.token_text, generation.choices[0].prompt_logprobs, top
+            )
         return out
 
     def _choice(self, choice: Choice, piece: Piece, name: str, content: dict[str, Any]) -> dict[str, Any]:
@@ -157,7 +162,8 @@ class ChatShape:
             "stop_reason": piece.stop_reason,
         }
         if self._body.logprobs:
-            out["logprobs"] = chat_logprobs(self._tokenizer, piece.logprobs, self._body.top_logprobs or 0)
+            data, top = self._tokenizer.token_bytes, self._body.top_logprobs or 0
+            out["logprobs"] = chat_logprobs(self._name, data, piece.logprobs, top)
         if self._body.return_token_ids:
             out["token_ids"] = piece.token_ids
         return out

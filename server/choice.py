@@ -42,11 +42,12 @@ class Choice:
         prompt: int,
         stream: TokenStream,
         detokenizer: Detokenizer,
-        stops: StopStrings,
+        stops: StopStrings | None,
         *,
         min_tokens: int,
         stop_token_ids: Sequence[int],
         hidden_ids: frozenset[int],
+        end_ids: Sequence[int],
         include_stop: bool,
     ) -> None:
         self.index = index
@@ -63,12 +64,17 @@ class Choice:
         self._min_tokens = min_tokens
         self._stop_token_ids = stop_token_ids
         self._hidden_ids = hidden_ids
+        self._end_ids = end_ids
         self._include_stop = include_stop
         self._length = 0
         """characters decoded so far"""
+        self._left: Piece | Exception | None = None
+        """what `leave` was given"""
 
     def take(self, delta: Delta) -> Piece:
         """Turn what the engine sent into what the client sees. Raises `ApiError` when the engine gave it up."""
+        if isinstance(self._left, Exception):
+            raise self._left
         if delta.finish is Finish.REFUSED:
             raise bad_request(clip(delta.error or "The engine refuses this request."))
         if delta.finish in (Finish.ERROR, Finish.ABORT):
@@ -76,7 +82,7 @@ class Choice:
         if delta.started is not None:
             self.cached_tokens = delta.started.cached_tokens
         self.prompt_logprobs += delta.prompt_logprobs
-        piece = Piece()
+        piece, self._left = self._left or Piece(), None
         last = len(delta.token_ids) - 1
         for i, token_id in enumerate(delta.token_ids):
             piece.token_ids.append(token_id)
@@ -86,36 +92,57 @@ class Choice:
                 piece.text += self._end_token(token_id, piece)
             else:
                 piece.text += self._show(self._detokenizer.feed(token_id))
-            if self._stops.matched is not None:
-                self._finish(piece, "stop", self._stops.matched)
+            if self._stopped(piece):
                 break
         if delta.logprobs:
-            piece.logprobs = delta.logprobs[: len(piece.token_ids)]
+            piece.logprobs += delta.logprobs[: len(piece.token_ids)]
         if delta.finish is not Finish.RUNNING and not self.finished:
-            piece.text += self._show(self._detokenizer.flush()) + self._stops.flush()
-            if self._stops.matched is not None:
-                self._finish(piece, "stop", self._stops.matched)
-            else:
+            piece.text += self._show(self._detokenizer.flush())
+            if not self._stopped(piece):
+                piece.text += self._stops.flush() if self._stops is not None else ""
                 self._finish(piece, "length" if delta.finish is Finish.LENGTH else "stop", piece.stop_reason)
         return piece
 
-    def feed(self, token_id: int) -> str:
-        """The text of a token that ends nothing, in a choice without stop strings."""
+    def take_one(self, token_id: int, entry: TokenLogprobs | None) -> Piece:
+        """As `take`, for one token that is neither the first nor the last one of the engine."""
+        piece = Piece("", [token_id], [] if entry is None else [entry], [self._length])
         self.num_tokens += 1
-        text = self._detokenizer.feed(token_id)
-        self._length += len(text)
+        piece.text = self._show(self._detokenizer.feed(token_id))
+        self._stopped(piece)
+        return piece
+
+    def take_text(self, token_id: int) -> str:
+        """As `take_one`, where only the text is asked for. That of a token that finishes the choice is left."""
+        self.num_tokens += 1
+        text = self._show(self._detokenizer.feed(token_id))
+        if self._stops is not None and self._stopped(piece := Piece(text)):
+            self.leave(piece)
         return text
+
+    def leave(self, what: Piece | Exception) -> None:
+        """Leave the end of the choice to whoever reads its stream: the next `take` returns, or raises, this."""
+        self._left = what
+        self.stream.wake()
 
     def _show(self, text: str) -> str:
         self._length += len(text)
-        # Stop strings count from min_tokens on.
-        return self._stops.feed(text) if self.num_tokens >= self._min_tokens else text
+        if self._stops is None or self.num_tokens < self._min_tokens:  # stop strings count from min_tokens on
+            return text
+        return self._stops.feed(text)
+
+    def _stopped(self, piece: Piece) -> bool:
+        """Whether a stop string has been found: then the choice ends with this piece."""
+        if self._stops is None or self._stops.matched is None:
+            return False
+        self._finish(piece, "stop", self._stops.matched)
+        return True
 
     def _end_token(self, token_id: int, piece: Piece) -> str:
         """The token the engine stopped at: an end token, one of the request's own, or the last of its grammar."""
-        if token_id not in self._stop_token_ids:
-            return self._show(self._detokenizer.feed(token_id))  # an end token has no text
-        piece.stop_reason = token_id
+        if token_id in self._stop_token_ids:
+            piece.stop_reason = token_id
+        elif token_id not in self._end_ids:
+            return self._show(self._detokenizer.feed(token_id))
         if not self._include_stop or token_id in self._hidden_ids:
             return ""
         return self._show(self._detokenizer.feed(token_id))

@@ -14,7 +14,7 @@ from weft.server.errors import bad_request
 from weft.server.generate import Generation, Prompt, output_limit
 from weft.server.logprobs import CompletionLogprobs, prompt_logprobs
 from weft.server.protocol import CompletionBody
-from weft.server.routing import JsonRoute, ServiceOf
+from weft.server.routing import STREAMED, JsonRoute, ServiceOf
 from weft.server.service import Service
 from weft.server.structured import write_grammar
 from weft.server.tokenizer import Tokenizer
@@ -24,13 +24,14 @@ DEFAULT_MAX_TOKENS = 16
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/v1/completions", summary="Continue a prompt")
+@router.post("/v1/completions", summary="Continue a prompt", responses=STREAMED)
 async def completions(body: CompletionBody, request: Request, service: ServiceOf) -> Response:
     engine = service.engine
     model = service.model_name(body.model)
     body.check()
     service.check_ids(body.stop_token_ids, "stop_token_ids")
     service.check_ids(list(body.logit_bias), "logit_bias")
+    service.check_ids(body.allowed_token_ids or [], "allowed_token_ids")
     prompts = await _prompts(service, body)
     scored = body.logprobs if body.echo else None
     asked = [k for k in (scored, body.prompt_logprobs, 0 if body.max_tokens == 0 else None) if k is not None]
@@ -45,18 +46,20 @@ async def completions(body: CompletionBody, request: Request, service: ServiceOf
         )
         for prompt in prompts
     ]
-    scope = request.scope
-    generation = Generation(service, body, prompts, params, id=scope["weft.request_id"], arrival=scope["weft.arrival"])
+    generation = Generation(service, body, prompts, params, request.scope)
     return Answer(generation, CompletionShape(engine.tokenizer, body, prompts), model, int(time.time()))
 
 
 async def _prompts(service: Service, body: CompletionBody) -> list[Prompt]:
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
+    cut = body.cut(service.engine.ready.max_model_len, body.max_tokens)
     if texts:
-        ids = await service.encode(texts, add_special_tokens=True, param="prompt")
-        prompts = [Prompt(i, text) for i, text in zip(ids, texts, strict=True)]
+        special = body.add_special_tokens is not False
+        ids = await service.encode(texts, add_special_tokens=special, param="prompt", cut=cut)
+        prompts = [Prompt(i, text if cut is None else None) for i, text in zip(ids, texts, strict=True)]
     else:
-        prompts = [Prompt(prompt) for prompt in body.prompt if isinstance(prompt, list)]
+        id_lists = [prompt for prompt in body.prompt if isinstance(prompt, list)]
+        prompts = [Prompt(ids if cut is None else cut.ids(ids)) for ids in id_lists]
         for prompt in prompts:
             service.check_ids(prompt.ids, "prompt")
     if not all(prompt.ids for prompt in prompts):
@@ -72,6 +75,7 @@ class CompletionShape:
 
     def __init__(self, tokenizer: Tokenizer, body: CompletionBody, prompts: Sequence[Prompt]) -> None:
         self._tokenizer = tokenizer
+        self._name = body.namer(tokenizer)
         self._body = body
         self._prompts = prompts
         self._echo_length: dict[int, int] = {}
@@ -108,7 +112,7 @@ class CompletionShape:
     def whole(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         out = self.chunk(choice, piece)
         if (top := self._body.prompt_logprobs) is not None:
-            out["prompt_logprobs"] = prompt_logprobs(self._tokenizer, choice.prompt_logprobs, top)
+            out["prompt_logprobs"] = prompt_logprobs(self._tokenizer.token_text, choice.prompt_logprobs, top)
         return out
 
     def extras(self, _: Generation) -> dict[str, Any]:
@@ -119,7 +123,7 @@ class CompletionShape:
 
     def _logprobs(self, choice: Choice, piece: Piece, first: bool) -> CompletionLogprobs:
         """Arrays of the piece's tokens; under `echo` those of the prompt come first."""
-        out = CompletionLogprobs(self._tokenizer, self._body.logprobs or 0)
+        out = CompletionLogprobs(self._name, self._body.logprobs or 0)
         if first and self._body.echo:
             detokenizer, offset = self._tokenizer.detokenizer(), 0
             entries = [None, *choice.prompt_logprobs]

@@ -1,9 +1,10 @@
-"""`Connection`: uvicorn's HTTP protocol with bounds on what a client may send before its request is known, and with
-OpenAI's error body for what is no HTTP."""
+"""`Connection`: uvicorn's HTTP protocol with bounds on what a client may send before its request is known, with
+OpenAI's error body for what is no HTTP, and with a shortcut for scrapes."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -38,10 +39,24 @@ class Outlet:
     def write(self, data: bytes) -> None:
         self._write(b"%x\r\n%b\r\n" % (len(data), data))
 
+    def close_behind(self) -> None:
+        self._cycle.keep_alive = False
+
+
+_BEYOND_SHORTCUTS = frozenset(
+    {b"content-length", b"expect", b"origin", b"traceparent", b"transfer-encoding", b"upgrade", b"x-request-id"}
+)
+"""headers of requests that the application has to see"""
+
 
 class Connection(HttpToolsProtocol):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, shortcuts: dict[bytes, Callable[[], bytes]], **kwargs: Any) -> None:
+        """`shortcuts`: what a plain GET of a URL is answered, head included, without the application. Its tasks and
+        layers cost more CPU than a scrape's answer, and scrapes are many."""
         super().__init__(*args, **kwargs)
+        self._shortcuts = shortcuts
+        self._shortcut: Callable[[], bytes] | None = None
+        """of the request that is being read"""
         self._header_bytes = 0
         self._in_headers = True
         self._refused = False
@@ -78,6 +93,8 @@ class Connection(HttpToolsProtocol):
             self._refuse_size()
         elif hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
             self._refuse(ApiError(400, "The request needs one Host header.", code="invalid_http"))
+        elif self._is_plain_get() and (shortcut := self._shortcuts.get(self.url)) is not None:
+            self._shortcut = shortcut
         else:
             super().on_headers_complete()
             extensions: dict[str, Any] = {EXTENSION: Outlet(self.cycle)}
@@ -89,8 +106,25 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._in_headers = True
-        if not self._refused:
+        if self._refused:
+            return
+        if self._shortcut is None:
             super().on_message_complete()
+        else:
+            self.transport.write(self._shortcut())
+            self._shortcut = None
+            self.on_response_complete()
+
+    def _is_plain_get(self) -> bool:
+        """A request without a body or anything special, to be answered on a connection that waits for it."""
+        return (
+            self.parser.get_method() == b"GET"
+            and self.parser.get_http_version() == "1.1"
+            and self.parser.should_keep_alive()
+            and (self.cycle is None or self.cycle.response_complete)
+            and not self.flow.write_paused
+            and not any(name in _BEYOND_SHORTCUTS for name, _ in self.headers)
+        )
 
     def send_400_response(self, msg: str) -> None:
         if not self._refused:

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate, product
+from operator import add
 from typing import Generic, TypeVar
 
 from weft.server.board import CELLS, Board
@@ -22,8 +23,8 @@ class Store:
     """Hands out cells of one process's row. All processes must ask for the same cells in the same order."""
 
     def __init__(self, board: Board, row: int) -> None:
-        self._counts = board.counts
-        self.cells: memoryview[float] = board.row(row)
+        self._rows = [board.row(i) for i in range(board.rows)]
+        self.cells = self._rows[row]
         self._used = 0
         self.families: list[Family[Cell] | Family[Buckets]] = []
 
@@ -35,15 +36,18 @@ class Store:
             raise ValueError(f"the metrics need more than {CELLS} cells")
         return begin
 
-    def totals(self, begin: int, count: int) -> list[float]:
-        """Of all processes."""
-        totals: list[float] = self._counts[:, begin : begin + count].sum(axis=0).tolist()
-        return totals
+    def rows(self) -> list[bytes]:
+        """The cells in use, as float64, of each process."""
+        return [row[: self._used].tobytes() for row in self._rows]
 
-    def text(self) -> str:
-        """Of all metrics, in Prometheus's text format."""
-        totals = self.totals(0, self._used)
-        return "".join([family.text(totals) for family in self.families])
+    def text(self) -> bytes:
+        """Of all metrics, in Prometheus's text format.
+
+        Scrapes come so rarely that the caches hold nothing of the last one: what counts is how much code and memory
+        is touched. So families that did not change are told by their bytes and not written again.
+        """
+        rows = self.rows()
+        return b"".join([family.text(rows) for family in self.families])
 
 
 class Cell:
@@ -93,12 +97,13 @@ class Family(ABC, Generic[Child]):
         self._at = {values: begin + i * width for i, values in enumerate(combinations)}
         self._children = {values: self._child(at) for values, at in self._at.items()}
         self._lines = [
-            (at, self._told(values), self._template(dict(zip(labels, values, strict=True))))
-            for values, at in self._at.items()
+            (self._told(values), self._template(dict(zip(labels, values, strict=True)))) for values in combinations
         ]
-        self._range = slice(begin, begin + len(combinations) * width)
-        self._shown: tuple[list[float], str] = ([], "")
-        """the totals that `text` was last asked for, and its answer"""
+        """for the values of labels, in the order of their cells"""
+        self._bytes = slice(8 * begin, 8 * (begin + len(combinations) * width))
+        """the cells in a row"""
+        self._shown: tuple[list[bytes], bytes] = ([], b"")
+        """the cells, of each row, that `text` was last asked for, and its answer"""
 
     @abstractmethod
     def _child(self, at: int) -> Child: ...
@@ -109,25 +114,25 @@ class Family(ABC, Generic[Child]):
 
     @abstractmethod
     def _template(self, labels: dict[str, str]) -> str:
-        """The lines of these labels, to be formatted with `_figures`."""
+        """The lines of these labels, without figures."""
 
     @abstractmethod
-    def _figures(self, cells: list[float]) -> tuple[float, ...]: ...
+    def _samples(self, totals: list[float]) -> list[str]:
+        """The lines of what is told or was counted. `totals`: of the family's cells."""
 
-    def text(self, totals: list[float]) -> str:
-        """In Prometheus's text format. `totals`: of all cells of the store."""
-        mine = totals[self._range]
-        if mine != self._shown[0]:
-            self._shown = (mine, self._written(totals))
+    def text(self, rows: list[bytes]) -> bytes:
+        """In Prometheus's text format. `rows`: of the store."""
+        cells = [row[self._bytes] for row in rows]
+        if cells != self._shown[0]:
+            self._shown = (cells, (self._head + "".join(self._samples(self._totals(cells)))).encode())
         return self._shown[1]
 
-    def _written(self, totals: list[float]) -> str:
-        parts, width = [self._head], self._width
-        for at, told, template in self._lines:
-            cells = totals[at : at + width]
-            if told or any(cells):
-                parts.append(template % self._figures(cells))
-        return "".join(parts)
+    def _totals(self, cells: list[bytes]) -> list[float]:
+        first, *others = (memoryview(row).cast("d") for row in cells)
+        totals = first.tolist()
+        for other in others:
+            totals = list(map(add, totals, other))
+        return totals
 
     def labels(self, *values: str) -> Child:
         child = self._children.get(values)
@@ -155,8 +160,9 @@ class Counter(Family[Cell]):
     def _template(self, labels: dict[str, str]) -> str:
         return f"{self._name}{labelled(labels)} %r\n"
 
-    def _figures(self, cells: list[float]) -> tuple[float, ...]:
-        return (cells[0],)
+    def _samples(self, totals: list[float]) -> list[str]:
+        lines = zip(totals, self._lines, strict=True)
+        return [template % total for total, (told, template) in lines if total or told]
 
 
 class Histogram(Family[Buckets]):
@@ -171,7 +177,7 @@ class Histogram(Family[Buckets]):
 
     def counts(self) -> list[float]:
         """Of all processes, by bucket, without labels."""
-        return self._store.totals(self._at[()], self._width - 1)
+        return self._totals([row[self._bytes] for row in self._store.rows()])[:-1]
 
     def _child(self, at: int) -> Buckets:
         return Buckets(self._store.cells, at, self.bounds)
@@ -185,7 +191,11 @@ class Histogram(Family[Buckets]):
         ends = labelled(labels)
         return f"{''.join(buckets)}{self._name}_count{ends} %d\n{self._name}_sum{ends} %r\n"
 
-    def _figures(self, cells: list[float]) -> tuple[float, ...]:
-        *counts, total = cells
-        buckets = tuple(accumulate(counts))
-        return (*buckets, buckets[-1], total)
+    def _samples(self, totals: list[float]) -> list[str]:
+        samples = []
+        for i, (told, template) in enumerate(self._lines):
+            *counts, total = totals[i * self._width : (i + 1) * self._width]
+            *below, count = accumulate(counts)
+            if told or count:
+                samples.append(template % (*below, count, count, total))
+        return samples

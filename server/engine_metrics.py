@@ -34,10 +34,15 @@ class EngineFigures:
         self.ready: EngineReady | None = None
         self.model = ""
         self.up = False
+        self._shown: tuple[object, bytes] = (None, b"")
+        """what `text` was last made of, and its answer"""
 
-    def text(self) -> str:
+    def text(self) -> bytes:
         """In Prometheus's text format."""
-        return "".join(self._metrics())
+        told = (self.stats, self.ready, self.model, self.up)
+        if told != self._shown[0]:
+            self._shown = (told, "".join(self._metrics()).encode())
+        return self._shown[1]
 
     def _metrics(self) -> Iterable[str]:
         stats, hits, queried = self.stats, "weft_prefix_cache_hit_tokens_total", "weft_prefix_cache_queried_tokens"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -28,7 +28,7 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """An HTTP error in OpenAI's form. `retry_after` is in seconds."""
+    """An HTTP error in OpenAI's form. `retry_after` is in seconds; `headers`: further ones."""
 
     def __init__(
         self,
@@ -38,6 +38,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -45,6 +46,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after = retry_after
+        self.headers = headers or {}
 
     def body(self) -> bytes:
         return orjson.dumps(
@@ -59,7 +61,7 @@ class ApiError(Exception):
         )
 
     def response(self) -> Response:
-        headers: dict[str, str] = {}
+        headers = dict(self.headers)
         if self.retry_after is not None:
             headers["Retry-After"] = str(self.retry_after)
         if self.status == 401:
@@ -98,7 +100,7 @@ def translate(error: Exception) -> ApiError:
         case ClientDisconnect():
             return ApiError(499, "The client went away.")  # for the metrics and the log: nobody reads it
         case HTTPException():
-            return ApiError(error.status_code, _status_message(error))
+            return ApiError(error.status_code, _status_message(error), headers=error.headers)
         case _:
             return ApiError(500, "Internal server error.", code="internal_error")
 

@@ -1,18 +1,21 @@
-"""`Express`: the plain tokens of a stream go from the engine's message straight to the socket.
+"""`Express`: the tokens of a stream go from the engine's message straight to the socket.
 
-A task that wakes up, a chain of ASGI layers and a JSON encoder touch so much memory per token that, with hundreds of
-streams, the caches hold none of it. Most chunks of a stream differ in their text alone, so they are written from a
-template in the call that brings the token; whatever is not plain goes the way through the answer's task.
+A task that wakes up and a chain of ASGI layers touch so much memory per token that, with hundreds of streams, the
+caches hold none of it. So what a token is sent as is written in the call that brings it. The answer's task only begins
+and ends the stream, and takes over while the client does not keep up.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import orjson
 
-from weft.server.choice import Choice
+from weft.engine.messages import TokenLogprobs
+from weft.server.choice import Choice, Piece
 from weft.server.counters import Buckets
 
 EXTENSION = "weft.outlet"
@@ -34,25 +37,79 @@ class Outlet(Protocol):
 
     def write(self, data: bytes) -> None: ...
 
+    def close_behind(self) -> None:
+        """Have the connection closed behind the response."""
+        ...
 
-class Express:
-    """The sink of a `TokenStream` whose choice has begun."""
 
-    __slots__ = ("_after", "_before", "_choice", "_itl", "_outlet")
+class Express(ABC):
+    """The sink of a `TokenStream` whose choice has begun.
 
-    def __init__(self, choice: Choice, outlet: Outlet, chunk: bytes, itl: Buckets) -> None:
-        """`chunk`: what a token whose text is `MARK` is sent as. `itl`: observes the gaps between tokens."""
+    `sent_at`: when it last wrote something.
+    """
+
+    __slots__ = ("_choice", "_idle", "_itl", "_outlet", "sent_at")
+
+    def __init__(self, choice: Choice, outlet: Outlet, itl: Buckets, idle: Callable[[], bool] | None) -> None:
+        """`itl`: observes the gaps between tokens. `idle`: nothing of the answer is on its way through its task; None
+        when that holds whenever the stream is read."""
         self._choice = choice
         self._outlet = outlet
-        self._before, _, self._after = chunk.partition(_encode(MARK))
         self._itl = itl
+        self._idle = idle
+        self.sent_at = 0.0
 
-    def __call__(self, token_id: int) -> bool:
+    @abstractmethod
+    def _written(self, token_id: int, entry: TokenLogprobs | None) -> bytes:
+        """What a token is sent as; nothing for one that is held back or has finished the choice."""
+
+    def __call__(self, token_id: int, entry: TokenLogprobs | None) -> bool:
         """Send a token; False when that is not possible now, and nothing was done."""
-        if not self._outlet.ready():
+        if not self._outlet.ready() or (self._idle is not None and not self._idle()):
             return False
         choice, now = self._choice, _now()
-        self._outlet.write(self._before + _encode(choice.feed(token_id)) + self._after)
+        try:
+            data = self._written(token_id, entry)
+        except Exception as error:  # this answer's alone: who delivers has others to deliver to
+            choice.leave(error)
+            return True
+        if choice.finished:
+            return True
+        if data:
+            self._outlet.write(data)
+            self.sent_at = now
         self._itl.observe(now - choice.last_token_at)
         choice.last_token_at = now
         return True
+
+
+class Template(Express):
+    """For chunks that differ in their text alone, which most do."""
+
+    __slots__ = ("_after", "_before")
+
+    def __init__(self, chunk: bytes, *express: Any) -> None:
+        """`chunk`: what a token whose text is `MARK` is sent as."""
+        super().__init__(*express)
+        self._before, _, self._after = chunk.partition(_encode(MARK))
+
+    def _written(self, token_id: int, _: TokenLogprobs | None) -> bytes:
+        return self._before + _encode(self._choice.take_text(token_id)) + self._after
+
+
+class Frames(Express):
+    """For any chunk."""
+
+    __slots__ = ("_frame",)
+
+    def __init__(self, frame: Callable[[Choice, Piece], bytes], *express: Any) -> None:
+        super().__init__(*express)
+        self._frame = frame
+
+    def _written(self, token_id: int, entry: TokenLogprobs | None) -> bytes:
+        choice = self._choice
+        piece = choice.take_one(token_id, entry)
+        if choice.finished:
+            choice.leave(piece)
+            return b""
+        return self._frame(choice, piece)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from starlette.types import Scope
 
 from weft.engine.sampling import SamplingParams
 from weft.engine.streams import Delta
@@ -36,26 +37,34 @@ class Generation:
         body: GenerationBody,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
+        scope: Scope,
         *,
-        id: str,
-        arrival: float,
         show: frozenset[int] = frozenset(),
     ) -> None:
-        """`params`: one per prompt. `id`: the request's id. `arrival`: `time.perf_counter()` when it came.
+        """`params`: one per prompt. `scope`: of the request, with what `middleware` put into it.
 
         `show`: special tokens that are text in this answer.
         """
+        if body.request_id is not None and not scope["weft.named"]:
+            scope["weft.request_id"] = body.request_id
         self.service = service
         self.body = body
         self.prompts = prompts
-        self.id = id
-        self.arrival = arrival
+        self.id: str = scope["weft.request_id"]
+        self.arrival: float = scope["weft.arrival"]
+        """`time.perf_counter()` when the request came"""
         self.choices: list[Choice] = []
         self._params = params
-        self._show = show
         self._engine = service.engine
+        self._show = show if body.skip_special_tokens else self._engine.tokenizer.skip_ids
+        self._charge: Callable[[int], None] = scope["weft.charge"]
+        self._charged = 0
+        """tokens that were paid for"""
         self._prefilling: dict[int, int] = {}
         """prompt tokens by choice, for those without output yet"""
+        self._merging: asyncio.Queue[tuple[Choice, Delta | Exception]] | None = None
+        """what was read of several choices, for `updates`"""
+        self._reading = False
 
     def submit(self) -> None:
         """Hand every sequence to the engine. Raises `ApiError` 503 when too much is waiting."""
@@ -67,6 +76,7 @@ class Generation:
                 for k in range(body.n):
                     handle = self._submit_one(i, prompt, self._params[i], k, leader)
                     leader = handle if k == 0 else leader
+        self._pay()
 
     def _submit_one(self, i: int, prompt: Prompt, params: SamplingParams, k: int, leader: int) -> int:
         """Start the k-th sequence of prompt i, which shares the pages of the `leader`; returns its handle."""
@@ -81,10 +91,11 @@ class Generation:
             i,
             stream,
             engine.tokenizer.detokenizer(prompt.ids, show=self._show),
-            StopStrings(body.stop, include=body.include_stop_str_in_output),
+            StopStrings(body.stop, include=body.include_stop_str_in_output) if body.stop else None,
             min_tokens=body.min_tokens,
             stop_token_ids=body.stop_token_ids,
             hidden_ids=engine.tokenizer.skip_ids - self._show,
+            end_ids=engine.ready.eos_token_ids,
             include_stop=body.include_stop_str_in_output,
         )
         self.choices.append(choice)
@@ -108,27 +119,35 @@ class Generation:
                     continue
                 yield choice, self._take(choice, delta)
             return
-        queue: asyncio.Queue[tuple[Choice, Delta | Exception]] = asyncio.Queue()
+        queue = self._merging = asyncio.Queue()
         pumps = [asyncio.create_task(_pump(choice, queue)) for choice in self.choices]
         try:
-            open_choices = len(self.choices)
-            while open_choices:
+            going = set(range(len(self.choices)))
+            while going:
                 try:
+                    self._reading = True
                     async with asyncio.timeout(silence):
                         choice, delta_or_error = await queue.get()
                 except TimeoutError:
                     yield None
                     continue
+                finally:
+                    self._reading = False
                 if isinstance(delta_or_error, Exception):
                     raise delta_or_error
-                if choice.finished:
+                if choice.index not in going:
                     continue  # deltas behind a stop string
                 piece = self._take(choice, delta_or_error)
-                open_choices -= choice.finished
+                if choice.finished:
+                    going.discard(choice.index)
                 yield choice, piece
         finally:
             for pump in pumps:
                 pump.cancel()
+
+    def idle(self) -> bool:
+        """Whoever reads `updates` waits, and nothing that was read of several streams is on its way there."""
+        return self._merging is None or (self._reading and self._merging.empty())
 
     def _take(self, choice: Choice, delta: Delta) -> Piece:
         metrics, now = self.service.metrics, time.perf_counter()
@@ -161,6 +180,13 @@ class Generation:
                 choice.finished = True
                 choice.stream.abort()
                 self.service.metrics.sequence_aborted(cause)
+        self._pay()
+
+    def _pay(self) -> None:
+        """Charge the client's key for what was used since."""
+        used = self.usage()["total_tokens"] if self.choices else 0
+        self._charge(used - self._charged)
+        self._charged = used
 
     def usage(self) -> dict[str, Any]:
         """Token counts so far; every prompt counts once."""

@@ -22,8 +22,9 @@ TIME, REQUESTS, TOKENS = 0, 1, 2
 class RateLimits:
     """A bucket holds a minute's allowance and refills steadily.
 
-    A request costs one of `requests` when it comes. Tokens are known at its end: they are charged then, and a key that
-    has used up its tokens waits until it has some again. Without keys everybody shares one bucket.
+    A request costs one of `requests` when it comes. The tokens of its prompt are charged before they are computed,
+    those of its output, which nobody knows before, when it ends. A key that has used up its tokens waits until it has
+    some again. Without keys everybody shares one bucket.
     """
 
     def __init__(self, board: Board, rejected: Counter, requests: int | None, tokens: int | None) -> None:
@@ -57,7 +58,7 @@ class RateLimits:
         )
 
     def charge(self, key: int, tokens: int) -> None:
-        """Charge `key` for the tokens of a request, prompt and output."""
+        """Charge `key` for tokens of a request."""
         if self._tokens is not None and tokens:
             with self._board.lock():
                 self._refill(key)[TOKENS] += tokens

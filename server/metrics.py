@@ -121,4 +121,4 @@ class Metrics:
 
     def render(self) -> bytes:
         """Everything, in Prometheus's text format."""
-        return (self._store.text() + self._engine.text()).encode()
+        return self._store.text() + self._engine.text()

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,18 +20,19 @@ from weft.server.errors import MAX_ECHO, ApiError
 from weft.server.keys import match
 from weft.server.limits import RateLimits
 from weft.server.metrics import ENDPOINTS, PROBES, Metrics
+from weft.server.protocol import REQUEST_ID
 
 OPEN_PATHS = frozenset(PROBES)
 LIMITED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 _ENDPOINTS = frozenset(ENDPOINTS)
-_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+_REQUEST_ID = re.compile(REQUEST_ID)
 
 access = logging.getLogger("weft.access")
 
 
 class Trace:
     """Gives each request its id and arrival (`scope["weft.request_id"]`, `["weft.arrival"]`), counts its status,
-    logs it, and spans it.
+    logs it, and spans it. `scope["weft.named"]`: the id is the client's; otherwise it may still be changed.
 
     An answer leaves its generation in `scope["weft.generation"]`, whose `usage()` is logged.
     """
@@ -46,9 +48,8 @@ class Trace:
             await self._app(scope, receive, send)
             return
         request_id = _header(scope, b"x-request-id") or ""
-        if not _REQUEST_ID.fullmatch(request_id):
-            request_id = uuid.uuid4().hex
-        scope["weft.request_id"] = request_id
+        scope["weft.named"] = _REQUEST_ID.fullmatch(request_id) is not None
+        scope["weft.request_id"] = request_id if scope["weft.named"] else uuid.uuid4().hex
         scope["weft.arrival"] = time.perf_counter()
         context = tracing.parse(_header(scope, b"traceparent"))
         span = None
@@ -60,7 +61,7 @@ class Trace:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                headers = [*message.get("headers", ()), (b"x-request-id", scope["weft.request_id"].encode())]
                 if context is not None:
                     headers.append((b"traceparent", context.traceparent.encode()))
                 message["headers"] = headers
@@ -82,8 +83,8 @@ class Trace:
         usage = generation.usage() if (generation := scope.get("weft.generation")) is not None else {}
         tokens = {name: usage[name] for name in ("prompt_tokens", "completion_tokens") if name in usage}
         if span is not None and self._spans is not None:
-            attributes = {"http.response.status_code": status, "weft.request_id": scope["weft.request_id"]}
-            self._spans.end(span, {**attributes, **{f"gen_ai.usage.{name}": n for name, n in tokens.items()}})
+            used = {f"gen_ai.usage.{name}": n for name, n in tokens.items()}
+            self._spans.end(span, status, {"weft.request_id": scope["weft.request_id"], **used})
         if wanted:
             path = scope["raw_path"].decode("ascii", "backslashreplace")[:MAX_ECHO]
             fields = {
@@ -100,6 +101,7 @@ class Trace:
 
 class Authorise:
     """Lets through who presents a key and stays within its rate; decides on `scope["path"]`, and denies by default.
+    `scope["weft.charge"]` takes the tokens that the request used.
 
     Paths below /admin/ take the admin key and no other; without one they do not exist.
     """
@@ -116,17 +118,14 @@ class Authorise:
             await self._app(scope, receive, send)
             return
         key, error = self._key(scope)
+        scope["weft.charge"] = partial(self._limits.charge, key)
         limited = scope["path"] in LIMITED_PATHS and scope["method"] == "POST"
         if error is None and limited:
             error = self._limits.enter(key)
         if error is not None:
             await error.response()(scope, receive, send)
-            return
-        try:
+        else:
             await self._app(scope, receive, send)
-        finally:
-            if (generation := scope.get("weft.generation")) is not None:
-                self._limits.charge(key, generation.usage()["total_tokens"])
 
     def _key(self, scope: Scope) -> tuple[int, ApiError | None]:
         """The number of the key presented (0 where none is needed), and why it is refused."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Response
+from starlette.responses import PlainTextResponse
 
 from weft import __version__
 from weft.server.errors import ApiError
@@ -52,8 +53,8 @@ async def ready(service: ServiceOf) -> dict[str, str]:
 
 
 @router.head("/metrics", include_in_schema=False)
-@router.get("/metrics", summary="Prometheus metrics")
-async def metrics(service: ServiceOf) -> Response:  # for the schema: `Scrape` answers ahead of it
+@router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
+async def metrics(service: ServiceOf) -> Response:  # a plain GET is answered ahead of it, by `scrape`
     return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
 

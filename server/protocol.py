@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
 from weft.engine.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS, SamplingParams
 from weft.server.bodies import Body
+from weft.server.cut import Cut, Side
 from weft.server.errors import bad_request, clip
 from weft.server.structured import (
     Choices,
@@ -15,21 +18,34 @@ from weft.server.structured import (
     ResponseFormat,
     Schema,
     StructuredOutputs,
+    Words,
     Writer,
     of_response_format,
     of_structured_outputs,
+    only_tokens,
+    without_words,
 )
-from weft.server.tools import NamedToolChoice, ToolChoice, Tools, names_of
+from weft.server.template import TemplateBody
+from weft.server.tools import NamedToolChoice, ToolChoice, names_of
+
+if TYPE_CHECKING:
+    from weft.server.tokenizer import Tokenizer
 
 MAX_PROMPTS = 1024
 MAX_SEQUENCES = 1024
 """n × prompts of one request"""
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARS = 1024
+MAX_MESSAGES = 8192
+"""they are checked on the event loop"""
+MAX_CALLS = 1024
+REQUEST_ID = r"^[!-~]{1,128}$"
 INT32 = 2**31 - 1
 
 
 class ErrorDetail(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
     message: str
     type: str
     param: str | None
@@ -38,6 +54,8 @@ class ErrorDetail(BaseModel):
 
 class ErrorBody(BaseModel):
     """Body of every answer that is not a 2xx."""
+
+    model_config = ConfigDict(extra="forbid")
 
     error: ErrorDetail
 
@@ -106,34 +124,46 @@ def _flatten_content(value: Any) -> str:
     return "\n".join(texts)
 
 
+def _some(items: dict[str, Any], most: int | None = None) -> dict[str, Any]:
+    """The schema of a list that is not empty."""
+    return {"type": "array", "items": items, "minItems": 1} | ({} if most is None else {"maxItems": most})
+
+
+_TEXT = {"type": "string", "minLength": 1}
+_ID = {"type": "integer", "minimum": 0, "maximum": INT32}
+_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+
 Prompts = Annotated[
     list[str] | list[list[int]],
     PlainValidator(_parse_prompts),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}},
-                {"type": "array", "items": {"type": "integer"}},
-                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
-            ]
-        }
-    ),
+    WithJsonSchema({"anyOf": [_TEXT, _some(_TEXT, MAX_PROMPTS), _some(_ID), _some(_some(_ID), MAX_PROMPTS)]}),
 ]
 Stop = Annotated[
     list[str],
     PlainValidator(_parse_stop),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": 4}]}),
+    WithJsonSchema({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOP_STRINGS}]}),
 ]
 LogitBias = Annotated[
     dict[int, float],
     PlainValidator(_parse_logit_bias),
-    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": MAX_LOGIT_BIAS,
+        }
+    ),
 ]
 Content = Annotated[
     str,
     PlainValidator(_flatten_content),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]}),
 ]
 TokenId = Annotated[int, Field(ge=0, le=INT32)]
 
@@ -153,10 +183,19 @@ class ToolCall(Body):
 
 
 class ChatMessage(Body):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"properties": {"content": {"not": {"type": "null"}}}, "required": ["content"]},
+                {"properties": {"tool_calls": {"type": "array", "minItems": 1}}, "required": ["tool_calls"]},
+            ]
+        }
+    )
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_CALLS)
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
@@ -166,7 +205,7 @@ class ChatMessage(Body):
         return self
 
 
-Messages = Annotated[list[ChatMessage], Field(min_length=1)]
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
 # -- generation
@@ -204,7 +243,18 @@ class GenerationBody(Body):
     priority: int = Field(0, ge=-INT32, le=INT32)
     cache_salt: str = Field("", max_length=128)
     user: str | None = None
+    request_id: str | None = Field(None, pattern=REQUEST_ID)
+    """what X-Request-Id is where that header is not given"""
+    add_special_tokens: bool | None = None
+    """default: true for a prompt, false for messages, whose template brings its own"""
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT32)
+    """-1: what the context leaves beside the output"""
+    truncation_side: Side = "left"
+    skip_special_tokens: bool = True
+    return_tokens_as_token_ids: bool = False
     return_token_ids: bool = False
+    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1)
+    bad_words: Words = Field([])
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None
@@ -212,9 +262,17 @@ class GenerationBody(Body):
     guided_choice: Choices | None = None
     guided_grammar: GrammarText | None = None
     """the older names of what is in `structured_outputs`"""
+    use_beam_search: SkipJsonSchema[Any] = None
+    logits_processors: SkipJsonSchema[Any] = None
+    prompt_embeds: SkipJsonSchema[Any] = None
+    kv_transfer_params: SkipJsonSchema[Any] = None
+    """what other servers know and this one refuses, because to ignore it would be another answer"""
 
     def check(self) -> None:
-        """Rules between fields, and what this server cannot do yet. Raises `ApiError`."""
+        """Rules between fields, and what this server cannot do. Raises `ApiError`."""
+        for name in ("use_beam_search", "logits_processors", "prompt_embeds", "kv_transfer_params"):
+            if getattr(self, name):
+                raise bad_request(f"{name} is not supported.", name)
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options needs stream: true.", "stream_options")
         if self.best_of not in (None, 1, self.n):
@@ -223,13 +281,26 @@ class GenerationBody(Body):
             raise bad_request("prompt_logprobs cannot be streamed.", "prompt_logprobs")
         if len(self._writers()) > 1:
             raise bad_request(
-                "Give one of response_format, structured_outputs and the guided_ fields.", "structured_outputs"
+                "Give one of response_format, structured_outputs, the guided_ fields, allowed_token_ids and bad_words.",
+                "structured_outputs",
             )
 
     def grammar(self) -> Writer | None:
         """What writes the grammar of the output, if one was asked for."""
         writers = self._writers()
         return writers[0] if writers else None
+
+    def cut(self, max_model_len: int, output: int | None) -> Cut | None:
+        """How prompts are to be shortened, beside `output` tokens of output, if at all."""
+        limit = self.truncate_prompt_tokens
+        if limit is None:
+            return None
+        room = max_model_len - (1 if output is None else output)
+        return Cut(max(0, room) if limit < 0 else limit, self.truncation_side)
+
+    def namer(self, tokenizer: Tokenizer) -> Callable[[int], str]:
+        """How tokens are named beside their log-probabilities."""
+        return "token_id:{}".format if self.return_tokens_as_token_ids else tokenizer.token_text
 
     def _writers(self) -> list[Writer]:
         out = [of_response_format(self.response_format)] if self.response_format is not None else []
@@ -239,6 +310,10 @@ class GenerationBody(Body):
             if (value := getattr(self, f"guided_{name}")) is not None:
                 _, write = of_structured_outputs(StructuredOutputs.model_validate({name: value}))
                 out.append((f"guided_{name}", write))
+        if (ids := self.allowed_token_ids) is not None:
+            out.append(("allowed_token_ids", lambda: only_tokens(ids)))
+        if words := self.bad_words:
+            out.append(("bad_words", lambda: without_words(words)))
         return [writer for writer in out if writer is not None]
 
     def sampling(
@@ -281,16 +356,18 @@ class CompletionBody(GenerationBody):
             raise bad_request(f"n times the number of prompts must be at most {MAX_SEQUENCES}.", "n")
 
 
-class ChatBody(GenerationBody):
+class ChatBody(GenerationBody, TemplateBody):
     messages: Messages
     max_completion_tokens: int | None = Field(None, ge=0, le=INT32)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: Tools = Field([])
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
-    functions: list[dict[str, Any]] = Field([], max_length=1024)
-    chat_template: str | None = None
+    echo: bool = False
+    """begin the answer with the last message, when that is the assistant's"""
+    functions: SkipJsonSchema[Any] = None
+    function_call: SkipJsonSchema[Any] = None
+    """the oldest form of tools"""
 
     @property
     def output_limit(self) -> int | None:
@@ -302,31 +379,37 @@ class ChatBody(GenerationBody):
             raise bad_request("max_tokens must be at least 1.", "max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs")
-        if self.functions:
-            raise bad_request("functions is not supported; use tools.", "functions")
+        for name, instead in (("functions", "tools"), ("function_call", "tool_choice")):
+            if getattr(self, name):
+                raise bad_request(f"{name} is not supported; use {instead}.", name)
         if self.tool_choice not in ("none", "auto") and not self.tools:
             raise bad_request("tool_choice needs tools.", "tool_choice")
         if isinstance(self.tool_choice, NamedToolChoice) and self.tool_choice.function.name not in names_of(self.tools):
             raise bad_request(f"tool_choice: there is no tool {self.tool_choice.function.name!r}.", "tool_choice")
         if self.tool_choice not in ("none", "auto") and self.grammar() is not None:
             raise bad_request("tool_choice and a structured output both say what the answer is.", "tool_choice")
-        if self.chat_template is not None:
-            raise bad_request("A chat template is taken from the model only, never from a request.", "chat_template")
+        self.check_template()
 
 
 # -- tokens
 
 
-class TokenizeBody(Body):
+class TokenizeBody(TemplateBody):
     """Either `prompt` or `messages`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {"properties": {name: {"not": {"type": "null"}}}, "required": [name]} for name in ("prompt", "messages")
+            ]
+        }
+    )
 
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     """default: true for a prompt, false for messages, whose template brings its own"""
-    add_generation_prompt: bool = True
-    tools: Tools = Field([])
     return_token_strs: bool = False
 
 

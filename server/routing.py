@@ -6,12 +6,15 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
-import orjson
 from fastapi import Depends, Request, Response
 from fastapi.routing import APIRoute
 
+from weft.server.bodies import parse_json
 from weft.server.errors import bad_request, clip
 from weft.server.service import Service
+
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+"""for the schema: what an endpoint answers beside JSON"""
 
 LOGGED_BODY = 4096
 """bytes of a body that --log-requests shows at most"""
@@ -20,15 +23,15 @@ logger = logging.getLogger("weft.requests")
 
 
 class JsonRequest(Request):
-    """Reads bodies with orjson: strict JSON, so NaN, Infinity and lone surrogates are errors."""
+    """Reads bodies with `parse_json`."""
 
     async def json(self) -> Any:
         if hasattr(self, "_parsed"):
             return self._parsed
         try:
-            self._parsed: Any = orjson.loads(await self.body())
+            self._parsed: Any = parse_json(await self.body())
             return self._parsed
-        except orjson.JSONDecodeError as error:
+        except ValueError as error:
             raise bad_request(f"The body is not valid JSON: {clip(str(error))}", code="invalid_json") from None
 
 

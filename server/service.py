@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from enum import Enum
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -14,6 +15,7 @@ from weft.engine.streams import Streams
 from weft.server.admission import Admission
 from weft.server.board import Board
 from weft.server.config import ServeConfig
+from weft.server.cut import Cut
 from weft.server.errors import ApiError, bad_request, clip, unavailable
 from weft.server.keys import load_keys
 from weft.server.limits import RateLimits
@@ -22,6 +24,9 @@ from weft.server.protocol import ChatMessage
 from weft.server.tokenizer import Tokenizer
 
 T = TypeVar("T")
+
+RENDER_SECONDS = 5.0
+"""that a chat template may take"""
 
 
 class Phase(Enum):
@@ -140,30 +145,72 @@ class Service:
         """Run CPU work in a worker thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
 
-    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool, param: str) -> list[list[int]]:
-        """Token ids of texts, in a worker thread. Raises `ApiError` for what can never fit, before any work."""
+    async def encode(
+        self, texts: Sequence[str], *, add_special_tokens: bool, param: str, cut: Cut | None = None
+    ) -> list[list[int]]:
+        """Token ids of texts, in a worker thread. Raises `ApiError` for what can never fit, before any work.
+
+        `cut`: shortens what is too long instead.
+        """
         engine = self.engine
-        longest = engine.ready.max_model_len * max(engine.tokenizer.longest_token, 8)
+        if cut is not None:
+            texts = [cut.text(text, self._longest_text) for text in texts]
         for text in texts:
-            if len(text) > longest:
-                what = f"the {param} has {len(text)} characters, more than that many tokens hold"
-                raise too_long(engine.ready.max_model_len, what, param)
+            self._check_length(len(text), param)
         encode = engine.tokenizer.encode
-        return await self.offload(lambda: [encode(text, add_special_tokens=add_special_tokens) for text in texts])
+        ids = await self.offload(lambda: [encode(text, add_special_tokens=add_special_tokens) for text in texts])
+        if cut is None:
+            return ids
+        return [cut.ids(i, engine.tokenizer.bos_token_id if add_special_tokens else None) for i in ids]
 
     async def encode_chat(
         self,
         messages: Sequence[ChatMessage],
+        arguments: Mapping[str, Any],
         *,
-        tools: Sequence[dict[str, Any]] = (),
-        add_generation_prompt: bool = True,
-        add_special_tokens: bool = False,
+        add_special_tokens: bool,
+        cut: Cut | None = None,
     ) -> list[int]:
-        """Token ids of a conversation. The template writes the special tokens itself. Raises `ApiError`."""
+        """Token ids of a conversation. The template writes the special tokens itself. Raises `ApiError`.
+
+        `arguments`: of the template.
+        """
         render = self.engine.tokenizer.render_chat
-        text = await self.offload(lambda: render(messages, tools=tools, add_generation_prompt=add_generation_prompt))
-        (ids,) = await self.encode([text], add_special_tokens=add_special_tokens, param="messages")
+        if cut is None:
+            self._check_length(sum(len(message.content or "") for message in messages), "messages")
+        text = await self._in_time(lambda: render(messages, arguments))
+        (ids,) = await self.encode([text], add_special_tokens=add_special_tokens, param="messages", cut=cut)
         return ids
+
+    async def _in_time(self, render: Callable[[], str]) -> str:
+        """Run this in a worker thread. Raises `ApiError` 400 when it takes long, not counting the wait for a thread."""
+        loop = asyncio.get_running_loop()
+
+        def begin() -> None:
+            with suppress(RuntimeError):  # the client may have gone
+                limit.reschedule(loop.time() + RENDER_SECONDS)
+
+        def work() -> str:
+            loop.call_soon_threadsafe(begin)
+            return render()
+
+        try:
+            async with asyncio.timeout(None) as limit:
+                return await self.offload(work)
+        except TimeoutError:
+            what = f"The chat template takes longer than {RENDER_SECONDS:g} s with these messages."
+            raise bad_request(what, "messages") from None
+
+    @property
+    def _longest_text(self) -> int:
+        """Characters that as many tokens as the context has can stand for."""
+        engine = self.engine
+        return engine.ready.max_model_len * max(engine.tokenizer.longest_token, 8)
+
+    def _check_length(self, characters: int, param: str) -> None:
+        if characters > self._longest_text:
+            what = f"the {param} has {characters} characters, more than that many tokens hold"
+            raise too_long(self.engine.ready.max_model_len, what, param)
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raises `ApiError` for ids outside the vocabulary."""

@@ -15,7 +15,6 @@ class StopStrings:
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self._stops = tuple(stops)
         self._include = include
-        self._longest = max((len(stop) for stop in self._stops), default=0)
         self._held = ""
         self.matched: str | None = None
 
@@ -42,8 +41,11 @@ class StopStrings:
 
     def _possible_start(self, buffer: str) -> int:
         """Length of the longest end of `buffer` that begins a stop string."""
-        for length in range(min(self._longest - 1, len(buffer)), 0, -1):
-            end = buffer[-length:]
-            if any(stop.startswith(end) for stop in self._stops):
-                return length
-        return 0
+        longest = 0
+        for stop in self._stops:
+            at = buffer.find(stop[0], max(0, len(buffer) - len(stop) + 1))
+            while at >= 0 and not stop.startswith(buffer[at:]):
+                at = buffer.find(stop[0], at + 1)
+            if at >= 0:
+                longest = max(longest, len(buffer) - at)
+        return longest

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from weft.engine import grammar_text
 from weft.engine.errors import RequestError
 from weft.engine.grammar_text import MAX_GRAMMAR_CHARS
-from weft.server.bodies import Body
+from weft.server.bodies import Body, parse_json
 from weft.server.errors import bad_request, clip
 
 CHECK_SECONDS = 5.0
 CHECK_THREADS = 2
 MAX_CHOICES = 1024
+MAX_WORDS = 1024
+ENDLESS = 1 << 24
+"""tokens: more than any context has"""
 
 
 def _parse_schema(value: Any) -> dict[str, Any] | bool:
     if isinstance(value, str):
         try:
-            value = orjson.loads(value)
-        except orjson.JSONDecodeError as error:
+            value = parse_json(value)
+        except ValueError as error:
             raise ValueError(f"is not valid JSON: {error}") from None
     if not isinstance(value, dict | bool):
         raise ValueError("must be a JSON schema: an object, or its text")
@@ -40,6 +42,8 @@ Schema = Annotated[
 ]
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
 Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
+
+Words = Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=MAX_WORDS)]
 
 
 class JsonSchemaFormat(Body):
@@ -105,6 +109,18 @@ def of_response_format(asked: ResponseFormat) -> Writer | None:
 def of_structured_outputs(asked: StructuredOutputs) -> Writer:
     (write,) = asked.given()
     return "structured_outputs", write
+
+
+def only_tokens(token_ids: Sequence[int]) -> str:
+    """The grammar of outputs made of these tokens. It has no end: an end token must be among them to be allowed."""
+    ids = ",".join(map(str, sorted(set(token_ids))))
+    return grammar_text.lark(f"start: <[{ids}]>{{{ENDLESS},}}")
+
+
+def without_words(words: Sequence[str]) -> str:
+    """The grammar of texts in which none of these occurs, wherever token borders fall."""
+    bad = " | ".join(map(grammar_text.literal, words))
+    return grammar_text.lark(f"start: TEXT\nTEXT: ANY & ~(ANY BAD ANY)\nANY: /(.|\\n)*/\nBAD: {bad}")
 
 
 async def write_grammar(writer: Writer) -> str:

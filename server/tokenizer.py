@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import orjson
 from jinja2 import TemplateError
 
 from weft.engine.errors import ModelError
+from weft.server.bodies import parse_json
 from weft.server.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from weft.server.errors import bad_request, clip
 from weft.server.token_bytes import TokenBytes
@@ -36,6 +36,8 @@ class Tokenizer:
         self.special_ids = self.skip_ids
         """ids that the vocabulary itself calls special"""
         self._token_bytes = TokenBytes.of(self._backend)
+        self.token_text: Callable[[int], str] = _Spellings(self.token_bytes).__getitem__
+        """a token's bytes as a string, see `spell`"""
         self.longest_token = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
         """characters that one token can stand for at most"""
 
@@ -83,23 +85,17 @@ class Tokenizer:
             return template.get("tool_use") or template.get("default")
         return template
 
-    def render_chat(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        tools: Sequence[dict[str, Any]] = (),
-        add_generation_prompt: bool = True,
-    ) -> str:
-        """The prompt text for a conversation, special tokens included. Raises `ApiError`."""
+    def render_chat(self, messages: Sequence[ChatMessage], arguments: Mapping[str, Any]) -> str:
+        """The prompt text for a conversation, special tokens included. Raises `ApiError`.
+
+        `arguments`: of the template, by `TemplateBody`.
+        """
         if not self.has_chat_template:
             raise bad_request("This model has no chat template; use /v1/completions.", "messages", "no_chat_template")
+        roles = {} if "developer" in (self.chat_template or "") else {"developer": "system"}
+        conversation = [_as_template_input(message, roles) for message in messages]
         try:
-            text: str = self._hf.apply_chat_template(
-                [_as_template_input(message) for message in messages],
-                tools=list(tools) or None,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-            )
+            text: str = self._hf.apply_chat_template(conversation, tokenize=False, **arguments)
         except (TemplateError, TypeError, ValueError, LookupError) as error:  # what templates raise on odd messages
             raise bad_request(f"The chat template refuses these messages: {clip(str(error))}", "messages") from error
         return text
@@ -129,9 +125,6 @@ class Tokenizer:
             return self._token_bytes[token_id]
         return self._decode([token_id]).encode()
 
-    def token_text(self, token_id: int) -> str:
-        return spell(self.token_bytes(token_id))
-
     def token_id(self, name: str) -> int | None:
         """The id of a token by its own spelling."""
         token_id: int | None = self._backend.token_to_id(name)
@@ -140,6 +133,11 @@ class Tokenizer:
     def token_name(self, token_id: int) -> str:
         """The vocabulary's own spelling of a token."""
         return self._backend.id_to_token(token_id) or ""
+
+    @property
+    def bos_token_id(self) -> int | None:
+        token_id: int | None = self._hf.bos_token_id
+        return token_id
 
     @property
     def vocab_size(self) -> int:
@@ -158,6 +156,18 @@ class Tokenizer:
         }
 
 
+class _Spellings(dict[int, str]):
+    """Token id to `spell`, filled as ids are asked for."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._token_bytes = token_bytes
+
+    def __missing__(self, token_id: int) -> str:
+        text = self[token_id] = spell(self._token_bytes(token_id))
+        return text
+
+
 def spell(data: bytes) -> str:
     """A token's bytes as a string; part of a character is written out, so that different tokens stay different."""
     try:
@@ -166,9 +176,13 @@ def spell(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _as_template_input(message: ChatMessage) -> dict[str, Any]:
-    """Templates test for absent keys, so nothing absent is passed; they want tool arguments as objects."""
+def _as_template_input(message: ChatMessage, roles: Mapping[str, str]) -> dict[str, Any]:
+    """Templates test for absent keys, so nothing absent is passed; they want tool arguments as objects.
+
+    `roles`: what the template calls roles that it does not know.
+    """
     data = message.model_dump(exclude_none=True)
+    data["role"] = roles.get(message.role, message.role)
     data.setdefault("content", "")
     for call in data.get("tool_calls", ()):
         call["function"]["arguments"] = _parse_arguments(call["function"]["arguments"])
@@ -177,6 +191,6 @@ def _as_template_input(message: ChatMessage) -> dict[str, Any]:
 
 def _parse_arguments(arguments: str) -> Any:
     try:
-        return orjson.loads(arguments)
-    except orjson.JSONDecodeError:
+        return parse_json(arguments)
+    except ValueError:
         return arguments

@@ -9,7 +9,6 @@ from fastapi import APIRouter
 from weft.server.errors import bad_request
 from weft.server.protocol import DetokenizeBody, TokenizeBody
 from weft.server.routing import JsonRoute, ServiceOf
-from weft.server.tools import template_tools
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -18,12 +17,10 @@ router = APIRouter(route_class=JsonRoute)
 async def tokenize(body: TokenizeBody, service: ServiceOf) -> dict[str, Any]:
     engine = service.engine
     service.model_name(body.model)
+    body.check_template()
     if body.messages is not None and body.prompt is None:
         ids = await service.encode_chat(
-            body.messages,
-            tools=template_tools(body.tools),
-            add_generation_prompt=body.add_generation_prompt,
-            add_special_tokens=bool(body.add_special_tokens),
+            body.messages, body.template_arguments(), add_special_tokens=bool(body.add_special_tokens)
         )
     elif body.prompt is not None and body.messages is None:
         special = body.add_special_tokens is not False

@@ -128,7 +128,7 @@ class CallReader:
     def _end(self) -> None:
         try:
             value: Any = json.loads(self._text, strict=False)
-        except ValueError:
+        except (ValueError, RecursionError):  # no JSON, or nested too deeply for Python's reader
             self.failed = self._state == "key" or self._key not in _ARGUMENTS
             value = None
         if self._state == "key":

@@ -72,11 +72,6 @@ ToolChoice = Annotated[
 ]
 
 
-def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """As chat templates take them: what the client sent, without what it left out."""
-    return [tool.model_dump(exclude_none=True) for tool in tools]
-
-
 def names_of(tools: Sequence[Tool]) -> frozenset[str]:
     return frozenset(tool.function.name for tool in tools)
 

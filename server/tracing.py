@@ -57,8 +57,13 @@ class Spans:
         carrier = {} if context is None else {"traceparent": context.traceparent, "tracestate": tracestate or ""}
         return self._tracer.start_span(name, context=self._propagator.extract(carrier), kind=SpanKind.SERVER)
 
-    def end(self, span: Any, attributes: dict[str, Any]) -> None:
-        span.set_attributes(attributes)
+    def end(self, span: Any, status: int, attributes: dict[str, Any]) -> None:
+        """`status`: of the answer."""
+        from opentelemetry.trace import StatusCode
+
+        span.set_attributes({"http.response.status_code": status, **attributes})
+        if status >= 500:
+            span.set_status(StatusCode.ERROR)
         span.end()
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Awaitable, Generator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import uvicorn
 import uvloop
@@ -38,6 +39,7 @@ from weft.server.control import (
 )
 from weft.server.errors import ApiError
 from weft.server.logs import configure
+from weft.server.scrape import scrape
 from weft.server.service import Phase, Service
 from weft.server.tokenizer import Tokenizer
 
@@ -62,7 +64,7 @@ def make_server(service: Service) -> Server:
     return Server(
         uvicorn.Config(
             create_app(service),
-            http=Connection,
+            http=partial(Connection, shortcuts={b"/metrics": partial(scrape, service.metrics)}),  # type: ignore[arg-type]
             ws="none",
             log_config=None,
             access_log=False,

@@ -23,6 +23,8 @@ import yaml
 from files import DEPLOY, RULES, queries, read_yaml
 from live import Daemon, running
 
+from weft.server.cli import main
+
 LOAD_SECONDS = 8.0
 USERS = 6
 INTERVAL = "20s"
@@ -149,7 +151,8 @@ class Load:
 class Scraped:
     """The end of a load that was scraped all the time."""
 
-    def __init__(self, prometheus: Prometheus, counted: Counter[str], at: float) -> None:
+    def __init__(self, url: str, prometheus: Prometheus, counted: Counter[str], at: float) -> None:
+        self.url = url
         self.prometheus = prometheus
         self.counted = counted
         self.at = at
@@ -168,7 +171,7 @@ def scraped(prometheus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         server.wait_for("sum(weft_finished_total)", load.counted["requests"])
         server.wait_for("sum(weft_requests_running)", 0)
         time.sleep(max(0.0, at + 1 - time.time()))
-        yield Scraped(server, load.counted, at)
+        yield Scraped(daemon.url, server, load.counted, at)
 
 
 def _refused(daemon: Daemon) -> None:
@@ -207,6 +210,22 @@ def test_every_query_of_the_dashboards_has_data(scraped: Scraped) -> None:
         if found == (query.panel in EMPTY):
             missing.append(query.name)
     assert not missing
+
+
+def test_weft_load_measures_what_the_daemon_does(scraped: Scraped, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    lengths = ("--input", "lognormal:60:40", "--output", "lognormal:30:15")
+    arguments = ("--server", scraped.url, "--rate", "6", "--requests", "16", *lengths, "--json", str(out), "--quiet")
+    assert main(["load", *arguments]) == 0
+    (run,) = json.loads(out.read_text())["runs"]
+    ours, theirs, tokens = run["latency"], run["server_view"], run["tokens"]
+    assert run["outcomes"] == {"ok": 16}
+    assert tokens["output_received"] == tokens["output_asked"] == theirs["totals"]["generation_tokens"]
+    assert tokens["prompt_received"] == tokens["prompt_asked"] == theirs["totals"]["prompt_tokens"]
+    for name, counted in {"ttft": 16, "e2e": 16, "normalized": 16, "itl": tokens["events"] - 16}.items():
+        assert ours[name]["n"] == counted, name
+        # A busy machine delays one side more than the other.
+        assert ours[name]["mean"] == pytest.approx(theirs["means"][name], rel=0.05, abs=0.1), name
 
 
 def test_rules_run_without_an_error(scraped: Scraped) -> None:

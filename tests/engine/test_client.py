@@ -125,6 +125,23 @@ async def test_requests_of_a_client_that_is_gone_are_dropped_and_others_go_on(
             await _drain(other.submit([9], SamplingParams(max_tokens=1)))
 
 
+async def test_what_comes_from_a_client_after_it_has_gone_is_dropped(
+    engine: tuple[EngineProcess, list[EngineClient]],
+) -> None:
+    _, (watcher, other, gone) = engine
+    await _drain(gone.submit([5], SamplingParams(max_tokens=1)))
+    watcher.client_gone(2)
+    await _drain(watcher.submit([5], SamplingParams(max_tokens=1)))  # the engine knows by now
+    gone.submit([5, 6], LONG)
+    done = watcher.stats.generation_tokens
+    await _drain(other.submit([5, 7], LONG))
+    async with asyncio.timeout(5):
+        while watcher.stats.generation_tokens < done + 200:
+            await asyncio.sleep(0.01)
+    assert (watcher.stats.running, watcher.stats.waiting, watcher.stats.pages_held) == (0, 0, 0)
+    assert watcher.stats.generation_tokens == done + 200
+
+
 async def test_killing_the_engine_ends_every_stream_of_every_client_within_two_seconds() -> None:
     async with running(EngineConfig(), clients=2) as (process, clients):
         endless = SamplingParams(max_tokens=2000, ignore_eos=True)

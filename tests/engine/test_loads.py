@@ -12,11 +12,18 @@ from tiny import save_tiny
 
 from weft.engine.config import EngineConfig
 from weft.engine.device import resolve
+from weft.engine.fences import Fences
 from weft.engine.loads import LoadSpeeds
 from weft.engine.model_id import model_id
+from weft.engine.pages import PagePool
 from weft.engine.places import Places
-from weft.engine.prefix import PrefixEntry
+from weft.engine.prefix import PrefixEntry, PrefixIndex
+from weft.engine.prefixes import Prefixes
+from weft.engine.request import Request
+from weft.engine.sampling import SamplingParams
+from weft.engine.slots import SlotTable
 from weft.engine.spec import read_spec
+from weft.engine.tiers import Tiers
 from weft.engine.transfer import CpuCopyEngine
 
 PAGE_BYTES, PAGE_SIZE = 1000, 10
@@ -34,21 +41,25 @@ def entry(where: str) -> PrefixEntry:
     ssd=st.integers(1, 50),
     rate=st.integers(1, 50),
     busy=st.tuples(st.integers(0, 5), st.integers(0, 5)),
+    busy_tokens=st.integers(0, 200),
 )
 @settings(max_examples=300, deadline=None)
-def test_the_cut_ends_soonest(chain: str, host: int, ssd: int, rate: int, busy: tuple[int, int]) -> None:
+def test_the_cut_ends_soonest(
+    chain: str, host: int, ssd: int, rate: int, busy: tuple[int, int], busy_tokens: int
+) -> None:
     speeds = LoadSpeeds(PAGE_BYTES, PAGE_SIZE)
     speeds.moved("host", host, 1.0)
     speeds.moved("ssd", ssd, 1.0)
     speeds.computed(rate * PAGE_SIZE, 1.0, full=True)
-    cut = speeds.worthwhile([entry(w) for w in chain], {"host": busy[0], "ssd": busy[1]})
+    cut = speeds.worthwhile([entry(w) for w in chain], {"host": busy[0], "ssd": busy[1]}, busy_tokens)
 
     def seconds(k: int) -> float:
         to_load, from_ssd = sum(w != "g" for w in chain[:k]), chain[:k].count("s")
         loading = (to_load + busy[0]) / host if to_load else 0.0
         if from_ssd:
             loading = max(loading, (from_ssd + busy[1]) / ssd)
-        return loading + (len(chain) - k) / rate
+        # Nothing of this request is computed before its pages are there, nor before it is its turn.
+        return max(loading, busy_tokens / (rate * PAGE_SIZE)) + (len(chain) - k) / rate
 
     best = min(seconds(k) for k in range(len(chain) + 1))
     assert seconds(cut) <= best + 1e-9
@@ -58,10 +69,52 @@ def test_the_cut_ends_soonest(chain: str, host: int, ssd: int, rate: int, busy: 
 def test_everything_is_loaded_until_prefill_has_been_measured() -> None:
     speeds = LoadSpeeds(PAGE_BYTES, PAGE_SIZE)
     speeds.moved("host", 1, 1e6)
-    assert speeds.worthwhile([entry("h")] * 3, {"host": 9, "ssd": 0}) == 3
+    busy = {"host": 9, "ssd": 0}
+    assert speeds.worthwhile([entry("h")] * 3, busy, 0) == 3
     speeds.computed(1000, 1.0, full=False)
-    assert speeds.worthwhile([entry("h")] * 3, {"host": 9, "ssd": 0}) == 0
-    assert speeds.worthwhile([entry("g")] * 3, {"host": 9, "ssd": 0}) == 3
+    assert speeds.worthwhile([entry("h")] * 3, busy, 0) == 0
+    assert speeds.worthwhile([entry("g")] * 3, busy, 0) == 3
+
+
+def test_a_load_that_ends_before_its_turn_to_be_computed_costs_nothing() -> None:
+    speeds = LoadSpeeds(PAGE_BYTES, PAGE_SIZE)
+    speeds.moved("host", 1, 1.0)
+    speeds.computed(10 * PAGE_SIZE, 1.0, full=True)
+    # Loading a page takes a second, computing it a tenth of one.
+    assert speeds.worthwhile([entry("h")] * 3, {"host": 0, "ssd": 0}, 0) == 0
+    assert speeds.worthwhile([entry("h")] * 3, {"host": 0, "ssd": 0}, 20 * PAGE_SIZE) == 2
+    assert speeds.worthwhile([entry("h")] * 3, {"host": 0, "ssd": 0}, 30 * PAGE_SIZE) == 3
+    assert speeds.worthwhile([entry("h")] * 3, {"host": 0, "ssd": 0}, 28 * PAGE_SIZE) == 2
+
+
+def test_prompts_that_others_compute_first_are_time_to_load() -> None:
+    def request(tokens: int, order: int) -> Request:
+        prompt = np.arange(tokens, dtype=np.int32)
+        params, limit = SamplingParams(max_tokens=1), tokens + 1
+        return Request(order, prompt, tokens, params, limit, 0, order, 0.0, salt=str(order), stop_ids=(), seed=0)
+
+    slots, pool = SlotTable(2, 400, PAGE_SIZE), PagePool(60, PAGE_SIZE, PrefixIndex("m"))
+    copies = CpuCopyEngine(torch.zeros(60, PAGE_BYTES // 4), 4)
+    tiers = Tiers(pool, copies, 4, None)
+    prefixes = Prefixes(slots, pool, Fences(slots, pool), tiers, enabled=True)
+    asked, parent = request(3 * PAGE_SIZE + 1, 0), None
+    for i, key in enumerate(pool.index.keys(asked.tokens, PAGE_SIZE, asked.salt)):
+        tokens = asked.tokens[i * PAGE_SIZE : (i + 1) * PAGE_SIZE].tobytes()
+        parent = pool.index.publish(parent, key, tokens, asked.salt)
+        slot = tiers.host.take()
+        assert parent is not None
+        assert slot is not None
+        tiers.host.settle(slot, parent)
+        pool.index.set_host(parent, slot)
+        tiers.host.unpin(slot)
+    tiers.speeds.moved("host", 1, 1.0)
+    tiers.speeds.computed(10 * PAGE_SIZE, 1.0, full=True)
+    assert not prefixes.find(asked).entries
+    other = slots.occupy(request(30 * PAGE_SIZE, 1), np.zeros(0, np.int32), 0)
+    assert len(prefixes.find(asked).entries) == 3
+    slots.scheduled[other] = 10 * PAGE_SIZE  # a part of it is computed
+    assert len(prefixes.find(asked).entries) == 2
+    copies.close()
 
 
 def test_small_iterations_only_raise_the_speed_of_prefill() -> None:

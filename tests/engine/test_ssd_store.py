@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from random import Random
@@ -196,8 +197,9 @@ def test_a_second_daemon_on_one_path_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="in use by another weft") as error:
         StoreFile(tmp_path, GEOMETRY)
     assert "\n" not in str(error.value)
-    opened.close()
-    Open(tmp_path).close()
+    # One that is about to end is waited for.
+    threading.Timer(0.1, opened.close).start()
+    StoreFile(tmp_path, GEOMETRY, patience=60).close()
 
 
 def test_a_disk_without_room_is_said_at_once() -> None:
@@ -234,6 +236,29 @@ def test_an_error_of_the_disk_breaks_the_tier(tmp_path: Path, monkeypatch: pytes
     assert Open._wait(job) is Outcome.BROKEN
     assert errno.errorcode[code] in job.reason
     assert opened.read(0)[0] is Outcome.BROKEN
+    opened.close()
+
+
+def test_a_file_system_that_refuses_direct_io_only_when_asked_is_used_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, records = Open(tmp_path), [record_of(1)]
+    file = opened.store.file
+    if not file.direct:
+        pytest.skip("this file system refuses direct I/O at once")
+    really = os.pwrite
+
+    def refuse(fd: int, data: memoryview, at: int) -> int:
+        if fd == file.direct_fd:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return really(fd, data, at)
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    assert opened.write(0, records[0]) is Outcome.DONE
+    assert not file.direct
+    outcome, data = opened.read(0)
+    assert outcome is Outcome.DONE
+    assert (data == payload_of(records[0])).all()
     opened.close()
 
 
@@ -274,5 +299,5 @@ def kill_a_writer(path: Path, seed: int) -> None:
 
 
 def test_a_killed_writer_leaves_only_whole_pages(tmp_path: Path) -> None:
-    for seed in range(int(os.environ.get("WEFT_KILLS", "4"))):
+    for seed in range(int(os.environ.get("TEST_KILLS", "4"))):
         kill_a_writer(tmp_path, seed)

@@ -134,7 +134,7 @@ class TierMachine(SchedulerMachine):
         self.store = ListStore(self.copies)
         tiers = Tiers(_pool, self.copies, NUM_SLOTS, self.store)
         self.worthwhile = 99
-        tiers.speeds.worthwhile = lambda entries, _: min(len(entries), self.worthwhile)  # type: ignore[method-assign]
+        tiers.speeds.worthwhile = lambda entries, *_: min(len(entries), self.worthwhile)  # type: ignore[method-assign]
         self.tiers = tiers
         return tiers
 

@@ -1,8 +1,8 @@
-"""Helpers beside the tests are imported by name."""
+"""Helpers beside the tests, and the browser of the server's, are imported by name."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "server")]

@@ -84,14 +84,13 @@ async def test_a_run_writes_every_report(tmp_path: Path, capsys: pytest.CaptureF
     assert page.count("<svg") == 4
 
 
-async def test_a_sweep_compares_servers_in_one_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    html, out = tmp_path / "s.html", tmp_path / "s.json"
+async def test_a_sweep_compares_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "s.json"
     async with serving(service=0.002) as fast, serving(service=0.1) as slow:
         status = await load(
             "sweep", "--server", f"fast={fast.url}", "--server", f"slow={slow.url}", "--rate", "5", "--growth", "8",
             "--duration", "1", "--max-runs", "2", "--slo", "e2e:p90:80ms", "--input", "4", "--output", "1",
-            "--html", str(html), "--json", str(out),
+            "--json", str(out),
         )  # fmt: skip
     assert status == 1
     fast_sweep, slow_sweep = json.loads(out.read_text())["sweeps"]
@@ -100,7 +99,6 @@ async def test_a_sweep_compares_servers_in_one_report(tmp_path: Path, capsys: py
     shown = capsys.readouterr().out
     assert "fast: highest rate within the objectives 40 requests/s" in shown
     assert "slow: no rate met" in shown
-    assert "Latency against offered rate" in html.read_text()
 
 
 async def test_a_recorded_run_can_be_replayed(tmp_path: Path) -> None:

@@ -38,6 +38,12 @@ def test_other_names_are_known_and_a_metric_that_appears_later_starts_at_nothing
     assert difference(Snapshot(), snapshot(text)).means == {"queue": 1.5}
 
 
+def test_older_versions_of_vllm_call_the_gaps_time_per_output_token() -> None:
+    text = "# TYPE vllm:time_per_output_token_seconds histogram\n"
+    text += "vllm:time_per_output_token_seconds_sum 3\nvllm:time_per_output_token_seconds_count 30\n"
+    assert difference(Snapshot(), snapshot(text)).means == {"itl": pytest.approx(0.1)}
+
+
 def test_a_run_without_a_request_has_no_means() -> None:
     same = snapshot(WEFT.format(n=10, total=100.0, hits=7))
     assert difference(same, same).means == {}

@@ -122,7 +122,7 @@ def test_mooncake_and_own_json_lines_are_read(tmp_path: Path) -> None:
     assert (row.at, row.hash_ids) == (2.5, (1, 2, 3))
     own = tmp_path / "own.jsonl"
     lines = [
-        {"at": 2, "input_tokens": 3, "output_tokens": 4, "prompt": "hello"},
+        {"at": 2, "output_tokens": 4, "prompt": "hello"},
         {"at": 1, "input_tokens": 30, "output_tokens": 4, "hash_ids": [1], "block_tokens": 16},
     ]
     own.write_text("\n".join(map(json.dumps, lines)))
@@ -167,6 +167,18 @@ def test_a_workload_is_the_same_for_the_same_seed_and_keeps_its_requests_when_th
     assert np.array_equal(a.inputs, b.inputs)
     assert np.array_equal(a.inputs, faster.inputs)
     assert a.content(a.planned(9)) == faster.content(faster.planned(9))
+
+
+def test_the_rate_offered_is_that_of_the_schedule() -> None:
+    def rate(**arrival: object) -> float | None:
+        return build(ArrivalOptions(**arrival), ContentOptions(), maker(), None).offered_rate()  # type: ignore[arg-type]
+
+    assert rate(process="constant", rate=20.0, count=12) == pytest.approx(20.0)
+    assert rate(process="constant", rate=20.0, duration=2.0) == pytest.approx(20.0)
+    assert rate(process="constant", rate=20.0, duration=60.0, count=12) == pytest.approx(20.0)
+    assert rate(rate=20.0, count=40_000) == pytest.approx(20.0, rel=0.02)
+    assert rate(process="constant", rate=20.0, count=1) is None
+    assert rate(process="closed", users=2) is None
 
 
 def test_a_mooncake_trace_becomes_prompts_with_shared_beginnings(tmp_path: Path) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from stub import Server, serving
+from stub import Script, Server, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -56,6 +57,18 @@ async def test_everything_else_does(guarded: Server, path: str) -> None:
 async def test_any_of_the_keys_opens(guarded: Server) -> None:
     for key in ("secret", "schlüssel"):
         assert (await guarded.http.get("/v1/models", headers=bearer(key))).status_code == 200
+
+
+async def test_prompts_are_paid_for_before_they_are_computed() -> None:
+    async with serving(rate_limit_tokens=9) as server:
+        server.engine.script = Script(gate=asyncio.Event())
+        body = {"prompt": [1, 2, 3, 4, 5], "max_tokens": 1}
+        first, second = (asyncio.create_task(server.post("/v1/completions", body)) for _ in range(2))
+        await server.settle(lambda: len(server.engine.added) == 2)
+        assert (await server.post("/v1/completions", body)).status_code == 429
+        server.engine.script.gate.set()
+        assert [(await task).status_code for task in (first, second)] == [200, 200]
+        assert server.service.board.buckets[0, 2] == pytest.approx(12, abs=1)
 
 
 async def test_a_forged_host_does_not_open(guarded: Server) -> None:

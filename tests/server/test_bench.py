@@ -10,7 +10,14 @@ import pytest
 from weft.server.cli import main
 
 
-@pytest.mark.parametrize("more", [["--endpoint", "chat", "--api-workers", "2"], ["--tokenize", "100"]], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--endpoint", "chat", "--api-workers", "2", "--scrapes", "20"],
+        ["--tokenize", "100", "--fields", '{"logprobs": 2}'],
+    ],
+    ids=str,
+)
 def test_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]) -> None:
     file = tmp_path / "figures.json"
     arguments = ["--streams", "10", "--rate", "50", "--seconds", "0.5", "--json", str(file), *more]
@@ -18,10 +25,13 @@ def test_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: l
     figures = json.loads(file.read_text())
     assert 100 < figures["tokens"] < 400
     assert figures["api_us_per_token"] > 0
+    assert figures["fields"] == ({"logprobs": 2} if "--fields" in more else {})
     assert (figures["tokenized"] > 0) == ("--tokenize" in more)
+    assert figures.get("scrapes", 0) == (10 if "--scrapes" in more else 0)
     assert f"{figures['api_us_per_token']:.1f} us" in capsys.readouterr().out
 
 
-def test_what_cannot_be_measured_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "server", "--streams", "0"]) == 1
+@pytest.mark.parametrize("flags", [["--streams", "0"], ["--fields", "{"], ["--fields", "[1]"]], ids=str)
+def test_what_cannot_be_measured_is_one_line(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
+    assert main(["bench", "server", *flags]) == 1
     assert capsys.readouterr().err.count("\n") == 1

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import pytest
-from stub import Script, Server
+from stub import Script, Server, serving
+
+from weft.server import service
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -46,6 +49,58 @@ async def test_text_parts_are_joined_and_null_content_stands_beside_tool_calls(s
     await server.chat(messages=messages)
     text = "<|bos|><|user|>hel\nlo<|assistant|><|user|>x<|assistant|>"
     assert server.engine.prompt() == server.engine.tokenizer.encode(text, add_special_tokens=False)
+
+
+async def prompt_of(server: Server, **body: Any) -> str:
+    await server.chat(**body)
+    return server.engine.tokenizer._hf.decode(server.engine.prompt())
+
+
+async def test_fields_of_the_template(server: Server) -> None:
+    hf = server.engine.tokenizer._hf
+    own = hf.chat_template
+    hf.chat_template = own + "{% if documents %}[{{ documents[0].text }}]{% endif %}{{ mood }}"
+    try:
+        assert await prompt_of(server) == "<|bos|><|user|>hi<|assistant|>"
+        assert await prompt_of(server, add_generation_prompt=False) == "<|bos|><|user|>hi"
+        assert await prompt_of(server, documents=[{"text": "fact"}]) == "<|bos|><|user|>hi<|assistant|>[fact]"
+        assert await prompt_of(server, chat_template_kwargs={"mood": "glad"}) == "<|bos|><|user|>hi<|assistant|>glad"
+        messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I say"}]
+        fields = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+        assert await prompt_of(server, **fields) == "<|bos|><|user|>hi<|assistant|>I say"
+        counted = await server.post("/tokenize", {**fields, "chat_template_kwargs": {"mood": "glad"}})
+        assert counted.json()["tokens"] == server.engine.prompt()
+    finally:
+        hf.chat_template = own
+
+
+async def test_special_tokens_on_top_of_the_templates() -> None:
+    async with serving(adds_bos=True) as server:
+        assert await prompt_of(server, add_special_tokens=True) == "<|bos|><|bos|><|user|>hi<|assistant|>"
+
+
+async def test_developers_are_systems_where_the_template_knows_no_other(server: Server) -> None:
+    messages = [{"role": "developer", "content": "be kind"}]
+    assert await prompt_of(server, messages=messages) == "<|bos|><|system|>be kind<|assistant|>"
+
+
+@pytest.mark.parametrize("role", ["assistant", "user"])
+async def test_echo_repeats_what_the_assistant_had_begun(server: Server, role: str) -> None:
+    fields = {"messages": [{"role": role, "content": "I say "}], "echo": True, "add_generation_prompt": False}
+    expected = "I say hello world" if role == "assistant" else "hello world"
+    assert (await server.chat(**fields))["choices"][0]["message"]["content"] == expected
+    chunks = await chunks_of(server, **fields)
+    assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == expected
+
+
+async def test_a_template_has_a_time_limit_of_its_own(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(service, "RENDER_SECONDS", 0.05)
+    monkeypatch.setattr(server.engine.tokenizer, "render_chat", lambda *_: "late" if released.wait(10) else "")
+    response = await server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
+    released.set()
+    assert response.status_code == 400
+    assert "chat template takes longer" in response.json()["error"]["message"]
 
 
 async def test_default_limit_is_what_the_context_leaves(server: Server) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from stub import Script, Server
 
 from weft.engine.messages import Finish
+from weft.server import connection
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -275,9 +277,10 @@ async def test_streams_of_several_choices_add_up_to_the_plain_answer(server: Ser
     assert [merged[i] for i in range(4)] == plain
 
 
-async def test_bursts_come_as_one_event(server: Server) -> None:
+async def test_bursts_come_as_one_event_to_who_cannot_keep_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection.Outlet, "ready", lambda _: False)
     server.engine.script = Script("abcdef", burst=3, delay=0.001)
-    *chunks, _ = await events(server, return_token_ids=True)  # plain tokens are written one by one, see express
+    *chunks, _ = await events(server)
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["abc", "def", ""]
 
 
@@ -297,10 +300,28 @@ async def test_engine_error_in_a_stream_is_an_error_event_without_done(server: S
     assert got[0]["choices"][0]["text"] == "a"
 
 
+async def test_behind_an_error_event_the_connection_closes(server: Server) -> None:
+    server.engine.script = Script("abc", delay=0.001, finish=Finish.ERROR, error="out of pages")
+    host, port = server.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps({"prompt": "hi", "stream": True})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    writer.write(f"{head}Content-Type: application/json\r\n\r\n{body}".encode())
+    async with asyncio.timeout(5):
+        answer = await reader.read()  # to the end of the connection
+    writer.close()
+    assert b"[DONE]" not in answer
+    assert answer.endswith(b"0\r\n\r\n")
+    assert b"out of pages" in answer
+
+
 async def test_request_id_is_echoed_and_used(server: Server) -> None:
     response = await server.post("/v1/completions", {"prompt": "hi"}, headers={"X-Request-Id": "abc-1"})
     assert response.headers["x-request-id"] == "abc-1"
     assert response.json()["id"] == "cmpl-abc-1"
+    body = {"prompt": "hi", "request_id": "theirs"}
+    assert (await server.post("/v1/completions", body, headers={"X-Request-Id": "abc-1"})).json()["id"] == "cmpl-abc-1"
+    assert (await server.post("/v1/completions", body)).headers["x-request-id"] == "theirs"
     for bad in ("x" * 129, "a b"):
         response = await server.post("/v1/completions", {"prompt": "hi"}, headers={"X-Request-Id": bad})
         assert response.headers["x-request-id"] != bad

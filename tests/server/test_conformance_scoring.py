@@ -1,4 +1,4 @@
-"""What lm-eval sends: batches of token ids with echo and logprobs. The oracle is transformers on the same weights."""
+"""lm-eval, and what it sends: batches of token ids with echo and logprobs. The oracle is transformers, same weights."""
 
 from __future__ import annotations
 
@@ -7,16 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import lm_eval
 import numpy as np
 import pytest
 import torch
 from live import Daemon, running
-from transformers import AutoModelForCausalLM
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.openai_completions import LocalCompletionsAPI
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import weft.engine
 
 MODEL = Path(weft.engine.__file__).parent / "demo/model"
+TASKS = Path(__file__).with_name("lm_eval_tasks")
 LENGTHS = (1, 2, 5, 64, 65, 300, 1500)
+WINDOW = 256
+"""tokens that lm-eval takes at once: the longest passage needs several"""
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +83,94 @@ def test_greedy_continuations_are_told_from_others(daemon: Daemon, prompts: list
     at = slice(len(prompt), len(prompt) + len(ids))
     for value, top in zip(scores["token_logprobs"][at], scores["top_logprobs"][at], strict=True):
         assert value == max(top.values())
+
+
+class InProcess(TemplateLM):
+    """lm-eval's view of the same weights without a server: transformers, one sequence at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+        self._tokenizer = AutoTokenizer.from_pretrained(MODEL)
+
+    @property
+    def eot_token_id(self) -> int:
+        return int(self._tokenizer.eos_token_id)
+
+    def tok_encode(self, string: str, **_: Any) -> list[int]:
+        ids: list[int] = self._tokenizer(string, add_special_tokens=False).input_ids
+        return ids
+
+    def _loglikelihood_tokens(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
+        return [self._score(context, continuation) for _, context, continuation in requests]
+
+    def _score(self, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+        with torch.no_grad():
+            logits = self._model(torch.tensor([context + continuation[:-1]])).logits[0, len(context) - 1 :]
+        target = torch.tensor(continuation)
+        scores = logits.log_softmax(-1)[torch.arange(len(target)), target]
+        return float(scores.sum()), bool((logits.argmax(-1) == target).all())
+
+    def loglikelihood_rolling(self, requests: list[Any], **_: Any) -> list[float]:
+        sums = []
+        for request in requests:
+            windows = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.eot_token_id,
+                max_seq_len=WINDOW - 2,  # what the client leaves of its `max_length`
+                context_len=1,
+            )
+            sums.append(sum(self._score(*make_disjoint_window(window))[0] for window in windows))
+        return sums
+
+    def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
+        texts = []
+        for prompt, options in (request.args for request in requests):
+            ids = torch.tensor([self.tok_encode(prompt)])
+            out = self._model.generate(ids, max_new_tokens=options["max_gen_toks"], do_sample=False)
+            text = self._tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+            for end in options["until"]:
+                text = text.partition(end)[0]
+            texts.append(text)
+        return texts
+
+
+def evaluate(model: TemplateLM) -> Any:
+    tasks = TaskManager(include_path=TASKS, include_defaults=False)
+    return lm_eval.simple_evaluate(
+        model=model, tasks=sorted(path.stem for path in TASKS.glob("*.yaml")), task_manager=tasks, bootstrap_iters=0,
+        random_seed=None, numpy_random_seed=None, torch_random_seed=None, fewshot_random_seed=None,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def judged_in_process() -> Any:
+    return evaluate(InProcess())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": 4, "num_concurrent": 2},  # it finds the server's own tokenizer
+        {"tokenizer_backend": "huggingface", "tokenizer": str(MODEL), "custom_prefix_token_id": 1},
+    ],
+    ids=["remote tokenizer, batches", "local tokenizer, one by one"],
+)
+def test_lm_eval_judges_the_server_as_it_does_the_model(
+    daemon: Daemon, judged_in_process: Any, options: dict[str, Any]
+) -> None:
+    client = LocalCompletionsAPI(model="demo", base_url=daemon.url + "/v1/completions", max_length=WINDOW, **options)
+    judged = evaluate(client)
+    assert set(judged["samples"]) == {"answers", "choices", "passages"}
+    for task, samples in judged["samples"].items():
+        for mine, other in zip(samples, judged_in_process["samples"][task], strict=True):
+            assert mine["doc"] == other["doc"]
+            for response, expected in zip(mine["filtered_resps"], other["filtered_resps"], strict=True):
+                close = expected if isinstance(expected, str) else pytest.approx(expected, rel=1e-4, abs=2e-3)
+                assert response == close
+        for metric, value in judged_in_process["results"][task].items():
+            close = pytest.approx(value, rel=1e-3) if isinstance(value, float) else value
+            assert judged["results"][task][metric] == close
+    # Tasks that everything fails or passes would tell nothing.
+    assert 0.3 < judged["results"]["choices"]["acc,none"] < 1
+    assert 0.3 < judged["results"]["answers"]["exact_match,none"] < 1

@@ -6,7 +6,10 @@ import json
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 from stub import MAX_MODEL_LEN, Script, Server
+
+from weft.engine.grammar_text import LIMITS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -36,6 +39,11 @@ FIELDS: list[tuple[dict[str, Any], str, Any]] = [
     ({"priority": -3}, "priority", -3),
     ({"cache_salt": "tenant"}, "cache_salt", "tenant"),
     ({"n": 1, "best_of": 1}, "max_tokens", None),
+    (
+        {"allowed_token_ids": None, "bad_words": [], "kv_transfer_params": None, "use_beam_search": False},
+        "grammar",
+        None,
+    ),
     ({"user": "u", "unheard_of": {"a": [1]}, "metadata": {}, "store": False}, "temperature", 1.0),
     ({"response_format": {"type": "text"}}, "grammar", None),
     ({"tools": [], "tool_choice": None, "response_format": None, "stop": None, "logprobs": None}, "grammar", None),
@@ -128,6 +136,38 @@ class TestAnswers:
                 tops = zip(entry["token_logprobs"], entry["top_logprobs"], strict=True)
                 assert all(value in top.values() for value, top in tops)
 
+    async def test_tokens_named_by_their_ids(self, server: Server, path: str, stream: bool) -> None:
+        fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 2} if path == PATHS[1] else {"logprobs": 2}
+        documents = await ask(server, path, stream=stream, return_tokens_as_token_ids=True, **fields)
+        logprobs = [c["logprobs"] for document in documents for c in document["choices"] if c["logprobs"]]
+        if path == PATHS[1]:
+            names = [entry["token"] for part in logprobs for entry in part["content"]]
+            tops = [{top["token"] for top in entry["top_logprobs"]} for part in logprobs for entry in part["content"]]
+        else:
+            names = [name for part in logprobs for name in part["tokens"]]
+            tops = [set(top) for part in logprobs for top in part["top_logprobs"]]
+        ids = [*server.engine.tokenizer.encode("hello world"), server.engine.eos]
+        assert names == [f"token_id:{i}" for i in ids]
+        assert tops == [{f"token_id:{i}", f"token_id:{i - 1}"} for i in ids]
+
+    async def test_special_tokens_are_text_when_asked_but_for_the_one_that_ends(
+        self, server: Server, path: str, stream: bool
+    ) -> None:
+        server.engine.script = Script("a<|user|>b")
+        expected = {
+            (True, False): "ab",
+            (True, True): "ab",
+            (False, False): "a<|user|>b",
+            (False, True): "a<|user|>b<|eos|>",
+        }
+        for (skip, include), text in expected.items():
+            fields = {"skip_special_tokens": skip, "include_stop_str_in_output": include}
+            assert text_of(await ask(server, path, stream=stream, **fields)) == text
+
+    async def test_an_id_in_the_body(self, server: Server, path: str, stream: bool) -> None:
+        (first, *_) = await ask(server, path, stream=stream, request_id="mine-1")
+        assert first["id"].endswith("-mine-1")
+
     async def test_usage(self, server: Server, path: str, stream: bool) -> None:
         server.engine.script = Script(cached_tokens=2)
         options = {"stream_options": {"include_usage": True}} if stream else {}
@@ -159,6 +199,62 @@ async def test_continuous_usage_counts_up(server: Server) -> None:
         counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
         assert counts == sorted(counts)
         assert (counts[-1], chunks[-1]["choices"]) == (3, [])
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_long_prompts_are_cut_when_asked(server: Server, path: str) -> None:
+    tokenizer = server.engine.tokenizer
+    text = "x".join(map(str, range(300)))
+    if path == PATHS[0]:
+        prompt: dict[str, Any] = {"prompt": text}
+        whole = tokenizer.encode(text)
+    else:
+        prompt = {"messages": [{"role": "user", "content": text}]}
+        whole = tokenizer.encode(f"<|bos|><|user|>{text}<|assistant|>")
+    for fields, expected in [
+        ({"truncate_prompt_tokens": 5}, whole[-5:]),
+        ({"truncate_prompt_tokens": 5, "truncation_side": "right"}, whole[:5]),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 12}, whole[-(MAX_MODEL_LEN - 12) :]),
+        ({"truncate_prompt_tokens": -1}, whole[-(MAX_MODEL_LEN - 1) :]),
+    ]:
+        await ask(server, path, **prompt, **fields)
+        assert server.engine.prompt() == expected
+    endless = {"prompt": "y" * 10**6} if path == PATHS[0] else {"messages": [{"role": "user", "content": "y" * 10**6}]}
+    await ask(server, path, **endless, truncate_prompt_tokens=7)
+    assert len(server.engine.prompt()) == 7
+    short = await ask(server, path, truncate_prompt_tokens=400)
+    assert short[0]["usage"]["prompt_tokens"] < 10
+
+
+async def test_cut_prompts_are_echoed_as_they_were_cut(server: Server) -> None:
+    ids = server.engine.tokenizer.encode("abcdef")
+    for prompt in ("abcdef", ids):
+        (body,) = await ask(server, PATHS[0], prompt=prompt, echo=True, truncate_prompt_tokens=2, max_tokens=1)
+        assert text_of([body]) == "efhello"
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_allowed_tokens_and_bad_words_are_grammars(server: Server, path: str) -> None:
+    x, y, eos = *server.engine.tokenizer.encode("xy"), server.engine.eos
+    vocabulary = LLTokenizer(server.engine.tokenizer._hf.backend_tokenizer.to_str(), eos_token=eos)
+
+    def follows(*ids: int) -> bool:
+        matcher = LLMatcher(vocabulary, server.engine.added[-1].params.grammar, log_level=0, limits=LIMITS)
+        return not matcher.is_error() and all(matcher.consume_token(i) for i in ids)
+
+    await ask(server, path, allowed_token_ids=[x])
+    assert follows(*[x] * 300)
+    assert not follows(y)
+    assert not follows(x, eos)
+    await ask(server, path, allowed_token_ids=[eos, x, x])
+    assert follows(x, eos)
+    assert not follows(x, y)
+    await ask(server, path, bad_words=["xyx", 'a"/'])
+    assert follows(x, y, y, x, y, eos)
+    assert not follows(y, x, y, x)
+    a, quote, slash = server.engine.tokenizer.encode('a"/')
+    assert follows(a, quote, a)
+    assert not follows(a, quote, slash)
 
 
 async def test_scoring_a_prompt_generates_nothing(server: Server) -> None:

@@ -65,7 +65,7 @@ def test_exposition_is_that_of_prometheus_client() -> None:
             for s in f.samples
         ]
 
-    assert parsed(stores[1].text()) == parsed(generate_latest(theirs).decode())
+    assert parsed(stores[1].text().decode()) == parsed(generate_latest(theirs).decode())
 
 
 def test_counters_of_one_label_are_told_before_anything_was_counted() -> None:
@@ -74,7 +74,7 @@ def test_counters_of_one_label_are_told_before_anything_was_counted() -> None:
     Counter(store, "c", "text", reason=("x", "y"))
     Counter(store, "d", "text")
     Counter(store, "e", "text", a=("x", "y"), b=("z",))
-    lines = [line for line in store.text().splitlines() if not line.startswith("#")]
+    lines = [line for line in store.text().decode().splitlines() if not line.startswith("#")]
     assert lines == ['c_total{reason="x"} 0.0', 'c_total{reason="y"} 0.0', "d_total 0.0"]
 
 
@@ -113,6 +113,23 @@ def test_any_process_tells_the_sum_and_what_a_dead_one_counted_stays() -> None:
     for metrics in (mine, again, Metrics(board, 0)):
         assert value_of(metrics, "weft_finished_total", {"reason": "stop"}) == 1011
         assert value_of(metrics, "weft_time_to_first_token_seconds_count") == 1000
+
+
+def test_a_scrape_tells_what_changed_since_the_last_one() -> None:
+    board = Board(2)
+    metrics, other = Metrics(board, 0), Metrics(board, 1)
+    for n in range(1, 4):
+        other.aborted.labels("drain").inc()
+        metrics.ttft.observe(0.2)
+        metrics.engine_stats(EngineStats(running=n))
+        assert metrics.render() == metrics.render()
+        assert value_of(metrics, "weft_aborted_total", {"cause": "drain"}) == n
+        assert value_of(metrics, "weft_time_to_first_token_seconds_count") == n
+        assert value_of(metrics, "weft_requests_running") == n
+    metrics.engine_loaded("stub", READY)
+    assert value_of(metrics, "weft_engine_up") == 1
+    metrics.engine_died()
+    assert value_of(metrics, "weft_engine_up") == 0
 
 
 def test_iterations_count_once() -> None:

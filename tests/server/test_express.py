@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from stub import Script, Server, serving
 
+from weft.engine.messages import TokenLogprobs
 from weft.server import connection
+from weft.server.detokenizer import ByteDetokenizer
 from weft.server.express import Express
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -30,36 +32,96 @@ async def body(server: Server, path: str, **fields: Any) -> list[Any]:
     return out
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-@pytest.mark.parametrize(
-    "options", [None, {"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}]
-)
-async def test_events_are_those_of_the_long_way(
-    server: Server, monkeypatch: pytest.MonkeyPatch, path: str, options: dict[str, bool] | None
-) -> None:
-    server.engine.script = Script(TEXT)
-    taken = 0
+def by_choice(events: list[Any]) -> list[Any]:
+    """Events of several choices come in any order, those of one do not. Ids of calls are random."""
+    *events, done = events
+    for event in events:
+        for choice in event["choices"]:
+            for call in choice.get("delta", {}).get("tool_calls", ()):
+                call.pop("id", None)
+    return [*sorted(events, key=lambda event: [choice["index"] for choice in event["choices"]] or [99]), done]
+
+
+FIELDS: list[dict[str, Any]] = [
+    {},
+    {"stream_options": {"include_usage": True}},
+    {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    {"stop": ["nowhere", "\n\x00"]},
+    {"stop": ["d\n"], "include_stop_str_in_output": True, "min_tokens": 9, "return_token_ids": True},
+    {"return_token_ids": True, "max_tokens": 70},
+    {"n": 3, "max_tokens": 40},
+    {"n": 2, "stop": "wörld", "stream_options": {"include_usage": True}},
+]
+OF_COMPLETIONS = [
+    {"logprobs": 2},
+    {"logprobs": 0, "echo": True, "stop": "end"},
+    {"prompt": ["a", "b"], "logprobs": 1, "max_tokens": 40},
+]
+OF_CHAT = [{"logprobs": True, "top_logprobs": 2}, {"logprobs": True, "n": 2, "stop": "\\"}]
+CASES = [
+    *(("/v1/completions", fields) for fields in FIELDS + OF_COMPLETIONS),
+    *(("/v1/chat/completions", fields) for fields in FIELDS + OF_CHAT),
+]
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens that went the short way."""
+    tokens: list[int] = []
     call = Express.__call__
 
-    def counting(self: Express, token_id: int) -> bool:
-        nonlocal taken
-        taken += 1
-        return call(self, token_id)
+    def counting(self: Express, token_id: int, entry: TokenLogprobs | None) -> bool:
+        done = call(self, token_id, entry)
+        if done:
+            tokens.append(token_id)
+        return done
 
     monkeypatch.setattr(Express, "__call__", counting)
-    short = await body(server, path, stream_options=options)
-    assert (taken > 100) == (options is None or len(options) == 1)
+    return tokens
+
+
+@pytest.mark.parametrize(("path", "fields"), CASES, ids=str)
+async def test_events_are_those_of_the_long_way(
+    server: Server, monkeypatch: pytest.MonkeyPatch, taken: list[int], path: str, fields: dict[str, Any]
+) -> None:
+    server.engine.script = Script(TEXT, delay=0.001 if "n" in fields or "prompt" in fields else 0.0)
+    short = await body(server, path, **fields)
+    assert len(taken) > 10
+    aborted = len(server.engine.aborted)
     monkeypatch.setattr(connection.Outlet, "ready", lambda _: False)
-    assert short == await body(server, path, stream_options=options)
+    taken.clear()
+    long = await body(server, path, **fields)
+    assert not taken
+    assert by_choice(short) == by_choice(long)
+    assert len(server.engine.aborted) == 2 * aborted
 
 
-@pytest.mark.parametrize("fields", [{"stop": "zzz"}, {"logprobs": 1}, {"return_token_ids": True}, {"n": 2}])
-async def test_what_is_not_plain_goes_the_long_way(
+async def test_tool_calls_are_those_of_the_long_way(monkeypatch: pytest.MonkeyPatch, taken: list[int]) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    async with serving(tool_call_parser="hermes") as server:
+        server.engine.script = Script('Let me <tool_call>{"name": "f", "arguments": {"a": [1, "é"]}}</tool_call>')
+        short = await body(server, "/v1/chat/completions", tools=[tool])
+        assert len(taken) > 10
+        monkeypatch.setattr(connection.Outlet, "ready", lambda _: False)
+        assert by_choice(short) == by_choice(await body(server, "/v1/chat/completions", tools=[tool]))
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 1}], ids=str)
+async def test_a_defect_ends_the_one_stream_that_has_it(
     server: Server, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(Express, "__call__", lambda *_: pytest.fail("took the short way"))
-    server.engine.script = Script("hello world")
-    assert (await body(server, "/v1/completions", **fields))[-1] == "data: [DONE]"
+    server.engine.script = Script("abcdef", stop_after=5)
+    feed = ByteDetokenizer.feed
+    (e,) = server.engine.tokenizer.encode("e")
+
+    def broken(self: ByteDetokenizer, token_id: int) -> str:
+        return feed(self, token_id // (token_id != e))
+
+    monkeypatch.setattr(ByteDetokenizer, "feed", broken)
+    response = await server.post("/v1/completions", {"prompt": "hi", "stream": True, **fields})
+    *_, last = [json.loads(line[6:]) for line in response.text.split("\n\n") if line]
+    assert last["error"]["code"] == "internal_error"
+    assert server.engine.aborted == [server.engine.added[-1].handle]
 
 
 async def test_a_client_that_reads_slowly_gets_everything_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from stub import Server, serving
 
 from weft.server.logs import JsonFormatter, TextFormatter
@@ -100,19 +106,71 @@ async def test_formats() -> None:
     assert TextFormatter().format(record).endswith("WARNING weft: hello you status=200 body='a\\nb'")
 
 
-async def test_spans_are_children_of_the_callers() -> None:
-    pytest.importorskip("opentelemetry.sdk")
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+class Collector(ThreadingHTTPServer):
+    """Takes OTLP over HTTP. In a thread of its own: a daemon that ends waits for it."""
 
-    from weft.server.tracing import Spans
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Export)
+        self.spans: list[Any] = []
+        self.resources: list[Any] = []
 
-    exporter = InMemorySpanExporter()
-    spans = Spans(exporter)
-    span = spans.begin("POST /v1/completions", parse(TRACE), None)
-    spans.end(span, {"http.response.status_code": 200})
-    spans.close()
-    (finished,) = exporter.get_finished_spans()
-    assert finished.name == "POST /v1/completions"
-    assert format(finished.parent.span_id, "016x") == TRACE[36:52]
-    assert format(finished.context.trace_id, "032x") == TRACE[3:35]
-    assert finished.attributes == {"http.response.status_code": 200}
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/v1/traces"
+
+
+class Export(BaseHTTPRequestHandler):
+    server: Collector
+
+    def do_POST(self) -> None:
+        assert self.path == "/v1/traces"
+        data = self.rfile.read(int(self.headers["content-length"]))
+        if self.headers.get("content-encoding") == "gzip":
+            data = gzip.decompress(data)
+        for part in ExportTraceServiceRequest.FromString(data).resource_spans:
+            self.server.resources.append(part.resource)
+            self.server.spans += [span for scope in part.scope_spans for span in scope.spans]
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with Collector() as collector:
+        thread = threading.Thread(target=collector.serve_forever)
+        thread.start()
+        yield collector
+        collector.shutdown()
+        thread.join()
+
+
+def attributes(of: Any) -> dict[str, Any]:
+    return {a.key: a.value.string_value or a.value.int_value for a in of.attributes}
+
+
+async def test_a_collector_gets_a_span_a_request(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(otlp_endpoint=collector.endpoint) as server:
+        headers = {"traceparent": TRACE, "X-Request-Id": "mine"}
+        await server.post("/v1/completions", {"prompt": "hi", "stream": True}, headers=headers)
+        await server.http.get("/v1/models/unknown")
+        await server.http.get("/health")
+        monkeypatch.setattr(server.service, "encode", lambda *_, **__: 1 / 0)
+        await server.post("/v1/completions", {"prompt": "hi"})
+    answered, unknown, failed = sorted(collector.spans, key=lambda span: span.start_time_unix_nano)
+    assert (answered.name, answered.kind) == ("POST /v1/completions", answered.SPAN_KIND_SERVER)
+    assert (answered.trace_id.hex(), answered.parent_span_id.hex()) == (TRACE[3:35], TRACE[36:52])
+    assert answered.end_time_unix_nano > answered.start_time_unix_nano
+    assert attributes(answered) == {
+        "http.response.status_code": 200,
+        "weft.request_id": "mine",
+        "gen_ai.usage.prompt_tokens": 2,
+        "gen_ai.usage.completion_tokens": 3,
+    }
+    assert (unknown.name, unknown.parent_span_id) == ("GET other", b"")
+    assert attributes(unknown)["http.response.status_code"] == 404
+    codes = [span.status.code for span in (answered, unknown, failed)]
+    assert codes == [Status.STATUS_CODE_UNSET, Status.STATUS_CODE_UNSET, Status.STATUS_CODE_ERROR]
+    assert attributes(collector.resources[0])["service.name"] == "weft"

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 import pytest
+from exposed import value_of
 from prometheus_client.parser import text_string_to_metric_families
 from stub import Script, Server
 
@@ -122,3 +127,93 @@ async def test_unknown_paths_share_one_label(server: Server) -> None:
     endpoints = {dict(pairs)["endpoint"] for name, pairs in await samples(server) if name == "weft_requests_total"}
     assert "other" in endpoints
     assert not any("made" in endpoint for endpoint in endpoints)
+
+
+SCRAPE = b"GET /metrics HTTP/1.1\r\nHost: x\r\n%b\r\n"
+
+
+class Raw:
+    """A connection on which requests are sent as they are."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self.send = writer.write
+
+    async def answer(self) -> tuple[str, str]:
+        """Head, in lower case, and body."""
+        head = (await self._reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = next(line for line in head.splitlines() if line.startswith("content-length:"))
+        return head, (await self._reader.readexactly(int(length.split()[1]))).decode()
+
+
+@asynccontextmanager
+async def connected(server: Server) -> AsyncIterator[Raw]:
+    host, port = server.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port), limit=2**22)
+    async with asyncio.timeout(30):
+        yield Raw(reader, writer)
+    writer.close()
+
+
+def scrapes_counted(server: Server) -> float:
+    return value_of(server.service.metrics, "weft_requests_total", {"endpoint": "/metrics", "status": "200"}) or 0.0
+
+
+async def test_a_plain_scrape_passes_the_application_by_and_tells_the_same(server: Server) -> None:
+    before = scrapes_counted(server)
+    async with connected(server) as raw:
+        answers = []
+        for header in (b"", b"X-Request-Id: me\r\n", b""):
+            raw.send(SCRAPE % header)
+            answers.append(await raw.answer())
+    heads = [dict(line.split(": ", 1) for line in head.splitlines()[1:] if line) for head, _ in answers]
+    assert [head.get("x-request-id") for head in heads] == [None, "me", None]
+    assert len({head["content-type"] for head in heads}) == 1
+    names = [{line.split()[0] for line in body.splitlines()} for _, body in answers]
+    assert names[0] <= names[1] == names[2]
+    assert scrapes_counted(server) == before + 3
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        SCRAPE % b"Origin: http://elsewhere\r\n",
+        SCRAPE % b"Traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01\r\n",
+        SCRAPE % b"Content-Length: 2\r\n" + b"{}",
+        SCRAPE.replace(b"1.1", b"1.0") % b"",
+        SCRAPE.replace(b"metrics", b"metrics?x=1") % b"",
+        SCRAPE % b"Connection: close\r\n",
+    ],
+    ids=repr,
+)
+async def test_what_is_not_plain_reaches_the_application(server: Server, request_bytes: bytes) -> None:
+    async with connected(server) as raw:
+        raw.send(request_bytes)
+        head, body = await raw.answer()
+    assert "200 ok" in head
+    assert "x-request-id" in head
+    assert "weft_requests_running" in body
+
+
+async def test_a_scrape_waits_for_the_answer_before_it(server: Server) -> None:
+    gate = asyncio.Event()
+    server.engine.script = Script("abc", gate=gate)
+    body = b'{"prompt": "hi"}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    async with connected(server) as raw:
+        raw.send(head + b"Content-Length: %d\r\n\r\n" % len(body) + body + SCRAPE % b"")
+        await server.settle(lambda: len(server.engine.added) == 1)
+        gate.set()
+        assert "application/json" in (await raw.answer())[0]
+        assert "text/plain" in (await raw.answer())[0]
+
+
+async def test_scrapes_that_nobody_reads_are_not_answered_for_ever(server: Server) -> None:
+    before, count = scrapes_counted(server), 1000
+    async with connected(server) as raw:
+        raw.send(SCRAPE % b"" * count)
+        await raw.answer()
+        assert scrapes_counted(server) < before + count
+        for _ in range(count - 1):
+            await raw.answer()
+    assert scrapes_counted(server) == before + count

@@ -69,6 +69,10 @@ async def test_special_tokens_are_added_to_prompts_once() -> None:
         assert (await server.post("/tokenize", no_special)).json()["tokens"] == x
         await server.complete(prompt="x")
         assert server.engine.prompt() == [bos, *x]
+        await server.complete(prompt="x", add_special_tokens=False)
+        assert server.engine.prompt() == x
+        await server.complete(prompt="a" * 50 + "x", truncate_prompt_tokens=2)
+        assert server.engine.prompt() == [bos, *x]
         await server.chat()
         assert server.engine.prompt().count(bos) == 1
 

@@ -1,0 +1,35 @@
+"""What no schema tells schemathesis: which fields do not go together. So valid requests get beyond the checks of fields.
+
+Loaded by schemathesis itself (`SCHEMATHESIS_HOOKS`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import schemathesis
+
+GRAMMARS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_kept = itertools.cycle((*GRAMMARS, None))
+
+
+@schemathesis.hook
+def before_call(_: Any, case: Any, __: dict[str, Any]) -> None:
+    body = case.body
+    if not isinstance(body, dict) or case.meta is None or not case.meta.generation.mode.is_positive:
+        return
+    kept = next(_kept)
+    for name in GRAMMARS:
+        if name != kept:
+            body.pop(name, None)
+    if not body.get("stream"):
+        body.pop("stream_options", None)
+    if not body.get("logprobs"):
+        body.pop("top_logprobs", None)
+    body.pop("best_of", None)
+    if case.path.endswith("completions") and not (body.get("max_tokens") or body.get("max_completion_tokens")):
+        body["max_tokens"] = 2  # none would be the rest of the context
+    for message in body.get("messages") or ():
+        if message["role"] in ("developer", "tool"):  # the demo model's template does not know them
+            message["role"] = "user"

@@ -1,0 +1,144 @@
+"""`weft cache stats|verify|clear PATH` on stores in every state: what it says, its exit status, and that it ends."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from test_ssd_store import EXTENTS, GEOMETRY, filled
+
+from weft.engine.ssd_store import FILE_NAME, StoreFile
+from weft.server.cli import main
+
+VERBS = pytest.mark.parametrize("verb", ["stats", "verify", "clear"])
+
+
+def refused(verb: str, path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line of an answer with status 1."""
+    assert main(["cache", verb, str(path)]) == 1
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith(f"weft cache {verb}: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def table(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    rows = [line.split("│")[1:3] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    return {key.strip(): value.strip() for key, value in rows}
+
+
+def flip(path: Path, at: int) -> None:
+    with (path / FILE_NAME).open("r+b") as f:
+        f.seek(at)
+        byte = f.read(1)
+        f.seek(at)
+        f.write(bytes([byte[0] ^ 16]))
+
+
+def test_a_whole_store_is_counted_verified_and_cleared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    filled(tmp_path)
+    assert main(["cache", "stats", str(tmp_path)]) == 0
+    assert table(capsys)["pages"] == f"8 of {EXTENTS}"
+    assert main(["cache", "verify", str(tmp_path)]) == 0
+    rows = table(capsys)
+    assert (rows["pages that hold"], rows["pages that do not"]) == ("8", "0")
+    assert main(["cache", "clear", str(tmp_path)]) == 0
+    assert "forgotten" in capsys.readouterr().out
+    assert main(["cache", "verify", str(tmp_path)]) == 0
+    assert table(capsys)["pages"] == f"0 of {EXTENTS}"
+
+
+def test_verify_counts_and_names_what_does_not_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    filled(tmp_path)
+    for extent in (2, 5):
+        flip(tmp_path, GEOMETRY.extent_at(extent) + 77)
+    assert main(["cache", "verify", str(tmp_path)]) == 1
+    rows = table(capsys)
+    assert rows["pages that hold"] == "6"
+    assert rows["pages that do not"].startswith("2 (extents 2, 5")
+    flip(tmp_path, GEOMETRY.header_at(3) + 60)  # without its header a page is not there at all
+    assert main(["cache", "verify", str(tmp_path)]) == 1
+    assert table(capsys)["pages"] == f"7 of {EXTENTS}"
+
+
+def test_verify_of_a_truncated_file_counts_what_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    filled(tmp_path)
+    os.truncate(tmp_path / FILE_NAME, GEOMETRY.extent_at(3) + 4500)
+    assert main(["cache", "verify", str(tmp_path)]) == 1
+    assert table(capsys)["pages that hold"] == "3"
+    assert (tmp_path / FILE_NAME).stat().st_size == GEOMETRY.extent_at(3) + 4500
+
+
+@VERBS
+def test_a_path_without_a_store_is_refused_and_left_alone(
+    tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("no directory")
+    for path in (tmp_path / "nowhere", tmp_path, file):
+        assert "holds no KV store" in refused(verb, path, capsys)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+@VERBS
+def test_a_file_that_is_no_store_is_refused_and_left_alone(
+    tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for content in (b"", b"something else" * 1000):
+        (tmp_path / FILE_NAME).write_bytes(content)
+        assert "not a KV store of this version" in refused(verb, tmp_path, capsys)
+        assert (tmp_path / FILE_NAME).read_bytes() == content
+
+
+@VERBS
+def test_a_store_in_use_is_refused(tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    filled(tmp_path)
+    file = StoreFile(tmp_path, GEOMETRY)
+    assert "in use by another weft" in refused(verb, tmp_path, capsys)
+    file.close()
+
+
+@VERBS
+def test_a_store_of_another_user_is_refused(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path, was = Path(tempfile.mkdtemp()), os.geteuid()
+    filled(path)
+    for mode in (0o555, 0):
+        path.chmod(mode)
+        try:
+            if was == 0:
+                os.seteuid(65534)
+            assert "EACCES" in refused(verb, path, capsys)
+        finally:
+            os.seteuid(was)
+            path.chmod(0o755)
+
+
+def test_a_disk_that_cannot_be_read_or_written_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filled(tmp_path)
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", refuse)
+        assert "EIO" in refused("clear", tmp_path, capsys)
+    monkeypatch.setattr(os, "preadv", refuse)
+    assert main(["cache", "verify", str(tmp_path)]) == 1
+    assert table(capsys)["pages that hold"] == "0"
+    monkeypatch.setattr(os, "pread", refuse)
+    assert "EIO" in refused("stats", tmp_path, capsys)
+    monkeypatch.undo()
+    assert main(["cache", "verify", str(tmp_path)]) == 0
+
+
+def test_the_path_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["cache", "verify"])
+    assert end.value.code == 2
+    assert "PATH" in capsys.readouterr().err

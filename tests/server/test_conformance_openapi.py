@@ -1,0 +1,70 @@
+"""schemathesis against the real daemon: thousands of requests made from its own OpenAPI schema, valid and not.
+
+Every answer has a status, a content type and a body as the schema says, so every error has OpenAI's form; none is a 5xx.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+from live import running
+
+KEY = "root"
+CASES = 30
+"""random ones an endpoint at most, beside those for every single rule of the schema"""
+
+
+def statuses(report: Path) -> Counter[tuple[str, int]]:
+    """How often each (endpoint, status) was answered."""
+    found: Counter[tuple[str, int]] = Counter()
+    for line in report.read_text().splitlines():
+        recorder: Any = json.loads(line).get("ScenarioFinished", {}).get("recorder") or {}
+        for interaction in recorder.get("interactions", {}).values():
+            if interaction["response"] is not None:
+                found[recorder["label"], interaction["response"]["status_code"]] += 1
+    return found
+
+
+def test_every_answer_is_one_that_the_schema_tells_of(tmp_path: Path) -> None:
+    with running(tmp_path, "--max-model-len", "96", "--admin-api-key", KEY) as daemon:
+        done = subprocess.run(
+            [
+                *(sys.executable, "-P", "-c", "from schemathesis.cli import schemathesis; schemathesis()", "run"),
+                *("--header", f"Authorization: Bearer {KEY}", "--generation-deterministic", "--continue-on-failure"),
+                *("--max-examples", str(CASES), "--phases", "examples,coverage,fuzzing", "--request-timeout", "60"),
+                # What only the fields together make wrong is in no schema: prompt + max_tokens beyond the context …
+                *("--exclude-checks", "positive_data_acceptance"),
+                *("--report", "ndjson", "--report-ndjson-path", "report", "--no-color"),
+                daemon.url + "/openapi.json",
+            ],
+            cwd=tmp_path,
+            env={
+                **os.environ,
+                "HYPOTHESIS_STORAGE_DIRECTORY": str(tmp_path),
+                "PYTHONPATH": str(Path(__file__).parent),
+                "SCHEMATHESIS_HOOKS": "schemathesis_hooks",
+            },
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        answered = statuses(tmp_path / "report")
+        for endpoint in ("POST /v1/completions", "POST /v1/chat/completions", "POST /tokenize", "POST /detokenize"):
+            assert answered[endpoint, 200] >= 5
+            assert answered[endpoint, 400] >= 20
+        assert answered.total() > 1000
+        assert max(status for _, status in answered) < 500
+        assert daemon.process.poll() is None
+        assert "Traceback" not in daemon.stderr()
+        metrics = httpx.get(daemon.url + "/metrics").text
+        assert "weft_requests_running 0.0" in metrics
+        assert "weft_kv_cache_usage_ratio 0.0" in metrics
+        assert "weft_api_process_restarts_total 0.0" in metrics

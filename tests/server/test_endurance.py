@@ -1,0 +1,256 @@
+"""More than the daemon can take, for longer than a moment: nothing hangs, nothing is lost, nothing stays behind.
+
+WEFT_OVERLOAD_SECONDS=60 makes the overload last a minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from live import Daemon, running
+from stub import Server, serving
+
+from weft.engine.client import EngineClient
+from weft.engine.config import EngineConfig
+from weft.engine.spawn import EngineProcess
+
+OVERLOAD = 5
+"""times what the daemon can do"""
+OVERLOAD_SECONDS = float(os.environ.get("WEFT_OVERLOAD_SECONDS", "3"))
+OVERLOAD_REQUESTS = 100
+"""at least: a slow machine takes longer to offer them"""
+SEATS, QUEUE = 4, 8
+RECOVERY_SECONDS = 5
+"""beyond what the queue itself takes"""
+TOKENS = 16
+VANISHING = 2000
+
+pytestmark = pytest.mark.timeout(300 + OVERLOAD_SECONDS)
+
+
+@dataclass
+class Reply:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def text(self) -> str:
+        """Of the first choice, plain or streamed; fails unless the answer is whole."""
+        if not self.headers["content-type"].startswith("text/event-stream"):
+            (choice,) = json.loads(self.body)["choices"]
+            assert choice["finish_reason"] == "length"
+            return str(choice["text"])
+        *events, done, rest = self.body.decode().split("\n\n")
+        assert (done, rest) == ("data: [DONE]", "")
+        choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events if event[0] != ":"]
+        assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
+        return "".join(choice["text"] for choice in choices)
+
+
+def post(body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    return (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n" % len(data)
+    ) + data
+
+
+async def connect(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, port = url.removeprefix("http://").split(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+async def ask(url: str, request: bytes) -> Reply:
+    """On a connection of its own. With an HTTP client's share of work a test could not offer five times the load."""
+    reader, writer = await connect(url)
+    try:
+        writer.write(request)
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    finally:
+        writer.close()
+    first, *lines = head.decode().split("\r\n")
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    if headers.get("transfer-encoding") == "chunked":
+        body = dechunked(body)
+    return Reply(int(first.split()[1]), headers, body)
+
+
+def dechunked(data: bytes) -> bytes:
+    out = b""
+    while True:
+        size, _, data = data.partition(b"\r\n")
+        length = int(size, 16)
+        if not length:
+            assert data == b"\r\n"
+            return out
+        out, data = out + data[:length], data[length + 2 :]
+
+
+def request(i: int) -> tuple[str, bytes]:
+    """The i-th request's prompt, of sixteen, and its bytes; every other one is streamed."""
+    prompt = f"What is {i % 16} + {i % 16 + 3}?"
+    body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": bool(i // 16 % 2)}
+    return prompt, post(body)
+
+
+async def metric(url: str, name: str) -> float:
+    lines = (await ask(url, b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")).body.decode().splitlines()
+    return next((float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + " ")), 0.0)
+
+
+# -- five times too much
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    few = ("--max-num-seqs", str(SEATS), "--max-queued-requests", str(QUEUE), "--api-workers", "2")
+    with running(tmp_path_factory.mktemp("daemon"), *few) as daemon:
+        yield daemon
+
+
+async def capacity(url: str) -> float:
+    """Requests a second when there is always one waiting."""
+    count, turns = 32, asyncio.Semaphore(2 * SEATS)
+
+    async def one(i: int) -> None:
+        async with turns:
+            assert (await ask(url, request(i)[1])).status == 200
+
+    begun = time.monotonic()
+    await asyncio.gather(*(one(i) for i in range(count)))
+    return count / (time.monotonic() - begun)
+
+
+async def test_five_times_too_much_is_refused_and_the_rest_is_answered(daemon: Daemon) -> None:
+    url = daemon.url
+    alone = {prompt: (await ask(url, data)).text for prompt, data in map(request, range(16))}
+    assert len(set(alone.values())) > 8
+    able = await capacity(url)
+    before = await metric(url, 'weft_rejected_total{reason="queue_full"}')
+    begun = time.monotonic()
+    asked: list[asyncio.Task[Reply]] = []
+    while (elapsed := time.monotonic() - begun) < OVERLOAD_SECONDS or len(asked) < OVERLOAD_REQUESTS:
+        while len(asked) < elapsed * able * OVERLOAD:
+            asked.append(asyncio.create_task(ask(url, request(len(asked))[1])))
+        await asyncio.sleep(0.005)
+
+    over = time.monotonic()
+    async with asyncio.timeout(RECOVERY_SECONDS + 2 * (SEATS + QUEUE) / able):
+        while (await ask(url, b"GET /ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")).status != 200:
+            await asyncio.sleep(0.02)
+        prompt, data = request(0)
+        assert (await ask(url, data)).text == alone[prompt]
+        recovered = time.monotonic() - over
+        replies = await asyncio.gather(*asked)
+        while await metric(url, "weft_requests_running") or await metric(url, "weft_requests_waiting"):
+            await asyncio.sleep(0.02)
+    statuses = Counter(reply.status for reply in replies)
+    print(f"able to do {able:.1f} requests/s; {len(asked)} in {over - begun:.1f} s: {dict(statuses)}; {recovered=:.2f} s")
+    assert set(statuses) == {200, 503}
+    assert statuses[503] > statuses[200]
+    for i, reply in enumerate(replies):
+        if reply.status == 200:
+            assert reply.text == alone[request(i)[0]]
+        else:
+            assert 0 < int(reply.headers["retry-after"]) <= 120
+            assert json.loads(reply.body)["error"]["code"] == "queue_full"
+    assert await metric(url, 'weft_rejected_total{reason="queue_full"}') == before + statuses[503]
+    assert await metric(url, "weft_kv_cache_usage_ratio") == 0
+    assert await metric(url, "weft_api_process_restarts_total") == 0
+    assert "Traceback" not in daemon.stderr()
+
+
+# -- clients that vanish
+
+
+@pytest_asyncio.fixture
+async def server() -> AsyncIterator[Server]:
+    async with serving(attach=False, max_queued_requests=VANISHING) as server:
+        yield server
+
+
+@pytest_asyncio.fixture
+async def engine_pid(server: Server, tiny_model: Callable[[str], Path]) -> AsyncIterator[int]:
+    """A real engine process behind this process's own server, whose tasks can be counted. Its memory is short."""
+    model = str(tiny_model("yi"))
+    process = await EngineProcess.start(EngineConfig(model=model, page_size=8, num_pages=160, max_num_seqs=32))
+    client = EngineClient(process.address, 1)
+    server.service.attach(client, await client.wait_ready(), server.engine.tokenizer)
+    yield process.pid
+    client.close()
+    await process.stop()
+
+
+def num_files(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+async def vanish(url: str, rng: random.Random) -> str:
+    """Connect, and leave at some point; tells at which."""
+    until = rng.choices(("head", "body", "request", "stream", "end"), (1, 1, 4, 12, 2))[0]
+    stream = until == "stream" or rng.random() < 0.5
+    prompt = [*range(10, 10 + 8 * rng.randrange(4)), *(rng.randrange(3, 199) for _ in range(rng.randint(1, 40)))]
+    body = {"prompt": prompt, "max_tokens": rng.choice((4, 16, 64)), "ignore_eos": True, "stream": stream}
+    data = post({**body, "n": rng.choice((1, 1, 2))})
+    cut = {"head": data.index(b"\r\n\r\n") - 5, "body": len(data) - 5}.get(until, len(data))
+    reader, writer = await connect(url)
+    writer.write(data[:cut])
+    await writer.drain()
+    match until:
+        case "request":
+            await asyncio.sleep(rng.random() * 0.05)
+        case "stream":
+            for _ in range(rng.randint(1, 40)):
+                await reader.readline()
+        case "end":
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 200")
+            assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n" if stream else b"}}}")
+    if rng.random() < 0.5:
+        writer.transport.abort()  # a reset
+    else:
+        writer.close()
+    return until
+
+
+async def test_two_thousand_clients_that_vanish_leave_nothing_behind(server: Server, engine_pid: int) -> None:
+    rng, turns, url = random.Random(3), asyncio.Semaphore(64), server.url
+    engine = server.service.engine.client
+
+    async def one(seed: float) -> str:
+        async with turns:
+            return await vanish(url, random.Random(seed))
+
+    async def settle() -> tuple[int, int, int]:
+        """When everything has ended: tasks, and open files of both processes."""
+        await server.settle(lambda: not server.service.open and not engine.num_open, 60)
+        # The engine's figures come with an iteration.
+        async with asyncio.timeout(60):
+            while engine.stats.running or engine.stats.waiting or engine.stats.pages_held:
+                assert (await ask(url, post({"prompt": [5], "max_tokens": 1}))).status == 200
+        await server.settle(lambda: not server.service.open and not server.service.board.load.sum())
+        await asyncio.sleep(0.1)  # connections that closed are forgotten in the loop's next rounds
+        return len(asyncio.all_tasks()), num_files(os.getpid()), num_files(engine_pid)
+
+    await asyncio.gather(*(one(rng.random()) for _ in range(64)))  # threads and sockets that then stay
+    before = await settle()
+    left = Counter(await asyncio.gather(*(one(rng.random()) for _ in range(VANISHING))))
+    assert (left.total(), len(left)) == (VANISHING, 5)
+    after = await settle()
+    assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
+    engine.reset_prefix_cache()
+    assert (await ask(url, post({"prompt": [5], "max_tokens": 1}))).status == 200
+    assert (engine.stats.pages_held, engine.stats.pages_cached) == (0, 0)
+    assert engine.stats.preemptions > 0, "memory was never short"

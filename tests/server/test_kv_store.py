@@ -1,0 +1,148 @@
+"""The real daemon with an SSD tier: killed at any moment it answers right after a restart, and hits what it stored."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import httpx
+import numpy as np
+import pytest
+from conversations import Conversations
+from harness import Harness
+from live import Daemon, running
+
+from weft.engine.extent import Geometry
+from weft.engine.prefix import PrefixIndex
+from weft.engine.ssd_store import StoreFile, chains
+from weft.server.cli import main
+
+PAGE, ANSWER = 16, 8
+KILLS = int(os.environ.get("TEST_KILLS", "2"))
+LOCK_WAIT_SECONDS = 60.0
+
+
+def options(path: Path) -> list[str]:
+    """A small engine: a GPU pool for all that is asked, a host pool that overflows to the disk."""
+    pages = {"--num-pages": 160, "--page-size": PAGE, "--host-kv-gib": 0.008, "--ssd-kv-gib": 0.06}
+    return [*(str(x) for pair in pages.items() for x in pair), "--dtype", "float32", "--ssd-kv-path", str(path)]
+
+
+class Reference(NamedTuple):
+    prompts: list[np.ndarray]
+    answers: list[list[int]]
+    """of an engine without any cache"""
+    index: PrefixIndex
+    """of a model like the daemon's"""
+
+    def stored(self, path: Path) -> tuple[int, int]:
+        """(pages on the disk, prompt tokens that a restart must find there)."""
+        file = StoreFile(path, None, LOCK_WAIT_SECONDS)  # the engine may outlive its daemon by seconds
+        records = file.headers()
+        file.close()
+        keys = {record.key for _, record in chains(records, self.index.root)}
+        tokens = 0
+        for prompt in self.prompts:
+            for key in self.index.keys(prompt[: (len(prompt) - 1) // PAGE * PAGE].astype(np.int32), PAGE, ""):
+                if key not in keys:
+                    break
+                tokens += PAGE
+        return len(records), tokens
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    talk = Conversations(6, 150, ANSWER)
+    plain = Harness("demo", page_size=PAGE, num_pages=200, prefix_caching=False)
+    return Reference(talk.prompts, talk.ask(plain).tokens, plain.engine.scheduler.pool.index)
+
+
+def complete(http: httpx.Client, prompts: list[np.ndarray]) -> dict[str, Any]:
+    body = {"prompt": [p.tolist() for p in prompts], "temperature": 0, "max_tokens": ANSWER, "return_token_ids": True}
+    response = http.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+@pytest.fixture(scope="module")
+def second_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    """On a path that is taken. It asks for some seconds, and so begins before the test that waits for it."""
+    path = tmp_path_factory.mktemp("taken")
+    first = StoreFile(path, Geometry(PAGE, 4096, 4, b"o" * 16))
+    command = [sys.executable, "-P", "-m", "weft.server.cli", "serve", "--port", "0", *options(path)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as second:
+        yield second
+        second.kill()
+    first.close()
+
+
+@contextlib.contextmanager
+def load(daemon: Daemon, prompts: list[np.ndarray], rng: Random) -> Iterator[threading.Event]:
+    """Clients that continue the prompts at random until the daemon is gone; the event: one had an answer."""
+    answered = threading.Event()
+
+    def client(seed: int) -> None:
+        draw = Random(seed)
+        with httpx.Client(base_url=daemon.url, timeout=60) as http, contextlib.suppress(httpx.HTTPError):
+            while True:
+                tail = np.array([draw.randrange(6, 2000) for _ in range(60)])
+                complete(http, [np.concatenate((p, tail)) for p in draw.sample(prompts, 2)])
+                answered.set()
+
+    clients = [threading.Thread(target=client, args=(rng.getrandbits(32),)) for _ in range(3)]
+    for thread in clients:
+        thread.start()
+    yield answered
+    for thread in clients:
+        thread.join()
+
+
+def failures(http: httpx.Client) -> float:
+    lines = http.get("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("weft_kv_tier_failures_total{"))
+
+
+@pytest.mark.usefixtures("second_daemon")
+def test_a_daemon_killed_at_any_moment_answers_right_and_hits_what_it_stored(
+    tmp_path: Path, reference: Reference, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, hits, kept = tmp_path / "kv", 0, 0
+    for seed in range(KILLS + 1):
+        rng = Random(seed)
+        with running(tmp_path, *options(path)) as daemon, httpx.Client(base_url=daemon.url, timeout=60) as http:
+            answer = complete(http, reference.prompts)
+            assert [c["token_ids"] for c in answer["choices"]] == reference.answers
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == kept
+            assert not failures(http), "a page that the index promised did not hold"
+            hits += kept
+            if seed == KILLS:
+                break
+            with load(daemon, reference.prompts, rng) as answered:
+                assert answered.wait(60)
+                time.sleep(rng.uniform(0.0, 0.6))
+                engine = daemon.engine_pid
+                daemon.process.send_signal(signal.SIGKILL)
+                if seed % 2 == 0:  # or the engine notices by itself, and stores what it has time for
+                    os.kill(engine, signal.SIGKILL)
+        pages, kept = reference.stored(path)
+        assert main(["cache", "verify", str(path)]) == 0
+        out = capsys.readouterr().out
+        (hold,) = [line.split("│")[2].strip() for line in out.splitlines() if "pages that hold" in line]
+        assert hold == f"{pages:,}"
+    assert hits > 0
+
+
+def test_a_second_daemon_on_one_path_is_refused(second_daemon: subprocess.Popen[str]) -> None:
+    _, stderr = second_daemon.communicate(timeout=120)
+    assert second_daemon.returncode == 1
+    assert "is in use by another weft" in stderr
+    assert "Traceback" not in stderr
