@@ -62,7 +62,14 @@ class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache", frozen=True):
     pass
 
 
-ToEngine = Hello | ClientGone | AddRequest | AbortRequests | ResetPrefixCache
+class Profile(msgspec.Struct, tag="profile", frozen=True):
+    """Record what the engine process does for some seconds, as a Chrome trace in a new file."""
+
+    path: str
+    seconds: float
+
+
+ToEngine = Hello | ClientGone | AddRequest | AbortRequests | ResetPrefixCache | Profile
 
 
 class EngineReady(msgspec.Struct, tag="ready", frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,6 +30,7 @@ from weft.engine.messages import (
     EngineFailed,
     Hello,
     Outputs,
+    Profile,
     ResetPrefixCache,
     ToEngine,
 )
@@ -36,6 +38,7 @@ from weft.engine.progress import ProgressLines
 
 if TYPE_CHECKING:
     from weft.engine.engine import Engine
+    from weft.engine.profiling import Profiling
 
 IDLE_POLL_MS = 1000
 HELLO_WAIT_MS = 1000
@@ -73,6 +76,7 @@ class _Loop:
         self._ending = ending
         self._open: dict[int, set[int]] = {}
         """handles by client"""
+        self._profiling: Profiling | None = None
 
     def run(self, config: EngineConfig) -> int:
         try:
@@ -88,6 +92,8 @@ class _Loop:
         while not self._ending.begun.is_set():
             for client, message in self._clients.receive(0 if engine.has_work else self._idle_poll_ms()):
                 self._take(engine, client, message)
+            if self._profiling is not None and self._profiling.due:
+                self._end_profiling()
             outputs = engine.step()
             if outputs is not None:
                 self._forget_finished(outputs)
@@ -109,11 +115,30 @@ class _Loop:
                 self._abort(engine, client, message.handles)
             case ResetPrefixCache():
                 engine.reset_prefix_cache()
+            case Profile():
+                self._end_profiling()
+                self._begin_profiling(message)
             case Hello():
                 self._clients.send(client, engine.describe())
             case ClientGone():
                 self._clients.forget(message.client)
                 self._abort(engine, message.client, self._open.pop(message.client, ()))
+
+    def _begin_profiling(self, message: Profile) -> None:
+        from weft.engine.profiling import Profiling
+
+        try:
+            self._profiling = Profiling(Path(message.path), message.seconds)
+        except RuntimeError:  # torch's, where it cannot: whoever asked waits in vain
+            traceback.print_exc()
+
+    def _end_profiling(self) -> None:
+        profiling, self._profiling = self._profiling, None
+        if profiling is not None:
+            try:
+                profiling.end()
+            except (OSError, RuntimeError):
+                traceback.print_exc()
 
     def _abort(self, engine: Engine, client: int, handles: Iterable[int]) -> None:
         for handle in handles:

@@ -36,7 +36,7 @@ from weft.engine.transfer import ALIGNMENT, Bytes
 FILE_NAME = "pages.weft"
 LOCK_NAME = "lock"
 LOCK_POLL_SECONDS = 0.05
-READERS, WRITERS = 8, 2
+READERS, WRITERS = 8, 4
 SCAN_BYTES = 4 << 20
 
 

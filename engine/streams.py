@@ -17,6 +17,7 @@ from weft.engine.messages import (
     EngineStats,
     Finish,
     Outputs,
+    Profile,
     ResetPrefixCache,
     Started,
     ToEngine,
@@ -157,6 +158,10 @@ class Streams:
 
     def reset_prefix_cache(self) -> None:
         self._send(ResetPrefixCache())
+
+    def profile(self, path: str, seconds: float) -> None:
+        """Have the engine recorded. The trace is at `path` once it is whole; another call ends this one early."""
+        self._send(Profile(path, seconds))
 
     def mark_dead(self, why: str) -> None:
         """The engine has ended: so do all streams. Idempotent."""

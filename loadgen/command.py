@@ -38,7 +38,6 @@ def _run(options: Settings) -> int:
             sweeps.append(_sweep(options, target))
             if sweeps[-1].interrupted:
                 break
-        print_sweeps(sweeps, options.run.objectives)
         runs = [run for sweep in sweeps for run in sweep.runs]
         status = 0 if all(sweep.best is not None for sweep in sweeps) else 1
     else:
@@ -48,12 +47,16 @@ def _run(options: Settings) -> int:
             runs.append(_one(options, target))
             if runs[-1].interrupted:
                 break
-        print_runs(runs)
         status = 0 if all(_good(run) for run in runs) else 1
     try:
         files.write(options.files, runs, sweeps, _description(options))
     except OSError as error:
         raise LoadError(f"cannot write {error.filename}: {error.strerror}") from None
+    finally:  # after the files: whoever reads this may have gone, as `head` does
+        if sweeps:
+            print_sweeps(sweeps, options.run.objectives)
+        else:
+            print_runs(runs)
     for path in options.files.values():
         tell(f"wrote {path}")
     return status

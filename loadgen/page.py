@@ -138,7 +138,9 @@ def _run_parts(run: Run) -> list[str]:
     ]
     parts.append(_table(["", ""], rows))
     if run.view is not None:
-        rows = [[_SERVERS.get(name, name), show_seconds(mean), _ours(run, name)] for name, mean in run.view.means.items()]
+        rows = [
+            [_SERVERS.get(name, name), show_seconds(mean), _ours(run, name)] for name, mean in run.view.means.items()
+        ]
         rows += [[escape(name.replace("_", " ").capitalize()), str(n), ""] for name, n in run.view.totals.items()]
         parts.append(_table(["the server's own figures", "mean or count", "mean here"], rows))
     errors = run.summary()["errors"]
@@ -156,8 +158,9 @@ def _run_parts(run: Run) -> list[str]:
 
 def _ours(run: Run, name: str) -> str:
     """The mean of a measure as the server would have taken it: over all requests, the warm-up included."""
-    values = run.everything.values(name) if name in TITLES else ()
-    return show_seconds(float(values.mean())) if len(values) else ""
+    if name not in TITLES or not len(values := run.everything.values(name)):
+        return ""
+    return show_seconds(float(values.mean()))
 
 
 def _comparison(runs: Sequence[Run]) -> str:

@@ -12,6 +12,7 @@ import matplotlib
 import numpy as np
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
 
 from weft.loadgen.measures import TITLES, Measures
@@ -190,8 +191,9 @@ def _logarithmic(axis: Any, show: Callable[[float], str]) -> None:
 
 def _figure(panels: int, height: float = 3.4) -> tuple[Figure, list[Any]]:
     rows, columns = -(-panels // 2), min(panels, 2)
-    figure = Figure(figsize=(10.5, height * rows), layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.12, hspace=0.06)  # browsers' fonts are larger than the one laid out with
+    # With room between panels: browsers' fonts are larger than the one that this is laid out with.
+    layout = ConstrainedLayoutEngine(h_pad=0.12, hspace=0.06)
+    figure = Figure(figsize=(10.5, height * rows), layout=layout)
     axes = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
     for axis in axes[panels:]:
         axis.remove()

@@ -171,7 +171,10 @@ class Answer(Response):
         sent = time.perf_counter()
         async with aclosing(generation.updates(HEARTBEAT / 3)) as updates:
             async for update in updates:
-                if update is None and time.perf_counter() - max([sent, *(e.sent_at for e in self._express)]) < HEARTBEAT:
+                if (
+                    update is None
+                    and time.perf_counter() - max([sent, *(e.sent_at for e in self._express)]) < HEARTBEAT
+                ):
                     continue
                 if not self._started:
                     await self._start(send, b"text/event-stream; charset=utf-8")

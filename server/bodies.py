@@ -61,7 +61,7 @@ class Body(BaseModel):
 
 def _or_null(field: dict[str, Any]) -> dict[str, Any]:
     """The schema of a field that may also be null."""
-    about = {key: field[key] for key in ("title", "description", "default") if key in field}
+    about: dict[str, Any] = {key: field[key] for key in ("title", "description", "default") if key in field}
     rest = {key: value for key, value in field.items() if key not in about}
     kinds = rest["anyOf"] if set(rest) == {"anyOf"} else [rest]
     return {"anyOf": kinds if _NULL in kinds else [*kinds, _NULL], **about}

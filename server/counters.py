@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, product
 from operator import add
 from typing import Generic, TypeVar
@@ -128,10 +128,10 @@ class Family(ABC, Generic[Child]):
         return self._shown[1]
 
     def _totals(self, cells: list[bytes]) -> list[float]:
-        first, *others = (memoryview(row).cast("d") for row in cells)
-        totals = first.tolist()
-        for other in others:
-            totals = list(map(add, totals, other))
+        rows: Iterator[memoryview[float]] = (memoryview(row).cast("d") for row in cells)
+        totals = next(rows).tolist()
+        for row in rows:
+            totals = list(map(add, totals, row))
         return totals
 
     def labels(self, *values: str) -> Child:

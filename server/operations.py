@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Response
+from pydantic import Field
 from starlette.responses import PlainTextResponse
 
 from weft import __version__
+from weft.engine.errors import EngineDead
+from weft.server.bodies import Body
 from weft.server.errors import ApiError
 from weft.server.exposition import CONTENT_TYPE
-from weft.server.routing import ServiceOf
+from weft.server.routing import JsonRoute, ServiceOf
 from weft.server.service import Phase, Service
 
-router = APIRouter()
+PROFILE_PATIENCE = 120.0
+"""seconds beyond those asked for: torch's profiler takes its time to begin, and large traces to be written"""
+PROFILE_POLL = 0.1
+
+router = APIRouter(route_class=JsonRoute)
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
@@ -61,6 +72,29 @@ async def metrics(service: ServiceOf) -> Response:  # a plain GET is answered ah
 @router.get("/version", summary="The version of weft")
 async def version() -> dict[str, str]:
     return {"version": __version__}
+
+
+class ProfileBody(Body):
+    seconds: float = Field(2.0, gt=0, le=60)
+
+
+@router.post("/admin/profile", summary="Record the engine for some seconds: a Chrome trace (admin key)")
+async def profile(body: ProfileBody, service: ServiceOf) -> Response:
+    engine = service.engine
+    directory = Path(tempfile.mkdtemp(prefix="weft-profile-"))
+    trace = directory / "trace.json"
+    try:
+        engine.client.profile(str(trace), body.seconds)
+        async with asyncio.timeout(body.seconds + PROFILE_PATIENCE):
+            while not trace.exists():
+                if not engine.client.alive:
+                    raise EngineDead
+                await asyncio.sleep(PROFILE_POLL)
+        return Response(await service.offload(trace.read_bytes), media_type="application/json")
+    except TimeoutError:
+        raise ApiError(504, "The engine has not written its trace.", code="timeout") from None
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @router.post("/admin/reset_prefix_cache", summary="Forget all cached prefixes (admin key)")

@@ -60,7 +60,11 @@ def run_at(rate: float, name: str, capacity: float, *, failures: int = 0) -> Run
 
 @pytest.fixture
 def report_of_a_run() -> str:
-    return page([run_at(4.0, "a <server>", 20.0, failures=2)], [], {"arrivals": "poisson", "extra": {}, "exact_output_asked": True})
+    return page(
+        [run_at(4.0, "a <server>", 20.0, failures=2)],
+        [],
+        {"arrivals": "poisson", "extra": {}, "exact_output_asked": True},
+    )
 
 
 @pytest.fixture

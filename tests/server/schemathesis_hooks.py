@@ -10,7 +10,16 @@ from typing import Any
 
 import schemathesis
 
-GRAMMARS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+GRAMMARS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "allowed_token_ids",
+    "bad_words",
+)
 _kept = itertools.cycle((*GRAMMARS, None))
 
 
@@ -27,6 +36,8 @@ def before_call(_: Any, case: Any, __: dict[str, Any]) -> None:
         body.pop("stream_options", None)
     if not body.get("logprobs"):
         body.pop("top_logprobs", None)
+    if body.get("continue_final_message"):
+        body["add_generation_prompt"] = False
     body.pop("best_of", None)
     if case.path.endswith("completions") and not (body.get("max_tokens") or body.get("max_completion_tokens")):
         body["max_tokens"] = 2  # none would be the rest of the context

@@ -105,8 +105,14 @@ def request(i: int) -> tuple[str, bytes]:
     return prompt, post(body)
 
 
+async def get(url: str, path: str) -> Reply:
+    return await ask(url, b"GET %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n" % path.encode())
+
+
 async def metric(url: str, name: str) -> float:
-    lines = (await ask(url, b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")).body.decode().splitlines()
+    """0 for a counter whose labels were never used."""
+    lines = (await get(url, "/metrics")).body.decode().splitlines()
+    assert f"# TYPE {name.partition('{')[0]} " in "\n".join(lines)
     return next((float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + " ")), 0.0)
 
 
@@ -148,7 +154,7 @@ async def test_five_times_too_much_is_refused_and_the_rest_is_answered(daemon: D
 
     over = time.monotonic()
     async with asyncio.timeout(RECOVERY_SECONDS + 2 * (SEATS + QUEUE) / able):
-        while (await ask(url, b"GET /ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")).status != 200:
+        while (await get(url, "/ready")).status != 200:
             await asyncio.sleep(0.02)
         prompt, data = request(0)
         assert (await ask(url, data)).text == alone[prompt]
@@ -157,7 +163,9 @@ async def test_five_times_too_much_is_refused_and_the_rest_is_answered(daemon: D
         while await metric(url, "weft_requests_running") or await metric(url, "weft_requests_waiting"):
             await asyncio.sleep(0.02)
     statuses = Counter(reply.status for reply in replies)
-    print(f"able to do {able:.1f} requests/s; {len(asked)} in {over - begun:.1f} s: {dict(statuses)}; {recovered=:.2f} s")
+    print(
+        f"able to do {able:.1f} requests/s; {len(asked)} in {over - begun:.1f} s: {dict(statuses)}; {recovered=:.2f} s"
+    )
     assert set(statuses) == {200, 503}
     assert statuses[503] > statuses[200]
     for i, reply in enumerate(replies):

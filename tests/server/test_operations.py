@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from stub import Server, serving
 
 from weft import __version__
+from weft.engine.messages import Profile, ToEngine
+from weft.server import operations
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -90,6 +93,32 @@ async def test_tokenizer_info(server: Server) -> None:
     assert "<|assistant|>" in body["chat_template"]
 
 
+async def test_a_profile_is_what_the_engine_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "PROFILE_POLL", 0.01)
+    async with serving(admin_api_key="root") as server:
+        admin = {"Authorization": "Bearer root"}
+        asked: list[Profile] = []
+
+        def engine_writes(message: ToEngine) -> None:
+            assert isinstance(message, Profile)
+            asked.append(message)
+            Path(message.path).write_text('{"traceEvents": []}')
+
+        monkeypatch.setattr(server.engine, "_send", engine_writes)
+        response = await server.post("/admin/profile", {"seconds": 0.5}, headers=admin)
+        assert response.json() == {"traceEvents": []}
+        assert asked[0].seconds == 0.5
+        assert not Path(asked[0].path).parent.exists()
+        assert (await server.post("/admin/profile", {"seconds": 61}, headers=admin)).status_code == 400
+        monkeypatch.setattr(server.engine, "_send", lambda _: server.engine.die())
+        assert (await server.post("/admin/profile", {}, headers=admin)).status_code == 503
+        monkeypatch.setattr(operations, "PROFILE_PATIENCE", 0.0)
+        server.engine.dead = None
+        monkeypatch.setattr(server.engine, "_send", lambda _: None)
+        response = await server.post("/admin/profile", {"seconds": 0.01}, headers=admin)
+        assert (response.status_code, response.json()["error"]["code"]) == (504, "timeout")
+
+
 async def test_every_reference_of_the_openapi_schema_leads_somewhere(server: Server) -> None:
     schema = (await server.http.get("/openapi.json")).json()
     references = set(re.findall(r'"\$ref": "([^"]*)"', json.dumps(schema)))
@@ -116,6 +145,7 @@ async def test_openapi_names_every_endpoint_and_error(server: Server) -> None:
         ("get", "/ready"),
         ("get", "/metrics"),
         ("get", "/version"),
+        ("post", "/admin/profile"),
         ("post", "/admin/reset_prefix_cache"),
     }
     assert all({"4XX", "5XX"} <= set(op["responses"]) and "422" not in op["responses"] for op in operations.values())

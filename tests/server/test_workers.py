@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,8 @@ from typing import Any
 import httpx
 import pytest
 from live import Daemon, running
+
+from weft.server.control import Channel, Drain, Idle
 
 LONG = {"prompt": "What is 12 + 30?", "max_tokens": 400, "ignore_eos": True, "stream": True}
 SHORT = {"prompt": "What is 12 + 30?", "max_tokens": 3}
@@ -42,8 +46,11 @@ async def until(http: httpx.AsyncClient, name: str, value: float, timeout: float
             await asyncio.sleep(0.05)
 
 
-async def stream(http: httpx.AsyncClient, begun: asyncio.Event | None = None, **extra: Any) -> list[Any]:
-    """The events of a stream; the exception in place of the rest when the connection breaks."""
+async def stream(http: httpx.AsyncClient, begun: asyncio.Future[int] | None = None, **extra: Any) -> list[Any]:
+    """The events of a stream; the exception in place of the rest when the connection breaks.
+
+    `begun`: gets the client's port with the first event.
+    """
     events: list[Any] = []
     try:
         async with http.stream("POST", "/v1/completions", json={**LONG, **extra}) as response:
@@ -53,20 +60,36 @@ async def stream(http: httpx.AsyncClient, begun: asyncio.Event | None = None, **
             async for line in response.aiter_lines():
                 if line.startswith("data: "):
                     events.append(line[6:] if line == "data: [DONE]" else json.loads(line[6:]))
-                    if begun is not None:
-                        begun.set()
+                    if begun is not None and not begun.done():
+                        begun.set_result(response.extensions["network_stream"].get_extra_info("client_addr")[1])
     except httpx.HTTPError as error:
         events.append(error)
     return events
 
 
-async def begin(http: httpx.AsyncClient, count: int, **extra: Any) -> list[asyncio.Task[list[Any]]]:
-    """Streams that have all begun."""
-    begun = [asyncio.Event() for _ in range(count)]
-    tasks = [asyncio.create_task(stream(http, event, **extra)) for event in begun]
+async def begin(http: httpx.AsyncClient, count: int, **extra: Any) -> dict[int, asyncio.Task[list[Any]]]:
+    """Streams that have all begun, by their clients' ports."""
+    begun = [asyncio.get_running_loop().create_future() for _ in range(count)]
+    tasks = [asyncio.create_task(stream(http, future, **extra)) for future in begun]
     async with asyncio.timeout(60):
-        await asyncio.gather(*(event.wait() for event in begun))
-    return tasks
+        return dict(zip(await asyncio.gather(*begun), tasks, strict=True))
+
+
+async def plain(http: httpx.AsyncClient, **extra: Any) -> httpx.Response | httpx.HTTPError:
+    try:
+        return await http.post("/v1/completions", json={**LONG, "stream": False, **extra})
+    except httpx.HTTPError as error:
+        return error
+
+
+def ports_of(pid: int) -> set[int]:
+    """Ports of the clients that are connected to a process."""
+    sockets = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            sockets.add(os.readlink(link))
+    lines = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    return {int(fields[2].rpartition(":")[2], 16) for fields in lines if f"socket:[{fields[9]}]" in sockets}
 
 
 async def test_metrics_are_those_of_the_whole_daemon_whoever_answers(daemon: Daemon) -> None:
@@ -101,23 +124,64 @@ async def test_killing_an_api_process_ends_its_streams_only(daemon: Daemon) -> N
         tasks = await begin(http, 24)
         os.kill(daemon.children("weft.server.worker")[0], signal.SIGKILL)
         async with asyncio.timeout(60):
-            results = await asyncio.gather(*tasks)
+            results = await asyncio.gather(*tasks.values())
         lost = [events for events in results if isinstance(events[-1], httpx.HTTPError)]
         finished = [events for events in results if events[-1] == "[DONE]"]
         assert len(lost) + len(finished) == 24
         assert lost
         assert finished
-        await until(http, "weft_requests_running", 0)  # the engine has dropped what nobody waits for
-        await until(http, "weft_kv_cache_usage_ratio", 0)
-        assert await metric(http, "weft_api_process_restarts_total") == restarts + 1
+        await until_recovered(daemon, http, restarts + 1)
         # What the process counted before it died is still counted.
         assert await metric(http, done) == before + len(finished)
-        async with asyncio.timeout(60):
-            while len(daemon.children("weft.server.worker")) < 2:
-                await asyncio.sleep(0.05)
         responses = await asyncio.gather(*(http.post("/v1/completions", json=SHORT) for _ in range(20)))
         assert {response.status_code for response in responses} <= {200, 503}  # 503: the new one is still loading
     assert "SIGKILL" in daemon.stderr()
+
+
+async def until_recovered(daemon: Daemon, http: httpx.AsyncClient, restarts: float) -> None:
+    """The engine has dropped what nobody waits for, and there are two processes again."""
+    await until(http, "weft_requests_running", 0, 60)
+    await until(http, "weft_kv_cache_usage_ratio", 0, 60)
+    assert await metric(http, "weft_api_process_restarts_total") == restarts
+    async with asyncio.timeout(60):
+        while len(daemon.children("weft.server.worker")) < 2:
+            await asyncio.sleep(0.05)
+
+
+async def test_a_process_that_stops_reading_and_dies_holds_nobody_up(daemon: Daemon) -> None:
+    async with client(daemon) as http:
+        restarts = await metric(http, "weft_api_process_restarts_total")
+        tasks = await begin(http, 16)
+        stopped = daemon.children("weft.server.worker")[0]
+        os.kill(stopped, signal.SIGSTOP)
+        held = ports_of(stopped) & set(tasks)
+        assert 0 < len(held) < 16
+        async with asyncio.timeout(60):  # the engine goes on for the others, while what it says to this one piles up
+            others = await asyncio.gather(*(task for port, task in tasks.items() if port not in held))
+        assert [events[-1] for events in others] == ["[DONE]"] * len(others)
+        assert not any(tasks[port].done() for port in held)
+        os.kill(stopped, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            lost = await asyncio.gather(*(tasks[port] for port in held))
+        assert all(isinstance(events[-1], httpx.HTTPError) for events in lost)
+        await until_recovered(daemon, http, restarts + 1)
+        # Nobody waits for ever at the listener of the one that died: its successor takes over.
+        replies = await asyncio.gather(*(plain(http, **SHORT) for _ in range(20)))
+        assert all(isinstance(reply, httpx.Response) and reply.status_code in (200, 503) for reply in replies)
+
+
+async def test_an_end_with_messages_unread_is_an_end() -> None:
+    ours, theirs = socket.socketpair()
+    channel = await Channel.of_daemon(ours)
+    channel.send(Drain())
+    theirs.send(b'{"type":"idle"}\n')
+    async with asyncio.timeout(10):
+        received = [await anext(channel.messages())]
+        theirs.close()  # `Drain` was never read
+        received += [message async for message in channel.messages()]
+    assert received == [Idle()]
+    channel.send(Drain())  # to nobody
+    channel.close()
 
 
 async def test_queue_bounds_hold_over_all_processes(tmp_path: Path) -> None:
@@ -132,14 +196,27 @@ async def test_queue_bounds_hold_over_all_processes(tmp_path: Path) -> None:
             assert (await stream(http, max_tokens=5))[-1] == "[DONE]"
 
 
+async def under_load(http: httpx.AsyncClient, seats: int) -> tuple[list[asyncio.Task[Any]], list[asyncio.Task[Any]]]:
+    """Streams, and plain requests; of either some are running and some wait."""
+    running, half = await begin(http, seats, max_tokens=150), range(seats // 2)
+    streams = [*running.values(), *(asyncio.create_task(stream(http, max_tokens=150)) for _ in half)]
+    plains = [asyncio.create_task(plain(http, max_tokens=150)) for _ in half]
+    await until(http, "weft_requests_waiting", seats // 2 * 2)
+    return streams, plains
+
+
 async def test_engine_death_reaches_the_clients_of_every_process(tmp_path: Path) -> None:
-    with running(tmp_path, "--api-workers", "2") as daemon:
+    with running(tmp_path, "--api-workers", "2", "--max-num-seqs", "8") as daemon:
         async with client(daemon) as http:
-            tasks = await begin(http, 20)
+            streams, plains = await under_load(http, 8)
             os.kill(daemon.engine_pid, signal.SIGKILL)
-            async with asyncio.timeout(10):
-                results = await asyncio.gather(*tasks)
-            assert [events[-1]["error"]["code"] for events in results] == ["engine_dead"] * 20
+            async with asyncio.timeout(30):
+                results = await asyncio.gather(*streams)
+                replies = await asyncio.gather(*plains)
+            assert [events[-1]["error"]["code"] for events in results] == ["engine_dead"] * 12
+            assert [(reply.status_code, reply.json()["error"]["code"]) for reply in replies] == [
+                (503, "engine_dead")
+            ] * 4
         assert await asyncio.to_thread(daemon.process.wait, 10) == 1
         assert "Traceback" not in daemon.stderr()
 
@@ -149,7 +226,7 @@ async def test_an_engine_can_be_started_again(tmp_path: Path) -> None:
         async with client(daemon) as http:
             tasks = await begin(http, 8)
             os.kill(daemon.engine_pid, signal.SIGKILL)
-            results = await asyncio.gather(*tasks)
+            results = await asyncio.gather(*tasks.values())
             assert [events[-1]["error"]["code"] for events in results] == ["engine_dead"] * 8
             refused = await http.post("/v1/completions", json=SHORT)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "loading")
@@ -165,12 +242,17 @@ async def test_an_engine_can_be_started_again(tmp_path: Path) -> None:
 
 
 async def test_sigterm_under_load_loses_nothing(tmp_path: Path) -> None:
-    with running(tmp_path, "--api-workers", "2", "--drain-timeout", "120") as daemon:
+    options = ("--api-workers", "2", "--max-num-seqs", "8", "--drain-timeout", "120")
+    with running(tmp_path, *options) as daemon:
         async with client(daemon) as http:
-            tasks = await begin(http, 12)
+            streams, plains = await under_load(http, 8)
             daemon.process.send_signal(signal.SIGTERM)
-            results = await asyncio.gather(*tasks)
-            assert [events[-1] for events in results] == ["[DONE]"] * 12
+            while (reply := await http.post("/v1/completions", json=SHORT)).status_code == 200:
+                pass  # it had not heard yet
+            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "draining")
+            assert 0 < int(reply.headers["retry-after"]) <= 120
+            assert [events[-1] for events in await asyncio.gather(*streams)] == ["[DONE]"] * 12
+            assert [reply.status_code for reply in await asyncio.gather(*plains)] == [200] * 4
         assert await asyncio.to_thread(daemon.process.wait, 10) == 0
         assert "Traceback" not in daemon.stderr()
 
