@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validato
 from pydantic_core import CoreSchema
 
 MAX_NESTING = 128
-"""levels of a JSON document; what handles it further on recurses, in Python and in libraries with limits of their own"""
+"""levels of a JSON document; what handles it further on recurses, in Python and in libraries with limits"""
 
 _CONTAINERS = frozenset({dict, list})
 _NULL = {"type": "null"}

@@ -129,7 +129,7 @@ class Family(ABC, Generic[Child]):
 
     def _totals(self, cells: list[bytes]) -> list[float]:
         rows: Iterator[memoryview[float]] = (memoryview(row).cast("d") for row in cells)
-        totals = next(rows).tolist()
+        totals = list(next(rows))
         for row in rows:
             totals = list(map(add, totals, row))
         return totals

@@ -1,4 +1,4 @@
-"""The page at `/docs`: every endpoint and its fields, written from the OpenAPI schema. It loads nothing from elsewhere."""
+"""The page at `/docs`: every endpoint and its fields, from the OpenAPI schema. It loads nothing from elsewhere."""
 
 from __future__ import annotations
 

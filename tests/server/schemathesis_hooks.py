@@ -1,4 +1,4 @@
-"""What no schema tells schemathesis: which fields do not go together. So valid requests get beyond the checks of fields.
+"""What no schema tells schemathesis: which fields do not go together. So valid requests get past the checks of fields.
 
 Loaded by schemathesis itself (`SCHEMATHESIS_HOOKS`).
 """

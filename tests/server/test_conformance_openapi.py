@@ -1,6 +1,6 @@
 """schemathesis against the real daemon: thousands of requests made from its own OpenAPI schema, valid and not.
 
-Every answer has a status, a content type and a body as the schema says, so every error has OpenAI's form; none is a 5xx.
+Every answer has a status, a content type and a body as the schema says, so every error has OpenAI's form; no 5xx.
 """
 
 from __future__ import annotations
