@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from contextlib import aclosing
-from typing import Any, Protocol
 
 import orjson
 from starlette.responses import Response
@@ -15,9 +14,9 @@ from starlette.types import Receive, Scope, Send
 from weft.engine.errors import EngineDead
 from weft.server.choice import Choice, Piece
 from weft.server.errors import ApiError, translate
-from weft.server.express import EXTENSION, MARK, Express, Frames, Outlet, Template
+from weft.server.events import Events, Shape
+from weft.server.express import EXTENSION, MARK, Composer, Express, Outlet, Template
 from weft.server.generate import Generation
-from weft.server.protocol import StreamOptions
 
 HEARTBEAT = 15.0
 """seconds of silence after which a stream gets a comment line"""
@@ -26,35 +25,6 @@ LARGE = 4096
 """tokens from which an answer is put together in a worker thread: thousands of log-probabilities take their time"""
 
 logger = logging.getLogger(__name__)
-
-
-class Shape(Protocol):
-    """How an endpoint writes its choices."""
-
-    object: str
-    chunk_object: str
-    id_prefix: str
-
-    @property
-    def plain(self) -> bool:
-        """After its first chunk, a choice's chunks differ in their text alone, up to the last."""
-        ...
-
-    def first_chunks(self, choice: Choice, /) -> list[dict[str, Any]]:
-        """Chunk choices to send before the first piece of a choice."""
-        ...
-
-    def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
-        """One chunk choice; None when there is nothing to show yet."""
-        ...
-
-    def whole(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """A finished choice; `piece` is all of it."""
-        ...
-
-    def extras(self, generation: Generation, /) -> dict[str, Any]:
-        """Further fields of a whole answer, and of the first chunks."""
-        ...
 
 
 class Answer(Response):
@@ -165,35 +135,34 @@ class Answer(Response):
     # -- streamed
 
     async def _stream(self, send: Send) -> None:
-        generation, shape = self._generation, self._shape
-        frames = _Frames(generation, shape, orjson.dumps(self._head))
+        generation = self._generation
+        events = Events(generation, self._shape, orjson.dumps(self._head))
         generation.submit()
         sent = time.perf_counter()
         async with aclosing(generation.updates(HEARTBEAT / 3)) as updates:
             async for update in updates:
-                if (
-                    update is None
-                    and time.perf_counter() - max([sent, *(e.sent_at for e in self._express)]) < HEARTBEAT
-                ):
-                    continue
+                if update is None:
+                    last = max([sent, *(express.sent_at for express in self._express)])
+                    if time.perf_counter() - last < HEARTBEAT:
+                        continue
                 if not self._started:
                     await self._start(send, b"text/event-stream; charset=utf-8")
-                data = b": waiting\n\n" if update is None else frames.of(*update)
+                data = b": waiting\n\n" if update is None else events.of(*update)
                 if data:
                     sent = time.perf_counter()
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                 if update is not None and update[0].stream.sink is None and self._outlet is not None:
-                    self._install_express(update[0], frames, self._outlet)
-        await send({"type": "http.response.body", "body": frames.end() + b"data: [DONE]\n\n"})
+                    self._install_express(update[0], events, self._outlet)
+        await send({"type": "http.response.body", "body": events.end() + b"data: [DONE]\n\n"})
 
-    def _install_express(self, choice: Choice, frames: _Frames, outlet: Outlet) -> None:
+    def _install_express(self, choice: Choice, events: Events, outlet: Outlet) -> None:
         generation = self._generation
         itl = generation.service.metrics.itl.labels()
         idle = generation.idle if len(generation.choices) > 1 else None
-        if frames.plain:
-            express: Express = Template(frames.of(choice, Piece(MARK)), choice, outlet, itl, idle)
+        if events.plain:
+            express: Express = Template(events.of(choice, Piece(MARK)), choice, outlet, itl, idle)
         else:
-            express = Frames(frames.of, choice, outlet, itl, idle)
+            express = Composer(events.of, choice, outlet, itl, idle)
         self._express.append(express)
         choice.stream.sink = express
 
@@ -205,48 +174,6 @@ class Answer(Response):
             headers.append((b"content-length", str(length).encode()))
         self._started = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-
-
-class _Frames:
-    """What the pieces of an answer are sent as: events, each with one chunk."""
-
-    def __init__(self, generation: Generation, shape: Shape, head: bytes) -> None:
-        """`head`: what all chunks begin with, as an object."""
-        options = generation.body.stream_options or StreamOptions()
-        self._generation = generation
-        self._shape = shape
-        self._before = b"data: " + head[:-1] + b',"choices":['
-        self._usage = options.include_usage
-        self._continuous = options.include_usage and options.continuous_usage_stats
-        self._opened: set[int] = set()
-
-    @property
-    def plain(self) -> bool:
-        """After the first ones, events of a choice differ in their text alone, up to the last."""
-        return self._shape.plain and not self._continuous
-
-    def of(self, choice: Choice, piece: Piece) -> bytes:
-        """The events of a piece, with those that begin its choice. Empty when there is nothing to show yet."""
-        first = b""
-        if choice.index not in self._opened:
-            self._opened.add(choice.index)
-            extras = orjson.dumps(self._shape.extras(self._generation))[1:-1]
-            first = b"".join(self._event(chunk, extras) for chunk in self._shape.first_chunks(choice))
-        chunk = self._shape.chunk(choice, piece)
-        return first if chunk is None else first + self._event(chunk)
-
-    def end(self) -> bytes:
-        """The event with the usage, if it was asked for."""
-        return self._before + b"]" + self._usage_field(final=True) + b"}\n\n" if self._usage else b""
-
-    def _event(self, chunk: dict[str, Any], extras: bytes = b"") -> bytes:
-        more = b"," + extras if extras else b""
-        return self._before + orjson.dumps(chunk) + b"]" + more + self._usage_field() + b"}\n\n"
-
-    def _usage_field(self, *, final: bool = False) -> bytes:
-        if final or self._continuous:
-            return b',"usage":' + orjson.dumps(self._generation.usage())
-        return b',"usage":null' if self._usage else b""
 
 
 def _event(data: bytes) -> bytes:

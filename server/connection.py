@@ -14,10 +14,13 @@ from weft.server.errors import ApiError
 from weft.server.express import EXTENSION
 
 MAX_HEADER_BYTES = 64 * 1024
-"""of the request line and all headers"""
+"""of the request line and all headers, and of whatever else is no body (trailers, extensions of chunks)"""
 
 HEADER_SECONDS = 20.0
 """from the first byte (or the connection) to the end of the headers"""
+
+REST_SECONDS = 60.0
+"""from the end of an answer to the end of a request that was not read to its end"""
 
 
 class Outlet:
@@ -73,13 +76,16 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        if self._in_headers:
-            self._header_bytes += len(data)
-            if self._timer is None:
-                self._timer = self.loop.call_later(HEADER_SECONDS, self._on_slow_headers)
+        self._header_bytes += len(data)
+        if self._in_headers and self._timer is None:
+            self._timer = self.loop.call_later(HEADER_SECONDS, self._on_slow_headers)
         super().data_received(data)
-        if self._in_headers and self._header_bytes > MAX_HEADER_BYTES:
+        if self._header_bytes > MAX_HEADER_BYTES:
             self._refuse_size()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_headers:  # a trailer is no header: it would be one of a request that has begun
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._in_headers = False
@@ -101,11 +107,19 @@ class Connection(HttpToolsProtocol):
             self.scope["extensions"] = extensions
 
     def on_body(self, body: bytes) -> None:
+        self._header_bytes = 0
         if not self._refused:
             super().on_body(body)
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._in_headers and self.cycle.response_complete:
+            self._timer = self.loop.call_later(REST_SECONDS, self.transport.close)
+
     def on_message_complete(self) -> None:
         self._in_headers = True
+        self._header_bytes = 0
+        self._stop_timer()
         if self._refused:
             return
         if self._shortcut is None:

@@ -97,14 +97,15 @@ class Template(Express):
         return self._before + _encode(self._choice.take_text(token_id)) + self._after
 
 
-class Frames(Express):
+class Composer(Express):
     """For any chunk."""
 
-    __slots__ = ("_frame",)
+    __slots__ = ("_events",)
 
-    def __init__(self, frame: Callable[[Choice, Piece], bytes], *express: Any) -> None:
+    def __init__(self, events: Callable[[Choice, Piece], bytes], *express: Any) -> None:
+        """`events`: what a piece is sent as."""
         super().__init__(*express)
-        self._frame = frame
+        self._events = events
 
     def _written(self, token_id: int, entry: TokenLogprobs | None) -> bytes:
         choice = self._choice
@@ -112,4 +113,4 @@ class Frames(Express):
         if choice.finished:
             choice.leave(piece)
             return b""
-        return self._frame(choice, piece)
+        return self._events(choice, piece)

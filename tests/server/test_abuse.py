@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import AsyncIterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,12 @@ from exposed import value_of
 from stub import Script, Server, serving
 
 from weft.server import connection, middleware
+from weft.server.bodies import MAX_NESTING, parse_json
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+FILES = Path("/proc/self/fd")
+GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
@@ -73,6 +77,9 @@ def with_body(body: bytes, head: bytes = POST) -> bytes:
         POST + b"Content-Length: -5\r\n\r\n",
         POST + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n",
         POST + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n",
+        POST + b"Transfer-Encoding: chunked\r\n\r\n-1\r\n",
+        POST + b"Transfer-Encoding: chunked\r\n\r\n" + b"F" * 17 + b"\r\n",
+        POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{}\r\n",
     ],
     ids=repr,
 )
@@ -117,10 +124,70 @@ async def test_slow_headers_are_408(server: Server, monkeypatch: pytest.MonkeyPa
     assert status == 200
 
 
+async def test_hundreds_of_slow_clients_keep_nobody_waiting(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEADER_SECONDS", 4.0)
+    files = len(list(FILES.iterdir()))
+    head = POST + b"Content-Length: 100\r\n"
+    parts = [head[:20], *(head[i : i + 1] for i in range(20, 25))]
+    slow = [asyncio.create_task(exchange(server, *parts, pause=0.1)) for _ in range(300)]
+    await server.settle(lambda: len(list(FILES.iterdir())) >= files + 600)
+    for _ in range(5):
+        assert (await server.complete(prompt="hi"))["choices"][0]["text"] == "hello world"
+    assert not any(task.done() for task in slow)
+    answers = await asyncio.gather(*slow)
+    assert [status for status, _ in answers] == [408] * 300
+    await server.settle(lambda: len(list(FILES.iterdir())) <= files)
+
+
 async def test_a_slow_body_is_408(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(middleware.BodyLimit, "BODY_SECONDS", 0.2)
     status, body = await exchange(server, POST + b"Content-Length: 100\r\n\r\n", b"{", pause=0.01)
     assert (status, body["error"]["code"]) == (408, "slow_request")
+
+
+async def test_a_body_that_nobody_waits_for_must_end(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "REST_SECONDS", 0.2)
+    host, port = server.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n{")
+    async with asyncio.timeout(10):
+        assert (await reader.readline()).split()[1] == b"404"
+        await reader.read()  # the end of the connection
+    writer.close()
+    # A request that ends in time has a connection to go on with.
+    late = b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n"
+    reader, writer = await asyncio.open_connection(host, int(port))
+    for _ in range(2):
+        writer.write(late)
+        assert (await reader.readuntil(b"\r\n\r\n")).split()[1] == b"404"
+        writer.write(b"{}")
+        await reader.readuntil(b"}}")
+    await asyncio.sleep(0.3)
+    writer.write(GET)
+    assert (await reader.readline()).split()[1] == b"200"
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("begin", "rest"),
+    [(b"5;", b"a"), (b"0\r\nA: ", b"a"), (b"0\r\n", b"A: a\r\n")],
+    ids=["extension", "trailer", "trailers"],
+)
+async def test_chunks_bring_no_more_than_headers_may_be(server: Server, begin: bytes, rest: bytes) -> None:
+    flood = begin + rest * (connection.MAX_HEADER_BYTES // len(rest) + 10)
+    parts = [flood[i : i + 2**14] for i in range(0, len(flood), 2**14)]
+    status, body = await exchange(server, POST + b"Transfer-Encoding: chunked\r\n\r\n", *parts)
+    assert (status, body["error"]["code"]) == (431, "headers_too_large")
+
+
+async def test_trailers_are_no_headers() -> None:
+    async with serving(api_key=["k"]) as server:
+        trailer = b"0\r\nAuthorization: Bearer k\r\n\r\n"
+        data = b'd\r\n{"prompt":"a"\r\n1\r\n}\r\n' + trailer
+        status, body = await exchange(server, POST + b"Transfer-Encoding: chunked\r\n\r\n" + data)
+        assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+        key = b"Authorization: Bearer k\r\nTransfer-Encoding: chunked\r\n\r\n"
+        assert (await exchange(server, POST + key + data))[0] == 200
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -156,6 +223,12 @@ async def test_a_body_that_breaks_off_is_nobodys_error(server: Server, data: byt
     assert counted("weft_requests_total", {"endpoint": "/v1/completions", "status": "500"}) is None
 
 
+def nested(levels: int, kind: str = "array") -> bytes:
+    """A JSON document."""
+    opening, closing = {"array": (b"[", b"]"), "object": (b'{"a":', b"}"), "schema": (b'{"not":', b"}")}[kind]
+    return opening * (levels - 1) + b"{}" + closing * (levels - 1)
+
+
 BAD_JSON = [
     b"",
     b"{",
@@ -163,6 +236,11 @@ BAD_JSON = [
     b"[]",
     b'"text"',
     b'{"prompt": "\\ud800"}',
+    b'{"\\udfff": "hi"}',
+    b'{"messages": [{"role": "user", "content": "\\ud83d"}]}',
+    b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "\\ude00\\ud83d"}]}]}',
+    b'{"logit_bias": {"5": 1e999}}',
+    b'{"response_format": {"type": "json_schema", "json_schema": {"schema": {"minimum": -1e999}}}}',
     b'{"prompt": "\xff"}',
     b'{"prompt": "\xed\xa0\x80"}',
     b'{"prompt": "hi", "temperature": NaN}',
@@ -193,6 +271,45 @@ async def test_bodies_that_cannot_be_used_are_400(server: Server, path: bytes, d
     status, body = await exchange(server, with_body(data, head), pause=0)
     assert status == 400
     assert body["error"]["type"] == "invalid_request_error"
+
+
+FREE_FORM = [
+    b'"metadata": %b',
+    b'"guided_json": %b',
+    b'"structured_outputs": {"json": %b}',
+    b'"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": %b}}',
+    b'"tools": [{"type": "function", "function": {"name": "f", "parameters": %b}}], "tool_choice": "required"',
+    b'"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": %b}}]}]',
+]
+
+
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/v1/chat/completions", b"/tokenize"])
+@pytest.mark.parametrize("field", FREE_FORM, ids=lambda field: repr(field.partition(b":")[0]))
+@pytest.mark.parametrize("kind", ["object", "schema"])
+async def test_deep_json_is_no_defect(server: Server, path: bytes, field: bytes, kind: str) -> None:
+    """As deep as the parser of bodies, of grammars, a serializer, or Python itself goes, and a little deeper."""
+    head = b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    start = (
+        b'{"prompt": "hi", '
+        if path != b"/v1/chat/completions"
+        else b'{"messages": [{"role": "user", "content": "a"}], '
+    )
+    for levels in (100, 120, 127, 250, 260, 900, 1010, 1100):
+        document = nested(levels, kind)
+        for value in (document, json.dumps(document.decode()).encode()):  # as it is, and in a string
+            status, body = await exchange(server, with_body(start + field % value + b"}", head), pause=0)
+            assert status in (200, 400), body
+            if levels > MAX_NESTING and value is document:
+                assert (status, body["error"]["code"]) == (400, "invalid_json")
+
+
+async def test_nesting_counts_by_level() -> None:
+    for kind in ("array", "object"):
+        parse_json(nested(MAX_NESTING, kind))
+        with pytest.raises(ValueError, match="levels of nesting"):
+            parse_json(nested(MAX_NESTING + 1, kind))
+    wide = b"[" + b",".join([nested(MAX_NESTING - 1)] * 100) + b"]"
+    assert len(parse_json(wide)) == 100
 
 
 async def test_random_bytes_never_bring_a_500(server: Server) -> None:
@@ -236,29 +353,3 @@ async def test_garbage_behind_a_request_does_not_get_into_its_answer(server: Ser
     writer.close()
     assert b"HTTP/1.1 400" not in data[1:]
     server.engine.script = Script()
-
-
-async def test_clients_that_vanish_leave_nothing_behind() -> None:
-    rng = random.Random(3)
-    async with serving() as server:
-        server.engine.script = Script("word " * 40, delay=0.002)
-        host, port = server.url.removeprefix("http://").split(":")
-        before = len(asyncio.all_tasks())
-
-        async def vanish() -> None:
-            stream = rng.choice([b"true", b"false"])
-            reader, writer = await asyncio.open_connection(host, int(port))
-            n = b"%d" % rng.choice([1, 1, 2])
-            writer.write(with_body(b'{"prompt": "hi", "max_tokens": 60, "stream": ' + stream + b', "n": ' + n + b"}"))
-            await asyncio.sleep(rng.random() * 0.1)
-            if rng.random() < 0.5:
-                await reader.read(100)
-            writer.transport.abort() if rng.random() < 0.5 else writer.close()
-
-        for _ in range(4):
-            await asyncio.gather(*(vanish() for _ in range(50)))
-        await server.settle(lambda: not server.service.open and not server.engine.num_open)
-        await server.settle(lambda: not server.engine.tasks)
-        await server.settle(lambda: len(asyncio.all_tasks()) <= before)
-        assert server.service.engine.admission.prefill_tokens == 0
-        assert server.service.board.load.sum() == 0
