@@ -38,6 +38,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(search, "GUEST_SMS", (32,))
     monkeypatch.setattr(search, "PER_LEVEL", 1)
     monkeypatch.setattr(search, "DENSE_STEPS", 2)
+    monkeypatch.setattr(search, "EFFORT", 0.2)
     monkeypatch.setattr(search, "LOADS", search.LOADS[:1])
     monkeypatch.setattr(search, "has_gpu", lambda: False)
     monkeypatch.setattr(profile, "SHIPPED", tmp_path / "none")
@@ -57,6 +58,7 @@ def plan(recorded: Profile) -> Plan:
         patch.setattr(search, "GUEST_SMS", (32,))
         patch.setattr(search, "PER_LEVEL", 1)
         patch.setattr(search, "DENSE_STEPS", 1)
+        patch.setattr(search, "EFFORT", 0.2)
         patch.setattr(search, "LOADS", search.LOADS[:1])
         return search.Search(LLAMA_8B, TYPICAL, recorded, None, 100).run("1024:512").plan
 
