@@ -62,7 +62,7 @@ async def test_known_latencies_are_measured_within_two_milliseconds() -> None:
     assert np.median(np.abs(measures.itl - np.diff(written).flatten())) < 0.002
     assert np.median(np.abs(measures.tpot - (written[:, -1] - written[:, 0]) / 19)) < 0.002
     # from the connection on, which the stub does not see
-        assert np.median(np.abs(measures.e2e - (written[:, -1] - np.array(stub.arrivals)))) < 0.005
+    assert np.median(np.abs(measures.e2e - (written[:, -1] - np.array(stub.arrivals)))) < 0.005
 
 
 async def test_requests_leave_on_the_schedule_whatever_the_server_does() -> None:
