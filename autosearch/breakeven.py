@@ -112,7 +112,7 @@ def _crossing(low: Row, high: Row) -> int:
 
 
 def _min_tokens(bench: Bench, spec: ModelSpec, period: Period, load: Load, progress: Callable[[str], None]) -> int:
-    """The fewest tokens for which the period, padded to its bucket, still beats a serial plan of just these tokens."""
+    """The fewest tokens for which the period, padded to its bucket, still beats a serial plan padded to whole steps."""
     least = load.tokens
     for share in reversed(TOKEN_SHARES):
         tokens = round(period.tokens * share / TOKEN_STEP) * TOKEN_STEP
@@ -124,5 +124,5 @@ def _min_tokens(bench: Bench, spec: ModelSpec, period: Period, load: Load, progr
         if _ms(bench, period, part) > serial * (1 - MIN_GAIN):
             break
         least = tokens
-    # between this and the next smaller count anything may hold
-    return least
+    # more than one step less is another measurement; within a step the serial plan takes as long
+    return (least - 1) // TOKEN_STEP * TOKEN_STEP + 1

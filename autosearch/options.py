@@ -34,11 +34,14 @@ def add_search_flags(parser: argparse.ArgumentParser) -> None:
         "--budget-seconds", metavar="S", type=float, default=600, help="time for the whole search [600]"
     )
     parser.add_argument(
-        "--measure-seconds", metavar="S", type=float, default=2.0,
-        help="how long a pipeline runs for one measurement: in its second half the clock has settled [2]",
+        "--measure-seconds", metavar="S", type=float, default=1.0,
+        help="how long a pipeline runs for one measurement; its second half counts, at the clock then left [1]",
     )  # fmt: skip
     parser.add_argument(
         "--stages", metavar="FILE", type=Path,
         help="keep what the solver found here; where the file exists, go on from it (no solver needed)",
     )  # fmt: skip
+    parser.add_argument(
+        "--start", metavar="FILE", type=Path, help="a plan file whose pipelines compete with those of the solver"
+    )
     parser.add_argument("--svg", metavar="FILE", type=Path, help="draw the pipeline here")

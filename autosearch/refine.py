@@ -199,4 +199,5 @@ def without_overlap(period: Period, num_sms: int) -> Period:
 
 def serial_for(spec: ModelSpec, load: Load, num_sms: int) -> Period:
     """The serial plan of an iteration: padded to whole steps, as the engine's buckets are."""
-    return serial_period(spec, -(-load.tokens // TOKEN_STEP) * TOKEN_STEP, num_sms)
+    tokens = -(-load.tokens // TOKEN_STEP) * TOKEN_STEP
+    return serial_period(spec, tokens, num_sms, decode_only=not load.prefill_tokens)

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,7 +28,7 @@ from weft.autosearch.refine import Refiner, serial_for, without_overlap
 from weft.autosearch.structure import transformations
 from weft.autosearch.workload import workload_load
 from weft.engine.errors import ConfigError, WeftError
-from weft.engine.plan import TOKEN_STEP, Period, Plan, Target, model_key
+from weft.engine.plan import TOKEN_STEP, Period, Plan, Target, load_plan, model_key
 from weft.engine.spec import ModelSpec, Resource, read_spec
 
 if TYPE_CHECKING:
@@ -47,6 +48,12 @@ REFINED = 3
 """of these, where the refinement may begin"""
 DENSE_STEPS = 5
 """dense batches that are looked at: the largest, then each TOKEN_STEP smaller"""
+MEASURED_EACH = 16
+"""measurements of one load besides its refinement: the candidates, the medians of what is reported"""
+BREAK_EVEN = 1.5
+"""loads that finding a break-even measures, for each that it begins with"""
+DECODE_FACTORS = (0.25, 0.5, 0.75, 1.0)
+"""KV per decode where decodes fill the pool, in proportion"""
 LOADS = (("typical", 1.0), ("light", 0.5), ("heavy", 1.5))
 """KV per decode, in proportion to the workload's"""
 Progress = Callable[[str], None]
@@ -135,13 +142,20 @@ class Search:
 
     def __init__(
         self, spec: ModelSpec, load: Load, profile: Profile, bench: Bench | None, budget_s: float,
-        progress: Progress = lambda _: None, clock: Callable[[], float] = time.monotonic,
+        progress: Progress = lambda _: None, clock: Callable[[], float] = time.monotonic, max_num_seqs: int = 0,
+        known: Sequence[Period] = (),
     ) -> None:  # fmt: skip
+        """max_num_seqs: also search iterations of up to so many decodes and nothing else; 0: none.
+        known: pipelines that compete from the start where they fit the load's tokens.
+        """
         self._spec, self._load, self._profile, self._bench = spec, load, profile, bench
+        self._max_num_seqs, self._known = max_num_seqs, known
         self._capacity = profile.kv_capacity(spec)
         self._machine = Machine(profile, spec)
         self._budget_s, self._progress, self._clock = budget_s, progress, clock
         self._started = clock()
+        self._cost = 0.0
+        """seconds of one measurement"""
         self._lines: list[Line] = []
         self._accepted: tuple[str, ...] = ()
         self.stages: dict[str, Stages] = {}
@@ -150,24 +164,44 @@ class Search:
     def run(self, workload: str) -> Result:
         """Raises `ConfigError` when OR-tools is needed and not installed."""
         self._load = self._dense_batch()
-        periods: list[Period] = []
-        for name, factor in LOADS:
-            load = breakeven.scaled(self._load, factor, self._capacity)
-            if (best := self._best(name, load, self._staged(name, load))) is not None and best not in periods:
-                periods.append(best)
-        bench = self._bench or self._machine
-        progress = self._about("break-even")
-        placed = breakeven.place(bench, self._spec, periods, self._load, progress, capacity=self._capacity)
+        loads = [(name, breakeven.scaled(self._load, factor, self._capacity)) for name, factor in LOADS]
+        alone = [(f"{d.decodes} decodes", d) for d in decode_batches(self._load, self._max_num_seqs, self._capacity)]
+        for name, load in loads + alone:  # the solver's time first: what is left belongs to measurements
+            self._staged(name, load)
+        groups = [(self._load, loads, breakeven.KV_FACTORS)]
+        groups += [(load, [(name, load)], DECODE_FACTORS) for name, load in alone]
+        placed = []
+        left = len(loads) + len(alone)
+        for load, members, factors in groups:
+            placed += self._placed(load, members, factors, len(members) / left)
+            left -= len(members)
         final = tuple(self._described(p.period, p.load) for p in placed)
         seconds = self._clock() - self._started
         made = f"{today()}, {'measured' if self._bench else 'predicted from a recorded profile'}, {seconds:.0f} s"
-        dense = self._load.tokens if final else 0
+        dense = self._load.tokens if any(p.tokens == self._load.tokens for p in final) else 0
         plan = Plan(self._profile.target, workload, final, dense_batch=dense, made=made)
         found = self._machine.interference
         exchange = {r: rows for r in Resource if (rows := found.table(r))}
         table_3: dict[Resource, list[tuple[float, float]]] = {}
         table_3 |= {r: found.exchange(r) for r in exchange if r is not Resource.COMPUTE}
         return Result(plan, self._lines, exchange, table_3, self._accepted, seconds, self._bench is not None)
+
+    def _placed(
+        self, load: Load, loads: Sequence[tuple[str, Load]], factors: Sequence[float], share: float
+    ) -> list[breakeven.Placed]:
+        """The best pipelines of `loads`, with the loads around `load` at which they are worth running.
+
+        share: of the time that is left.
+        """
+        end = self._clock() + share * max(0.0, self._budget_s - (self._clock() - self._started))
+        end -= self._cost * (MEASURED_EACH * len(loads) + BREAK_EVEN * len(factors) * (1 + len(loads)))
+        periods: list[Period] = []
+        for i, (name, each) in enumerate(loads):
+            seconds = max(0.0, end - self._clock()) / (len(loads) - i)
+            if (best := self._best(name, each, self._staged(name, each), seconds)) is not None and best not in periods:
+                periods.append(best)
+        bench, progress = self._bench or self._machine, self._about("break-even")
+        return breakeven.place(bench, self._spec, periods, load, progress, factors, self._capacity)
 
     def _staged(self, name: str, load: Load) -> Stages:
         if (key := _key(name, load)) not in self.stages:
@@ -190,14 +224,19 @@ class Search:
                 continue
             self._progress(f"{load.tokens} tokens")
             chosen = stages.choices[0]
+            began = self._clock()
             timing = bench.period(chosen.period, load)
+            self._cost = min(self._cost or float("inf"), self._clock() - began)  # the first ones also compile
             measured = timing if self._bench is not None else None
             self._lines.append(Line(f"{load.tokens} tokens", "stage II", chosen.ms, measured))
             best = min(best, (timing.ms / load.tokens, load))
         return best[1]
 
-    def _best(self, name: str, load: Load, stages: Stages) -> Period | None:
-        """The pipeline for this load, refined where there is a bench; None when the serial plan is faster."""
+    def _best(self, name: str, load: Load, stages: Stages, seconds: float) -> Period | None:
+        """The pipeline for this load, refined for so many seconds where there is a bench.
+
+        None when the serial plan is faster.
+        """
         serial = serial_for(self._spec, load, self._machine.num_sms)
         self._lines.append(Line(name, "stage I, no interference", stages.structure_ms, None))
         if not stages.choices:
@@ -211,7 +250,8 @@ class Search:
             return chosen.period if chosen.ms < stages.serial_ms else None
         refiner = Refiner(self._bench, self._spec, load, CONFIGS, self._about(name), self._clock)
         candidates = [c.period for c in stages.choices[:REFINED]]
-        refined = refiner.run(candidates, self._share(name))
+        candidates += [p for p in self._known if p.tokens == load.tokens]
+        refined = refiner.run(candidates, seconds)
         if refined is None:
             return None
         in_turn = without_overlap(refined.period, self._machine.num_sms)
@@ -226,11 +266,6 @@ class Search:
 
     def _about(self, name: str) -> Progress:
         return lambda text: self._progress(f"{name}: {text}")
-
-    def _share(self, name: str) -> float:
-        """Seconds for the refinement of this load: half of what is left for the workload's own, then less."""
-        left = self._budget_s - (self._clock() - self._started)
-        return max(0.0, left * (0.5 if name == LOADS[0][0] else 0.25))
 
     def _described(self, period: Period, load: Load) -> Period:
         """With its figures at `load`."""
@@ -278,6 +313,21 @@ def dense_batches(load: Load) -> list[Load]:
     """The load's own dense batch and smaller ones, with decodes in proportion: the same steady state."""
     sizes = [load.tokens - k * TOKEN_STEP for k in range(DENSE_STEPS)]
     return [load._replace(tokens=n, decodes=round(load.decodes * n / load.tokens)) for n in sizes if n >= TOKEN_STEP]
+
+
+def decode_batches(load: Load, max_num_seqs: int, capacity: int | None) -> list[Load]:
+    """Iterations in which nobody waits for prefill: every running request decodes.
+
+    As many as have room at the workload's context, and `max_num_seqs` at a context for which they have; in whole steps
+    that can be halved. Where that is no smaller than the dense batch, none.
+    """
+    fitting = max_num_seqs if capacity is None else min(max_num_seqs, capacity // load.context)
+    batches = []
+    for tokens in sorted({-(-n // (2 * TOKEN_STEP)) * 2 * TOKEN_STEP for n in (fitting, max_num_seqs)}):
+        context = load.context if capacity is None else min(load.context, capacity // max(1, tokens))
+        if 0 < tokens < load.tokens and context:
+            batches.append(load._replace(tokens=tokens, decodes=tokens, context=context))
+    return batches
 
 
 def find_profile(
@@ -331,11 +381,14 @@ def _search(
     if bench is not None:
         bench.seconds = arguments.measure_seconds
     left = arguments.budget_seconds - (time.monotonic() - started)
+    known = load_plan(arguments.start).periods if arguments.start is not None else ()
     workload = f"lengths of {arguments.lengths.name}" if arguments.lengths else arguments.workload
     results = []
     for variant in transformations(spec):
         if {o.name for o in variant.layer_operations()} <= set(profile.features):
-            one = Search(variant, load, profile, bench, left, progress)
+            one = Search(
+                variant, load, profile, bench, left, progress, max_num_seqs=arguments.max_num_seqs, known=known
+            )
             if variant is spec and arguments.stages is not None:
                 one.stages = read_stages(arguments.stages, profile.target, load)
             results.append(one.run(workload))
@@ -379,8 +432,11 @@ def run(arguments: argparse.Namespace) -> int:
         if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK) and not path.is_dir()):
             raise ConfigError(f"--{option} {path}: there is no folder {path.parent} to write such a file in")
     console = Console(stderr=True)
-    with console.status("reading the model") as status:
-        result = search(arguments, lambda text: status.update(text))
+    if console.is_terminal:
+        with console.status("reading the model") as status:
+            result = search(arguments, lambda text: status.update(text))
+    else:  # a log: a line for each step
+        result = search(arguments, lambda text: print(f"{datetime.now():%H:%M:%S} {text}", file=sys.stderr))
     result.plan.save(arguments.out)
     if arguments.svg is not None and result.plan.periods:
         shown = max(result.plan.periods, key=lambda p: p.figures["gain"])

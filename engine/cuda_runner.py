@@ -33,11 +33,11 @@ RESERVE_BYTES = GIB
 
 
 def token_buckets(max_tokens: int) -> list[int]:
-    """Sizes of the captured graphs: powers of two, then steps of 256 or an eighth, up to the dense batch."""
+    """Sizes of the captured graphs: powers of two, then steps of 128, 256 or an eighth, up to the dense batch."""
     sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256]
-    step = 256
     while sizes[-1] < max_tokens:
-        sizes.append(sizes[-1] + max(step, sizes[-1] // 8 // 256 * 256))
+        step = 128 if sizes[-1] < 1024 else max(256, sizes[-1] // 8 // 256 * 256)
+        sizes.append(sizes[-1] + step)
     return sorted({min(s, max_tokens) for s in sizes})
 
 

@@ -13,7 +13,7 @@ from weft.autosearch.bench_protocol import Load, Timing
 from weft.autosearch.profiler import CONFIGS
 from weft.autosearch.refine import Refiner, serial_for
 from weft.engine.errors import ConfigError
-from weft.engine.plan import Edge, NanoOperation, Period, serial_period
+from weft.engine.plan import TOKEN_STEP, Edge, NanoOperation, Period, serial_period
 
 
 def naive(sms: int = 24, cut: int = 1024) -> Period:
@@ -146,8 +146,8 @@ def test_pipelines_are_placed_where_they_win() -> None:
     assert heavy.period.min_kv_tokens / kv == pytest.approx(1.0, abs=0.05)
     assert light.period.max_kv_tokens == heavy.period.min_kv_tokens
     assert heavy.period.max_kv_tokens / kv == pytest.approx(1.8, abs=0.05)
-    # with fewer tokens the serial plan gets shorter and the padded pipeline does not
-    assert light.period.min_tokens == 1536
+    # with fewer tokens the serial plan gets shorter and the padded pipeline does not, but both fill whole steps
+    assert light.period.min_tokens == 1536 - TOKEN_STEP + 1
     assert light.period.min_kv_tokens < light.load.kv_tokens < light.period.max_kv_tokens
 
 
@@ -159,7 +159,7 @@ def test_beyond_what_was_measured_the_serial_plan_runs() -> None:
     (placed,) = breakeven.place(Fast(LLAMA_8B), LLAMA_8B, [naive()], TYPICAL)
     assert placed.period.min_kv_tokens == TYPICAL.decodes * round(TYPICAL.context * breakeven.KV_FACTORS[0])
     assert placed.period.max_kv_tokens == TYPICAL.decodes * round(TYPICAL.context * breakeven.KV_FACTORS[-1]) + 1
-    assert placed.period.min_tokens == round(2048 * breakeven.TOKEN_SHARES[0])
+    assert placed.period.min_tokens == round(2048 * breakeven.TOKEN_SHARES[0]) - TOKEN_STEP + 1
 
 
 def test_a_pipeline_that_never_wins_has_no_place() -> None:

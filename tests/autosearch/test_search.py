@@ -184,6 +184,33 @@ def test_without_ortools_the_search_says_what_to_install(
         search.Search(LLAMA_8B, TYPICAL, recorded, None, 5).run("1024:512")
 
 
+def test_decodes_alone_fill_the_pool_in_halves_of_whole_steps() -> None:
+    dense = TYPICAL._replace(tokens=1920, decodes=640)
+    small, large = search.decode_batches(dense, 1024, 908_190)  # room for 709 of the workload's requests
+    assert (small.tokens, small.decodes, small.context) == (768, 768, 908_190 // 768)
+    assert (large.tokens, large.decodes, large.context) == (1024, 1024, 908_190 // 1024)
+    assert [b.context for b in search.decode_batches(dense, 1024, None)] == [dense.context]
+    assert search.decode_batches(dense._replace(tokens=512), 1024, None) == []
+    assert search.decode_batches(dense, 0, 908_190) == []
+
+
+@pytest.mark.usefixtures("quick")
+def test_decodes_alone_and_a_plan_to_start_from_are_searched_too(recorded: Profile, plan: Plan) -> None:
+    bench = SyntheticBench(LLAMA_8B)
+    known = msgspec.structs.replace(plan.periods[0], min_tokens=1, min_kv_tokens=0)
+    one = search.Search(LLAMA_8B, TYPICAL, recorded, bench, 0.0, max_num_seqs=1024, known=[known])
+    result = one.run("1024:512")
+    decodes = [p for p in result.plan.periods if p.tokens == 1024]
+    assert decodes
+    assert all(p.figures["gain"] > 1 and p.min_tokens <= 1024 for p in decodes)
+    measured = {line.stage: line.measured for line in result.lines if line.load == "1024 decodes" and line.measured}
+    assert measured["serial"].ms > min(t.ms for t in measured.values())
+    # no time to refine anything: the known pipeline is the best of the candidates
+    refined = next(line for line in result.lines if line.load == "typical" and line.stage.startswith("refined"))
+    assert refined.measured is not None
+    assert refined.measured.ms <= bench.period(known, TYPICAL._replace(tokens=result.plan.dense_batch)).ms
+
+
 def test_a_gpu_machine_needs_neither_the_solver_nor_the_server() -> None:
     code = (
         "import sys\nfor n in ('ortools','fastapi','yaml','uvicorn','transformers'): sys.modules[n] = None\n"
