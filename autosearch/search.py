@@ -168,6 +168,7 @@ class Search:
         alone = [(f"{d.decodes} decodes", d) for d in decode_batches(self._load, self._max_num_seqs, self._capacity)]
         for name, load in loads + alone:  # the solver's time first: what is left belongs to measurements
             self._staged(name, load)
+        groups: list[tuple[Load, list[tuple[str, Load]], Sequence[float]]]
         groups = [(self._load, loads, breakeven.KV_FACTORS)]
         groups += [(load, [(name, load)], DECODE_FACTORS) for name, load in alone]
         placed = []
