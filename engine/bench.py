@@ -230,7 +230,7 @@ def run_offline(config: EngineConfig, arguments: argparse.Namespace) -> int:
     figures["start_seconds"] = _start(imported, engine, figures.pop("first_token_seconds"))
     engine.close()
     if arguments.baseline == "transformers":
-        torch.set_num_threads(engine.plan.cpu_threads)
+        torch.set_num_threads(config.cpu_threads or len(os.sched_getaffinity(0)))  # nothing runs beside it
         figures |= _run_transformers(engine, prompts, lengths, arguments.baseline_batch)
         figures["ratio_to_transformers"] = (
             figures["total_tokens_per_second"] / figures["transformers_total_tokens_per_second"]

@@ -73,7 +73,7 @@ class EngineConfig(BaseModel):
         description="pipeline of nano-batches: a file that `weft search` wrote, 'serial' for none, "
         "or 'auto': a shipped one that fits the model and the GPU",
     )
-    cpu_threads: int | None = Field(None, ge=1, description="threads for CPU execution [all cores]")
+    cpu_threads: int | None = Field(None, ge=1, description="threads for CPU execution [all cores but one]")
     seed: int = Field(0, ge=0, lt=2**63, description="seed of dummy weights and of requests that bring none")
 
     @field_validator("model")

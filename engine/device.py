@@ -132,8 +132,8 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> DevicePlan:
         page_size,
         num_pages,
         config.gpu_memory_utilization,
-        # An operator's thread count, or all cores: the scheduler needs a fraction of one.
-        config.cpu_threads or len(os.sched_getaffinity(0)),
+        # One core is for the scheduler and the API: where their work takes a thread's core, all threads wait for it.
+        config.cpu_threads or max(1, len(os.sched_getaffinity(0)) - 1),
         backend,
         config.batch_invariant,
         config.cache_path,
