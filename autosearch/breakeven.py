@@ -59,9 +59,11 @@ class Row(NamedTuple):
 def place(
     bench: Bench, spec: ModelSpec, periods: Sequence[Period], load: Load,
     progress: Callable[[str], None] = lambda _: None, factors: Sequence[float] = KV_FACTORS,
-    capacity: int | None = None,
+    capacity: int | None = None, *, closer: bool = True,
 ) -> list[Placed]:  # fmt: skip
     """The periods with the KV and token counts at which they are the fastest, by rising KV; one may appear twice.
+
+    closer: measure more loads around each change of winner; a search that is out of time does not.
 
     Beyond the measured loads nothing is promised: there the serial plan runs.
     """
@@ -75,7 +77,7 @@ def place(
         return Row(each, (serial * (1 - MIN_GAIN), *(_ms(bench, p, each) for p in periods)))
 
     rows = [measure(context) for context in sorted({scaled(load, f).context for f in factors})]
-    for _ in range(HALVINGS):  # look closer where the winner changes
+    for _ in range(HALVINGS if closer else 0):  # look closer where the winner changes
         middles = [(a.load.context + b.load.context) // 2 for a, b in pairwise(rows) if a.winner != b.winner]
         known = {r.load.context for r in rows}
         rows = sorted([*rows, *(measure(c) for c in middles if c not in known)], key=lambda r: r.load.context)

@@ -31,7 +31,11 @@ def add_search_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--predict-only", action="store_true", help="measure nothing, even where there is a GPU")
     parser.add_argument(
-        "--budget-seconds", metavar="S", type=float, default=600, help="time for the whole search [600]"
+        "--budget-seconds",
+        metavar="S",
+        type=float,
+        default=600,
+        help="time for the whole search, longer where profile, solver and one look at each pipeline take it [600]",
     )
     parser.add_argument(
         "--measure-seconds", metavar="S", type=float, default=1.0,

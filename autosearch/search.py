@@ -50,8 +50,8 @@ DENSE_STEPS = 5
 """dense batches that are looked at: the largest, then each TOKEN_STEP smaller"""
 MEASURED_EACH = 16
 """measurements of one load besides its refinement: the candidates, the medians of what is reported"""
-BREAK_EVEN = 1.5
-"""loads that finding a break-even measures, for each that it begins with"""
+BREAK_EVEN = 3.5
+"""loads that finding a break-even measures at most, for each that it begins with"""
 DECODE_FACTORS = (0.25, 0.5, 0.75, 1.0)
 """KV per decode where decodes fill the pool, in proportion"""
 LOADS = (("typical", 1.0), ("light", 0.5), ("heavy", 1.5))
@@ -202,7 +202,8 @@ class Search:
             if (best := self._best(name, each, self._staged(name, each), seconds)) is not None and best not in periods:
                 periods.append(best)
         bench, progress = self._bench or self._machine, self._about("break-even")
-        return breakeven.place(bench, self._spec, periods, load, progress, factors, self._capacity)
+        closer = self._bench is None or self._clock() - self._started < self._budget_s
+        return breakeven.place(bench, self._spec, periods, load, progress, factors, self._capacity, closer=closer)
 
     def _staged(self, name: str, load: Load) -> Stages:
         if (key := _key(name, load)) not in self.stages:
@@ -240,9 +241,11 @@ class Search:
         """
         serial = serial_for(self._spec, load, self._machine.num_sms)
         self._lines.append(Line(name, "stage I, no interference", stages.structure_ms, None))
-        if not stages.choices:
+        known = [Choice(self._machine.period(p, load).ms, p) for p in self._known if p.tokens == load.tokens]
+        choices = stages.choices[:REFINED] + known
+        if not choices:
             return None
-        chosen = stages.choices[0]
+        chosen = choices[0] if self._bench is not None else min(choices, key=lambda c: c.ms)
         if self._bench is None:
             apart = self._machine.period(without_overlap(chosen.period, self._machine.num_sms), load).ms
             self._lines.append(Line(name, "serial", stages.serial_ms, None))
@@ -250,9 +253,7 @@ class Search:
             self._lines.append(Line(name, "stage II", chosen.ms, None))
             return chosen.period if chosen.ms < stages.serial_ms else None
         refiner = Refiner(self._bench, self._spec, load, CONFIGS, self._about(name), self._clock)
-        candidates = [c.period for c in stages.choices[:REFINED]]
-        candidates += [p for p in self._known if p.tokens == load.tokens]
-        refined = refiner.run(candidates, seconds)
+        refined = refiner.run([c.period for c in choices], seconds)
         if refined is None:
             return None
         in_turn = without_overlap(refined.period, self._machine.num_sms)
@@ -359,16 +360,17 @@ def search(arguments: argparse.Namespace, progress: Progress = lambda _: None) -
     """`weft search`: everything up to the plan. Raises `ConfigError` and `ModelError`."""
     spec = read_spec(arguments.model)
     load = workload_load(arguments.workload, arguments.tokens, arguments.max_num_seqs, arguments.lengths)
+    known = known_pipelines(arguments.start, spec) if arguments.start is not None else ()
     gpu, target = None, None
     if not arguments.predict_only and has_gpu():
         gpu, target = open_gpu(spec, breakeven.scaled(load, max(breakeven.KV_FACTORS)))
     with closing(gpu) if gpu is not None else nullcontext():
-        return _search(arguments, spec, load, gpu, target, progress)
+        return _search(arguments, spec, load, gpu, target, known, progress)
 
 
 def _search(
     arguments: argparse.Namespace, spec: ModelSpec, load: Load, bench: Bench | None, target: Target | None,
-    progress: Progress,
+    known: Sequence[Period], progress: Progress,
 ) -> Result:  # fmt: skip
     profile = find_profile(spec, load, arguments.profile, target)
     started = time.monotonic()
@@ -382,14 +384,14 @@ def _search(
     if bench is not None:
         bench.seconds = arguments.measure_seconds
     left = arguments.budget_seconds - (time.monotonic() - started)
-    known = load_plan(arguments.start).periods if arguments.start is not None else ()
     workload = f"lengths of {arguments.lengths.name}" if arguments.lengths else arguments.workload
     results = []
     for variant in transformations(spec):
         if {o.name for o in variant.layer_operations()} <= set(profile.features):
             one = Search(
-                variant, load, profile, bench, left, progress, max_num_seqs=arguments.max_num_seqs, known=known
-            )
+                variant, load, profile, bench, left, progress, max_num_seqs=arguments.max_num_seqs,
+                known=known if variant is spec else (),
+            )  # fmt: skip
             if variant is spec and arguments.stages is not None:
                 one.stages = read_stages(arguments.stages, profile.target, load)
             results.append(one.run(workload))
@@ -399,6 +401,16 @@ def _search(
     if not results:
         raise ConfigError(f"the profile lacks operations of this model; it has {', '.join(profile.features)}")
     return min(results, key=lambda r: min((p.figures["predicted_ms"] for p in r.plan.periods), default=float("inf")))
+
+
+def known_pipelines(path: Path, spec: ModelSpec) -> tuple[Period, ...]:
+    """Those of `--start`. Raises `ConfigError` when they are of another model."""
+    plan = load_plan(path)
+    if plan.target.model != model_key(spec):
+        raise ConfigError(f"--start {path} is a plan of another model ({plan.target.model}), not {model_key(spec)}")
+    for period in plan.periods:
+        period.check(spec)
+    return plan.periods
 
 
 def read_stages(path: Path, target: Target, load: Load) -> dict[str, Stages]:

@@ -14,10 +14,12 @@ from rich.console import Console
 from synthetic import LLAMA_8B, TYPICAL, SyntheticBench, spec_of, target_for
 
 from weft.autosearch import gantt, profile, search, show
+from weft.autosearch.bench_protocol import Load, Timing
 from weft.autosearch.profile import Profile
 from weft.autosearch.profiler import Grid, Profiler
+from weft.autosearch.refine import without_overlap
 from weft.engine.errors import ConfigError
-from weft.engine.plan import Plan, load_plan, serial_period
+from weft.engine.plan import Period, Plan, load_plan, serial_period
 from weft.server import cli
 
 CONFIG = {
@@ -195,20 +197,63 @@ def test_decodes_alone_fill_the_pool_in_halves_of_whole_steps() -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_decodes_alone_and_a_plan_to_start_from_are_searched_too(recorded: Profile, plan: Plan) -> None:
-    bench = SyntheticBench(LLAMA_8B)
-    known = msgspec.structs.replace(plan.periods[0], min_tokens=1, min_kv_tokens=0)
-    one = search.Search(LLAMA_8B, TYPICAL, recorded, bench, 0.0, max_num_seqs=1024, known=[known])
-    result = one.run("1024:512")
+def test_decodes_alone_are_searched_too(recorded: Profile) -> None:
+    result = search.Search(LLAMA_8B, TYPICAL, recorded, SyntheticBench(LLAMA_8B), 0.0, max_num_seqs=1024).run("x")
     decodes = [p for p in result.plan.periods if p.tokens == 1024]
     assert decodes
     assert all(p.figures["gain"] > 1 and p.min_tokens <= 1024 for p in decodes)
     measured = {line.stage: line.measured for line in result.lines if line.load == "1024 decodes" and line.measured}
     assert measured["serial"].ms > min(t.ms for t in measured.values())
-    # no time to refine anything: the known pipeline is the best of the candidates
-    refined = next(line for line in result.lines if line.load == "typical" and line.stage.startswith("refined"))
-    assert refined.measured is not None
-    assert refined.measured.ms <= bench.period(known, TYPICAL._replace(tokens=result.plan.dense_batch)).ms
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_plan_to_start_from_competes(
+    recorded: Profile, plan: Plan, measured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "DENSE_STEPS", 1)
+    known = msgspec.structs.replace(plan.periods[0], min_tokens=1, min_kv_tokens=0)
+    bad = without_overlap(known, 132)  # the only one that the solver found
+
+    def found(*start: Period) -> list[Period]:
+        one = search.Search(LLAMA_8B, TYPICAL, recorded, bench, 0.0, known=start)
+        one.stages["typical, 2048 tokens"] = search.Stages(99.0, 1.0, [search.Choice(9.0, bad)])
+        return [msgspec.structs.replace(p, figures={}) for p in one.run("x").plan.periods]
+
+    bench = SyntheticBench(LLAMA_8B) if measured else None
+    assert found() == []
+    assert [p.operations for p in found(known)] == [known.operations]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_search_ends_in_its_time(recorded: Profile) -> None:
+    class Slow(SyntheticBench):
+        now = 0.0
+
+        def period(self, period: Period, load: Load) -> Timing:
+            self.now += 1.0
+            return super().period(period, load)
+
+    bench = Slow(LLAMA_8B)
+    search.Search(
+        LLAMA_8B, TYPICAL, recorded, bench, 400.0, clock=lambda: bench.now, max_num_seqs=1024
+    ).run("x")  # fmt: skip
+    assert 200 < bench.now <= 400
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_plan_of_another_model_is_no_start(plan: Plan, model: Path, tmp_path: Path) -> None:
+    other = msgspec.structs.replace(plan.target, model="another")
+    msgspec.structs.replace(plan, target=other).save(tmp_path / "start.json")
+    with pytest.raises(ConfigError, match="a plan of another model"):
+        search.known_pipelines(tmp_path / "start.json", LLAMA_8B)
+    plan.save(tmp_path / "own.json")
+    assert search.known_pipelines(tmp_path / "own.json", LLAMA_8B) == plan.periods
+    done = cli.main(
+        ["search", "--model", str(model), "--out", str(tmp_path / "p.json"), "--start", str(tmp_path / "start.json")]
+    )
+    assert done == 1
+    assert not (tmp_path / "p.json").exists()
 
 
 def test_a_gpu_machine_needs_neither_the_solver_nor_the_server() -> None:
