@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 LANES = ("compute", "memory", "network")
 COLORS = {
     "qkv": "#4c78a8", "o": "#72b7b2", "gate_up": "#f2a65a", "down": "#d1725b", "prefill": "#9d83c4",
-    "decode": "#5aa469",
+    "decode": "#5aa469", "offload": "#8fa3bf",
 }  # fmt: skip
 NETWORK_COLOR = "#8fa3bf"
 
@@ -43,13 +43,20 @@ def picture(period: Period) -> Picture:
     if all(f"start.{i}" in figures and f"ms.{i}" in figures for i in range(len(period.operations))):
         bars = [Bar(figures[f"start.{i}"], figures[f"ms.{i}"], op) for i, op in enumerate(period.operations)]
         serial = [(k.removeprefix("serial."), v) for k, v in figures.items() if k.startswith("serial.")]
-        return Picture(figures.get("predicted_ms", max(b.start + b.ms for b in bars)), bars, True, serial)
+        ms = figures.get("predicted_ms", max(b.start + b.ms for b in bars))
+        return Picture(ms, bars + _offload(period, bars), True, serial)
     at = dict.fromkeys(LANES, 0.0)
     bars = []
     for op in period.operations:
         bars.append(Bar(at[op.lane], op.end - op.begin, op))
         at[op.lane] += op.end - op.begin
-    return Picture(max(at.values()), bars, False, [])
+    return Picture(max(at.values()), bars + _offload(period, bars), False, [])
+
+
+def _offload(period: Period, bars: list[Bar]) -> list[Bar]:
+    """Where pages leave for the host: beside the first part of the operation that the plan names."""
+    beside = [b for b in bars if b.op.operation == period.offload and b.op.begin == 0]
+    return [b._replace(op=NanoOperation("offload", b.op.begin, b.op.end, 0, "network")) for b in beside]
 
 
 def wrapped(picture: Picture) -> list[Bar]:
@@ -111,7 +118,8 @@ def draw(period: Period, console: Console, title: str = "") -> None:
             f"{config.tokens}x{config.features}x{config.depth}{' special' if config.special else ''}" if config else ""
         )
         table.add_row(
-            str(i), op.operation, f"{op.begin}-{op.end}", str(op.sms), op.lane, "next" if op.next_layer else "this",
+            str(i), op.operation, f"{op.begin}-{op.end}", str(op.sms or "-"), op.lane,
+            "next" if op.next_layer else "this",
             f"{bar.start:.3f}" if shown.timed else f"{bar.start:.0f}",
             f"{bar.ms:.3f}" if shown.timed else f"{bar.ms:.0f}", kernel,
         )  # fmt: skip
@@ -194,12 +202,13 @@ def svg(period: Period, title: str = "") -> str:
 
 def _bar(bar: Bar, x: float, y: float, width: float, height: float, starts: list[int]) -> list[str]:
     op = bar.op
-    tip = f"{op.label}: {bar.ms:.3f}, {op.sms} SMs"
+    share = f"{op.sms} SMs" if op.sms else "copy engine"
+    tip = f"{op.label}: {bar.ms:.3f}, {share}"
     out = [
         _rect(x, y, width, height, _color(op.operation), tip, shade=starts.index(op.begin) if len(starts) > 1 else 0)
     ]
     name = op.operation + ("'" if op.next_layer else "")
-    lines = [(name, 12, True), (f"{op.begin}-{op.end}", 10, False), (f"{op.sms} SMs", 10, False)]
+    lines = [(name, 12, True), (f"{op.begin}-{op.end}", 10, False), (share, 10, False)]
     room = int((height - 4) // 14)
     lines = [line for line in lines[: max(1, room)] if width > 6.2 * len(line[0])]
     middle = y + height / 2 + 4 - 7 * (len(lines) - 1)

@@ -295,7 +295,14 @@ class Search:
             figures[f"serial.{op.operation}"] = self._machine.curves.ms(
                 op.operation, work, self._machine.num_sms, serial=True
             )
-        return msgspec.structs.replace(period, figures={k: round(v, 6) for k, v in figures.items()})
+        return msgspec.structs.replace(
+            period, figures={k: round(v, 6) for k, v in figures.items()}, offload=offload_beside(self._spec)
+        )
+
+
+def offload_beside(spec: ModelSpec) -> str:
+    """The largest product, where memory is idlest for longest: gate-up of the FFN (paper §4.2.2)."""
+    return max(spec.layer_operations(), key=lambda o: o.out * o.inner).name
 
 
 def _key(name: str, load: Load) -> str:

@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from weft.engine.errors import OutOfMemory
 from weft.engine.model import Model, ModelInputs
 from weft.engine.runner import PROMPT_LOGPROB_ROWS
 from weft.engine.spec import ModelSpec
+from weft.engine.transfer import Gate
 from weft.engine.weights import Weights
 from weft.kernels import sampling
 from weft.kernels.attention import make_host_attention
@@ -75,6 +77,8 @@ class _Counts:
 
 class CpuRunner:
     """The runner of a CPU (see `runner.Runner`)."""
+
+    copy_gates: Sequence[Gate] = ()
 
     def __init__(self, spec: ModelSpec, weights: Weights, plan: DevicePlan) -> None:
         self.kv = _allocate(spec, plan)

@@ -22,6 +22,7 @@ from weft.engine.plan import Period, serial_period
 from weft.engine.progress import Progress
 from weft.engine.runner import PROMPT_LOGPROB_ROWS
 from weft.engine.spec import ModelSpec
+from weft.engine.transfer import Gate
 from weft.engine.weights import Weights
 from weft.kernels import reference, resident, sampling
 from weft.kernels.attention import AttentionBackend, HostAttention, make_host_attention
@@ -122,6 +123,7 @@ class CudaRunner:
             self._executor = Executor(
                 spec, weights, self._inputs, plan.dtype, attention, invariant=plan.batch_invariant
             )
+            self.copy_gates: Sequence[Gate] = self._executor.gates
             self._tokens = torch.zeros(s, dtype=torch.int64, device=device)
             self._candidates = sample_scratch(s, device)
             self._last_end: torch.cuda.Event | None = None

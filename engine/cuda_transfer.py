@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weft.engine.errors import OutOfMemory
-from weft.engine.transfer import GIB, Copy, Pairs, map_host_pool
+from weft.engine.transfer import GIB, Copy, Gate, Pairs, map_host_pool
 
 PIN_CHUNK = GIB
 """bytes of the host pool that are touched and registered at once"""
@@ -79,9 +79,13 @@ class CudaCopy:
 
 
 class CudaCopyEngine:
-    """Copies of a direction run in the order asked; the two directions run beside each other and beside compute."""
+    """Copies of a direction run in the order asked; the two directions run beside each other and beside compute.
 
-    def __init__(self, kv: Tensor, slots: int) -> None:
+    gates: a batch of pages to the host is spread over these, each page behind its own.
+    """
+
+    def __init__(self, kv: Tensor, slots: int, gates: Sequence[Gate] = ()) -> None:
+        self._gates = gates
         self._kv = kv.view(kv.shape[0], -1).view(torch.uint8)
         self.page_bytes = self._kv.shape[1]
         self.host = map_host_pool(slots, self.page_bytes)
@@ -99,9 +103,11 @@ class CudaCopyEngine:
         copy = CudaCopy()
         with torch.cuda.stream(stream), torch.inference_mode():
             copy.begin.record()
-            for page, slot in pairs:
+            for i, (page, slot) in enumerate(pairs):
                 there, here = self._kv[page], self._host[slot]
                 if to_host:
+                    if self._gates:
+                        self._gates[i * len(self._gates) // len(pairs)].wait(stream)
                     here.copy_(there, non_blocking=True)
                 else:
                     there.copy_(here, non_blocking=True)

@@ -80,7 +80,7 @@ class Engine:
         longest = min(plan.max_model_len, (num_pages - 1) * config.page_size)
         self.plan = plan = replace(plan, num_pages=num_pages, max_model_len=longest)
         pool = PagePool(num_pages, config.page_size, PrefixIndex(model))
-        self.tiers = make_tiers(config, self.runner.kv, pool, store)
+        self.tiers = make_tiers(config, self.runner.kv, pool, store, self.runner.copy_gates)
         self.scheduler = Scheduler(
             SlotTable(plan.max_num_seqs, plan.max_model_len, config.page_size),
             pool,

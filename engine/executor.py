@@ -70,6 +70,8 @@ class Executor:
         self._gemm_space = workspace(device, elements=1 << 26)
         self.steps: list[Any] = [self._work(k) for k in range(inputs.layout.nano_batches)]
         """what the attention back end needs, for each nano-batch"""
+        self.gates = [torch.cuda.Event(external=True) for _ in range(spec.num_layers)]
+        """by layer: where a period's `offload` operation begins; streams outside a captured graph may wait for it"""
         # Attention is launched first where both wait: it has fewer programs and must find its SMs free.
         self._streams = {"memory": torch.cuda.Stream(device, priority=-1), "network": torch.cuda.Stream(device)}
 
@@ -128,6 +130,8 @@ class Executor:
             for edge in waits[i]:
                 if (event := events.get((edge.before, turn + edge.distance))) is not None:
                     stream.wait_event(event)
+            if op.operation == period.offload and op.begin == 0:
+                self.gates[layer].record(stream)
             # Launched early, the waiting programs of one lane would sit on the SMs that another lane is to have.
             with torch.cuda.stream(stream), dependent_launch(not lanes):
                 self._launch(op, layer, kv, parts, period)

@@ -54,6 +54,8 @@ class Period(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     operations: tuple[NanoOperation, ...]
     waits: tuple[Edge, ...] = ()
     """orders that no data asks for: operations of two lanes whose SMs do not fit beside each other"""
+    offload: str = ""
+    """a product: full pages leave for the host while it runs, a few in each layer (paper §4.2.2); "": at once"""
     min_tokens: int = 1
     min_kv_tokens: int = 0
     """KV tokens of all decodes together: decodes x mean context, the attention's work"""
@@ -120,6 +122,8 @@ class Period(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
                 raise ConfigError(f"{op.label}: {op.sms} SMs, the GPU has {num_sms}")
             if op.lane == "network" and operations[op.operation].resource is not Resource.NETWORK:
                 raise ConfigError(f"{op.label}: only operations of the network belong to the network lane")
+        if self.offload and self.offload not in {o.name for o in operations.values() if o.inner}:
+            raise ConfigError(f"a plan copies to the host beside {self.offload!r}, which is no product of this model")
         for name in operations:
             at = 0
             for begin, end in sorted((o.begin, o.end) for o in self.operations if o.operation == name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from weft.engine.errors import ConfigError
 from weft.engine.products import prepare_products
 from weft.engine.progress import Progress
 from weft.engine.spec import ModelSpec
+from weft.engine.transfer import Gate
 from weft.engine.weights import Weights
 
 PROMPT_LOGPROB_ROWS = 256
@@ -36,6 +38,11 @@ class Runner(Protocol):
     @property
     def kv(self) -> Tensor:
         """`[pages, layers, 2, page_size, Hkv, D]`"""
+        ...
+
+    @property
+    def copy_gates(self) -> Sequence[Gate]:
+        """Where, in order, copies to the host have their place in the iteration launched last; open if it has none."""
         ...
 
     def launch(self, batch: Batch) -> InFlight:

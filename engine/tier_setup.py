@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import xxhash
@@ -16,7 +17,7 @@ from weft.engine.pages import PagePool
 from weft.engine.spec import ModelSpec
 from weft.engine.ssd_store import SsdStore, StoreFile, StoreUnavailable
 from weft.engine.tiers import Tiers
-from weft.engine.transfer import aligned, make_copy_engine
+from weft.engine.transfer import Gate, aligned, make_copy_engine
 
 LOCK_PATIENCE_SECONDS = 6.0
 """for the engine of a daemon that was killed: it stores what it can for a few seconds, then it ends"""
@@ -45,9 +46,12 @@ def open_store(config: EngineConfig, spec: ModelSpec, plan: DevicePlan, model_id
         return None
 
 
-def make_tiers(config: EngineConfig, kv: Tensor, pool: PagePool, file: StoreFile | None) -> Tiers | None:
+def make_tiers(
+    config: EngineConfig, kv: Tensor, pool: PagePool, file: StoreFile | None, gates: Sequence[Gate] = ()
+) -> Tiers | None:
     """The tiers below a GPU pool `kv [pages, layers, 2, page_size, Hkv, D]`; None when there are none.
 
+    gates: `Runner.copy_gates`.
     Raises `ConfigError` or `OutOfMemory`.
     """
     if not config.host_kv_gib:
@@ -65,7 +69,7 @@ def make_tiers(config: EngineConfig, kv: Tensor, pool: PagePool, file: StoreFile
             f"--host-kv-gib {config.host_kv_gib:g} is more than {MEMORY_SHARE:.0%} of the "
             f"{available / GIB:.1f} GiB of memory that are free"
         )
-    copies = make_copy_engine(kv, slots)
+    copies = make_copy_engine(kv, slots, gates)
     store = SsdStore(file, copies.host) if file is not None else None
     tiers = Tiers(pool, copies, slots, store, asked_for_ssd=config.ssd_kv_path is not None)
     if store is not None:

@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,12 @@ class Copy(Protocol):
     def seconds(self) -> float:
         """From its first byte to its last; known once `done()`."""
         ...
+
+
+class Gate(Protocol):
+    """A place in an iteration that a stream can wait for: a CUDA event."""
+
+    def wait(self, stream: Any = None) -> None: ...
 
 
 class CopyEngine(Protocol):
@@ -161,10 +167,13 @@ class CpuCopyEngine:
         self._thread.join()
 
 
-def make_copy_engine(kv: Tensor, slots: int) -> CopyEngine:
-    """The copy engine of the device that holds `kv [pages, layers, 2, page_size, Hkv, D]`. Raises `OutOfMemory`."""
+def make_copy_engine(kv: Tensor, slots: int, gates: Sequence[Gate] = ()) -> CopyEngine:
+    """The copy engine of the device that holds `kv [pages, layers, 2, page_size, Hkv, D]`. Raises `OutOfMemory`.
+
+    gates: `Runner.copy_gates`.
+    """
     if kv.device.type == "cuda":
         from weft.engine.cuda_transfer import CudaCopyEngine
 
-        return CudaCopyEngine(kv, slots)
+        return CudaCopyEngine(kv, slots, gates)
     return CpuCopyEngine(kv, slots)

@@ -286,6 +286,22 @@ def test_the_svg_is_well_formed_and_names_everything(plan: Plan) -> None:
     assert float(root.attrib["width"]) > 0
 
 
+def test_pages_leave_beside_the_largest_product_and_the_picture_says_so(plan: Plan) -> None:
+    period = plan.periods[0]
+    assert period.offload == "gate_up"
+    (bar,) = (b for b in gantt.picture(period).bars if b.op.operation == "offload")
+    first = next(i for i, o in enumerate(period.operations) if o.operation == "gate_up" and o.begin == 0)
+    assert (bar.start, bar.ms, bar.op.lane) == (
+        period.figures[f"start.{first}"],
+        period.figures[f"ms.{first}"],
+        "network",
+    )
+    assert "copy engine" in gantt.svg(period)
+    console = Console(record=True, width=100, file=open("/dev/null", "w"))  # noqa: SIM115
+    gantt.draw(period, console)
+    assert "network" in console.export_text()
+
+
 def test_a_plan_without_figures_is_drawn_by_its_tokens() -> None:
     period = serial_period(LLAMA_8B, 2048, 132)
     assert not gantt.picture(period).timed

@@ -72,6 +72,8 @@ def test_a_possible_pipeline_passes() -> None:
         (msgspec.structs.replace(two_halves(), waits=(Edge(0, 99, 0),)), "an operation that it does not have"),
         (msgspec.structs.replace(two_halves(), waits=(Edge(8, 1, 0),)), "before decode.*256:512"),
         (msgspec.structs.replace(two_halves(), operations=two_halves().operations[::-1]), "launches"),
+        (msgspec.structs.replace(two_halves(), offload="ffn"), "copies to the host beside 'ffn'"),
+        (msgspec.structs.replace(two_halves(), offload="decode"), "copies to the host beside 'decode'"),
     ],
     ids=lambda v: v[:20] if isinstance(v, str) else "",
 )

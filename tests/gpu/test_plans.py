@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -59,6 +60,35 @@ def test_a_pipeline_gives_the_serial_plans_tokens(tmp_path: Path) -> None:
     print(f"{same} of {len(serial)} requests have the same 40 tokens")
     # bf16 sums in another order may turn a near tie: random prompts have many
     assert same >= 0.9 * len(serial)
+
+
+def test_pages_leave_beside_the_products_of_a_pipeline(tmp_path: Path) -> None:
+    spec = read_spec(EngineConfig().model_path)
+    period = msgspec.structs.replace(two_nano_batches(512, 256, 32), offload="gate_up")
+    plan = _plan_file(tmp_path / "plan.json", spec, (period,))
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(6, 2000, int(n)) for n in rng.integers(100, 600, 40)]
+    tokens = []
+    options: dict[str, Any]
+    for options in ({}, {"host_kv_gib": 0.3}):
+        harness = Harness("demo", num_pages=300, page_size=16, plan=str(plan), **(SMALL | options))
+        harness.poison_pages()
+        tiers = harness.engine.tiers
+        for _ in range(2):  # the second time from the host, where there is one
+            handles = [harness.add(p, max_tokens=20, ignore_eos=True, **GREEDY) for p in prompts]
+            harness.run()
+            tokens.append([harness.tokens[h] for h in handles])
+            if tiers is not None:
+                tiers.sink(60)
+                tiers.speeds.worthwhile = lambda entries, *_: len(entries)  # type: ignore[method-assign]
+        if tiers is not None:
+            stats = harness.engine.stats().tiers["host"]
+            assert not stats.failures, stats
+            assert stats.hit_tokens == sum((len(p) - 1) // 16 * 16 for p in prompts), stats
+        harness.engine.close()
+    same = [sum(a == b for a, b in zip(tokens[0], t, strict=True)) for t in tokens[1:]]
+    print(f"{same} of {len(prompts)} requests have the same 20 tokens")
+    assert min(same) >= 0.9 * len(prompts)
 
 
 def test_with_batch_invariance_neighbours_never_change_a_token() -> None:

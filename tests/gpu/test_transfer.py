@@ -64,6 +64,43 @@ def test_the_host_pool_is_pinned_and_copies_do_not_wait_for_compute() -> None:
     copies.close()
 
 
+def test_a_page_leaves_behind_its_gate_in_a_captured_graph() -> None:
+    kv = torch.zeros((3, 4, 2, 64, 8, 128), device="cuda", dtype=torch.bfloat16)
+    gates = [torch.cuda.Event(external=True) for _ in range(2)]
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+
+    def iteration() -> None:
+        kv[1:] += 1
+        gates[0].record(stream)
+        for _ in range(200):
+            a @ a  # about 0.3 s
+        gates[1].record(stream)
+
+    copies = CudaCopyEngine(kv, 4, gates)
+    settled(copies, copies.out([(1, 0), (2, 1)]))  # gates that nothing has recorded are open
+    with torch.cuda.stream(stream):
+        iteration()
+        settled(copies, copies.out([(1, 0), (2, 1)]))
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            iteration()
+        pages = torch.from_numpy(copies.host[:, : copies.page_bytes]).view(torch.bfloat16)
+        for turn in (2, 3):
+            graph.replay()
+            end = torch.cuda.Event()
+            end.record()
+            copy = copies.out([(1, 0), (2, 1)])
+            while pages[0, -1] != turn:
+                assert not end.query(), "the first page waited for more than its gate"
+            assert pages[1, -1] == turn - 1, "the second page did not wait for its gate"
+            assert not copy.done()
+            settled(copies, copy)
+            assert pages[1, -1] == turn
+            torch.cuda.synchronize()
+    copies.close()
+
+
 @pytest.mark.parametrize("ssd", [False, True])
 def test_recall_is_right_from_every_tier(tmp_path: Path, ssd: bool) -> None:
     talk = Conversations(64, 900, answer_tokens=30)
