@@ -31,6 +31,13 @@ class Load(NamedTuple):
     def prefill_tokens(self) -> int:
         return max(0, self.tokens - self.decodes)
 
+    def within(self, capacity: int | None) -> Load:
+        """The load with no more decodes than there is room for; prefill takes the tokens that they leave.
+
+        capacity: tokens of KV that the device holds; None: not known.
+        """
+        return self if capacity is None else self._replace(decodes=min(self.decodes, capacity // self.context))
+
     def dealt(self, ranges: Sequence[tuple[int, int]]) -> tuple[Load, ...]:
         """The loads of the nano-batches `[begin, end)`, as the engine deals tokens to them (`engine/nano.py`)."""
         room = [max(0, min(end, self.tokens) - begin) for begin, end in ranges]

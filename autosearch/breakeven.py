@@ -23,14 +23,7 @@ MIN_GAIN = 0.005
 
 def scaled(load: Load, factor: float, capacity: int | None = None) -> Load:
     """The same iteration with so many times the KV per decode, of which the device holds `capacity` tokens."""
-    return within(load._replace(context=max(1, round(load.context * factor))), capacity)
-
-
-def within(load: Load, capacity: int | None) -> Load:
-    """The load with no more decodes than the KV pool has room for; prefill takes the tokens that they leave."""
-    if capacity is None:
-        return load
-    return load._replace(decodes=min(load.decodes, capacity // load.context))
+    return load._replace(context=max(1, round(load.context * factor))).within(capacity)
 
 
 def fewer(load: Load, tokens: int) -> Load:
@@ -71,7 +64,7 @@ def place(
         return []
 
     def measure(context: int) -> Row:
-        each = within(load._replace(context=context), capacity)
+        each = load._replace(context=context).within(capacity)
         progress(f"{each.kv_tokens:,} KV tokens")
         serial = bench.period(serial_for(spec, each, bench.num_sms), each).ms
         return Row(each, (serial * (1 - MIN_GAIN), *(_ms(bench, p, each) for p in periods)))

@@ -15,6 +15,7 @@ import torch
 from weft.autosearch.bench_protocol import Load, Timing
 from weft.engine.batch import Batch, SamplingInputs
 from weft.engine.cuda_inputs import DeviceInputs, Layout
+from weft.engine.errors import OutOfMemory
 from weft.engine.executor import Executor
 from weft.engine.plan import MAX_NANO_BATCHES, NanoOperation, Period
 from weft.engine.spec import ModelSpec
@@ -180,7 +181,13 @@ class GpuBench:
                 self._kv = torch.empty(0, device=self._start.device)
                 torch.cuda.empty_cache()
                 shape = (pages, spec.num_layers, 2, self.page_size, spec.num_kv_heads, spec.head_dim)
-                self._kv = torch.empty(shape, device=self._start.device, dtype=self._start.dtype)
+                try:
+                    self._kv = torch.empty(shape, device=self._start.device, dtype=self._start.dtype)
+                except torch.OutOfMemoryError:
+                    raise OutOfMemory(
+                        f"no room on the GPU for {load.kv_tokens:,} KV tokens of {spec.num_layers} layers: "
+                        "give a workload of shorter requests or a smaller --tokens"
+                    ) from None
                 for part in self._kv.view(-1).chunk(64):
                     part.normal_()
             torch.cuda.synchronize()

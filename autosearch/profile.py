@@ -74,17 +74,22 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """date, versions, seconds: for the reader"""
 
     def kv_capacity(self, spec: ModelSpec) -> int | None:
-        """Tokens of KV that fit beside the weights at the engine's default share of memory; None: not known."""
-        if not self.memory:
-            return None
-        room = MEMORY_SHARE * self.memory - spec.num_parameters * KV_ITEMSIZE
-        return max(1, int(room / spec.kv_bytes_per_token(KV_ITEMSIZE)))
+        """See `kv_capacity`."""
+        return kv_capacity(self.memory, spec)
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".new")
         temporary.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
         temporary.replace(path)
+
+
+def kv_capacity(memory: int, spec: ModelSpec) -> int | None:
+    """Tokens of KV that fit beside the weights at the engine's default share of `memory` bytes; None: 0 bytes."""
+    if not memory:
+        return None
+    room = MEMORY_SHARE * memory - spec.num_parameters * KV_ITEMSIZE
+    return max(1, int(room / spec.kv_bytes_per_token(KV_ITEMSIZE)))
 
 
 def load_profile(path: Path) -> Profile:

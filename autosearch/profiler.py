@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from weft.autosearch.bench_protocol import Bench, Load
 from weft.autosearch.options import OneLineParser
-from weft.autosearch.profile import PairPoint, Point, Profile, cache_path, work_of
+from weft.autosearch.profile import PairPoint, Point, Profile, cache_path, kv_capacity, work_of
 from weft.autosearch.structure import LANES
 from weft.autosearch.workload import workload_load
 from weft.engine.errors import ConfigError, WeftError
@@ -76,7 +76,8 @@ class Profiler:
     def __init__(
         self, bench: Bench, spec: ModelSpec, load: Load, grid: Grid, progress: Callable[[str, int, int], None]
     ) -> None:
-        self._bench, self._load, self._grid, self._progress = bench, load, grid, progress
+        self._bench, self._grid, self._progress = bench, grid, progress
+        self._load = load.within(kv_capacity(bench.memory, spec))
         self._operations = {o.name: o for o in spec.layer_operations()}
         self._points: list[Point] = []
         self._pairs: list[PairPoint] = []

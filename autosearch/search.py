@@ -22,7 +22,7 @@ from weft.autosearch.bench_protocol import Bench, Load, Timing
 from weft.autosearch.interference import Row
 from weft.autosearch.machine import Machine
 from weft.autosearch.options import OneLineParser, add_search_flags
-from weft.autosearch.profile import Profile, cache_path, load_profile, recorded_profiles
+from weft.autosearch.profile import Profile, cache_path, kv_capacity, load_profile, recorded_profiles
 from weft.autosearch.profiler import CONFIGS, Grid, Profiler, open_gpu, today
 from weft.autosearch.refine import Refiner, serial_for, without_overlap
 from weft.autosearch.structure import transformations
@@ -311,7 +311,7 @@ def _key(name: str, load: Load) -> str:
 
 def steady_within(load: Load, capacity: int | None) -> Load:
     """The same steady state with no more decodes than the KV pool has room for: the dense batch shrinks with them."""
-    fitting = breakeven.within(load, capacity)
+    fitting = load.within(capacity)
     if fitting.decodes == load.decodes:
         return load
     steps = -(-load.tokens * fitting.decodes // (load.decodes * TOKEN_STEP))
@@ -380,6 +380,12 @@ def _search(
     known: Sequence[Period], progress: Progress,
 ) -> Result:  # fmt: skip
     profile = find_profile(spec, load, arguments.profile, target)
+    capacity = profile.kv_capacity(spec) if profile is not None else kv_capacity(bench.memory if bench else 0, spec)
+    if capacity is not None and capacity < load.context:
+        raise ConfigError(
+            f"this GPU has no room for one request of {load.context} tokens beside the weights of "
+            f"{arguments.model}: search on a larger one"
+        )
     started = time.monotonic()
     if profile is None:
         assert bench is not None

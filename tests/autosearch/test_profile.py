@@ -175,3 +175,20 @@ def test_nano_batches_get_the_decodes_that_the_engine_deals_them() -> None:
     assert abs(parts[0].decodes - parts[1].decodes) <= 1
     full = Load(512, 500, 100, 1).dealt([(0, 128), (128, 512)])
     assert [p.decodes for p in full] == [128, 372]
+
+
+def test_a_model_with_much_kv_is_measured_with_what_its_gpu_holds() -> None:
+    spec = spec_of(5120, 13824, 40, 40, 40)  # 819 kB a token, ten times as much as with grouped heads
+    bench = SyntheticBench(spec)
+    bench.memory = 140 * 10**9
+    room = profiles.kv_capacity(bench.memory, spec)
+    assert room is not None
+    assert 90 * TYPICAL.context < room < 140 * TYPICAL.context
+    asked: list[Load] = []
+    for name in ("alone", "pair"):
+        really = getattr(bench, name)
+        setattr(bench, name, lambda *a, really=really: (asked.append(a[-1]), really(*a))[1])
+    profile = recorded(bench)
+    assert profile.load.tokens == TYPICAL.tokens
+    assert max(load.kv_tokens for load in asked) == profile.load.kv_tokens <= room
+    assert {p.operation for p in profile.points} == set(profile.features)

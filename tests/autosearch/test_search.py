@@ -356,3 +356,30 @@ def test_the_cost_model_refuses_in_one_line(
         status = int(stop.code or 0)
     assert status == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_model_whose_kv_fills_the_gpu_is_searched_at_the_batch_it_can_run() -> None:
+    spec = spec_of(5120, 13824, 40, 40, 40)
+    bench = SyntheticBench(spec)
+    bench.memory = 140 * 10**9
+    profiler = Profiler(bench, spec, TYPICAL, Grid.coarse(TYPICAL, 132), lambda *_: None)
+    result = search.Search(spec, TYPICAL, profiler.run(target_for(spec), 100), bench, 4, max_num_seqs=1024).run("x")
+    measured = {line.load for line in result.lines if line.load.endswith("tokens")}
+    assert measured == {"384 tokens", "256 tokens"}  # about 100 decodes and the prefill that keeps up with them
+    for period in result.plan.periods:
+        period.check(spec, 132)
+
+
+def test_a_model_that_leaves_no_room_for_a_request_is_refused_in_one_line(
+    model: Path, tmp_path: Path, recorded: Profile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    large = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    (model / "config.json").write_text(json.dumps(CONFIG | large))
+    target = target_for(spec_of(8192, 28672, 80, 64, 8))
+    msgspec.structs.replace(recorded, memory=140 * 10**9, target=target).save(tmp_path / "profile.json")
+    arguments = ["--model", str(model), "--profile", str(tmp_path / "profile.json"), "--out", str(tmp_path / "p.json")]
+    assert cli.main(["search", *arguments]) != 0
+    error = capsys.readouterr().err.strip()
+    assert "no room for one request of 1280 tokens" in error
+    assert len(error.splitlines()) == 1
