@@ -251,17 +251,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def open_gpu(spec: ModelSpec, load: Load, seconds: float = 0.5) -> tuple[GpuBench, Target]:
-    """This machine's GPU as a bench. Raises `ConfigError` without one."""
+def open_gpu(
+    spec: ModelSpec, load: Load, seconds: float = 0.5, progress: Callable[[str], None] = lambda _: None
+) -> tuple[GpuBench, Target]:
+    """This machine's GPU as a bench, its matrix products tuned as an engine tunes them at its start.
+
+    Raises `ConfigError` without one.
+    """
     import torch
 
     if not torch.cuda.is_available():
         raise ConfigError("there is no GPU to measure on: give a recorded profile with --profile FILE")
     from weft.autosearch.gpu_bench import GpuBench
+    from weft.engine.config import EngineConfig
     from weft.engine.pipelines import target_of
+    from weft.engine.products import prepare_products
 
     context = max(load.prompt, 2 * load.context)
     tokens = -(-load.tokens // TOKEN_STEP) * TOKEN_STEP
+    config = EngineConfig.model_validate({})
+    prepare_products(  # or the serial plan would be slower than the engine's
+        spec, torch.device("cuda"), tokens, config.cache_path, config.tuning_seconds,
+        lambda phase, done, of: progress(f"{phase}, {done} of {of}"),
+    )  # fmt: skip
     bench = GpuBench(spec, max_tokens=tokens, max_context=context, seconds=seconds)
     return bench, target_of(spec, torch.device("cuda", torch.cuda.current_device()), torch.bfloat16)
 

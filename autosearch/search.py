@@ -369,15 +369,16 @@ def search(arguments: argparse.Namespace, progress: Progress = lambda _: None) -
     load = workload_load(arguments.workload, arguments.tokens, arguments.max_num_seqs, arguments.lengths)
     known = known_pipelines(arguments.start, spec) if arguments.start is not None else ()
     gpu, target = None, None
+    started = time.monotonic()
     if not arguments.predict_only and has_gpu():
-        gpu, target = open_gpu(spec, breakeven.scaled(load, max(breakeven.KV_FACTORS)))
+        gpu, target = open_gpu(spec, breakeven.scaled(load, max(breakeven.KV_FACTORS)), progress=progress)
     with closing(gpu) if gpu is not None else nullcontext():
-        return _search(arguments, spec, load, gpu, target, known, progress)
+        return _search(arguments, spec, load, gpu, target, known, started, progress)
 
 
 def _search(
     arguments: argparse.Namespace, spec: ModelSpec, load: Load, bench: Bench | None, target: Target | None,
-    known: Sequence[Period], progress: Progress,
+    known: Sequence[Period], started: float, progress: Progress,
 ) -> Result:  # fmt: skip
     profile = find_profile(spec, load, arguments.profile, target)
     capacity = profile.kv_capacity(spec) if profile is not None else kv_capacity(bench.memory if bench else 0, spec)
@@ -386,7 +387,6 @@ def _search(
             f"this GPU has no room for one request of {load.context} tokens beside the weights of "
             f"{arguments.model}: search on a larger one"
         )
-    started = time.monotonic()
     if profile is None:
         assert bench is not None
         assert target is not None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
-from weft.engine.device import DevicePlan
 from weft.engine.progress import Progress
 from weft.engine.spec import ModelSpec, Resource
 from weft.kernels import tuned
@@ -23,24 +24,30 @@ def product_shapes(spec: ModelSpec) -> list[Shape]:
     ]
 
 
-def prepare_products(spec: ModelSpec, plan: DevicePlan, progress: Progress | None = None) -> None:
-    """Load what was found at earlier starts, and search for what nobody knows, `plan.tuning_seconds` at most."""
+def prepare_products(
+    spec: ModelSpec, device: torch.device, max_tokens: int, cache_dir: Path, seconds: float,
+    progress: Progress | None = None,
+) -> None:  # fmt: skip
+    """Load what was found at earlier starts, and search for what nobody knows, so many seconds at most.
+
+    max_tokens: of an iteration.
+    """
     from weft.kernels.tuning import QuickTimer
 
     def report(done: int, total: int) -> None:
         if progress is not None:
             progress(TUNING, done, total)
 
-    with torch.cuda.device(plan.device), torch.inference_mode():
+    with torch.cuda.device(device), torch.inference_mode():
         timer = QuickTimer(spec.head_dim, spec.num_kv_heads)
         found = tuned.find(
             product_shapes(spec),
-            plan.max_num_batched_tokens,
-            tuned.machine(plan.device),
-            plan.cache_dir,
+            max_tokens,
+            tuned.machine(device),
+            cache_dir,
             timer,
             timer.rule,
-            budget_s=plan.tuning_seconds,
+            budget_s=seconds,
             progress=report,
         )
         del timer

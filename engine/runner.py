@@ -61,7 +61,7 @@ def make_runner(spec: ModelSpec, weights: Weights, plan: DevicePlan, progress: P
             if error.name != "triton":
                 raise
             raise ConfigError("a GPU needs Triton: pip install 'weft-serve[gpu]', or use --device cpu") from None
-        prepare_products(spec, plan, progress)
+        prepare_products(spec, plan.device, plan.max_num_batched_tokens, plan.cache_dir, plan.tuning_seconds, progress)
         return CudaRunner(spec, weights, plan, progress)
     from weft.engine.cpu_runner import CpuRunner
 

@@ -66,7 +66,7 @@ def choose(num_tokens: int, features: int, depth: int, num_sms: int) -> GemmConf
         fill = {s: tiles * s / (triton.cdiv(tiles * s, slots) * slots) for s in (1, 2, 4, 8) if s * 4 <= steps}
         split = next((s for s in fill if fill[s] >= 0.9), max(fill, key=lambda s: fill[s], default=1))
         return GemmConfig(tokens, 64, 128, 4 if tokens <= 32 else 3, 4, 8, split, True, per_sm, 1, ahead=4)
-    if num_tokens <= 256 or triton.cdiv(num_tokens, 128) * triton.cdiv(features, 256) < num_sms:
+    if triton.cdiv(num_tokens, 128) * triton.cdiv(features, 256) < num_sms:
         return GemmConfig(128, 128, 64, 4, 8 if num_tokens > 256 else 4, 8, 1, False, 1, 1)
     return SPECIAL if _has_special() else GemmConfig(128, 256, 64, 3, 8)
 

@@ -114,10 +114,10 @@ def test_residual(tokens: int, hidden: int, k: int, dtype: torch.dtype, config: 
 
 
 def check_gate_up(tokens: int, hidden: int, inter: int, dtype: torch.dtype, config: GemmConfig | None, device: str,
-                  num_sms: int) -> None:  # fmt: skip
+                  num_sms: int, parts: int = 2) -> None:  # fmt: skip
     x = torch.randn(tokens, hidden, device=device).to(dtype) * 2
     w = (torch.randn(2 * inter, hidden, device=device) / hidden**0.5).to(dtype)
-    sumsq = parts_of(x, 2)
+    sumsq = parts_of(x, parts)
     want = reference.gate_up_project(x.float(), sumsq.sum(0), w.float(), EPS)
     out = torch.full((tokens, inter), float("nan"), dtype=dtype, device=device)
     projections.gate_up_project(x, sumsq, w, EPS, out=out, num_sms=num_sms, space=gemm.workspace(device), config=config)
@@ -131,6 +131,17 @@ def check_gate_up(tokens: int, hidden: int, inter: int, dtype: torch.dtype, conf
 
 def test_gate_up_of_few_tokens(device: str, num_sms: int) -> None:
     check_gate_up(5, 128, 96, torch.float16, TINY, device, num_sms)
+
+
+def test_gate_up_with_more_partial_sums_than_fit_the_loops_registers(device: str, num_sms: int) -> None:
+    check_gate_up(5, 160, 32, torch.float16, TINY, device, num_sms, parts=160)
+
+
+@pytest.mark.parametrize("config", [SQUARE, WIDE, SPECIAL, None])
+@pytest.mark.parametrize("parts", [40, 64])
+@pytest.mark.usefixtures("large")
+def test_gate_up_with_many_partial_sums(parts: int, config: GemmConfig | None, device: str, num_sms: int) -> None:
+    check_gate_up(200, 1280, 1024, torch.bfloat16, config, device, num_sms, parts)
 
 
 @pytest.mark.parametrize("config", [SQUARE, WIDE, SPECIAL, None])
