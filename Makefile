@@ -11,14 +11,14 @@ PORT ?= 8000
 ARGS ?=
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help serve test lint types format unit prometheus chromium bench clean
+.PHONY: help serve test lint types format unit kernels prometheus chromium bench clean
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 serve: $(VENV)/.serve ## serve the demo model on 127.0.0.1:8000 (PORT=, ARGS="--max-num-seqs 64" …)
 	@exec $(BIN)/weft serve --host $(HOST) --port $(PORT) $(ARGS)
 
-test: lint unit ## lint, types and every test
+test: lint unit kernels ## lint, types and every test
 
 lint: $(VENV)/.test ## ruff and mypy
 	$(BIN)/ruff check .
@@ -35,6 +35,11 @@ format: $(VENV)/.test ## reformat the code
 
 unit: $(VENV)/.test prometheus chromium
 	$(BIN)/python -m pytest $(ARGS)
+
+# Without a GPU Triton interprets the kernels: small shapes against their torch twins.
+kernels: $(VENV)/.test
+	@$(BIN)/python -c 'import sys, torch; sys.exit(torch.cuda.is_available())' || exit 0; \
+	  TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/gpu
 
 # The tests of deploy/ run a real Prometheus. Debian's package is unpacked here: nothing is installed, no service starts.
 prometheus:
@@ -75,6 +80,6 @@ $(VENV)/.serve: $(VENV)/bin/python pyproject.toml constraints.txt
 # Both without their requirements: litellm asks for an older huggingface-hub than transformers does and works without it;
 # what lm-eval imports only for some tasks (scikit-learn, scipy, nltk …) is larger than all that these tests need of it.
 $(VENV)/.test: $(VENV)/.serve
-	@$(INSTALL) -e ".[test,conformance]"
+	@$(INSTALL) -e ".[test,conformance,gpu]"
 	@$(INSTALL) --no-deps $$(sed -n '/^litellm==/p; /^lm-eval==/p' constraints.txt)
 	@touch $@

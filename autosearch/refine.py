@@ -72,12 +72,13 @@ class Refiner:
                 if self._better(period, current):
                     current, improved = period, True
                     accepted.append(text)
-                    self._progress(text)
+                    self._progress(f"accepted: {text}")
                     break
         return Refined(current, self.median([current])[0], len(self._tried), tuple(accepted))
 
     def median(self, periods: Sequence[Period]) -> list[Timing]:
         """Medians of `REPEATS` measurements of each, taken in turn so that drifting clocks meet all of them."""
+        self._progress(f"repeating {len(periods)} pipeline{'s' if len(periods) > 1 else ''}")
         rounds = [[self._bench.period(p, self._load) for p in periods] for _ in range(REPEATS)]
         return [Timing(*(statistics.median(v) for v in zip(*each, strict=True))) for each in zip(*rounds, strict=True)]
 
@@ -90,6 +91,7 @@ class Refiner:
             self._tried[period_key(period)] = float("inf")
             return None
         self._tried[period_key(period)] = timing.ms
+        self._progress(f"pipeline {len(self._tried)}: {timing.ms:.3f} ms a layer")
         return timing
 
     def _better(self, period: Period, current: Period) -> bool:

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from conversations import Conversations
 from harness import GREEDY, Harness
 
 from weft.engine.config import EngineConfig
@@ -60,6 +61,17 @@ def test_a_pipeline_gives_the_serial_plans_tokens(tmp_path: Path) -> None:
     print(f"{same} of {len(serial)} requests have the same 40 tokens")
     # bf16 sums in another order may turn a near tie: random prompts have many
     assert same >= 0.9 * len(serial)
+
+
+def test_the_demo_model_answers_alike(tmp_path: Path) -> None:
+    spec = read_spec(EngineConfig().model_path)
+    plan = _plan_file(tmp_path / "plan.json", spec, (two_nano_batches(512, 256, 32),))
+    talk = Conversations(64, 300)
+    serial, piped = (talk.ask(Harness("demo", num_pages=800, plan=p, **SMALL)) for p in ("serial", str(plan)))
+    same = sum(a == b for a, b in zip(serial.tokens, piped.tokens, strict=True))
+    print(f"{same} of 64 answers are the same, right {serial.right} and {piped.right}")
+    assert same >= 63
+    assert piped.right >= serial.right - 1 >= 60
 
 
 def test_pages_leave_beside_the_products_of_a_pipeline(tmp_path: Path) -> None:

@@ -1,0 +1,164 @@
+"""The executor's pipelines against its serial plan, without an engine: on a GPU, or in order under the interpreter."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from weft.autosearch.bench_protocol import Load
+from weft.autosearch.gpu_bench import batch_of
+from weft.engine.batch import Batch
+from weft.engine.cuda_inputs import DeviceInputs, Layout
+from weft.engine.executor import Executor
+from weft.engine.plan import NanoOperation, Period, serial_period
+from weft.engine.spec import ModelSpec, RopeScaling
+from weft.engine.weights import load_weights
+from weft.kernels import attention_triton
+from weft.kernels.attention import AttentionShape
+from weft.kernels.attention_triton import PER_SM, TritonAttention
+from weft.kernels.gemm_config import SPECIAL, GemmConfig
+
+PAGE = 16
+SMALL = GemmConfig(64, 64, 64, 3, 4, 8)
+
+
+def _spec(hidden: int, inter: int, heads: int, kv_heads: int, head_dim: int) -> ModelSpec:
+    return ModelSpec(
+        "LlamaForCausalLM", 160, hidden, inter, 2, heads, kv_heads, head_dim, 2048, 1e-5, 1e4, RopeScaling(),
+        False, False, False, None, "bfloat16",
+    )  # fmt: skip
+
+
+class _InOrder:
+    """A stream or an event of a device that runs what it is given at once, in the order of launch."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def _nothing(self, *_: object) -> None: ...
+
+    wait_stream = wait_event = record = _nothing
+
+
+@pytest.fixture
+def streams(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if device == "cpu":
+        properties = SimpleNamespace(multi_processor_count=4)
+        zeros = torch.zeros
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+        monkeypatch.setattr(torch.cuda, "Stream", _InOrder)
+        monkeypatch.setattr(torch.cuda, "Event", _InOrder)
+        monkeypatch.setattr(torch.cuda, "current_stream", _InOrder)
+        monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(torch, "zeros", lambda *a, **k: zeros(*a, **{**k, "pin_memory": False}))
+        monkeypatch.setattr(attention_triton, "check", lambda *_: None)
+    with torch.inference_mode():
+        yield
+
+
+class Machine:
+    """Two layers with random weights, and one iteration whose last token of every request is sampled."""
+
+    def __init__(self, spec: ModelSpec, load: Load, device: str) -> None:
+        self.spec, self.load, self.sms = spec, load, torch.cuda.get_device_properties(0).multi_processor_count
+        dtype = torch.bfloat16 if device == "cuda" else torch.float16
+        weights = load_weights(
+            spec, Path(), device=torch.device(device), dtype=dtype, max_positions=2048, dummy_seed=1
+        )  # fmt: skip
+        self.batch = _sampled(batch_of(load, PAGE))
+        requests, pages = self.batch.page_table.shape
+        layout = Layout.of(load.tokens, load.tokens, spec.heads_per_kv, nano_batches=3)
+        inputs = DeviceInputs(layout, torch.device(device), requests, pages)
+        shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, PAGE, dtype, torch.device(device))
+        self.executor = Executor(spec, weights, inputs, dtype, TritonAttention(shape, self.sms))
+        pool = (int(self.batch.page_table.max()) + 1, spec.num_layers, 2, PAGE, spec.num_kv_heads, spec.head_dim)
+        self._kv = torch.randn(pool, device=device).to(dtype)
+        self.executor.last_token.copy_(torch.arange(load.tokens) % spec.vocab_size)
+
+    def logits(self, period: Period, part_tokens: int = 2048) -> Tensor:
+        """`[requests, V]`. part_tokens: where decode attention is cut."""
+        period.check(self.spec, self.sms)
+        kv, inputs = self._kv.clone(), self.executor.inputs
+        inputs._sent_pages[:] = 0
+        inputs.page_table.zero_()
+        inputs.send(
+            self.batch, period, num_kv_heads=self.spec.num_kv_heads, group=self.spec.heads_per_kv, per_sm=PER_SM,
+            part_tokens=part_tokens,
+        )  # fmt: skip
+        rows = len(self.batch.sampled_rows)
+        self.executor.logits.fill_(float("nan"))
+        self.executor.forward(period, kv, rows)
+        return self.executor.logits[:rows].clone()
+
+
+def _sampled(batch: Batch) -> Batch:
+    rows = np.arange(batch.num_requests, dtype=np.int32)
+    last = np.cumsum(batch.query_len, dtype=np.int32) - 1
+    zeros, none = np.zeros(len(rows), np.float32), batch.sampling.bias_rows
+    sampling: Any = {"slots": batch.slots, "logit_tokens": last, "top_k": none, "uniform": zeros, "temperature": zeros}
+    sampling |= {"top_p": zeros, "min_p": zeros, "top_k": np.zeros(len(rows), np.int32)}
+    ids = np.where(np.arange(batch.num_tokens) < batch.num_decodes, -1, np.arange(batch.num_tokens) % 160)
+    return batch._replace(
+        sampled_rows=rows, sampling=batch.sampling._replace(**sampling), token_ids=ids.astype(np.int32)
+    )
+
+
+def _pipeline(cuts: tuple[int, ...], config: GemmConfig, sms: int, attention_sms: int) -> Period:
+    """While one nano-batch attends, the others go through the matrices, some of them a layer ahead."""
+    ranges = list(zip((0, *cuts[:-1]), cuts, strict=True))
+    operations = []
+    for k, own in enumerate(ranges):
+        operations += [NanoOperation(n, *own, sms - attention_sms, config=config) for n in ("o", "gate_up", "down")]
+        operations.append(NanoOperation("qkv", *own, sms - attention_sms, next_layer=True, config=config))
+        lane: Any = "memory" if k % 2 == 0 else "compute"
+        operations += [NanoOperation(n, *own, attention_sms, lane, next_layer=True) for n in ("decode", "prefill")]
+    # prefill attention of a range needs the keys of all before it: they stand before it in the list
+    return Period(cuts[-1], tuple(operations), offload="gate_up")
+
+
+def _serial(spec: ModelSpec, tokens: int, sms: int, config: GemmConfig | None) -> Period:
+    period = serial_period(spec, tokens, sms)
+    operations = (
+        op if op.operation in ("decode", "prefill") else msgspec.structs.replace(op, config=config)
+        for op in period.operations
+    )
+    return msgspec.structs.replace(period, operations=tuple(operations))
+
+
+@pytest.mark.parametrize("cuts", [(128, 384), (256, 384), (128, 256, 384)])
+@pytest.mark.usefixtures("streams")
+def test_a_pipeline_gives_the_serial_plans_logits_to_the_bit(cuts: tuple[int, ...], device: str) -> None:
+    large = device == "cuda"
+    spec = _spec(1024, 3584, 8, 2, 128) if large else _spec(128, 192, 4, 2, 64)
+    config = (SPECIAL if torch.cuda.get_device_capability()[0] == 9 else SMALL) if large else SMALL
+    # less than the bucket: the last places are padding
+    machine = Machine(spec, Load(380, 90 if large else 30, 200 if large else 60, 75), device)
+    want = machine.logits(_serial(spec, cuts[-1], machine.sms, config))
+    assert want.isfinite().all()
+    assert want.std() > 0.01
+    attention_sms = 20 if large else 2
+    assert torch.equal(machine.logits(_pipeline(cuts, config, machine.sms, attention_sms)), want)
+    assert torch.equal(machine.logits(_serial(spec, cuts[-1], machine.sms, config)), want)
+
+
+@pytest.mark.usefixtures("streams")
+def test_where_the_order_of_sums_differs_logits_are_near(device: str) -> None:
+    """Decode attention cut elsewhere; products with other feature tiles, whose partial squares group differently."""
+    spec = _spec(1024, 3584, 8, 2, 128) if device == "cuda" else _spec(128, 192, 4, 2, 64)
+    machine = Machine(spec, Load(256, 4, 600, 84), device)
+    want = machine.logits(_serial(spec, 256, machine.sms, SMALL))
+    other = GemmConfig(64, 128, 64, 3, 4, 8)
+    for got in (
+        machine.logits(_serial(spec, 256, machine.sms, SMALL), part_tokens=128),
+        machine.logits(_serial(spec, 256, machine.sms, other)),
+    ):
+        assert float((got - want).norm() / want.norm()) < 2e-2
