@@ -34,8 +34,8 @@ def add_search_flags(parser: argparse.ArgumentParser) -> None:
         "--budget-seconds",
         metavar="S",
         type=float,
-        default=600,
-        help="time for the whole search, longer where profile, solver and one look at each pipeline take it [600]",
+        default=540,
+        help="time for the whole search, longer where profile, solver and one look at each pipeline take it [540]",
     )
     parser.add_argument(
         "--measure-seconds", metavar="S", type=float, default=1.0,

@@ -33,6 +33,10 @@ CONFIGS = (
 wrote per tile and two ranges must have equally many"""
 
 
+EARLY_PAIRS = 2
+"""products, the largest, whose pairs come before most of what is measured alone"""
+
+
 class Grid(NamedTuple):
     """Where operations are measured."""
 
@@ -86,7 +90,7 @@ class Profiler:
     def run(self, target: Target, budget_s: float, made: str = "") -> Profile:
         """Raises `ConfigError` when the budget does not even allow one point of every operation."""
         end = time.monotonic() + budget_s
-        tasks = [*self._alone_on_all(), *self._choices(), *self._alone_on_few(), *self._beside()]
+        tasks = self.tasks()
         for done, (text, task) in enumerate(tasks):
             if time.monotonic() > end:
                 break
@@ -99,7 +103,14 @@ class Profiler:
         points, pairs, memory = tuple(self._points), tuple(self._pairs), self._bench.memory
         return Profile(target, self._load, features, points, pairs, memory, self._configs, made=made)
 
-    # -- tasks, by importance
+    def tasks(self) -> list[tuple[str, Callable[[], None]]]:
+        """What is measured, in words and how, the most important first.
+
+        Pairs come early: without them a search would believe that overlap costs nothing.
+        """
+        alone, pairs = list(self._alone_on_all()), list(self._beside())
+        dense, first = len(self._operations), len(self._grid.guest_sms) * EARLY_PAIRS
+        return [*alone[:dense], *self._choices(), *pairs[:first], *alone[dense:], *pairs[first:], *self._alone_on_few()]
 
     def _alone_on_all(self) -> Iterator[tuple[str, Callable[[], None]]]:
         for last in (True, False):  # the dense batch of every operation first
@@ -128,11 +139,11 @@ class Profiler:
 
     def _beside(self) -> Iterator[tuple[str, Callable[[], None]]]:
         present = [o for o in self._operations.values() if work_of(o, self._load)]
-        computes = [o for o in present if o.resource is Resource.COMPUTE]
+        computes = sorted((o for o in present if o.resource is Resource.COMPUTE), key=lambda o: -o.out * o.inner)
         guests = [o for o in present if o.resource is not Resource.COMPUTE]
         for guest in guests:
-            for sms in self._grid.guest_sms:
-                for op in computes:
+            for op in computes:
+                for sms in self._grid.guest_sms:
                     yield f"{op.name} beside {guest.name} on {sms}", self._pair_task(op, guest, sms)
 
     def _amounts(self, op: Operation, tokens: tuple[int, ...]) -> tuple[Load, ...]:

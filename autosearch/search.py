@@ -502,6 +502,8 @@ def report(result: Result, console: Console) -> None:
     for resource, pairs in result.table_3.items():
         text = ", ".join(f"{r:.2f} -> {p:.2f}" for r, p in pairs)
         console.print(f"loss of the product -> share of solo speed, {resource.value}: {text}", highlight=False)
+    if not result.exchange:
+        console.print("No pair of operations was measured: the predictions leave out what overlap costs.")
     if not result.measured:
         console.print("Nothing here was measured: these are predictions from a recorded profile.")
     for text in result.accepted:

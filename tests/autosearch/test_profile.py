@@ -16,7 +16,8 @@ from weft.autosearch.profile import Curves, Profile, cache_path, load_profile, r
 from weft.autosearch.profiler import CONFIGS, Grid, Profiler
 from weft.autosearch.workload import steady_load, workload_load
 from weft.engine.errors import ConfigError
-from weft.engine.plan import NanoOperation
+from weft.engine.plan import NanoOperation, Period
+from weft.engine.spec import ModelSpec
 
 OPERATIONS = {o.name: o for o in LLAMA_8B.layer_operations()}
 
@@ -175,6 +176,30 @@ def test_nano_batches_get_the_decodes_that_the_engine_deals_them() -> None:
     assert abs(parts[0].decodes - parts[1].decodes) <= 1
     full = Load(512, 500, 100, 1).dealt([(0, 128), (128, 512)])
     assert [p.decodes for p in full] == [128, 372]
+
+
+@pytest.mark.parametrize("spec", [LLAMA_8B, spec_of(3584, 18944, 28, 28, 4)], ids=["8b", "qwen"])
+def test_a_profile_cut_short_already_knows_what_overlap_costs(spec: ModelSpec) -> None:
+    bench = SyntheticBench(spec, compute_slowdown=1.24, guest_slowdown=1.49)
+    profiler = Profiler(bench, spec, TYPICAL, Grid.coarse(TYPICAL, 132), lambda *_: None)
+    tasks = profiler.tasks()
+    profiler.tasks = lambda: tasks[: len(tasks) // 4]  # type: ignore[method-assign]
+    machine = Machine(profiler.run(target_for(spec), 100.0), spec)
+    for cut, sms in ((1024, 32), (1024, 20), (896, 48), (768, 32)):
+        period = halves(cut, sms)
+        assert machine.period(period, TYPICAL).ms == pytest.approx(bench.period(period, TYPICAL).ms, rel=0.02)
+
+
+def halves(cut: int, attention_sms: int) -> Period:
+    """Two nano-batches half a layer apart."""
+    operations = []
+    for own in ((0, cut), (cut, 2048)):
+        for name in ("o", "gate_up", "down", "qkv", "decode", "prefill"):
+            product = name not in ("decode", "prefill")
+            sms, lane = (attention_sms, "memory") if name == "decode" else (132 - attention_sms, "compute")
+            ahead, config = name in ("qkv", "decode", "prefill"), CONFIGS[0] if product else None
+            operations.append(NanoOperation(name, *own, sms, lane, ahead, config))  # type: ignore[arg-type]
+    return Period(2048, tuple(operations))
 
 
 def test_a_model_with_much_kv_is_measured_with_what_its_gpu_holds() -> None:
