@@ -13,39 +13,26 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from weft.autosearch import breakeven, gantt
-from weft.autosearch.bench_protocol import Bench, Load, Timing
-from weft.autosearch.interference import Row
+from weft.autosearch.bench_protocol import Bench, Load
 from weft.autosearch.machine import Machine
 from weft.autosearch.options import OneLineParser, add_search_flags
 from weft.autosearch.profile import Profile, cache_path, kv_capacity, load_profile, recorded_profiles
 from weft.autosearch.profiler import CONFIGS, Grid, Profiler, open_gpu, today
 from weft.autosearch.refine import Refiner, serial_for, without_overlap
+from weft.autosearch.report import Line, Result, report
+from weft.autosearch.stages import Choice, Stages, StagesFile, predict, read_stages
 from weft.autosearch.structure import transformations
 from weft.autosearch.workload import workload_load
 from weft.engine.errors import ConfigError, WeftError
 from weft.engine.plan import TOKEN_STEP, Period, Plan, Target, load_plan, model_key
 from weft.engine.spec import ModelSpec, Resource, read_spec
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-VERSION = 1
-"""of the file of `--stages`"""
-EFFORT = 1.0
-"""deterministic seconds of one call of the solver"""
-GUEST_SMS = (20, 24, 32, 36, 48)
-"""of 132: SMs that stage I plans for attention with"""
-PER_LEVEL = 4
-"""structures of each that stage II looks at"""
-KEPT = 5
-"""pipelines of one load"""
 REFINED = 3
-"""of these, where the refinement may begin"""
+"""pipelines of one load where its refinement may begin"""
 DENSE_STEPS = 5
 """dense batches that are looked at: the largest, then each TOKEN_STEP smaller"""
 MEASURED_EACH = 16
@@ -57,84 +44,6 @@ DECODE_FACTORS = (0.25, 0.5, 0.75, 1.0)
 LOADS = (("typical", 1.0), ("light", 0.5), ("heavy", 1.5))
 """KV per decode, in proportion to the workload's"""
 Progress = Callable[[str], None]
-
-
-class Choice(NamedTuple):
-    """A pipeline and its predicted period."""
-
-    ms: float
-    period: Period
-
-
-class Stages(NamedTuple):
-    """What the two stages found for one load."""
-
-    serial_ms: float
-    structure_ms: float
-    """the best period of stage I: without interference, every operation on all SMs"""
-    choices: list[Choice]
-    """different pipelines, the shortest first"""
-
-
-class StagesFile(msgspec.Struct, forbid_unknown_fields=True):
-    """Keeps what the solver found, so that a machine with a GPU and no solver can go on from there."""
-
-    target: Target
-    load: Load
-    stages: dict[str, Stages]
-    """by `_key`"""
-    version: int = VERSION
-
-
-def predict(machine: Machine, load: Load, progress: Progress = lambda _: None) -> Stages:
-    """Stages I and II for one load; a second or so per structure, the same every time.
-
-    Raises `ConfigError` when OR-tools is not installed.
-    """
-    try:
-        from weft.autosearch import stage_one, stage_two
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != "ortools":
-            raise
-        raise ConfigError("the search needs OR-tools: pip install 'weft-serve[search]'") from None
-    total = machine.num_sms
-    step = stage_two.guest_levels(total)[0]
-    levels = {max(step, round(n * total / 132 / step) * step) for n in GUEST_SMS}
-    found: dict[bytes, stage_one.Solved] = {}
-    bound = float("inf")
-    for guest_sms in (total, *sorted(n for n in levels if n < total)):
-        progress(f"stage I with {guest_sms} SMs for attention")
-        solved = stage_one.search(machine, load, guest_sms, EFFORT)
-        if guest_sms == total and solved:
-            bound = solved[0].ms
-        for each in solved[:PER_LEVEL]:
-            found.setdefault(msgspec.json.encode(each.period), each)
-    choices = []
-    for i, each in enumerate(found.values()):
-        progress(f"stage II, structure {i + 1} of {len(found)}")
-        choices.append(Choice(*stage_two.assign(machine, each.period, load, EFFORT)))
-    return Stages(machine.serial_ms(load), bound, sorted(choices, key=lambda c: c.ms)[:KEPT])
-
-
-class Line(NamedTuple):
-    """A row of the report: one load, one stage."""
-
-    load: str
-    stage: str
-    predicted_ms: float | None
-    measured: Timing | None
-
-
-class Result(NamedTuple):
-    plan: Plan
-    lines: list[Line]
-    exchange: dict[Resource, list[Row]]
-    """R -> P by what a kernel is short of, R exactly its SMs"""
-    table_3: dict[Resource, list[tuple[float, float]]]
-    """R -> P as the paper has it, R what the product beside it loses"""
-    accepted: tuple[str, ...]
-    seconds: float
-    measured: bool
 
 
 class Search:
@@ -426,19 +335,6 @@ def known_pipelines(path: Path, spec: ModelSpec) -> tuple[Period, ...]:
     return plan.periods
 
 
-def read_stages(path: Path, target: Target, load: Load) -> dict[str, Stages]:
-    """What an earlier search kept; nothing when there is no such file. Raises `ConfigError`."""
-    if not path.exists():
-        return {}
-    try:
-        file = msgspec.json.decode(path.read_bytes(), type=StagesFile)
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"cannot read --stages {path}: {error}") from None
-    if (file.version, file.target, file.load) != (VERSION, target, load):
-        raise ConfigError(f"--stages {path} is of another GPU, model, workload or version: remove it")
-    return file.stages
-
-
 def has_gpu() -> bool:
     import torch
 
@@ -472,46 +368,6 @@ def run(arguments: argparse.Namespace) -> int:
         gantt.draw(period, Console(), title=f"pipeline {i + 1} of {len(result.plan.periods)}")
     print(f"{arguments.out}: {gantt.summary(result.plan)}")
     return 0
-
-
-def report(result: Result, console: Console) -> None:
-    """Predicted against measured for each load and stage, and what sharing SMs costs."""
-    from rich.table import Table
-
-    title = f"one layer, {result.plan.target.gpu}, {result.plan.workload}, {result.seconds:.0f} s of search"
-    table = Table(title=title, title_justify="left")
-    for name in ("load", "stage", "predicted ms", "measured ms", "W", "MHz", "J", "gain"):
-        table.add_column(name, justify="left" if name in ("load", "stage") else "right")
-    serial = {line.load: line for line in result.lines if line.stage == "serial"}
-    for line in result.lines:
-        base = serial.get(line.load)
-        gain = None
-        if base is not None and line.measured is not None and base.measured is not None:
-            gain = base.measured.ms / line.measured.ms
-        elif base is not None and not result.measured and line.predicted_ms and base.predicted_ms:
-            gain = base.predicted_ms / line.predicted_ms
-        own = line.measured
-        table.add_row(
-            line.load, line.stage, _shown(line.predicted_ms), _shown(own and own.ms), _shown(own and own.watts, 0),
-            _shown(own and own.mhz, 0), _shown(own and own.joules), _shown(gain),
-        )  # fmt: skip
-    console.print(table)
-    for resource, rows in result.exchange.items():
-        kept = ", ".join(f"{r.share:.2f} -> {r.performance:.2f} ±{r.spread * r.performance:.2f}" for r in rows)
-        console.print(f"share of the SMs -> share of solo speed, {resource.value}: {kept}", highlight=False)
-    for resource, pairs in result.table_3.items():
-        text = ", ".join(f"{r:.2f} -> {p:.2f}" for r, p in pairs)
-        console.print(f"loss of the product -> share of solo speed, {resource.value}: {text}", highlight=False)
-    if not result.exchange:
-        console.print("No pair of operations was measured: the predictions leave out what overlap costs.")
-    if not result.measured:
-        console.print("Nothing here was measured: these are predictions from a recorded profile.")
-    for text in result.accepted:
-        console.print(f"refinement: {text}", highlight=False)
-
-
-def _shown(value: float | None, digits: int = 3) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

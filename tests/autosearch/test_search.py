@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from synthetic import LLAMA_8B, TYPICAL, SyntheticBench, spec_of, target_for
 
-from weft.autosearch import gantt, profile, search, show
+from weft.autosearch import gantt, profile, search, show, stages
 from weft.autosearch.bench_protocol import Load, Timing
 from weft.autosearch.profile import Profile
 from weft.autosearch.profiler import Grid, Profiler
@@ -37,10 +37,10 @@ def recorded() -> Profile:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(search, "GUEST_SMS", (32,))
-    monkeypatch.setattr(search, "PER_LEVEL", 1)
+    monkeypatch.setattr(stages, "GUEST_SMS", (32,))
+    monkeypatch.setattr(stages, "PER_LEVEL", 1)
     monkeypatch.setattr(search, "DENSE_STEPS", 2)
-    monkeypatch.setattr(search, "EFFORT", 0.2)
+    monkeypatch.setattr(stages, "EFFORT", 0.2)
     monkeypatch.setattr(search, "LOADS", search.LOADS[:1])
     monkeypatch.setattr(search, "has_gpu", lambda: False)
     monkeypatch.setattr(profile, "SHIPPED", tmp_path / "none")
@@ -57,10 +57,10 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def plan(recorded: Profile) -> Plan:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "GUEST_SMS", (32,))
-        patch.setattr(search, "PER_LEVEL", 1)
+        patch.setattr(stages, "GUEST_SMS", (32,))
+        patch.setattr(stages, "PER_LEVEL", 1)
         patch.setattr(search, "DENSE_STEPS", 1)
-        patch.setattr(search, "EFFORT", 0.2)
+        patch.setattr(stages, "EFFORT", 0.2)
         patch.setattr(search, "LOADS", search.LOADS[:1])
         return search.Search(LLAMA_8B, TYPICAL, recorded, None, 100).run("1024:512").plan
 
@@ -72,9 +72,9 @@ def test_a_search_with_a_bench_measures_what_it_reports(recorded: Profile) -> No
     assert result.measured
     dense = [line.load for line in result.lines if line.load.endswith("tokens")]
     assert dense == ["2048 tokens", "1920 tokens"]
-    stages = {line.stage.split(",")[0]: line for line in result.lines if line.load == "typical"}
-    assert list(stages) == ["stage I", "serial", "nano-batches in turn", "stage II", "refined"]
-    serial, second, refined = (stages[s] for s in ("serial", "stage II", "refined"))
+    lines = {line.stage.split(",")[0]: line for line in result.lines if line.load == "typical"}
+    assert list(lines) == ["stage I", "serial", "nano-batches in turn", "stage II", "refined"]
+    serial, second, refined = (lines[s] for s in ("serial", "stage II", "refined"))
     assert serial.measured is not None
     assert second.measured is not None
     assert refined.measured is not None
@@ -83,7 +83,7 @@ def test_a_search_with_a_bench_measures_what_it_reports(recorded: Profile) -> No
     assert second.measured.ms == pytest.approx(second.predicted_ms, rel=0.03)
     assert refined.measured.ms <= second.measured.ms < serial.measured.ms
     # cutting alone costs; only overlap wins
-    assert stages["nano-batches in turn"].measured.ms >= serial.measured.ms * 0.999  # type: ignore[union-attr]
+    assert lines["nano-batches in turn"].measured.ms >= serial.measured.ms * 0.999  # type: ignore[union-attr]
     for period in result.plan.periods:
         period.check(LLAMA_8B, 132)
         assert period.figures["gain"] == pytest.approx(
@@ -109,9 +109,9 @@ def test_the_command_goes_from_a_profile_to_a_plan_and_a_picture(
 ) -> None:  # fmt: skip
     monkeypatch.setenv("COLUMNS", "150")
     recorded.save(tmp_path / "profile.json")
-    out, svg, stages = tmp_path / "plan.json", tmp_path / "plan.svg", tmp_path / "stages.json"
+    out, svg, kept = tmp_path / "plan.json", tmp_path / "plan.svg", tmp_path / "stages.json"
     arguments = ["search", "--model", str(model), "--profile", str(tmp_path / "profile.json"), "--out", str(out)]
-    arguments += ["--svg", str(svg), "--stages", str(stages)]
+    arguments += ["--svg", str(svg), "--stages", str(kept)]
     assert cli.main(arguments) == 0
     text = capsys.readouterr().out
     assert "Nothing here was measured" in text
@@ -217,7 +217,7 @@ def test_a_plan_to_start_from_competes(
 
     def found(*start: Period) -> list[Period]:
         one = search.Search(LLAMA_8B, TYPICAL, recorded, bench, 0.0, known=start)
-        one.stages["typical, 2048 tokens"] = search.Stages(99.0, 1.0, [search.Choice(9.0, bad)])
+        one.stages["typical, 2048 tokens"] = stages.Stages(99.0, 1.0, [stages.Choice(9.0, bad)])
         return [msgspec.structs.replace(p, figures={}) for p in one.run("x").plan.periods]
 
     bench = SyntheticBench(LLAMA_8B) if measured else None

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import LLAMA_8B, TYPICAL, SyntheticBench, assert_schedule_is_possible, small_profile, spec_of, target_for
 
-from weft.autosearch import search, stage_one, stage_two
+from weft.autosearch import stage_one, stage_two, stages
 from weft.autosearch.bench_protocol import Load
 from weft.autosearch.machine import Machine
 from weft.autosearch.profiler import Grid, Profiler
@@ -223,10 +223,10 @@ def test_what_the_solver_promises_is_what_plays_out() -> None:
 
 
 def test_the_same_search_twice_gives_the_same_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "GUEST_SMS", (32,))
-    monkeypatch.setattr(search, "PER_LEVEL", 1)
+    monkeypatch.setattr(stages, "GUEST_SMS", (32,))
+    monkeypatch.setattr(stages, "PER_LEVEL", 1)
     machine = real_machine()
-    first, second = search.predict(machine, TYPICAL), search.predict(machine, TYPICAL)
+    first, second = stages.predict(machine, TYPICAL), stages.predict(machine, TYPICAL)
     assert first == second
     assert first.choices[0].ms < first.serial_ms
     assert first.structure_ms < first.choices[0].ms
@@ -236,7 +236,7 @@ def test_the_same_search_twice_gives_the_same_pipelines(monkeypatch: pytest.Monk
 def test_a_batch_too_small_to_cut_has_no_pipeline(load: Load) -> None:
     machine = real_machine()
     assert stage_one.search(machine, load, 132, 1.0) == []
-    assert search.predict(machine, load).choices == []
+    assert stages.predict(machine, load).choices == []
 
 
 @pytest.mark.parametrize("load", [Load(2048, 0, 1, 1024), Load(2048, 2048, 4000, 1), Load(2100, 700, 1000, 1024)])
@@ -252,10 +252,10 @@ def test_odd_loads_have_possible_pipelines(load: Load) -> None:
 def test_models_never_seen_need_no_manual_step(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shapes of Qwen2.5-7B and Llama-2-13B."""
     machine = real_machine(spec=spec)
-    monkeypatch.setattr(search, "GUEST_SMS", (32,))
-    stages = search.predict(machine, TYPICAL)
-    stages.choices[0].period.check(spec, 132)
-    assert stages.choices[0].ms < stages.serial_ms
+    monkeypatch.setattr(stages, "GUEST_SMS", (32,))
+    found = stages.predict(machine, TYPICAL)
+    found.choices[0].period.check(spec, 132)
+    assert found.choices[0].ms < found.serial_ms
 
 
 def test_an_all_reduce_may_be_two_all_gathers() -> None:

@@ -1,0 +1,96 @@
+"""Stages I and II for one load: pipelines from a profile, and the file that keeps them for a machine without solver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from weft.autosearch.bench_protocol import Load
+from weft.autosearch.machine import Machine
+from weft.engine.errors import ConfigError
+from weft.engine.plan import Period, Target
+
+VERSION = 1
+"""of the file of `--stages`"""
+EFFORT = 1.0
+"""deterministic seconds of one call of the solver"""
+GUEST_SMS = (20, 24, 32, 36, 48)
+"""of 132: SMs that stage I plans for attention with"""
+PER_LEVEL = 4
+"""structures of each that stage II looks at"""
+KEPT = 5
+"""pipelines of one load"""
+Progress = Callable[[str], None]
+
+
+class Choice(NamedTuple):
+    """A pipeline and its predicted period."""
+
+    ms: float
+    period: Period
+
+
+class Stages(NamedTuple):
+    """What the two stages found for one load."""
+
+    serial_ms: float
+    structure_ms: float
+    """the best period of stage I: without interference, every operation on all SMs"""
+    choices: list[Choice]
+    """different pipelines, the shortest first"""
+
+
+class StagesFile(msgspec.Struct, forbid_unknown_fields=True):
+    """Keeps what the solver found, so that a machine with a GPU and no solver can go on from there."""
+
+    target: Target
+    load: Load
+    stages: dict[str, Stages]
+    """by `_key`"""
+    version: int = VERSION
+
+
+def predict(machine: Machine, load: Load, progress: Progress = lambda _: None) -> Stages:
+    """Stages I and II for one load; a second or so per structure, the same every time.
+
+    Raises `ConfigError` when OR-tools is not installed.
+    """
+    try:
+        from weft.autosearch import stage_one, stage_two
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "ortools":
+            raise
+        raise ConfigError("the search needs OR-tools: pip install 'weft-serve[search]'") from None
+    total = machine.num_sms
+    step = stage_two.guest_levels(total)[0]
+    levels = {max(step, round(n * total / 132 / step) * step) for n in GUEST_SMS}
+    found: dict[bytes, stage_one.Solved] = {}
+    bound = float("inf")
+    for guest_sms in (total, *sorted(n for n in levels if n < total)):
+        progress(f"stage I with {guest_sms} SMs for attention")
+        solved = stage_one.search(machine, load, guest_sms, EFFORT)
+        if guest_sms == total and solved:
+            bound = solved[0].ms
+        for each in solved[:PER_LEVEL]:
+            found.setdefault(msgspec.json.encode(each.period), each)
+    choices = []
+    for i, each in enumerate(found.values()):
+        progress(f"stage II, structure {i + 1} of {len(found)}")
+        choices.append(Choice(*stage_two.assign(machine, each.period, load, EFFORT)))
+    return Stages(machine.serial_ms(load), bound, sorted(choices, key=lambda c: c.ms)[:KEPT])
+
+
+def read_stages(path: Path, target: Target, load: Load) -> dict[str, Stages]:
+    """What an earlier search kept; nothing when there is no such file. Raises `ConfigError`."""
+    if not path.exists():
+        return {}
+    try:
+        file = msgspec.json.decode(path.read_bytes(), type=StagesFile)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"cannot read --stages {path}: {error}") from None
+    if (file.version, file.target, file.load) != (VERSION, target, load):
+        raise ConfigError(f"--stages {path} is of another GPU, model, workload or version: remove it")
+    return file.stages
