@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 LANES = ("compute", "memory", "network")
 COLORS = {
     "qkv": "#4c78a8", "o": "#72b7b2", "gate_up": "#f2a65a", "down": "#d1725b", "prefill": "#9d83c4",
-    "decode": "#5aa469", "offload": "#8fa3bf",
+    "decode": "#5aa469",
 }  # fmt: skip
 NETWORK_COLOR = "#8fa3bf"
 
@@ -55,8 +55,8 @@ def picture(period: Period) -> Picture:
 
 def _offload(period: Period, bars: list[Bar]) -> list[Bar]:
     """Where pages leave for the host: beside the first part of the operation that the plan names."""
-    beside = [b for b in bars if b.op.operation == period.offload and b.op.begin == 0]
-    return [b._replace(op=NanoOperation("offload", b.op.begin, b.op.end, 0, "network")) for b in beside]
+    gate = period.gate
+    return [b._replace(op=NanoOperation("offload", b.op.begin, b.op.end, 0, "network")) for b in bars if b.op is gate]
 
 
 def wrapped(picture: Picture) -> list[Bar]:

@@ -121,6 +121,7 @@ class Executor:
         parts = [1] * -(-period.tokens // TOKEN_STEP)
         events: dict[tuple[int, int], torch.cuda.Event] = {}
         index = {id(op): i for i, op in enumerate(operations)}
+        gate = period.gate
         for layer, op in period.unrolled(self.spec.num_layers):
             if only is not None and op not in only:
                 continue
@@ -130,7 +131,7 @@ class Executor:
             for edge in waits[i]:
                 if (event := events.get((edge.before, turn + edge.distance))) is not None:
                     stream.wait_event(event)
-            if op.operation == period.offload and op.begin == 0:
+            if op is gate:
                 self.gates[layer].record(stream)
             # Launched early, the waiting programs of one lane would sit on the SMs that another lane is to have.
             with torch.cuda.stream(stream), dependent_launch(not lanes):

@@ -74,6 +74,11 @@ class Period(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         return tuple(o.sms for o in sorted(self.operations, key=lambda o: o.begin) if o.operation == "decode")
 
     @property
+    def gate(self) -> NanoOperation | None:
+        """The first part of the `offload` operation: pages leave for the host from its beginning on."""
+        return next((o for o in self.operations if o.operation == self.offload and o.begin == 0), None)
+
+    @property
     def begins(self) -> tuple[int, ...]:
         """Where the token ranges begin, in order."""
         return tuple(sorted({o.begin for o in self.operations}))

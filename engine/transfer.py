@@ -51,7 +51,7 @@ class Copy(Protocol):
 
     @property
     def seconds(self) -> float:
-        """From its first byte to its last; known once `done()`."""
+        """From its first byte to its last, waits at gates included; known once `done()`."""
         ...
 
 

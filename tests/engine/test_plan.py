@@ -82,6 +82,14 @@ def test_an_impossible_pipeline_is_refused(period: Period, message: str) -> None
         period.check(SPEC, 132)
 
 
+def test_pages_leave_beside_the_first_part_of_the_product() -> None:
+    period = two_halves()
+    assert period.gate is None
+    gate = msgspec.structs.replace(period, offload="gate_up").gate
+    assert gate is not None
+    assert gate.label == "gate_up[0:256]"
+
+
 def test_attention_is_cut_alike() -> None:
     period = two_halves()
     operations = [o for o in period.operations if o.operation != "prefill"]

@@ -42,11 +42,15 @@ def _spec(hidden: int, inter: int, heads: int, kv_heads: int, head_dim: int) -> 
 class _InOrder:
     """A stream or an event of a device that runs what it is given at once, in the order of launch."""
 
-    def __init__(self, *_: object, **__: object) -> None: ...
+    def __init__(self, *_: object, **__: object) -> None:
+        self.records = 0
 
-    def _nothing(self, *_: object) -> None: ...
+    def record(self, *_: object) -> None:
+        self.records += 1
 
-    wait_stream = wait_event = record = _nothing
+    def wait_stream(self, *_: object) -> None: ...
+
+    def wait_event(self, *_: object) -> None: ...
 
 
 @pytest.fixture
@@ -103,9 +107,9 @@ class Machine:
 def _sampled(batch: Batch) -> Batch:
     rows = np.arange(batch.num_requests, dtype=np.int32)
     last = np.cumsum(batch.query_len, dtype=np.int32) - 1
-    zeros, none = np.zeros(len(rows), np.float32), batch.sampling.bias_rows
-    sampling: Any = {"slots": batch.slots, "logit_tokens": last, "top_k": none, "uniform": zeros, "temperature": zeros}
-    sampling |= {"top_p": zeros, "min_p": zeros, "top_k": np.zeros(len(rows), np.int32)}
+    zeros = np.zeros(len(rows), np.float32)
+    sampling: Any = {"slots": batch.slots, "logit_tokens": last, "top_k": np.zeros(len(rows), np.int32)}
+    sampling |= dict.fromkeys(("temperature", "top_p", "min_p", "uniform"), zeros)
     ids = np.where(np.arange(batch.num_tokens) < batch.num_decodes, -1, np.arange(batch.num_tokens) % 160)
     return batch._replace(
         sampled_rows=rows, sampling=batch.sampling._replace(**sampling), token_ids=ids.astype(np.int32)
@@ -147,6 +151,8 @@ def test_a_pipeline_gives_the_serial_plans_logits_to_the_bit(cuts: tuple[int, ..
     assert want.std() > 0.01
     attention_sms = 20 if large else 2
     assert torch.equal(machine.logits(_pipeline(cuts, config, machine.sms, attention_sms)), want)
+    if not large:  # the gate of each layer once, by the pipeline alone
+        assert [gate.records for gate in machine.executor.gates] == [1] * spec.num_layers  # type: ignore[attr-defined]
     assert torch.equal(machine.logits(_serial(spec, cuts[-1], machine.sms, config)), want)
 
 
