@@ -56,6 +56,7 @@ def place(
 ) -> list[Placed]:  # fmt: skip
     """The periods with the KV and token counts at which they are the fastest, by rising KV; one may appear twice.
 
+    capacity: KV tokens that the device holds; no load has more, so that each context is one KV count.
     closer: measure more loads around each change of winner; a search that is out of time does not.
 
     Beyond the measured loads nothing is promised: there the serial plan runs.
@@ -64,12 +65,15 @@ def place(
         return []
 
     def measure(context: int) -> Row:
-        each = load._replace(context=context).within(capacity)
+        each = load._replace(context=context)
         progress(f"{each.kv_tokens:,} KV tokens")
         serial = bench.period(serial_for(spec, each, bench.num_sms), each).ms
         return Row(each, (serial * (1 - MIN_GAIN), *(_ms(bench, p, each) for p in periods)))
 
-    rows = [measure(context) for context in sorted({scaled(load, f).context for f in factors})]
+    contexts = {scaled(load, f).context for f in factors}
+    if capacity is not None:
+        contexts = {min(context, max(1, capacity // load.decodes)) for context in contexts}
+    rows = [measure(context) for context in sorted(contexts)]
     for _ in range(HALVINGS if closer else 0):  # look closer where the winner changes
         middles = [(a.load.context + b.load.context) // 2 for a, b in pairwise(rows) if a.winner != b.winner]
         known = {r.load.context for r in rows}

@@ -77,10 +77,9 @@ class Refiner:
         return Refined(current, self.median([current])[0], len(self._tried), tuple(accepted))
 
     def median(self, periods: Sequence[Period]) -> list[Timing]:
-        """Medians of `REPEATS` measurements of each, taken in turn so that drifting clocks meet all of them."""
+        """See `medians`."""
         self._progress(f"repeating {len(periods)} pipeline{'s' if len(periods) > 1 else ''}")
-        rounds = [[self._bench.period(p, self._load) for p in periods] for _ in range(REPEATS)]
-        return [Timing(*(statistics.median(v) for v in zip(*each, strict=True))) for each in zip(*rounds, strict=True)]
+        return medians(self._bench, periods, self._load)
 
     def _measure(self, period: Period) -> Timing | None:
         """None: this GPU cannot run it."""
@@ -140,6 +139,12 @@ class Refiner:
             for config in self._configs:
                 text = f"{name} with {config.tokens}x{config.features}x{config.depth} group {config.group}"
                 yield text, _changed(period, name, config=config)
+
+
+def medians(bench: Bench, periods: Sequence[Period], load: Load) -> list[Timing]:
+    """Medians of `REPEATS` measurements of each, taken in turn so that drifting clocks meet all of them."""
+    rounds = [[bench.period(p, load) for p in periods] for _ in range(REPEATS)]
+    return [Timing(*(statistics.median(v) for v in zip(*each, strict=True))) for each in zip(*rounds, strict=True)]
 
 
 def period_key(period: Period) -> bytes:

@@ -30,6 +30,9 @@ class Result(NamedTuple):
     table_3: dict[Resource, list[tuple[float, float]]]
     """R -> P as the paper has it, R what the product beside it loses"""
     accepted: tuple[str, ...]
+    """what refinement changed"""
+    dropped: tuple[str, ...]
+    """pipelines that did not win when they were measured again"""
     seconds: float
     measured: bool
 
@@ -68,6 +71,8 @@ def report(result: Result, console: Console) -> None:
         console.print("Nothing here was measured: these are predictions from a recorded profile.")
     for text in result.accepted:
         console.print(f"refinement: {text}", highlight=False)
+    for text in result.dropped:
+        console.print(f"dropped: {text}", highlight=False)
 
 
 def _shown(value: float | None, digits: int = 3) -> str:

@@ -22,7 +22,7 @@ from weft.autosearch.machine import Machine
 from weft.autosearch.options import OneLineParser, add_search_flags
 from weft.autosearch.profile import Profile, cache_path, kv_capacity, load_profile, recorded_profiles
 from weft.autosearch.profiler import CONFIGS, Grid, Profiler, open_gpu, today
-from weft.autosearch.refine import Refiner, serial_for, without_overlap
+from weft.autosearch.refine import REPEATS, Refiner, medians, serial_for, without_overlap
 from weft.autosearch.report import Line, Result, report
 from weft.autosearch.stages import Choice, Stages, StagesFile, predict, read_stages
 from weft.autosearch.structure import transformations
@@ -39,6 +39,8 @@ MEASURED_EACH = 16
 """measurements of one load besides its refinement: the candidates, the medians of what is reported"""
 BREAK_EVEN = 3.5
 """loads that finding a break-even measures at most, for each that it begins with"""
+LAST_LOOK = 4 * REPEATS
+"""measurements of the pipelines that one group of loads ends with: two of them, and the serial plan beside each"""
 DECODE_FACTORS = (0.25, 0.5, 0.75, 1.0)
 """KV per decode where decodes fill the pool, in proportion"""
 LOADS = (("typical", 1.0), ("light", 0.5), ("heavy", 1.5))
@@ -67,6 +69,7 @@ class Search:
         """seconds of one measurement"""
         self._lines: list[Line] = []
         self._accepted: tuple[str, ...] = ()
+        self._dropped: list[str] = []
         self.stages: dict[str, Stages] = {}
         """by `_key`; what is there already is not searched again"""
 
@@ -85,7 +88,7 @@ class Search:
         for load, members, factors in groups:
             placed += self._placed(load, members, factors, len(members) / left)
             left -= len(members)
-        final = tuple(self._described(p.period, p.load) for p in placed)
+        final = self._kept([self._described(p.period, p.load) for p in placed])
         seconds = self._clock() - self._started
         made = f"{today()}, {'measured' if self._bench else 'predicted from a recorded profile'}, {seconds:.0f} s"
         dense = self._load.tokens if any(p.tokens == self._load.tokens for p in final) else 0
@@ -94,7 +97,9 @@ class Search:
         exchange = {r: rows for r in Resource if (rows := found.table(r))}
         table_3: dict[Resource, list[tuple[float, float]]] = {}
         table_3 |= {r: found.exchange(r) for r in exchange if r is not Resource.COMPUTE}
-        return Result(plan, self._lines, exchange, table_3, self._accepted, seconds, self._bench is not None)
+        return Result(
+            plan, self._lines, exchange, table_3, self._accepted, tuple(self._dropped), seconds, self._bench is not None
+        )
 
     def _placed(
         self, load: Load, loads: Sequence[tuple[str, Load]], factors: Sequence[float], share: float
@@ -104,7 +109,7 @@ class Search:
         share: of the time that is left.
         """
         end = self._clock() + share * max(0.0, self._budget_s - (self._clock() - self._started))
-        end -= self._cost * (MEASURED_EACH * len(loads) + BREAK_EVEN * len(factors) * (1 + len(loads)))
+        end -= self._cost * (MEASURED_EACH * len(loads) + BREAK_EVEN * len(factors) * (1 + len(loads)) + LAST_LOOK)
         periods: list[Period] = []
         for i, (name, each) in enumerate(loads):
             seconds = max(0.0, end - self._clock()) / (len(loads) - i)
@@ -175,6 +180,17 @@ class Search:
         self._accepted += tuple(f"{name}: {text}" for text in refined.accepted)
         return refined.period if last.ms < plain.ms else None
 
+    def _kept(self, described: Sequence[Period]) -> tuple[Period, ...]:
+        """Those that still win where they were placed: of many measurements the luckiest one decided there."""
+        kept = []
+        for period in described:
+            if (gain := period.figures["gain"]) > 1 + breakeven.MIN_GAIN:
+                kept.append(period)
+            else:
+                at = f"{period.tokens} tokens, {period.figures['kv_tokens']:,.0f} KV tokens"
+                self._dropped.append(f"{at}: gain {gain:.3f} when measured again, the serial plan runs")
+        return tuple(kept)
+
     def _about(self, name: str) -> Progress:
         return lambda text: self._progress(f"{name}: {text}")
 
@@ -190,7 +206,8 @@ class Search:
             "serial_predicted_joules": self._machine.period(serial, load).joules,
         }
         if self._bench is not None:
-            own, plain = self._bench.period(period, load), self._bench.period(serial, load)
+            self._progress(f"{load.tokens} tokens, {load.kv_tokens:,} KV tokens: the last look")
+            own, plain = medians(self._bench, [period, serial], load)
             figures |= {
                 "measured_ms": own.ms, "measured_watts": own.watts, "measured_mhz": own.mhz,
                 "measured_joules": own.joules, "serial_measured_ms": plain.ms, "serial_measured_watts": plain.watts,

@@ -162,6 +162,23 @@ def test_beyond_what_was_measured_the_serial_plan_runs() -> None:
     assert placed.period.min_tokens == round(2048 * breakeven.TOKEN_SHARES[0]) - TOKEN_STEP + 1
 
 
+@pytest.mark.parametrize("room", [0.6, 1.1, 1.7, 3.0])
+def test_no_more_kv_is_promised_than_the_device_holds(room: float) -> None:
+    measured = []
+
+    class Fast(SyntheticBench):
+        def period(self, period: Period, load: Load) -> Timing:
+            measured.append(load)
+            return Timing(2.0 if len(period.operations) == 6 else 1.0, 1.0, 1.0)
+
+    capacity = round(room * TYPICAL.kv_tokens)
+    (placed,) = breakeven.place(Fast(LLAMA_8B), LLAMA_8B, [naive()], TYPICAL, capacity=capacity)
+    # as many decodes in each, so that a KV count stands for one load
+    assert {load.decodes for load in measured} == {TYPICAL.decodes}
+    assert placed.period.min_kv_tokens < placed.period.max_kv_tokens <= capacity + 1
+    assert placed.period.max_kv_tokens > min(capacity, 2 * TYPICAL.kv_tokens) - TYPICAL.decodes
+
+
 def test_a_pipeline_that_never_wins_has_no_place() -> None:
     class Slow(SyntheticBench):
         def period(self, period: Period, _: Load) -> Timing:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -18,6 +20,7 @@ from weft.autosearch.bench_protocol import Load, Timing
 from weft.autosearch.profile import Profile
 from weft.autosearch.profiler import Grid, Profiler
 from weft.autosearch.refine import without_overlap
+from weft.autosearch.report import report
 from weft.engine.errors import ConfigError
 from weft.engine.plan import Period, Plan, load_plan, serial_period
 from weft.server import cli
@@ -100,6 +103,32 @@ def test_where_overlap_cannot_win_there_is_no_pipeline() -> None:
     result = search.Search(LLAMA_8B, TYPICAL, profiler.run(target_for(LLAMA_8B), 100), bench, 4).run("1024:512")
     assert result.plan.periods == ()
     assert "the serial plan runs" in gantt.summary(result.plan)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_pipeline_that_was_only_lucky_is_dropped_and_the_report_says_so(recorded: Profile) -> None:
+    class Lucky(SyntheticBench):
+        last = False
+
+        def period(self, period: Period, load: Load) -> Timing:
+            timing = super().period(period, load)
+            return timing._replace(ms=timing.ms * (1.5 if self.last else 0.9)) if len(period.operations) > 6 else timing
+
+        def hear(self, text: str) -> None:
+            self.last |= "last look" in text
+
+    bench = Lucky(LLAMA_8B)
+    result = search.Search(LLAMA_8B, TYPICAL, recorded, bench, 6, bench.hear).run("1024:512")
+    assert result.plan.periods == ()
+    assert result.plan.dense_batch == 0
+    printed = io.StringIO()
+    report(result, Console(file=printed, width=200))
+    lines = [text for text in printed.getvalue().splitlines() if "dropped" in text]
+    assert lines
+    for line in lines:
+        assert re.fullmatch(
+            r"dropped: \d+ tokens, [\d,]+ KV tokens: gain 0\.\d+ when measured again, the serial plan runs", line
+        )
 
 
 @pytest.mark.usefixtures("quick")
