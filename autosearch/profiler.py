@@ -91,12 +91,14 @@ class Profiler:
         """Raises `ConfigError` when the budget does not even allow one point of every operation."""
         end = time.monotonic() + budget_s
         tasks = self.tasks()
-        for done, (text, task) in enumerate(tasks):
+        done = 0
+        for text, task in tasks:
             if time.monotonic() > end:
                 break
             self._progress(text, done, len(tasks))
             task()
-        self._progress("done", len(tasks), len(tasks))
+            done += 1
+        self._progress("done" if done == len(tasks) else "its share of the time is over", done, len(tasks))
         if missing := set(self._operations) - {p.operation for p in self._points}:
             raise ConfigError(f"{budget_s:g} seconds are too few: {', '.join(sorted(missing))} was not measured")
         features = {name: o.out for name, o in self._operations.items()}
