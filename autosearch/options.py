@@ -29,6 +29,10 @@ def add_search_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile", metavar="FILE", type=Path, help="a recorded profile [this GPU's, else a shipped one]"
     )
+    parser.add_argument(
+        "--full-profile", action="store_true",
+        help="first record every 128 tokens and 8 SMs (some 840 measurements, 5 to 10 minutes more); kept for later",
+    )  # fmt: skip
     parser.add_argument("--predict-only", action="store_true", help="measure nothing, even where there is a GPU")
     parser.add_argument(
         "--budget-seconds",

@@ -247,12 +247,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", metavar="N", type=int, default=2048, help="the dense batch [2048]")
     parser.add_argument("--out", metavar="FILE", type=Path, help="where to write it [the cache]")
     parser.add_argument("--budget-seconds", metavar="S", type=float, default=150, help="time for measuring [150]")
+    parser.add_argument(
+        "--measure-seconds", metavar="S", type=float, default=0.5, help="of one measurement; its second half counts"
+    )
     parser.add_argument("--full", action="store_true", help="every 128 tokens and 8 SMs: needs --budget-seconds 900")
     arguments = parser.parse_args(argv)
     try:
         spec = read_spec(arguments.model)
         load = workload_load(arguments.workload, arguments.tokens)
-        bench, target = open_gpu(spec, load)
+        bench, target = open_gpu(spec, load, arguments.measure_seconds)
         with closing(bench):
             profile = record(bench, spec, load, target, arguments.budget_seconds, full=arguments.full, made=today())
         out = arguments.out or cache_path(target)

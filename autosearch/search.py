@@ -306,7 +306,7 @@ def _search(
     arguments: argparse.Namespace, spec: ModelSpec, load: Load, bench: Bench | None, target: Target | None,
     known: Sequence[Period], started: float, progress: Progress,
 ) -> Result:  # fmt: skip
-    profile = find_profile(spec, load, arguments.profile, target)
+    profile = None if arguments.full_profile else find_profile(spec, load, arguments.profile, target)
     capacity = profile.kv_capacity(spec) if profile is not None else kv_capacity(bench.memory if bench else 0, spec)
     if capacity is not None and capacity < load.context:
         raise ConfigError(
@@ -316,10 +316,15 @@ def _search(
     if profile is None:
         assert bench is not None
         assert target is not None
-        grid = Grid.coarse(load, bench.num_sms)
+        full = arguments.full_profile
+        grid = (Grid.full if full else Grid.coarse)(load, bench.num_sms)
         profiler = Profiler(bench, spec, load, grid, lambda text, i, n: progress(f"profile: {text}, {i} of {n}"))
-        profile = profiler.run(target, min(150.0, arguments.budget_seconds / 3), today())
+        seconds = float("inf") if full else min(150.0, arguments.budget_seconds / 3)
+        began = time.monotonic()
+        profile = profiler.run(target, seconds, today())
         profile.save(cache_path(target))
+        if full:
+            started += time.monotonic() - began  # asked for beside the budget
     if bench is not None:
         bench.seconds = arguments.measure_seconds
     left = arguments.budget_seconds - (time.monotonic() - started)
@@ -362,6 +367,11 @@ def run(arguments: argparse.Namespace) -> int:
     """The command: progress on stderr, the report on stdout."""
     from rich.console import Console
 
+    if arguments.full_profile:
+        if arguments.profile is not None or arguments.predict_only:
+            raise ConfigError("--full-profile measures a new profile: leave out --profile and --predict-only")
+        if not has_gpu():
+            raise ConfigError("--full-profile measures on a GPU, and there is none here")
     for option in ("budget", "measure"):
         seconds = getattr(arguments, f"{option}_seconds")
         if seconds <= 0:

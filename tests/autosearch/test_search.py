@@ -22,7 +22,7 @@ from weft.autosearch.profiler import Grid, Profiler
 from weft.autosearch.refine import without_overlap
 from weft.autosearch.report import report
 from weft.engine.errors import ConfigError
-from weft.engine.plan import Period, Plan, load_plan, serial_period
+from weft.engine.plan import Period, Plan, Target, load_plan, serial_period
 from weft.server import cli
 
 CONFIG = {
@@ -184,6 +184,8 @@ def test_a_recorded_profile_is_found_by_its_model(recorded: Profile) -> None:
         (["--out", "/nowhere/plan.json"], "there is no folder /nowhere"),
         (["--svg", "/nowhere/plan.svg"], "--svg /nowhere/plan.svg: there is no folder"),
         (["--stages", "/"], "--stages /: there is no folder"),
+        (["--full-profile"], "--full-profile measures on a GPU, and there is none here"),
+        (["--full-profile", "--predict-only"], "leave out --profile and --predict-only"),
         ([], "no recorded profile"),
         (["--tokes", "5"], "unknown option --tokes; did you mean --tokens"),
     ],
@@ -385,6 +387,34 @@ def test_the_cost_model_refuses_in_one_line(
         status = int(stop.code or 0)
     assert status == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_full_profile_has_every_step_is_kept_and_found_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gpu(SyntheticBench):
+        def close(self) -> None: ...
+
+    target = target_for(LLAMA_8B)
+    gpus: list[Gpu] = []
+
+    def opened(*_: object, **__: object) -> tuple[Gpu, Target]:
+        gpus.append(Gpu(LLAMA_8B))
+        return gpus[-1], target
+
+    monkeypatch.setattr(search, "has_gpu", lambda: True)
+    monkeypatch.setattr(search, "open_gpu", opened)
+    arguments = ["--model", str(model), "--out", str(tmp_path / "p.json"), "--budget-seconds", "1"]
+    assert cli.main(["search", *arguments, "--full-profile"]) == 0
+    kept = profile.load_profile(profile.cache_path(target))
+    for operation in ("qkv", "o", "gate_up", "down"):
+        measured = {(p.work, p.sms) for p in kept.points if p.operation == operation}
+        assert {(t, s) for t in range(128, 2049, 128) for s in (132, *range(68, 125, 8))} <= measured
+    assert {p.guest_sms for p in kept.pairs} == set(range(8, 65, 8))
+    assert cli.main(["search", *arguments]) == 0
+    full, again = (gpu.calls for gpu in gpus)
+    assert again < full - 800  # nothing was profiled again
 
 
 @pytest.mark.usefixtures("quick")
