@@ -18,7 +18,12 @@ help: ## list the targets
 serve: $(VENV)/.serve ## serve the demo model on 127.0.0.1:8000 (PORT=, ARGS="--max-num-seqs 64" …)
 	@exec $(BIN)/weft serve --host $(HOST) --port $(PORT) $(ARGS)
 
-test: lint unit kernels ## lint, types and every test
+# The kernels' tests beside the others: most of those wait, and the ones that mind a busy core come last.
+test: lint prometheus chromium ## lint, types and every test
+	@mkdir -p build; $(MAKE) --no-print-directory kernels >build/kernels.log 2>&1 & kernels=$$!; \
+	trap "kill $$kernels 2>/dev/null" INT TERM; \
+	$(MAKE) --no-print-directory unit; unit=$$?; wait $$kernels; kernels=$$?; cat build/kernels.log; \
+	test $$unit = 0 && test $$kernels = 0
 
 lint: $(VENV)/.test ## ruff and mypy
 	$(BIN)/ruff check .

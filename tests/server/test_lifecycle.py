@@ -70,7 +70,7 @@ async def test_a_client_that_leaves_ends_its_request(server: Server, stream: boo
 
 
 async def test_timeout_is_504_before_the_first_byte_and_an_event_after_it() -> None:
-    async with serving(request_timeout=0.2) as server:
+    async with serving(request_timeout=1.0) as server:
         server.engine.script = Script(gate=asyncio.Event())
         for stream in (False, True):
             response = await server.post("/v1/completions", {**BODY, "stream": stream})
