@@ -19,7 +19,7 @@ serve: $(VENV)/.serve ## serve the demo model on 127.0.0.1:8000 (PORT=, ARGS="--
 	@exec $(BIN)/weft serve --host $(HOST) --port $(PORT) $(ARGS)
 
 # The kernels' tests beside the others: most of those wait, and the ones that mind a busy core come last.
-test: lint prometheus chromium ## lint, types and every test
+test: lint ## lint, types and every test
 	@mkdir -p build; $(MAKE) --no-print-directory kernels >build/kernels.log 2>&1 & kernels=$$!; \
 	trap "kill $$kernels 2>/dev/null" INT TERM; \
 	$(MAKE) --no-print-directory unit; unit=$$?; wait $$kernels; kernels=$$?; cat build/kernels.log; \

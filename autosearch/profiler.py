@@ -248,7 +248,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", metavar="FILE", type=Path, help="where to write it [the cache]")
     parser.add_argument("--budget-seconds", metavar="S", type=float, default=150, help="time for measuring [150]")
     parser.add_argument(
-        "--measure-seconds", metavar="S", type=float, default=0.5, help="of one measurement; its second half counts"
+        "--measure-seconds",
+        metavar="S",
+        type=float,
+        default=0.5,
+        help="how long one measurement runs; its second half counts [0.5]",
     )
     parser.add_argument("--full", action="store_true", help="every 128 tokens and 8 SMs: needs --budget-seconds 900")
     arguments = parser.parse_args(argv)
