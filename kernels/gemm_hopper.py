@@ -4,6 +4,9 @@ Two warpgroups own 64 rows each of a 128 x 256 tile; one producer warp streams b
 the next tile while the epilogue of this one is computed. What an epilogue reads is on its way during the long loop: the
 residual tile arrives by TMA beside the operands, rotary factors and row scales wait in registers.
 
+A QKV product with `split` 2 deals its last, partial wave out in halves of tiles (128 features) where they have enough
+programs: 168 tiles on 112 SMs then take one and a half waves instead of two.
+
 `projections` and `gemm.matmul` launch these; the plain Triton kernels there serve few tokens and other shapes.
 """
 
@@ -46,13 +49,26 @@ def _tile_of(tile, tiles_m, tiles_n, GROUP: gl.constexpr):
 
 
 @gluon.jit
+def _dealt(tiles, HALVES: gl.constexpr):
+    """(whole tiles, half tiles): the last wave in halves, where they have enough programs."""
+    if HALVES:
+        last = tiles % gl.num_programs(0)
+        last *= (2 * last <= gl.num_programs(0)).to(gl.int32)
+        return tiles - last, 2 * last
+    else:
+        return tiles, 0
+
+
+@gluon.jit
 def _produce(
-    a, w, x, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, tiles_m, tiles_n, steps,
+    a, w, w_half, x, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, tiles_m, tiles_n, steps,
     KIND: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    HALVES: gl.constexpr,
 ):  # fmt: skip
     count = 0
     turn = 0
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+    whole, halves = _dealt(tiles_m * tiles_n, HALVES)
+    for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
         tile_m, tile_n = _tile_of(tile, tiles_m, tiles_n, GROUP)
         for step in range(steps):
             stage = count % STAGES
@@ -68,6 +84,17 @@ def _produce(
                         mbarrier.expect(x_full.index(half), 64 * BN * 2)
                         load_tile(x, [tile_m * 128 + half * 64, tile_n * BN], x_full.index(half), io_smem.index(half))
         turn += 1  # noqa: SIM113
+    if HALVES:  # noqa: SIM102 (the outer one is settled when compiled)
+        if gl.program_id(0) < halves:
+            tile_m, tile_n = _tile_of(whole + gl.program_id(0) // 2, tiles_m, tiles_n, GROUP)
+            col = tile_n * BN + gl.program_id(0) % 2 * (BN // 2)
+            for step in range(steps):
+                stage = count % STAGES
+                mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+                mbarrier.expect(full.index(stage), (128 + BN // 2) * BK * 2)
+                load_tile(a, [tile_m * 128, step * BK], full.index(stage), a_smem.index(stage))
+                load_tile(w_half, [col, step * BK], full.index(stage), w_smem.index(stage).slice(0, BN // 2))
+                count += 1
 
 
 @gluon.jit
@@ -115,12 +142,71 @@ def _store_half(
 
 
 @gluon.jit
+def _multiply(
+    a_smem, w_smem, full, empty, count, steps,
+    WG: gl.constexpr, WIDTH: gl.constexpr, ACC: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """`[64, WIDTH]` of one tile in `ACC`, from the stages that the producer fills, and the stages used so far."""
+    acc = gl.zeros([64, WIDTH], gl.float32, layout=ACC)
+    for step in range(steps):
+        stage = count % STAGES
+        mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+        a_mine = a_smem.index(stage).slice(WG * 64, 64)
+        w_mine = w_smem.index(stage) if WIDTH == BN else w_smem.index(stage).slice(0, WIDTH)
+        acc = warpgroup_mma(a_mine, w_mine.permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        # at most this step is still in flight: the one before has left its stage
+        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=step > 0)
+        count += 1
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
+    return acc, count
+
+
+@gluon.jit
+def _qkv_rows(sumsq, rows, live, stride_sumsq, K, eps, positions, rotary, lane, PARTS: gl.constexpr, D: gl.constexpr):
+    """(scale `[64]`, cos and sin `[64, W]`) of a tile's rows; `lane` are columns that begin a head."""
+    scale = _row_scale(sumsq, rows, live, stride_sumsq, K, eps, PARTS)
+    position = gl.load(positions + rows, mask=rows < live, other=0).to(gl.int64)
+    return scale, gl.load(rotary + position[:, None] * D + (lane % D)[None, :])
+
+
+@gluon.jit
+def _page_rows(slots, slot_rows, live, layer, layers, PAGE: gl.constexpr):
+    slot = gl.load(slots + slot_rows, mask=slot_rows < live, other=0).to(gl.int64)
+    return (slot // PAGE * layers + layer) * (2 * PAGE) + slot % PAGE
+
+
+@gluon.jit
+def _qkv_piece(
+    y, col0, lane, scale, cos_sin, io, slot_rows, out, kv, page_row, live, eps, bias, q_norm, k_norm,
+    HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, HAS_BIAS: gl.constexpr,
+    HAS_NORM: gl.constexpr, DTYPE: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """What follows the product for columns `col0 + lane`: `y [64, W]` goes to q or to the pages."""
+    col = col0 + lane
+    y = y * scale[:, None]
+    if HAS_BIAS:
+        y += gl.load(bias + col, mask=col < (HQ + 2 * HKV) * D, other=0.0).to(gl.float32)[None, :]
+    if HAS_NORM:
+        gl.static_assert(y.shape[1] == D)
+        weight = gl.load(q_norm + lane, mask=col < HQ * D, other=0.0).to(gl.float32)
+        weight += gl.load(k_norm + lane, mask=(col >= HQ * D) & (col < (HQ + HKV) * D), other=0.0).to(gl.float32)
+        weight = gl.where(col >= (HQ + HKV) * D, 1.0, weight)
+        inverse = gl.rsqrt(gl.sum(y * y, axis=1) / D + eps)
+        inverse = gl.where(col0 >= (HQ + HKV) * D, 1.0, inverse)
+        y = y * inverse[:, None] * weight[None, :]
+    y = _rotate_half(y, cos_sin, (col >= (HQ + HKV) * D)[None, :])
+    _store_half(y.to(DTYPE), io, slot_rows, col0, out, kv, page_row, live, HQ, HKV, D, PAGE, ROWS)
+
+
+@gluon.jit
 def _consume(
     out, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, live, tiles_m, tiles_n, steps, K,
     sumsq, stride_sumsq, eps, bias, rotary, positions, slots, kv, layer, layers, q_norm, k_norm, WG: gl.constexpr,
-    KIND: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PARTS: gl.constexpr,
-    HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_NORM: gl.constexpr, DTYPE: gl.constexpr,
+    KIND: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, HALVES: gl.constexpr,
+    PARTS: gl.constexpr, HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_NORM: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN // 2, 16])
@@ -128,7 +214,10 @@ def _consume(
     io = io_smem.index(WG)
     count = 0
     turn = 0
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+    whole, halves = _dealt(tiles_m * tiles_n, HALVES)
+    # both halves of a tile begin a head: they turn by the same angles
+    lane = gl.arange(0, BN // 2, layout=gl.SliceLayout(0, HALF))
+    for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
         tile_m, tile_n = _tile_of(tile, tiles_m, tiles_n, GROUP)
         row0 = tile_m * 128 + WG * 64
         if KIND == "gate_up":
@@ -136,23 +225,10 @@ def _consume(
             scale = _row_scale(sumsq, rows, live, stride_sumsq, K, eps, PARTS)
         if KIND == "qkv":
             rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, HALF))
-            scale = _row_scale(sumsq, rows, live, stride_sumsq, K, eps, PARTS)
-            position = gl.load(positions + rows, mask=rows < live, other=0).to(gl.int64)
-            lane = gl.arange(0, BN // 2, layout=gl.SliceLayout(0, HALF))
-            # both halves of a tile begin a head: they turn by the same angles
-            cos_sin = gl.load(rotary + position[:, None] * D + (lane % D)[None, :])
-        acc = gl.zeros([64, BN], gl.float32, layout=ACC)
-        for step in range(steps):
-            stage = count % STAGES
-            mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-            a_mine = a_smem.index(stage).slice(WG * 64, 64)
-            acc = warpgroup_mma(a_mine, w_smem.index(stage).permute((1, 0)), acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            # at most this step is still in flight: the one before has left its stage
-            mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=step > 0)
-            count += 1
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
+            scale, cos_sin = _qkv_rows(
+                sumsq, rows, live, stride_sumsq, K, eps, positions, rotary, lane, PARTS, D
+            )  # fmt: skip
+        acc, count = _multiply(a_smem, w_smem, full, empty, count, steps, WG, BN, ACC, BN, STAGES)
 
         if KIND == "plain":
             tma.store_wait(0)
@@ -179,38 +255,39 @@ def _consume(
             store_tile(out, [row0, tile_n * (BN // 2)], io)
         if KIND == "qkv":
             slot_rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))
-            slot = gl.load(slots + slot_rows, mask=slot_rows < live, other=0).to(gl.int64)
-            page_row = (slot // PAGE * layers + layer) * (2 * PAGE) + slot % PAGE
+            page_row = _page_rows(slots, slot_rows, live, layer, layers, PAGE)
             left, right = _halves(acc)
             for half in gl.static_range(2):
-                col = tile_n * BN + half * (BN // 2) + lane
-                y = gl.convert_layout(left if half == 0 else right, HALF) * scale[:, None]
-                if HAS_BIAS:
-                    y += gl.load(bias + col, mask=col < (HQ + 2 * HKV) * D, other=0.0).to(gl.float32)[None, :]
-                if HAS_NORM:
-                    gl.static_assert(D == BN // 2)
-                    weight = gl.load(q_norm + lane, mask=col < HQ * D, other=0.0).to(gl.float32)
-                    weight += gl.load(k_norm + lane, mask=(col >= HQ * D) & (col < (HQ + HKV) * D), other=0.0).to(
-                        gl.float32
-                    )
-                    weight = gl.where(col >= (HQ + HKV) * D, 1.0, weight)
-                    inverse = gl.rsqrt(gl.sum(y * y, axis=1) / D + eps)
-                    inverse = gl.where(tile_n * BN + half * (BN // 2) >= (HQ + HKV) * D, 1.0, inverse)
-                    y = y * inverse[:, None] * weight[None, :]
-                y = _rotate_half(y, cos_sin, (col >= (HQ + HKV) * D)[None, :])
-                _store_half(y.to(DTYPE), io, slot_rows, tile_n * BN + half * (BN // 2), out, kv, page_row, live,
-                            HQ, HKV, D, PAGE, ROWS)  # fmt: skip
+                y = gl.convert_layout(left if half == 0 else right, HALF)
+                col0 = tile_n * BN + half * (BN // 2)
+                _qkv_piece(y, col0, lane, scale, cos_sin, io, slot_rows, out, kv, page_row, live, eps, bias, q_norm,
+                           k_norm, HQ, HKV, D, PAGE, HAS_BIAS, HAS_NORM, DTYPE, ROWS)  # fmt: skip
         turn += 1  # noqa: SIM113
+    if HALVES:
+        gl.static_assert(KIND == "qkv")
+        if gl.program_id(0) < halves:
+            tile_m, tile_n = _tile_of(whole + gl.program_id(0) // 2, tiles_m, tiles_n, GROUP)
+            col0 = tile_n * BN + gl.program_id(0) % 2 * (BN // 2)
+            row0 = tile_m * 128 + WG * 64
+            rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, HALF))
+            scale, cos_sin = _qkv_rows(
+                sumsq, rows, live, stride_sumsq, K, eps, positions, rotary, lane, PARTS, D
+            )  # fmt: skip
+            acc, count = _multiply(a_smem, w_smem, full, empty, count, steps, WG, BN // 2, HALF, BN, STAGES)
+            slot_rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))
+            page_row = _page_rows(slots, slot_rows, live, layer, layers, PAGE)
+            _qkv_piece(acc, col0, lane, scale, cos_sin, io, slot_rows, out, kv, page_row, live, eps, bias, q_norm,
+                       k_norm, HQ, HKV, D, PAGE, HAS_BIAS, HAS_NORM, DTYPE, ROWS)  # fmt: skip
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["M", "layer", "stride_sumsq"])
 def product_kernel(
-    a, w, x, out, num_tokens, M, N, K, sumsq, stride_sumsq, eps, bias, rotary, positions, slots, kv, layer, layers,
-    q_norm, k_norm,
-    KIND: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PARTS: gl.constexpr, HQ: gl.constexpr,
-    HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_NORM: gl.constexpr,
-    HAS_COUNT: gl.constexpr, DTYPE: gl.constexpr, PDL: gl.constexpr,
+    a, w, w_half, x, out, num_tokens, M, N, K, sumsq, stride_sumsq, eps, bias, rotary, positions, slots, kv, layer,
+    layers, q_norm, k_norm,
+    KIND: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, HALVES: gl.constexpr, PARTS: gl.constexpr,
+    HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, HAS_BIAS: gl.constexpr,
+    HAS_NORM: gl.constexpr, HAS_COUNT: gl.constexpr, DTYPE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     BN: gl.constexpr = 256
     BK: gl.constexpr = 64
@@ -244,12 +321,12 @@ def product_kernel(
         [
             (_consume, (out, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, live, tiles_m, tiles_n, steps, K,
                         sumsq, stride_sumsq, eps, bias, rotary, positions, slots, kv, layer, layers, q_norm, k_norm, 0,
-                        KIND, BN, STAGES, GROUP, PARTS, HQ, HKV, D, PAGE, HAS_BIAS, HAS_NORM, DTYPE)),
+                        KIND, BN, STAGES, GROUP, HALVES, PARTS, HQ, HKV, D, PAGE, HAS_BIAS, HAS_NORM, DTYPE)),
             (_consume, (out, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, live, tiles_m, tiles_n, steps, K,
                         sumsq, stride_sumsq, eps, bias, rotary, positions, slots, kv, layer, layers, q_norm, k_norm, 1,
-                        KIND, BN, STAGES, GROUP, PARTS, HQ, HKV, D, PAGE, HAS_BIAS, HAS_NORM, DTYPE)),
-            (_produce, (a, w, x, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, tiles_m, tiles_n, steps,
-                        KIND, BN, BK, STAGES, GROUP)),
+                        KIND, BN, STAGES, GROUP, HALVES, PARTS, HQ, HKV, D, PAGE, HAS_BIAS, HAS_NORM, DTYPE)),
+            (_produce, (a, w, w_half, x, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, tiles_m, tiles_n,
+                        steps, KIND, BN, BK, STAGES, GROUP, HALVES)),
         ],
         [4, 1],
         [240, 24],
@@ -273,12 +350,14 @@ def launch_product(
         return TensorDescriptor.from_tensor(tensor, [rows, cols], _SHARED)
 
     width = BLOCK_FEATURES // 2 if kind == "gate_up" else BLOCK_FEATURES
+    halves = launch.split == 2 and kind == "qkv"
     stages = 3 if kind in ("plain", "residual") else 4  # the rest of shared memory holds a tile of the epilogue
     product_kernel[launch.grid](
         tiles(a, BLOCK_TOKENS, BLOCK_DEPTH), tiles(weight, BLOCK_FEATURES, BLOCK_DEPTH),
+        tiles(weight, BLOCK_FEATURES // 2, BLOCK_DEPTH) if halves else None,
         None if x is None else tiles(x, 64, BLOCK_FEATURES), out if kind == "qkv" else tiles(out, 64, width),
         num_tokens, a.shape[0], weight.shape[0], a.shape[1], **(_QKV_FIELDS | fields),
-        KIND=kind, STAGES=stages, GROUP=launch.config.group, HAS_COUNT=num_tokens is not None,
+        KIND=kind, STAGES=stages, GROUP=launch.config.group, HALVES=halves, HAS_COUNT=num_tokens is not None,
         DTYPE={torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[a.dtype], num_warps=4,
         PDL=launch.options["PDL"], **({"launch_pdl": True} if launch.options["PDL"] else {}),
     )  # fmt: skip

@@ -14,6 +14,7 @@ TINY = GemmConfig(16, 64, 64, 3, 4, 8, 2, True, 2, 1)
 WHOLE = GemmConfig(16, 128, 64, 3, 4, 8, 1, True, 1, 1)
 SQUARE = GemmConfig(128, 128, 64, 3, 8, 8, 1, False, 1, 1)
 SPECIAL = gemm.SPECIAL
+HALVES = SPECIAL._replace(split=2)
 WIDE = GemmConfig(128, 256, 64, 3, 8, 8, 1, False, 1, 2)
 EPS = 1e-5
 
@@ -30,7 +31,8 @@ def parts_of(x: Tensor, parts: int) -> Tensor:
 def check_qkv(
     tokens: int, heads: int, kv_heads: int, d: int, page: int, hidden: int, dtype: torch.dtype, bias: bool, norm: bool,
     config: GemmConfig | None, device: str, num_sms: int, index: torch.dtype = torch.int64,
-) -> None:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns q and the pages."""
     x = torch.randn(tokens, hidden, device=device).to(dtype) * 3
     rows = (heads + 2 * kv_heads) * d
     w = (torch.randn(rows, hidden, device=device) / hidden**0.5).to(dtype)
@@ -55,6 +57,7 @@ def check_qkv(
     assert error(out, want) < 4e-3
     assert torch.equal(kv.isnan(), want_kv.isnan())
     assert error(kv.nan_to_num(), want_kv.nan_to_num()) < 4e-3
+    return out, kv
 
 
 @pytest.mark.parametrize(("norm", "config"), [(False, TINY), (True, WHOLE)])
@@ -81,6 +84,31 @@ def test_qkv(
 ) -> None:  # fmt: skip
     index = torch.int32 if tokens % 2 else torch.int64
     check_qkv(tokens, heads, kv_heads, d, page, 1024, dtype, bias, norm, config, device, num_sms, index)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "d", "bias", "norm", "sms"),
+    [
+        (32, 8, 128, False, False, 50),  # 72 tiles: 50 whole, 22 in halves
+        (32, 8, 128, False, False, 24),  # three whole waves
+        (32, 8, 128, False, False, 28),  # 16 left, which 28 programs cannot take in halves
+        (16, 8, 128, False, True, 132),  # all in halves
+        (14, 2, 64, True, False, 132),  # the last half has no features
+        (5, 5, 128, True, True, 20),
+    ],
+)
+@pytest.mark.usefixtures("large")
+def test_qkv_with_a_last_wave_in_halves(
+    heads: int, kv_heads: int, d: int, bias: bool, norm: bool, sms: int, device: str
+) -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("a kernel of Hopper")
+    outs = []
+    for config in (SPECIAL, HALVES):
+        torch.manual_seed(4)
+        outs.append(check_qkv(333, heads, kv_heads, d, 64, 1024, torch.bfloat16, bias, norm, config, device, sms))
+    for whole, halved in zip(*outs, strict=True):
+        assert torch.equal(whole.nan_to_num(7.0), halved.nan_to_num(7.0))
 
 
 def check_residual(tokens: int, hidden: int, k: int, dtype: torch.dtype, config: GemmConfig | None, device: str,
