@@ -19,7 +19,7 @@ class GemmConfig(NamedTuple):
     group: int = 8
     """token tiles that share a weight tile in L2 order"""
     split: int = 1
-    """programs that share one tile's depth; for `special`, 2: halves of tiles in the last wave of a QKV product"""
+    """programs that share one tile's depth"""
     swap: bool = False
     """weight rows as the left operand"""
     per_sm: int = 1

@@ -4,8 +4,8 @@ Two warpgroups own 64 rows each of a 128 x 256 tile; one producer warp streams b
 the next tile while the epilogue of this one is computed. What an epilogue reads is on its way during the long loop: the
 residual tile arrives by TMA beside the operands, rotary factors and row scales wait in registers.
 
-A QKV product with `split` 2 deals its last, partial wave out in halves of tiles (128 features) where they have enough
-programs: 168 tiles on 112 SMs then take one and a half waves instead of two.
+A QKV product deals its last, partial wave out in halves of tiles (128 features) where they have enough programs: 168
+tiles on 112 SMs take one and a half waves instead of two.
 
 `projections` and `gemm.matmul` launch these; the plain Triton kernels there serve few tokens and other shapes.
 """
@@ -49,9 +49,9 @@ def _tile_of(tile, tiles_m, tiles_n, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _dealt(tiles, HALVES: gl.constexpr):
-    """(whole tiles, half tiles): the last wave in halves, where they have enough programs."""
-    if HALVES:
+def _dealt(tiles, KIND: gl.constexpr):
+    """(whole tiles, half tiles): the last wave of "qkv" in halves, where they have enough programs."""
+    if KIND == "qkv":
         last = tiles % gl.num_programs(0)
         last *= (2 * last <= gl.num_programs(0)).to(gl.int32)
         return tiles - last, 2 * last
@@ -63,11 +63,10 @@ def _dealt(tiles, HALVES: gl.constexpr):
 def _produce(
     a, w, w_half, x, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, tiles_m, tiles_n, steps,
     KIND: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    HALVES: gl.constexpr,
 ):  # fmt: skip
     count = 0
     turn = 0
-    whole, halves = _dealt(tiles_m * tiles_n, HALVES)
+    whole, halves = _dealt(tiles_m * tiles_n, KIND)
     for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
         tile_m, tile_n = _tile_of(tile, tiles_m, tiles_n, GROUP)
         for step in range(steps):
@@ -84,7 +83,7 @@ def _produce(
                         mbarrier.expect(x_full.index(half), 64 * BN * 2)
                         load_tile(x, [tile_m * 128 + half * 64, tile_n * BN], x_full.index(half), io_smem.index(half))
         turn += 1  # noqa: SIM113
-    if HALVES:  # noqa: SIM102 (the outer one is settled when compiled)
+    if KIND == "qkv":  # noqa: SIM102 (the outer one is settled when compiled)
         if gl.program_id(0) < halves:
             tile_m, tile_n = _tile_of(whole + gl.program_id(0) // 2, tiles_m, tiles_n, GROUP)
             col = tile_n * BN + gl.program_id(0) % 2 * (BN // 2)
@@ -204,7 +203,7 @@ def _qkv_piece(
 def _consume(
     out, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, live, tiles_m, tiles_n, steps, K,
     sumsq, stride_sumsq, eps, bias, rotary, positions, slots, kv, layer, layers, q_norm, k_norm, WG: gl.constexpr,
-    KIND: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, HALVES: gl.constexpr,
+    KIND: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     PARTS: gl.constexpr, HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_NORM: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
@@ -214,7 +213,7 @@ def _consume(
     io = io_smem.index(WG)
     count = 0
     turn = 0
-    whole, halves = _dealt(tiles_m * tiles_n, HALVES)
+    whole, halves = _dealt(tiles_m * tiles_n, KIND)
     # both halves of a tile begin a head: they turn by the same angles
     lane = gl.arange(0, BN // 2, layout=gl.SliceLayout(0, HALF))
     for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
@@ -263,8 +262,7 @@ def _consume(
                 _qkv_piece(y, col0, lane, scale, cos_sin, io, slot_rows, out, kv, page_row, live, eps, bias, q_norm,
                            k_norm, HQ, HKV, D, PAGE, HAS_BIAS, HAS_NORM, DTYPE, ROWS)  # fmt: skip
         turn += 1  # noqa: SIM113
-    if HALVES:
-        gl.static_assert(KIND == "qkv")
+    if KIND == "qkv":  # noqa: SIM102
         if gl.program_id(0) < halves:
             tile_m, tile_n = _tile_of(whole + gl.program_id(0) // 2, tiles_m, tiles_n, GROUP)
             col0 = tile_n * BN + gl.program_id(0) % 2 * (BN // 2)
@@ -285,7 +283,7 @@ def _consume(
 def product_kernel(
     a, w, w_half, x, out, num_tokens, M, N, K, sumsq, stride_sumsq, eps, bias, rotary, positions, slots, kv, layer,
     layers, q_norm, k_norm,
-    KIND: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, HALVES: gl.constexpr, PARTS: gl.constexpr,
+    KIND: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PARTS: gl.constexpr,
     HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_NORM: gl.constexpr, HAS_COUNT: gl.constexpr, DTYPE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -321,12 +319,12 @@ def product_kernel(
         [
             (_consume, (out, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, live, tiles_m, tiles_n, steps, K,
                         sumsq, stride_sumsq, eps, bias, rotary, positions, slots, kv, layer, layers, q_norm, k_norm, 0,
-                        KIND, BN, STAGES, GROUP, HALVES, PARTS, HQ, HKV, D, PAGE, HAS_BIAS, HAS_NORM, DTYPE)),
+                        KIND, BN, STAGES, GROUP, PARTS, HQ, HKV, D, PAGE, HAS_BIAS, HAS_NORM, DTYPE)),
             (_consume, (out, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, live, tiles_m, tiles_n, steps, K,
                         sumsq, stride_sumsq, eps, bias, rotary, positions, slots, kv, layer, layers, q_norm, k_norm, 1,
-                        KIND, BN, STAGES, GROUP, HALVES, PARTS, HQ, HKV, D, PAGE, HAS_BIAS, HAS_NORM, DTYPE)),
+                        KIND, BN, STAGES, GROUP, PARTS, HQ, HKV, D, PAGE, HAS_BIAS, HAS_NORM, DTYPE)),
             (_produce, (a, w, w_half, x, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, tiles_m, tiles_n,
-                        steps, KIND, BN, BK, STAGES, GROUP, HALVES)),
+                        steps, KIND, BN, BK, STAGES, GROUP)),
         ],
         [4, 1],
         [240, 24],
@@ -350,14 +348,13 @@ def launch_product(
         return TensorDescriptor.from_tensor(tensor, [rows, cols], _SHARED)
 
     width = BLOCK_FEATURES // 2 if kind == "gate_up" else BLOCK_FEATURES
-    halves = launch.split == 2 and kind == "qkv"
     stages = 3 if kind in ("plain", "residual") else 4  # the rest of shared memory holds a tile of the epilogue
     product_kernel[launch.grid](
         tiles(a, BLOCK_TOKENS, BLOCK_DEPTH), tiles(weight, BLOCK_FEATURES, BLOCK_DEPTH),
-        tiles(weight, BLOCK_FEATURES // 2, BLOCK_DEPTH) if halves else None,
+        tiles(weight, BLOCK_FEATURES // 2, BLOCK_DEPTH) if kind == "qkv" else None,
         None if x is None else tiles(x, 64, BLOCK_FEATURES), out if kind == "qkv" else tiles(out, 64, width),
         num_tokens, a.shape[0], weight.shape[0], a.shape[1], **(_QKV_FIELDS | fields),
-        KIND=kind, STAGES=stages, GROUP=launch.config.group, HALVES=halves, HAS_COUNT=num_tokens is not None,
+        KIND=kind, STAGES=stages, GROUP=launch.config.group, HAS_COUNT=num_tokens is not None,
         DTYPE={torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[a.dtype], num_warps=4,
         PDL=launch.options["PDL"], **({"launch_pdl": True} if launch.options["PDL"] else {}),
     )  # fmt: skip

@@ -92,16 +92,20 @@ def sustained(calls: Iterable[Callable[[], object]], meter: Meter, seconds: floa
     """Milliseconds of one call over the second half of `seconds`, with the watts and the clock of that half."""
     graph, count = capture(calls)
     start = time.monotonic()
-    half, replays, half_at = False, 0, start
-    while time.monotonic() - start < seconds:
-        begin = time.monotonic()
-        while time.monotonic() - begin < 0.1:
-            graph.replay()
-            graph.replay()
-            torch.cuda.synchronize()
-            replays += 2
-        if not half and time.monotonic() - start > seconds / 2:
-            half, replays, half_at = True, 0, time.monotonic()
-    end = time.monotonic()
+    _replay_until(graph, start + seconds / 2)
+    half_at = time.monotonic()
+    replays = _replay_until(graph, start + seconds)
+    ms = (time.monotonic() - half_at) * 1e3 / (replays * count)
     mhz, watts = meter.mean(half_at)
-    return Sustained((end - half_at) * 1e3 / (replays * count), watts, mhz)
+    return Sustained(ms, watts, mhz)
+
+
+def _replay_until(graph: torch.cuda.CUDAGraph, end: float) -> int:
+    """How often: at least twice, however late it is, because one replay may last longer than a measurement."""
+    replays = 0
+    while not replays or time.monotonic() < end:
+        graph.replay()
+        graph.replay()
+        torch.cuda.synchronize()
+        replays += 2
+    return replays
