@@ -93,7 +93,9 @@ def draw(period: Period, console: Console, title: str = "") -> None:
     shown = picture(period)
     width = max(40, console.width - 10)
     unit = "ms" if shown.timed else "tokens"
-    console.print(f"\n[bold]{escape(title) or 'pipeline'}[/bold]: {_head(period)}", highlight=False)
+    console.print(f"\n[bold]{escape(title) or 'pipeline'}[/bold]: {_loads(period)}", highlight=False)
+    if times := _times(period):
+        console.print(times, highlight=False)
     bars = wrapped(shown)
     for lane in LANES:
         own = sorted((b for b in bars if b.op.lane == lane), key=lambda b: b.start)
@@ -129,14 +131,22 @@ def draw(period: Period, console: Console, title: str = "") -> None:
         console.print(f"{edge.after} waits for {edge.before}{away}", highlight=False)
 
 
-def _head(period: Period) -> str:
-    f = period.figures
+def _loads(period: Period) -> str:
+    """The loads that it serves, and its gain."""
     parts = [f"up to {period.tokens} tokens"]
     if period.min_tokens > 1:
         parts[0] = f"{period.min_tokens}-{period.tokens} tokens"
     if period.min_kv_tokens or period.max_kv_tokens < 2**62:
         top = f"-{period.max_kv_tokens - 1:,}" if period.max_kv_tokens < 2**62 else " or more"
         parts.append(f"{period.min_kv_tokens:,}{top} KV tokens")
+    if "gain" in period.figures:
+        parts.append(f"gain {period.figures['gain']:.3f}")
+    return "; ".join(parts)
+
+
+def _times(period: Period) -> str:
+    f = period.figures
+    parts = []
     for kind in ("predicted", "measured"):
         if f"{kind}_ms" in f:
             parts.append(f"{kind} {f[f'{kind}_ms']:.3f} ms a layer")
@@ -144,8 +154,6 @@ def _head(period: Period) -> str:
                 parts[-1] += f" (serial {f[f'serial_{kind}_ms']:.3f})"
             if f"{kind}_joules" in f:
                 parts[-1] += f", {f[f'{kind}_joules'] / period.tokens * 1e3:.3f} mJ a token and layer"
-    if "gain" in f:
-        parts.append(f"gain {f['gain']:.3f}")
     return "; ".join(parts)
 
 
@@ -155,7 +163,7 @@ def _color(operation: str) -> str:
 
 # -- SVG
 
-WIDTH, LEFT, LANE_HEIGHT, GAP, TOP = 1180, 92, 92, 14, 62
+WIDTH, LEFT, LANE_HEIGHT, GAP, TOP = 1180, 92, 92, 14, 79
 
 
 def svg(period: Period, title: str = "") -> str:
@@ -195,7 +203,8 @@ def svg(period: Period, title: str = "") -> str:
         'font-family="Helvetica, Arial, sans-serif">',
         _rect(0, 0, WIDTH, height, "#ffffff"),
         _text(LEFT, 24, title or "pipeline of one layer", "start", 15, bold=True),
-        _text(LEFT, 44, _head(period), "start", 12),
+        _text(LEFT, 44, _loads(period), "start", 12),
+        _text(LEFT, 61, _times(period), "start", 12),
     ]
     return "\n".join([*head, *out, "</svg>", ""])
 

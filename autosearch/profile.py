@@ -80,7 +80,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".new")
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+        temporary.write_bytes(msgspec.json.encode(self).replace(b'},{"', b'},\n{"') + b"\n")  # a line a measurement
         temporary.replace(path)
 
 

@@ -29,7 +29,7 @@ def test_the_shipped_profile_is_found_for_its_model_without_a_gpu(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert recorded.target.model == model_key(LLAMA_8B)
     assert search.find_profile(LLAMA_8B, TYPICAL, None, None) == recorded
-    assert {p.guest_sms for p in recorded.pairs} >= {20, 32, 48}
+    assert {p.guest_sms for p in recorded.pairs} >= {16, 32, 48}
 
 
 def test_decode_attention_keeps_most_of_its_bandwidth_on_a_third_of_the_sms(recorded: Profile) -> None:
@@ -55,7 +55,7 @@ def test_the_shipped_plan_is_chosen_on_its_card_possible_there_and_can_be_drawn(
     here = Target("NVIDIA H200", 132, model_key(LLAMA_8B), "bfloat16", pipelines.kernels_digest())
     plan = pipelines.choose_pipelines("auto", LLAMA_8B, here, None)
     assert plan == load_plan(PLAN)
-    assert plan.dense_batch == 1920
+    assert plan.dense_batch == 2048
     for period in plan.periods:
         period.check(LLAMA_8B, plan.target.sms)
         assert period.figures["measured_ms"] < period.figures["serial_measured_ms"]
