@@ -33,6 +33,8 @@ CONFIGS = (
 wrote per tile and two ranges must have equally many"""
 
 
+SECONDS = 0.2
+"""of one measurement: half a second changes few of them by more than 3 % (BENCHMARKS.md)"""
 EARLY_PAIRS = 2
 """products, the largest, whose pairs come before most of what is measured alone"""
 
@@ -51,7 +53,7 @@ class Grid(NamedTuple):
 
     @classmethod
     def coarse(cls, load: Load, num_sms: int) -> Grid:
-        """About 140 points: two minutes at half a second each."""
+        """About 140 points."""
         tokens = _steps(load.tokens, (0.125, 0.25, 0.5, 0.75, 1))
         return cls(tokens, _steps(load.tokens, (0.25, 0.5, 1)), _multiples(num_sms, (20, 32, 48, 64)), (0.25, 0.5, 1.0))
 
@@ -251,10 +253,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--measure-seconds",
         metavar="S",
         type=float,
-        default=0.5,
-        help="how long one measurement runs; its second half counts [0.5]",
+        default=SECONDS,
+        help=f"how long one measurement runs; its second half counts [{SECONDS}]",
     )
-    parser.add_argument("--full", action="store_true", help="every 128 tokens and 8 SMs: needs --budget-seconds 900")
+    parser.add_argument("--full", action="store_true", help="every 128 tokens and 8 SMs: needs --budget-seconds 350")
     arguments = parser.parse_args(argv)
     try:
         spec = read_spec(arguments.model)
@@ -272,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def open_gpu(
-    spec: ModelSpec, load: Load, seconds: float = 0.5, progress: Callable[[str], None] = lambda _: None
+    spec: ModelSpec, load: Load, seconds: float = SECONDS, progress: Callable[[str], None] = lambda _: None
 ) -> tuple[GpuBench, Target]:
     """This machine's GPU as a bench, its matrix products tuned as an engine tunes them at its start.
 

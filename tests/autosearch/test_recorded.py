@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,4 @@ def test_the_shipped_plan_is_chosen_on_its_card_possible_there_and_can_be_drawn(
         console = Console(record=True, width=120)
         gantt.draw(period, console)
         assert "decode" in console.export_text()
+        assert max(len(t) for t in re.findall("<text[^>]*>([^<]*)", gantt.svg(period))) < 170  # fits the picture
