@@ -11,19 +11,23 @@ PORT ?= 8000
 ARGS ?=
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help serve test lint types format unit kernels prometheus chromium bench clean
+.PHONY: help serve test lint types format unit busy kernels prometheus chromium bench clean
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 serve: $(VENV)/.serve ## serve the demo model on 127.0.0.1:8000 (PORT=, ARGS="--max-num-seqs 64" …)
 	@exec $(BIN)/weft serve --host $(HOST) --port $(PORT) $(ARGS)
 
-# The kernels' tests beside the others: most of those wait, and the ones that mind a busy core come last.
+# Tests that keep a core busy beside the others: most of those wait, and the ones that mind a busy core come last.
 test: lint ## lint, types and every test
-	@mkdir -p build; $(MAKE) --no-print-directory kernels >build/kernels.log 2>&1 & kernels=$$!; \
-	trap "kill $$kernels 2>/dev/null" INT TERM; \
-	$(MAKE) --no-print-directory unit; unit=$$?; wait $$kernels; kernels=$$?; cat build/kernels.log; \
-	test $$unit = 0 && test $$kernels = 0
+	@mkdir -p build; $(MAKE) --no-print-directory busy >build/busy.log 2>&1 & busy=$$!; \
+	trap "kill $$busy 2>/dev/null" INT TERM; \
+	$(MAKE) --no-print-directory unit ARGS="--ignore tests/autosearch $(ARGS)"; unit=$$?; \
+	wait $$busy; busy=$$?; cat build/busy.log; test $$unit = 0 && test $$busy = 0
+
+busy: $(VENV)/.test
+	@$(MAKE) --no-print-directory kernels; kernels=$$?; \
+	$(BIN)/python -m pytest tests/autosearch && test $$kernels = 0
 
 lint: $(VENV)/.test ## ruff and mypy
 	$(BIN)/ruff check .
