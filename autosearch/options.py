@@ -31,7 +31,7 @@ def add_search_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--full-profile", action="store_true",
-        help="first record every 128 tokens and 8 SMs, beside the budget: hundreds of measurements, minutes",
+        help="first record a new profile, whatever its time: every 128 tokens and 8 SMs, hundreds of measurements",
     )  # fmt: skip
     parser.add_argument("--predict-only", action="store_true", help="measure nothing, even where there is a GPU")
     parser.add_argument(

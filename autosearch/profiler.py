@@ -80,9 +80,11 @@ class Profiler:
     """Measures one model on one bench. The most important points come first; `budget_s` cuts off the rest."""
 
     def __init__(
-        self, bench: Bench, spec: ModelSpec, load: Load, grid: Grid, progress: Callable[[str, int, int], None]
-    ) -> None:
-        self._bench, self._grid, self._progress = bench, grid, progress
+        self, bench: Bench, spec: ModelSpec, load: Load, grid: Grid, progress: Callable[[str, int, int], None],
+        finer: Grid | None = None,
+    ) -> None:  # fmt: skip
+        """finer: measured after `grid`, as far as the time goes."""
+        self._bench, self._grids, self._progress = bench, [grid, finer] if finer else [grid], progress
         self._load = load.within(kv_capacity(bench.memory, spec))
         self._operations = {o.name: o for o in spec.layer_operations()}
         self._points: list[Point] = []
@@ -112,53 +114,57 @@ class Profiler:
 
         Pairs come early: without them a search would believe that overlap costs nothing.
         """
-        alone, pairs = list(self._alone_on_all()), list(self._beside())
-        dense, first = len(self._operations), len(self._grid.guest_sms) * EARLY_PAIRS
-        return [*alone[:dense], *self._choices(), *pairs[:first], *alone[dense:], *pairs[first:], *self._alone_on_few()]
+        return [task for grid in self._grids for task in self._tasks(grid)]
 
-    def _alone_on_all(self) -> Iterator[tuple[str, Callable[[], None]]]:
+    def _tasks(self, grid: Grid) -> list[tuple[str, Callable[[], None]]]:
+        alone, pairs, few = list(self._alone_on_all(grid)), list(self._beside(grid)), self._alone_on_few(grid)
+        dense, first = len(self._operations), len(grid.guest_sms) * EARLY_PAIRS
+        return [*alone[:dense], *self._choices(grid), *pairs[:first], *alone[dense:], *pairs[first:], *few]
+
+    def _alone_on_all(self, grid: Grid) -> Iterator[tuple[str, Callable[[], None]]]:
         for last in (True, False):  # the dense batch of every operation first
             for op in self._operations.values():
-                for amount in self._amounts(op, self._grid.tokens):
-                    if last == (amount == self._amounts(op, self._grid.tokens)[-1]):
+                for amount in self._amounts(op, grid, grid.tokens):
+                    if last == (amount == self._amounts(op, grid, grid.tokens)[-1]):
                         yield f"{op.name} alone", self._task(op, amount, self._bench.num_sms, None)
 
-    def _choices(self) -> Iterator[tuple[str, Callable[[], None]]]:
-        guests = self._grid.guest_sms
+    def _choices(self, grid: Grid) -> Iterator[tuple[str, Callable[[], None]]]:
+        guests = grid.guest_sms
         some = self._bench.num_sms - guests[len(guests) // 2 - 1]
         for op in self._operations.values():
             if op.inner:
-                yield f"{op.name} configurations", lambda op=op: self._choose(op, some)  # type: ignore[misc]
+                tokens = grid.tokens[len(grid.tokens) // 2]
+                yield f"{op.name} configurations", lambda op=op, n=tokens: self._choose(op, n, some)  # type: ignore[misc]
 
-    def _alone_on_few(self) -> Iterator[tuple[str, Callable[[], None]]]:
+    def _alone_on_few(self, grid: Grid) -> Iterator[tuple[str, Callable[[], None]]]:
         for op in self._operations.values():
-            is_product, amounts = bool(op.inner), self._amounts(op, self._grid.few_tokens)
+            is_product, amounts = bool(op.inner), self._amounts(op, grid, grid.few_tokens)
             if is_product:
                 for amount in amounts:
                     yield f"{op.name} alone", self._task(op, amount, self._bench.num_sms, op.name)
-            for guest in self._grid.guest_sms:
+            for guest in grid.guest_sms:
                 sms = self._bench.num_sms - guest if op.resource is Resource.COMPUTE else guest
                 for amount in amounts:
                     yield f"{op.name} on {sms} SMs", self._task(op, amount, sms, op.name)
 
-    def _beside(self) -> Iterator[tuple[str, Callable[[], None]]]:
+    def _beside(self, grid: Grid) -> Iterator[tuple[str, Callable[[], None]]]:
         present = [o for o in self._operations.values() if work_of(o, self._load)]
         computes = sorted((o for o in present if o.resource is Resource.COMPUTE), key=lambda o: -o.out * o.inner)
         guests = [o for o in present if o.resource is not Resource.COMPUTE]
         for guest in guests:
             for op in computes:
-                for sms in self._grid.guest_sms:
-                    yield f"{op.name} beside {guest.name} on {sms}", self._pair_task(op, guest, sms)
+                for sms in grid.guest_sms:
+                    yield f"{op.name} beside {guest.name} on {sms}", self._pair_task(grid, op, guest, sms)
 
-    def _amounts(self, op: Operation, tokens: tuple[int, ...]) -> tuple[Load, ...]:
+    def _amounts(self, op: Operation, grid: Grid, tokens: tuple[int, ...]) -> tuple[Load, ...]:
         """Loads that hold more and more of this operation's work and, for attention, of nothing else."""
         load = self._load
         if op.inner or op.resource is Resource.NETWORK:
             return tuple(load._replace(tokens=t) for t in tokens)
         if op.resource is Resource.MEMORY:
-            counts = sorted({max(1, round(load.decodes * s)) for s in self._grid.shares})
+            counts = sorted({max(1, round(load.decodes * s)) for s in grid.shares})
             return tuple(load._replace(tokens=n, decodes=n) for n in counts)
-        counts = sorted({max(1, round(load.prefill_tokens * s)) for s in self._grid.shares})
+        counts = sorted({max(1, round(load.prefill_tokens * s)) for s in grid.shares})
         return tuple(load._replace(tokens=n, decodes=0) for n in counts)
 
     def _task(self, op: Operation, amount: Load, sms: int, config_of: str | None) -> Callable[[], None]:
@@ -184,9 +190,10 @@ class Profiler:
         nano = NanoOperation(op.name, 0, amount.tokens, sms, LANES[op.resource], config=config)
         return nano, self._load if op.inner or op.resource is Resource.NETWORK else amount
 
-    def _choose(self, op: Operation, sms: int) -> None:
+    def _choose(self, op: Operation, tokens: int, sms: int) -> None:
         """The configuration of this product's nano-operations: the fastest on half of the tokens and most SMs."""
-        tokens = self._grid.tokens[len(self._grid.tokens) // 2]
+        if op.name in self._configs:
+            return
         timed: list[tuple[float, GemmConfig]] = []
         for config in CONFIGS:
             try:
@@ -196,13 +203,20 @@ class Profiler:
         if timed:
             self._configs[op.name] = min(timed, key=lambda t: t[0])[1]
 
-    def _pair_task(self, op: Operation, guest: Operation, sms: int) -> Callable[[], None]:
+    def _pair_task(self, grid: Grid, op: Operation, guest: Operation, sms: int) -> Callable[[], None]:
         """Both on the dense batch; a product on half of its tokens, attention on all of its work."""
 
         def task() -> None:
             own, load = self._bench.num_sms - sms, self._load
-            amounts, others = self._amounts(op, self._grid.few_tokens), self._amounts(guest, self._grid.few_tokens)
-            amount, other = amounts[len(amounts) // 2 if op.inner else -1], others[-1]
+            amounts = self._amounts(op, grid, grid.few_tokens)
+            amount = amounts[len(amounts) // 2 if op.inner else -1]
+            other = self._amounts(guest, grid, grid.few_tokens)[-1]
+            works = work_of(op, amount), work_of(guest, other)
+            if any(
+                (p.compute, p.guest, p.compute_work, p.guest_sms) == (op.name, guest.name, works[0], sms)
+                for p in self._pairs
+            ):
+                return
             config = self._configs.get(op.name)
             self._alone(op, amount, own, config)  # the pair is judged against these
             self._alone(guest, other, sms, None)
@@ -210,15 +224,12 @@ class Profiler:
             a = NanoOperation(op.name, 0, tokens, own, "compute", config=config)
             b = NanoOperation(guest.name, 0, load.tokens, sms, LANES[guest.resource])
             first, second = self._bench.pair(a, b, load)
-            works = work_of(op, amount), work_of(guest, other)
             self._pairs.append(PairPoint(op.name, guest.name, *works, own, sms, first.ms, second.ms, first.watts))
 
         return task
 
 
-def record(
-    bench: Bench, spec: ModelSpec, load: Load, target: Target, budget_s: float, *, full: bool = False, made: str = ""
-) -> Profile:
+def record(bench: Bench, spec: ModelSpec, load: Load, target: Target, budget_s: float, made: str = "") -> Profile:
     """A profile with a progress bar on stderr."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -232,10 +243,11 @@ def record(
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=None)
-        grid = (Grid.full if full else Grid.coarse)(load, bench.num_sms)
         profiler = Profiler(
-            bench, spec, load, grid, lambda text, done, of: bar.update(task, description=text, completed=done, total=of)
-        )
+            bench, spec, load, Grid.coarse(load, bench.num_sms),
+            lambda text, done, of: bar.update(task, description=text, completed=done, total=of),
+            Grid.full(load, bench.num_sms),
+        )  # fmt: skip
         return profiler.run(target, budget_s, made)
 
 
@@ -256,14 +268,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=SECONDS,
         help=f"how long one measurement runs; its second half counts [{SECONDS}]",
     )
-    parser.add_argument("--full", action="store_true", help="every 128 tokens and 8 SMs: needs --budget-seconds 350")
+    parser.add_argument("--full", action="store_true", help="every 128 tokens and 8 SMs, however long it takes")
     arguments = parser.parse_args(argv)
     try:
         spec = read_spec(arguments.model)
         load = workload_load(arguments.workload, arguments.tokens)
         bench, target = open_gpu(spec, load, arguments.measure_seconds)
         with closing(bench):
-            profile = record(bench, spec, load, target, arguments.budget_seconds, full=arguments.full, made=today())
+            seconds = float("inf") if arguments.full else arguments.budget_seconds
+            profile = record(bench, spec, load, target, seconds, made=today())
         out = arguments.out or cache_path(target)
         profile.save(out)
     except WeftError as error:

@@ -316,14 +316,15 @@ def _search(
     if profile is None:
         assert bench is not None
         assert target is not None
-        full = arguments.full_profile
-        grid = (Grid.full if full else Grid.coarse)(load, bench.num_sms)
-        profiler = Profiler(bench, spec, load, grid, lambda text, i, n: progress(f"profile: {text}, {i} of {n}"))
-        seconds = float("inf") if full else min(150.0, arguments.budget_seconds / 3)
+        profiler = Profiler(
+            bench, spec, load, Grid.coarse(load, bench.num_sms),
+            lambda text, i, n: progress(f"profile: {text}, {i} of {n}"), Grid.full(load, bench.num_sms),
+        )  # fmt: skip
+        seconds = float("inf") if arguments.full_profile else min(150.0, arguments.budget_seconds / 3)
         began = time.monotonic()
         profile = profiler.run(target, seconds, today())
         profile.save(cache_path(target))
-        if full:
+        if arguments.full_profile:
             started += time.monotonic() - began  # asked for beside the budget
     if bench is not None:
         bench.seconds = arguments.measure_seconds

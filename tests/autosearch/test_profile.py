@@ -110,6 +110,33 @@ def test_little_time_still_gives_every_operation_alone() -> None:
             Profiler(bench, LLAMA_8B, TYPICAL, Grid.coarse(TYPICAL, 132), lambda *_: None).run(target_for(LLAMA_8B), 2)
 
 
+def test_time_that_is_left_goes_to_a_finer_grid() -> None:
+    coarse, full = Grid.coarse(TYPICAL, 132), Grid.full(TYPICAL, 132)
+    now = iter(range(1000))
+
+    class Clock:
+        monotonic = staticmethod(lambda: next(now))
+
+    def profiled(budget_s: float, *grids: Grid) -> Profile:
+        bench = SyntheticBench(LLAMA_8B)
+        profiler = Profiler(bench, LLAMA_8B, TYPICAL, grids[0], lambda *_: None, *grids[1:])
+        return profiler.run(target_for(LLAMA_8B), budget_s)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("weft.autosearch.profiler.time", Clock)
+        some = profiled(400, coarse, full)
+    first, every = profiled(100, coarse), profiled(100, coarse, full)
+    assert set(first.points) < set(some.points) < set(every.points)
+    assert set(first.pairs) < set(some.pairs) == set(every.pairs)
+    assert first.configs == some.configs == every.configs
+    for profile in (some, every):
+        assert len(set(profile.pairs)) == len(profile.pairs)
+        assert len(set(profile.points)) == len(profile.points)
+    curves, truth = Curves(every), SyntheticBench(LLAMA_8B)
+    for sms in range(68, 125, 8):
+        assert curves.ms("down", 896, sms) == pytest.approx(truth.ms(OPERATIONS["down"], 896, sms))
+
+
 def test_a_file_gives_the_same_profile_back_and_is_found_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip

@@ -188,7 +188,7 @@ async def test_queue_bounds_hold_over_all_processes(tmp_path: Path) -> None:
     options = ("--api-workers", "2", "--max-num-seqs", "2", "--max-queued-requests", "3")
     with running(tmp_path, *options) as daemon:
         async with client(daemon) as http:
-            results = await asyncio.gather(*(stream(http) for _ in range(20)))
+            results = await asyncio.gather(*(stream(http, max_tokens=200) for _ in range(20)))
             refused = [events for events in results if "error" in events[-1]]
             assert len(results) - len(refused) == 5  # two run, three wait
             assert {events[-1]["error"]["code"] for events in refused} == {"queue_full"}
