@@ -260,7 +260,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--tokens", metavar="N", type=int, default=2048, help="the dense batch [2048]")
     parser.add_argument("--out", metavar="FILE", type=Path, help="where to write it [the cache]")
-    parser.add_argument("--budget-seconds", metavar="S", type=float, default=150, help="time for measuring [150]")
+    limit = parser.add_mutually_exclusive_group()
+    limit.add_argument(
+        "--budget-seconds",
+        metavar="S",
+        type=float,
+        default=150,
+        help="time for measuring: a coarse grid, then a fine one as far as it goes [150]",
+    )
+    limit.add_argument("--full", action="store_true", help="every 128 tokens and 8 SMs, however long it takes")
     parser.add_argument(
         "--measure-seconds",
         metavar="S",
@@ -268,7 +276,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=SECONDS,
         help=f"how long one measurement runs; its second half counts [{SECONDS}]",
     )
-    parser.add_argument("--full", action="store_true", help="every 128 tokens and 8 SMs, however long it takes")
     arguments = parser.parse_args(argv)
     try:
         spec = read_spec(arguments.model)

@@ -1,8 +1,6 @@
-"""Sustained timings on a graph that only waits."""
+"""Sustained timings on a graph whose replays last as long as a clock here says."""
 
 from __future__ import annotations
-
-import time
 
 import pytest
 import torch
@@ -11,9 +9,18 @@ from weft.kernels import measure
 from weft.kernels.measure import Meter, sustained
 
 
-class WaitingGraph:
+class Clock:
+    """Also the graph: each replay moves it on."""
+
+    def __init__(self, replay_s: float) -> None:
+        self.now, self.replay_s, self.replays = 100.0, replay_s, 0
+
+    def monotonic(self) -> float:
+        return self.now
+
     def replay(self) -> None:
-        time.sleep(0.01)
+        self.now += self.replay_s
+        self.replays += 1
 
 
 class NoMeter(Meter):
@@ -21,10 +28,13 @@ class NoMeter(Meter):
         self.samples = [(0.0, 1500.0, 690.0)]
 
 
-@pytest.mark.parametrize("seconds", [0.001, 0.2])  # a replay lasts longer, and many fit
-def test_a_call_is_timed_however_short_the_measurement(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    monkeypatch.setattr(measure, "capture", lambda _: (WaitingGraph(), 2))
+@pytest.mark.parametrize("replay_s", [0.25, 0.7, 3.0, 2**-10])  # longer than half a measurement, than all of it, short
+def test_a_call_is_timed_however_long_it_lasts(monkeypatch: pytest.MonkeyPatch, replay_s: float) -> None:
+    clock = Clock(replay_s)
+    monkeypatch.setattr(measure, "capture", lambda _: (clock, 2))
+    monkeypatch.setattr(measure, "time", clock)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    timing = sustained([], NoMeter(), seconds)
-    assert 5 <= timing.ms < 8
+    timing = sustained([], NoMeter(), 0.5)
+    assert timing.ms == pytest.approx(replay_s * 1e3 / 2)  # two calls a replay
     assert (timing.watts, timing.mhz) == (690.0, 1500.0)
+    assert clock.replays == max(4, round(0.5 / replay_s))
