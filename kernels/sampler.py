@@ -77,7 +77,8 @@ def apply_penalties(
 def _key(x):
     """Float32 -> uint32 in the same order."""
     bits = x.to(tl.uint32, bitcast=True)
-    return tl.where(bits >> 31 == 1, ~bits, bits | 0x80000000)
+    # Not `~bits`: the interpreter of Triton 3.7 cannot invert unsigned numbers.
+    return tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
@@ -196,7 +197,7 @@ def _cut(row, scratch, V, best, inverse, floor, goal, BY_MASS: tl.constexpr, WID
 
 @triton.jit
 def _unkey(key):
-    bits = tl.where(key >> 31 == 1, key & 0x7FFFFFFF, ~key)
+    bits = tl.where(key >> 31 == 1, key & 0x7FFFFFFF, key ^ 0xFFFFFFFF)
     return bits.to(tl.float32, bitcast=True)
 
 
