@@ -9,7 +9,9 @@ Offline use::
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -18,9 +20,28 @@ if TYPE_CHECKING:
     from weft.engine.llm import LLM, Completion
     from weft.engine.sampling import SamplingParams
 
-__all__ = ["LLM", "Completion", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Completion", "SamplingParams", "__version__", "install_hint"]
 
 _HOMES = {"LLM": "weft.engine.llm", "Completion": "weft.engine.llm", "SamplingParams": "weft.engine.sampling"}
+
+
+def install_hint(extra: str) -> str:
+    """The pip command that brings what the extra `extra` of pyproject.toml lists, for error messages.
+
+    Where the source lies it names the checkout; else the packages themselves, because weft is on no index.
+    """
+    if (Path(__file__).parent / "pyproject.toml").is_file():
+        return f"pip install -e '.[{extra}]'"
+    from importlib.metadata import PackageNotFoundError, requires
+
+    try:
+        listed = requires("weft-serve") or []
+    except PackageNotFoundError:
+        listed = []
+    needed = [line.partition(";")[0].strip() for line in listed if re.search(rf"extra == ['\"]{extra}['\"]", line)]
+    if not needed:
+        return f"install weft's extra {extra}"
+    return "pip install " + " ".join(f"'{requirement}'" for requirement in needed)
 
 
 def __getattr__(name: str) -> Any:

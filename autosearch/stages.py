@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from weft import install_hint
 from weft.autosearch.bench_protocol import Load
 from weft.autosearch.machine import Machine
 from weft.engine.errors import ConfigError
@@ -63,7 +64,7 @@ def predict(machine: Machine, load: Load, progress: Progress = lambda _: None) -
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "ortools":
             raise
-        raise ConfigError("the search needs OR-tools: pip install 'weft-serve[search]'") from None
+        raise ConfigError(f"the search needs OR-tools: {install_hint('search')}") from None
     total = machine.num_sms
     step = stage_two.guest_levels(total)[0]
     levels = {max(step, round(n * total / 132 / step) * step) for n in GUEST_SMS}

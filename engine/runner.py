@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from weft import install_hint
 from weft.engine.batch import Batch, StepResult
 from weft.engine.device import DevicePlan
 from weft.engine.errors import ConfigError
@@ -60,7 +61,7 @@ def make_runner(spec: ModelSpec, weights: Weights, plan: DevicePlan, progress: P
         except ModuleNotFoundError as error:
             if error.name != "triton":
                 raise
-            raise ConfigError("a GPU needs Triton: pip install 'weft-serve[gpu]', or use --device cpu") from None
+            raise ConfigError(f"a GPU needs Triton: {install_hint('gpu')}, or use --device cpu") from None
         prepare_products(spec, plan.device, plan.max_num_batched_tokens, plan.cache_dir, plan.tuning_seconds, progress)
         return CudaRunner(spec, weights, plan, progress)
     from weft.engine.cpu_runner import CpuRunner

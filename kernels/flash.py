@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weft import install_hint
 from weft.kernels.attention import AttentionRequests, AttentionShape, AttentionUnavailable, HostAttention
 
 PAGE_STEP = 256
@@ -51,7 +52,7 @@ def check_flash(shape: AttentionShape) -> int:
     version = 3 if _has_version_3(shape.device) else 2
     if version == 2 and importlib.util.find_spec("flash_attn") is None:
         raise AttentionUnavailable(
-            "the package flash-attn is not installed: pip install 'weft-serve[flash-attn]', or use triton"
+            f"the package flash-attn is not installed: {install_hint('flash-attn')}, or use triton"
         )
     if shape.dtype not in (torch.bfloat16, torch.float16):
         raise AttentionUnavailable(f"flash-attn takes bfloat16 or float16, not {shape.dtype}; use torch")

@@ -9,6 +9,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
+from weft import install_hint
 from weft.loadgen import files, settings
 from weft.loadgen.client import Target
 from weft.loadgen.errors import LoadError
@@ -31,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run(options: Settings) -> int:
     if "html" in options.files and find_spec("matplotlib") is None:
-        raise LoadError("--html needs matplotlib: pip install 'weft-serve[loadgen]'")
+        raise LoadError(f"--html needs matplotlib: {install_hint('loadgen')}")
     if options.sweep is not None:
         sweeps = []
         for target in options.targets:

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from weft import __version__
+from weft import __version__, install_hint
 from weft.engine.config import EngineConfig
 from weft.engine.errors import WeftError
 from weft.server.config import ServeConfig
@@ -181,7 +181,7 @@ def _hand_over(command: Command, rest: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
-        print("weft: this needs Triton: pip install 'weft-serve[gpu]'", file=sys.stderr)
+        print(f"weft: this needs Triton: {install_hint('gpu')}", file=sys.stderr)
         return 1
     return int((run(list(rest), Parser) if command.parser_class else run(list(rest))) or 0)
 

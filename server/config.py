@@ -59,7 +59,7 @@ class ServeConfig(EngineConfig):
     access_log: bool = Field(True, description="log a line for each request, but for probes and scrapes")
     log_requests: bool = Field(False, description="log the bodies of requests too, with the prompts in them")
     otlp_endpoint: str | None = Field(
-        None, min_length=1, description="URL of a collector that gets OpenTelemetry spans; needs weft-serve[otel]"
+        None, min_length=1, description="URL of a collector that gets OpenTelemetry spans; needs the extra otel"
     )
 
     @field_validator("served_model_name", "api_key", "cors_origin")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from weft import __version__
+from weft import __version__, install_hint
 from weft.engine.errors import ConfigError
 
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(-.*)?")
@@ -49,7 +49,7 @@ class Spans:
 
             return cls(OTLPSpanExporter(endpoint=endpoint))
         except ImportError as error:
-            raise ConfigError(f"--otlp-endpoint needs {error.name}: pip install 'weft-serve[otel]'") from None
+            raise ConfigError(f"--otlp-endpoint needs {error.name}: {install_hint('otel')}") from None
 
     def begin(self, name: str, context: TraceContext | None, tracestate: str | None) -> Any:
         from opentelemetry.trace import SpanKind

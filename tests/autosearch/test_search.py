@@ -213,7 +213,7 @@ def test_without_ortools_the_search_says_what_to_install(
     monkeypatch.setitem(sys.modules, "ortools", None)
     monkeypatch.delattr("weft.autosearch.stage_one", raising=False)
     monkeypatch.delattr("weft.autosearch.stage_two", raising=False)
-    with pytest.raises(ConfigError, match=r"pip install 'weft-serve\[search\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[search\]'"):
         search.Search(LLAMA_8B, TYPICAL, recorded, None, 5).run("1024:512")
 
 

@@ -242,7 +242,7 @@ def test_flash_attn_says_what_it_needs(fake: FakeFlash, change: dict[str, Any], 
 
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
 def test_a_missing_package_names_its_extra() -> None:
-    with pytest.raises(AttentionUnavailable, match=r"pip install 'weft-serve\[flash-attn\]'"):
+    with pytest.raises(AttentionUnavailable, match=r"pip install -e '\.\[flash-attn\]'"):
         make_host_attention("flash-attn", AttentionShape(4, 2, 64, 256, torch.bfloat16, CPU))
 
 
