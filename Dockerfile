@@ -8,27 +8,26 @@ ARG DEVICE=cpu
 
 FROM python:${PYTHON}-slim AS build
 ARG DEVICE
-# Where pip finds a torch without CUDA libraries; empty takes the registry's default build.
-ARG TORCH_INDEX=""
 WORKDIR /src
 RUN python -m venv /opt/weft
 ENV PATH=/opt/weft/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+# torch first and alone: the layer survives every change of the code. For DEVICE=cpu the build without CUDA.
 COPY constraints.txt ./
-# torch first and alone: the layer survives every change of the code.
-RUN version="$(sed -n 's/^torch==//p' constraints.txt)" && \
-    if [ -n "$TORCH_INDEX" ]; then pip install "torch==$version" -i "$TORCH_INDEX"; else pip install "torch==$version"; fi
+COPY deploy/install deploy/install
+RUN python deploy/install torch --device "$DEVICE"
 COPY . .
 RUN if [ "$DEVICE" = cuda ]; then extra="[gpu]"; else extra=""; fi && pip install -c constraints.txt ".$extra"
 
 FROM python:${PYTHON}-slim AS runtime
 ARG DEVICE
-# Triton compiles its launchers with a C compiler at run time.
+# Triton compiles its launchers with a C compiler at run time; the image's Debian decides which.
+# hadolint ignore=DL3008
 RUN if [ "$DEVICE" = cuda ]; then \
       apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; fi && \
     useradd --create-home --uid 10001 weft
 COPY --from=build /opt/weft /opt/weft
 ENV PATH=/opt/weft/bin:$PATH PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1 WEFT_HOST=0.0.0.0 HF_HUB_OFFLINE=1
-USER weft
+USER 10001
 WORKDIR /home/weft
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=3s --start-period=120s --retries=3 \

@@ -5,13 +5,21 @@ BIN := $(VENV)/bin
 # Keep the repository root off sys.path: its folders are the sub-packages of `weft`, not packages of their own.
 export PYTHONSAFEPATH := 1
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; do \
-	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null && \
+	{ echo $$p; break; }; done)
 HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Two choices that a new environment is made by (`make clean` first). Which build of torch: auto (with CUDA where there
+# is an NVIDIA GPU), cpu or cuda; and other versions than those of constraints.txt, "torch==2.11.0 triton==3.6.0".
+DEVICE ?= auto
+PINS ?=
+PINNED := $(VENV)/constraints.txt
+INSTALL := $(BIN)/python deploy/install
+# Compile what is imported when it is imported: of these packages that is a small part.
+LAZY := --no-compile
 
-.PHONY: help serve test lint types format unit busy kernels prometheus chromium bench clean
+.PHONY: help serve test lint types format unit busy kernels gpu prometheus chromium bench resolve package clean
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
@@ -37,6 +45,7 @@ lint: $(VENV)/.test ## ruff and mypy
 types: $(VENV)/.test
 	@mkdir -p build/types && ln -sfn ../.. build/types/weft
 	$(BIN)/mypy -p weft.kernels -p weft.engine -p weft.autosearch -p weft.loadgen -p weft.server
+	$(BIN)/mypy --explicit-package-bases deploy/install
 
 format: $(VENV)/.test ## reformat the code
 	$(BIN)/ruff check --fix .
@@ -49,6 +58,11 @@ unit: $(VENV)/.test prometheus chromium
 kernels: $(VENV)/.test
 	@test "$$($(BIN)/python -c 'import torch; print(torch.cuda.is_available())')" = True || \
 	  TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/gpu
+
+# Not what `kernels` does without a device: here its absence is a failure.
+gpu: $(VENV)/.test ## the tests that need a CUDA device, alone
+	@$(BIN)/python -c 'import torch; assert torch.cuda.is_available(), "torch sees no CUDA device"'
+	$(BIN)/python -m pytest tests/gpu $(ARGS)
 
 # The tests of deploy/ run a real Prometheus. Debian's package is unpacked here: nothing is installed, no service starts.
 prometheus:
@@ -68,27 +82,46 @@ chromium:
 bench: $(VENV)/.serve ## throughput of the demo model beside transformers, on this machine
 	$(BIN)/weft bench offline --max-num-seqs 64 --baseline transformers $(ARGS)
 
+resolve: $(VENV)/.tools ## prove that everything installs from the package index alone, Python 3.11 to 3.14 (ARGS=--pip)
+	@$(INSTALL) resolve $(ARGS)
+
+package: $(VENV)/.tools ## build source distribution and wheel, look into them, install the wheel and ask it a question
+	rm -rf build/package
+	$(BIN)/python -m build --outdir build/package
+	$(INSTALL) archives build/package
+	$(BIN)/python -m venv build/package/venv
+	build/package/venv/bin/python deploy/install torch --device $(DEVICE) $(LAZY)
+	build/package/venv/bin/python deploy/install packages "the wheel" $(LAZY) -c constraints.txt build/package/*.whl
+	$(INSTALL) ask build/package/venv/bin
+
 clean: ## remove the virtual environment and what tools left behind
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 
 $(VENV)/bin/python:
-	@test -n "$(PYTHON)" || { echo "weft needs Python 3.11 or newer: apt install python3" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "weft needs Python 3.11 to 3.14: apt install python3" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { \
 	  echo "installing python3-venv, which Debian packages apart from python3"; \
 	  if [ "$$(id -u)" = 0 ]; then apt-get update -q && apt-get install -qy python3-venv; \
 	  else sudo apt-get update -q && sudo apt-get install -qy python3-venv; fi; }
-	@echo "creating $(VENV) (the first time takes a few minutes: torch is large)"
+	@echo "creating $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
 
-# torch first and by exact version: an open range would bring whatever build is newest.
-$(VENV)/.serve: $(VENV)/bin/python pyproject.toml constraints.txt
-	@$(INSTALL) "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
-	@$(INSTALL) -e .
+$(PINNED): $(VENV)/bin/python constraints.txt
+	@$(INSTALL) pins $(PINS) >$@.new && mv $@.new $@
+
+# torch first and alone, because which build it is depends on the machine (deploy/install/torch_build.py).
+$(VENV)/.serve: pyproject.toml $(PINNED)
+	@$(INSTALL) torch --device $(DEVICE) --constraints $(PINNED) $(LAZY)
+	@$(INSTALL) packages "weft and what it needs" $(LAZY) -c $(PINNED) -e .
 	@touch $@
 
 # Both without their requirements: litellm asks for an older huggingface-hub than transformers does and works without it;
 # what lm-eval imports only for some tasks (scikit-learn, scipy, nltk …) is larger than all that these tests need of it.
 $(VENV)/.test: $(VENV)/.serve
-	@$(INSTALL) -e ".[test,conformance,gpu]"
-	@$(INSTALL) --no-deps $$(sed -n '/^litellm==/p; /^lm-eval==/p' constraints.txt)
+	@$(INSTALL) packages "what its tests need" $(LAZY) -c $(PINNED) -e ".[test,conformance,gpu]"
+	@$(INSTALL) packages "litellm and lm-eval" $(LAZY) --no-deps $$(sed -n '/^litellm==/p; /^lm-eval==/p' $(PINNED))
+	@touch $@
+
+$(VENV)/.tools: $(PINNED)
+	@$(INSTALL) packages "the tools that resolve and build" -c $(PINNED) uv build
 	@touch $@
