@@ -1,0 +1,74 @@
+"""A tool call, run here, and its result sent back: the loop that agents are made of, with the `openai` client.
+
+`tool_choice` "required" (or a named function) is enforced by a grammar, so the call is well-formed with any model. With
+"auto" the model decides, which takes one that was trained to call tools and a format that its chat template or
+`--tool-call-parser` names. The embedded demo model was not: it calls what it must, with arguments that mean nothing,
+and its chat template knows no tool messages, so the result goes back as a user message.
+
+Start a daemon (`weft serve --tool-call-parser hermes` for the demo model), then
+run it:  python examples/tools.py [URL]        (needs: pip install openai)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from openai import OpenAI
+from openai.types.chat import ChatCompletionToolParam
+
+ADD: ChatCompletionToolParam = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "The sum of two whole numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "a": {"type": "integer", "minimum": 0, "maximum": 99},
+                "b": {"type": "integer", "minimum": 0, "maximum": 99},
+            },
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+def main() -> None:
+    url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
+    client = OpenAI(base_url=f"{url}/v1", api_key="unused unless the daemon was given --api-key")
+    model = client.models.list().data[0].id
+
+    answer = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": "What is 12 plus 30?"}],
+        tools=[ADD],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        temperature=0,
+        max_tokens=200,
+    )
+    (call,) = answer.choices[0].message.tool_calls or ()
+    if call.type != "function":
+        raise SystemExit(f"a call of a kind that was not offered: {call.type}")
+    arguments = json.loads(call.function.arguments)
+    result = add(**arguments)
+    print(f"call: {call.function.name}({arguments['a']}, {arguments['b']}) = {result}")
+
+    # A model with tools in its template gets {"role": "tool", "tool_call_id": call.id, "content": str(result)} instead.
+    told = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": f"The code of kiwi is {result}. What is the code of kiwi?"}],
+        temperature=0,
+        max_tokens=16,
+    )
+    print("answer:", told.choices[0].message.content)
+
+
+if __name__ == "__main__":
+    main()
