@@ -1,4 +1,4 @@
-"""`Fences`: pages and slots that a launched step may still touch, freed once it has completed (PITFALLS 1)."""
+"""`Fences`: pages and slots that a launched step may still touch, freed once it has completed (docs/pitfalls.md 1)."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ class PagePool:
         self._num_free += 1
 
     def check(self) -> None:
-        """Raise `AssertionError` unless every page is exactly one of free, cached, held (DESIGN invariant 4)."""
+        """Raise `AssertionError` unless each page is exactly one of free, cached, held (docs/design.md invariant 4)."""
         free = self._free[: self._num_free]
         assert len(np.unique(free)) == self._num_free, "a page is free twice"
         assert DUMMY_PAGE not in free, "the dummy page is free"

@@ -110,7 +110,7 @@ class PrefixIndex:
         return self._entries.values()
 
     def root(self, salt: str) -> bytes:
-        """The key before a first page: tenants with different salts share nothing (PITFALLS: timing leaks)."""
+        """The key before a first page: tenants with different salts share nothing (docs/pitfalls.md 27)."""
         return xxhash.xxh3_128_digest(self._model_id + b"\0" + salt.encode("utf-8", "surrogatepass"))
 
     @staticmethod

@@ -354,7 +354,7 @@ class Scheduler:
         )
 
     def check(self) -> None:
-        """Raise `AssertionError` unless slots, pages and counters agree (DESIGN invariants 3 and 4)."""
+        """Raise `AssertionError` unless slots, pages and counters agree (docs/design.md invariants 4 and 5)."""
         s, pool = self.slots, self.pool
         pool.check()
         if self.tiers is not None:

@@ -1,7 +1,7 @@
 """`SlotTable`: the running requests as rows of numpy arrays.
 
 Scheduling, input building and committing are vector operations over rows; Python touches a request only when it
-starts, finishes or is preempted (DESIGN §4). A slot's counters are KV positions:
+starts, finishes or is preempted (docs/design.md, "The life of an iteration"). A slot's counters are KV positions:
 
     scheduled == confirmed + in_flight
 

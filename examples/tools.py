@@ -53,9 +53,10 @@ def main() -> None:
         temperature=0,
         max_tokens=200,
     )
-    (call,) = answer.choices[0].message.tool_calls or ()
-    if call.type != "function":
-        raise SystemExit(f"a call of a kind that was not offered: {call.type}")
+    calls = answer.choices[0].message.tool_calls
+    call = calls[0] if calls else None
+    if call is None or call.type != "function":
+        raise SystemExit(f"no function was called: {answer.choices[0].message}")
     arguments = json.loads(call.function.arguments)
     result = add(**arguments)
     print(f"call: {call.function.name}({arguments['a']}, {arguments['b']}) = {result}")

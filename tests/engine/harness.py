@@ -1,4 +1,4 @@
-"""Drives an `Engine` in a test: submits, steps, checks the invariants of DESIGN §8 after every step."""
+"""Drives an `Engine` in a test: submits, steps, checks the invariants of docs/design.md after every step."""
 
 from __future__ import annotations
 
