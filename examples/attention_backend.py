@@ -6,9 +6,8 @@ and short: a start for another device, or an oracle for a kernel. It is held aga
 
 Run it:  python examples/attention_backend.py
 
-weft has no plug-ins. A back end that stays gets a name: in `NAMES` of `kernels/attention.py`, with a line in `check`
-(what it cannot serve) and in `make_host_attention`, and in `Attention` of `engine/config.py` (the flag). Here it takes
-the twin's place in this process only. docs/adding-a-kernel.md says what else a kernel brings.
+weft has no plug-ins. A back end that stays gets a name; docs/adding-a-kernel.md says where, and what else a kernel
+brings. Here it takes the twin's place, in this process only.
 """
 
 from __future__ import annotations
