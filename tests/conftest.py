@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import Phase, settings
 
 # Helpers beside the tests are imported by name; the repository root stays off sys.path.
 for folder in ("engine", "kernels", "autosearch"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
+
+# What a tool that only wants to know whether a test fails asks for: no search for the smallest example.
+settings.register_profile("unshrunk", phases=(Phase.explicit, Phase.reuse, Phase.generate), database=None)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,22 +1,23 @@
 """Random orders of submit, step, finish, abort, preempt and cache reset, against a device made of plain lists.
 
-The device stores, for every KV position, the token that was fed there. A sampled token is a hash of all the tokens
-that the request's page table makes visible, so any lost, shared or overwritten page changes an answer.
+The same orders run again over an index with keys of four bits, so that pages of other prompts lie under most of them.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from typing import ClassVar
 
 import numpy as np
-import xxhash
+from colliding import CollidingIndex
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
+from list_device import ListDevice, next_token
 
 from weft.engine.batch import Batch, StepResult
 from weft.engine.messages import Finish
-from weft.engine.pages import DUMMY_PAGE, PagePool
+from weft.engine.pages import PagePool
 from weft.engine.prefix import PrefixIndex
 from weft.engine.request import Request
 from weft.engine.sampling import SamplingParams
@@ -24,7 +25,6 @@ from weft.engine.scheduler import Events, Scheduler
 from weft.engine.slots import SlotTable
 from weft.engine.tiers import Tiers
 
-VOCAB = 23
 END = 1
 PAGE_SIZE = 2
 NUM_PAGES = 14
@@ -32,43 +32,19 @@ MAX_LEN = (NUM_PAGES - 1) * PAGE_SIZE
 NUM_SLOTS = 5
 
 
-def next_token(visible: list[int]) -> int:
-    return xxhash.xxh32_intdigest(np.array(visible, np.int32).tobytes()) % VOCAB
-
-
-class ListDevice:
-    """Executes batches in order, as late as it is told to."""
-
-    def __init__(self) -> None:
-        self.kv = np.full((NUM_PAGES, PAGE_SIZE), -7, np.int32)
-        self.last_token = np.full(NUM_SLOTS, -7, np.int32)
-
-    def execute(self, batch: Batch) -> StepResult:
-        ids = batch.token_ids.copy()
-        ids[: batch.num_decodes] = self.last_token[batch.slots[: batch.num_decodes]]
-        assert (ids >= 0).all(), "a placeholder reached the embedding"
-        assert DUMMY_PAGE not in batch.slot_mapping // PAGE_SIZE
-        assert len(np.unique(batch.slot_mapping)) == len(ids), "two tokens of one batch share a KV position"
-        self.kv.reshape(-1)[batch.slot_mapping] = ids
-        tokens = []
-        for row in batch.sampled_rows:
-            flat = self.kv[batch.page_table[row]].reshape(-1)
-            tokens.append(next_token(flat[: batch.kv_len[row]].tolist()))
-        result = np.array(tokens, np.int32)
-        self.last_token[batch.sampling.slots] = result
-        return StepResult(batch, result, None, (), 0.0)
-
-
 class SchedulerMachine(RuleBasedStateMachine):
     requests = Bundle("requests")
+
+    def make_index(self) -> PrefixIndex:
+        return PrefixIndex("m")
 
     def make_tiers(self, _pool: PagePool) -> Tiers | None:
         return None
 
     def __init__(self) -> None:
         super().__init__()
-        self.device = ListDevice()
-        pool = PagePool(NUM_PAGES, PAGE_SIZE, PrefixIndex("m"))
+        self.device = ListDevice(NUM_PAGES, PAGE_SIZE, NUM_SLOTS)
+        pool = PagePool(NUM_PAGES, PAGE_SIZE, self.make_index())
         slots = SlotTable(NUM_SLOTS, MAX_LEN, PAGE_SIZE)
         self.scheduler = Scheduler(
             slots, pool, max_num_batched_tokens=6, prefix_caching=True, tiers=self.make_tiers(pool)
@@ -207,11 +183,43 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert pool.num_free + pool.num_cached == pool.capacity
 
 
-TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(
+class Collisions:
+    """A part of a machine whose pages share few keys; `seen` adds up over all the orders that were tried."""
+
+    seen: ClassVar[Counter[str]]
+
+    def make_index(self) -> PrefixIndex:
+        self.index = CollidingIndex()
+        return self.index
+
+    def teardown(self) -> None:
+        super().teardown()  # type: ignore[misc]
+        self.seen.update(self.index.refused)
+
+    @classmethod
+    def check_collisions(cls) -> None:
+        few = [kind for kind in ("published", "tokens", "parent", "salt") if cls.seen[kind] < 10]
+        assert not few, f"hardly a collision in {few}: {cls.seen}"
+
+
+class CollidingMachine(Collisions, SchedulerMachine):
+    seen: ClassVar[Counter[str]] = Counter()
+
+
+MACHINE_SETTINGS = settings(
     max_examples=120,
     stateful_step_count=60,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = MACHINE_SETTINGS
+
+
+class TestCollidingMachine(CollidingMachine.TestCase):  # type: ignore[misc]
+    settings = MACHINE_SETTINGS
+
+    def runTest(self) -> None:
+        super().runTest()
+        CollidingMachine.check_collisions()

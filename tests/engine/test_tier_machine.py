@@ -6,13 +6,16 @@ the pages it was given changed meanwhile, so a page freed or written too early i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
-from test_scheduler_machine import MAX_LEN, PAGE_SIZE, ListDevice, SchedulerMachine
+from list_device import ListDevice
+from test_scheduler_machine import MAX_LEN, PAGE_SIZE, Collisions, SchedulerMachine
 
 from weft.engine.extent import Record
 from weft.engine.pages import PagePool
@@ -205,11 +208,24 @@ class TierMachine(SchedulerMachine):
             assert places.num_free + places.num_cached == places.capacity, "a place is lost"
 
 
-TestTierMachine = TierMachine.TestCase
-TestTierMachine.settings = settings(
+class CollidingTierMachine(Collisions, TierMachine):
+    seen: ClassVar[Counter[str]] = Counter()
+
+
+MACHINE_SETTINGS = settings(
     max_examples=150,
     stateful_step_count=80,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
+TestTierMachine = TierMachine.TestCase
+TestTierMachine.settings = MACHINE_SETTINGS
+
+
+class TestCollidingTierMachine(CollidingTierMachine.TestCase):  # type: ignore[misc]
+    settings = MACHINE_SETTINGS
+
+    def runTest(self) -> None:
+        super().runTest()
+        CollidingTierMachine.check_collisions()

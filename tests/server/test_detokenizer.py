@@ -98,6 +98,51 @@ def test_special_and_end_tokens_have_no_text() -> None:
     assert tokenizer.decode([eos, o]) == ""
 
 
+def utf8(ids: Sequence[int]) -> str:
+    return bytes(ids).decode("utf-8", "replace")
+
+
+# Five U+FFFD in a row would be as many tokens without another character as the window takes.
+@given(
+    text=st.text(st.sampled_from("aé你😀\ufffd ")).filter(lambda text: "\ufffd" * 5 not in text),
+    context=st.text(st.sampled_from("aé你"), max_size=3),
+)
+def test_window_shows_whole_characters_as_soon_as_they_are_complete(text: str, context: str) -> None:
+    detokenizer, shown, fed = WindowDetokenizer(utf8, (), list(context.encode())), "", b""
+    for byte in text.encode():
+        shown += detokenizer.feed(byte)
+        fed += bytes([byte])
+        # A character that is complete and looks like an unfinished one cannot be told from it.
+        assert shown == fed.decode("utf-8", "ignore").rstrip("\ufffd")
+    assert shown + detokenizer.flush() == text
+
+
+def test_window_shows_what_stands_before_an_unfinished_character_with_it() -> None:
+    first, *rest = "你".encode()
+    detokenizer = WindowDetokenizer(lambda ids: b"".join(pieces[i] for i in ids).decode("utf-8", "replace"), (), ())
+    pieces = [b"a" + bytes([first]), bytes(rest), b"\xff", b"b"]
+    assert [detokenizer.feed(i) for i in (0, 1, 2, 3)] == ["", "a你", "", "\ufffdb"]
+    assert detokenizer.flush() == ""
+
+
+def test_window_flushes_an_unfinished_character_as_one_replacement() -> None:
+    detokenizer = WindowDetokenizer(utf8, (), ())
+    assert [detokenizer.feed(byte) for byte in "a你".encode()[:-1]] == ["a", "", ""]
+    assert detokenizer.flush() == "\ufffd"
+
+
+def test_window_takes_text_as_it_is_after_so_many_tokens_without_a_character() -> None:
+    detokenizer = WindowDetokenizer(utf8, (), ())
+    most = WindowDetokenizer.MAX_HELD
+    assert [detokenizer.feed(0xFF) for _ in range(most + 1)] == [""] * (most - 1) + ["\ufffd" * most, ""]
+    assert detokenizer.flush() == "\ufffd"
+
+
+def test_window_gives_no_text_for_tokens_that_have_none() -> None:
+    detokenizer = WindowDetokenizer(lambda ids: "".join({1: "", 2: "b"}.get(i, "?") for i in ids), (9,), ())
+    assert [detokenizer.feed(i) for i in (1, 9, 2, 9, 1, 2)] == ["", "", "b", "", "", "b"]
+
+
 def test_window_never_grows_on_endless_broken_bytes() -> None:
     lengths: list[int] = []
 

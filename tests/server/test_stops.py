@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.server.stops import StopStrings
@@ -35,6 +35,34 @@ def test_text_is_cut_at_the_stop_that_completes_first(
     if matcher.matched is None:
         shown += matcher.flush()
     assert (shown, matcher.matched) == expected(text, stops, include)
+
+
+@given(
+    st.text("ab", max_size=30),
+    st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4),
+    st.booleans(),
+)
+@settings(max_examples=400)
+def test_text_that_comes_by_the_character_is_held_back_no_longer_than_it_must(
+    text: str, stops: list[str], include: bool
+) -> None:
+    matcher, shown = StopStrings(stops, include=include), ""
+    for end in range(1, len(text) + 1):
+        shown += matcher.feed(text[end - 1])
+        if matcher.matched is not None:
+            break
+        ends = (text[end - n : end] for n in range(end + 1))
+        held = max(len(tail) for tail in ends if any(stop.startswith(tail) for stop in stops))
+        assert shown == text[: end - held]
+    if matcher.matched is None:
+        shown += matcher.flush()
+    assert (shown, matcher.matched) == expected(text, stops, include)
+
+
+def test_the_longest_beginning_of_any_stop_is_held_back() -> None:
+    for stops in (["aab", "ab"], ["ab", "aab"]):
+        matcher = StopStrings(stops)
+        assert [matcher.feed(text) for text in "caac"] == ["c", "", "", "aac"]
 
 
 def test_only_a_possible_beginning_is_held_back() -> None:

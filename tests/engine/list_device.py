@@ -1,0 +1,179 @@
+"""A device made of plain lists, and a scheduler that drives it: the page table alone decides what is sampled.
+
+The device stores, for every KV position, a hash of the token that was fed there and of all the positions before it, as
+real KV depends on its context. A sampled token is a hash of all that the request's page table makes visible, so any
+lost or overwritten page changes an answer, and so does the right page after the wrong beginning.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+
+from weft.engine.batch import Batch, StepResult
+from weft.engine.pages import DUMMY_PAGE, PagePool
+from weft.engine.prefix import PrefixIndex
+from weft.engine.request import Request
+from weft.engine.sampling import SamplingParams
+from weft.engine.scheduler import Scheduler
+from weft.engine.slots import SlotTable
+
+VOCAB = 23
+
+
+def kv_of(before: np.ndarray, token: int) -> int:
+    """What is stored for a token behind the positions `before [p]`."""
+    return xxhash.xxh32_intdigest(before.tobytes() + bytes([token])) >> 1
+
+
+def sampled(visible: np.ndarray) -> int:
+    return xxhash.xxh32_intdigest(visible.tobytes()) % VOCAB
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """The token that the device samples after these when no page is lost."""
+    visible = np.zeros(len(tokens), np.int32)
+    for position, token in enumerate(tokens):
+        visible[position] = kv_of(visible[:position], token)
+    return sampled(visible)
+
+
+def continuation(prompt: Sequence[int], count: int) -> list[int]:
+    """The `count` tokens that the device samples after the prompt when no page is lost."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class ListDevice:
+    """Executes batches in order, as late as it is told to."""
+
+    def __init__(self, num_pages: int, page_size: int, num_slots: int) -> None:
+        self.kv = np.full((num_pages, page_size), -7, np.int32)
+        self.last_token = np.full(num_slots, -7, np.int32)
+
+    def execute(self, batch: Batch) -> StepResult:
+        ids = batch.token_ids.copy()
+        ids[: batch.num_decodes] = self.last_token[batch.slots[: batch.num_decodes]]
+        assert (ids >= 0).all(), "a placeholder reached the embedding"
+        assert DUMMY_PAGE not in batch.slot_mapping // self.kv.shape[1]
+        assert len(np.unique(batch.slot_mapping)) == len(ids), "two tokens of one batch share a KV position"
+        ends = np.cumsum(batch.query_len)
+        tokens = np.zeros(len(ends), np.int32)
+        for row, end in enumerate(ends.tolist()):
+            visible = self.kv[batch.page_table[row]].reshape(-1)[: batch.kv_len[row]]
+            for at in range(end - int(batch.query_len[row]), end):
+                visible[batch.positions[at]] = kv_of(visible[: batch.positions[at]], int(ids[at]))
+                self.kv.reshape(-1)[batch.slot_mapping[at]] = visible[batch.positions[at]]
+            tokens[row] = sampled(visible)
+        result = tokens[batch.sampled_rows]
+        self.last_token[batch.sampling.slots] = result
+        return StepResult(batch, result, None, (), 0.0)
+
+
+class ListEngine:
+    """A scheduler on a `ListDevice`, one iteration at a time.
+
+    It believes that nobody grows, so it admits whoever fits now.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        slots: int = 4,
+        page_size: int = 2,
+        budget: int = 64,
+        index: PrefixIndex | None = None,
+        prefix_caching: bool = True,
+        chunk_step: int = 1,
+    ) -> None:
+        self.pool = PagePool(capacity + 1, page_size, PrefixIndex("m") if index is None else index)
+        self.max_len = capacity * page_size
+        self.scheduler = Scheduler(
+            SlotTable(slots, self.max_len, page_size),
+            self.pool,
+            max_num_batched_tokens=budget,
+            prefix_caching=prefix_caching,
+            chunk_step=chunk_step,
+        )
+        self.scheduler.output_lengths._sum, self.scheduler.output_lengths._count = 0.0, 1e30
+        self.device = ListDevice(capacity + 1, page_size, slots)
+        self.launched: deque[Batch] = deque()
+        self.requests: list[Request] = []
+        self.output: dict[int, list[int]] = {}
+        self.started: list[int] = []
+        """handles in the order of their first tokens"""
+        self._steps = 0
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 1,
+        *,
+        priority: int = 0,
+        salt: str = "",
+        stop: int | None = None,
+        leader: int = -1,
+    ) -> Request:
+        handle = len(self.requests)
+        request = Request(
+            handle=handle,
+            tokens=np.array(prompt, np.int32),
+            prompt_len=len(prompt),
+            params=SamplingParams(max_tokens=max_tokens),
+            limit=len(prompt) + max_tokens,
+            priority=priority,
+            order=handle,
+            arrival=0.0,
+            salt=salt,
+            stop_ids=() if stop is None else (stop,),
+            seed=0,
+            leader=leader,
+        )
+        self.requests.append(request)
+        self.output[handle] = []
+        self.scheduler.add(request)
+        return request
+
+    def launch(self) -> list[int]:
+        """Schedule an iteration; the handles in it, decodes first, none when nothing can run."""
+        batch = self.scheduler.schedule(self._steps + 1)
+        self.scheduler.check()
+        if batch is None:
+            return []
+        self._steps += 1
+        self.launched.append(batch)
+        return self.scheduler.slots.handle[batch.slots].tolist()
+
+    def complete(self) -> None:
+        """Compute and commit the oldest launched iteration."""
+        events = self.scheduler.commit(self.device.execute(self.launched.popleft()))
+        self.scheduler.check()
+        for handle, token in zip(events.handles.tolist(), events.tokens.tolist(), strict=True):
+            if token >= 0:
+                self.output[handle].append(token)
+        self.started += [started.handle for started in events.started]
+
+    def step(self) -> list[int]:
+        handles = self.launch()
+        if self.launched:
+            self.complete()
+        return handles
+
+    def run(self) -> None:
+        """Until nothing is left; every output is what its own prompt explains, and nothing is held."""
+        for _ in range(1000):
+            if not self.step() and not self.scheduler.num_requests:
+                break
+        assert not self.scheduler.num_requests, "the scheduler makes no progress"
+        self.scheduler.idle_events()
+        assert self.pool.num_held == 0
+        for request in self.requests:
+            prompt = request.tokens[: request.prompt_len].tolist()
+            got = self.output[request.handle]
+            assert got == continuation(prompt, len(got)), "a token that the prompt does not explain"
