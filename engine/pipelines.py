@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import logging
 from pathlib import Path
 
@@ -13,20 +11,15 @@ import torch
 from weft.engine.errors import ConfigError
 from weft.engine.plan import Plan, Target, load_plan, model_key
 from weft.engine.spec import ModelSpec
+from weft.kernels.source_digest import source_digest
 
 log = logging.getLogger("weft.engine")
 SHIPPED = Path(__file__).with_name("plans")
 
 
-@functools.cache
 def kernels_digest() -> str:
-    """Of the kernels' source: a plan's configurations and timings belong to it."""
-    source = hashlib.sha256()
-    folder = Path(__file__).parents[1] / "kernels"
-    for pattern in ("gemm*.py", "projections.py", "decode_*.py", "prefill_*.py"):
-        for file in sorted(folder.glob(pattern)):
-            source.update(file.read_bytes())
-    return source.hexdigest()[:16]
+    """Of the kernels' code: a plan's configurations and timings belong to it."""
+    return source_digest("gemm*.py", "projections.py", "decode_*.py", "prefill_*.py")
 
 
 def target_of(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Target:

@@ -24,13 +24,14 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.kernels.gemm_config import GemmConfig
+from weft.kernels.source_digest import source_digest
 
 log = logging.getLogger("weft.kernels")
 
 BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 SHIPPED = {((9, 0), 132): "gemm_h200.json"}
 """(compute capability, SMs) -> table. The H100 SXM has both in common with the H200 that it was measured on."""
-SOURCES = ("gemm.py", "gemm_config.py", "gemm_hopper.py", "projections.py")
+SOURCES = ("gemm*.py", "projections.py")
 """what a timing depends on"""
 CANDIDATES = 4
 """configurations tried for a shape beside the rule's: those that win most often in the shipped tables"""
@@ -57,16 +58,15 @@ class Machine(NamedTuple):
     sms: int
     triton: str
     kernels: str
-    """digest of the source"""
+    """digest of their code"""
 
 
 def machine(device: torch.device | int = 0) -> Machine:
     """Of this process and that CUDA device."""
     gpu = torch.cuda.get_device_properties(device)
-    digest = hashlib.sha256(b"".join(Path(__file__).with_name(name).read_bytes() for name in SOURCES))
     return Machine(
         gpu.name, (gpu.major, gpu.minor), gpu.multi_processor_count, importlib.import_module("triton").__version__,
-        digest.hexdigest()[:16],
+        source_digest(*SOURCES),
     )  # fmt: skip
 
 

@@ -1,0 +1,118 @@
+"""What identifies the kernels' code: it follows the code, not the words about it, and is the same on every Python."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from weft.engine.pipelines import kernels_digest
+from weft.kernels import source_digest as module
+from weft.kernels.source_digest import code_words, source_digest
+
+CODE = '''"""A module."""
+
+from __future__ import annotations
+
+BLOCK = 128
+"""rows of a tile"""
+
+
+@jit(do_not_specialize=["M"])
+def kernel(x, M, BN: constexpr):
+    """Adds."""
+    # why it is so
+    if BN > BLOCK:  # fmt: skip
+        return x[M:, None] + BLOCK * 1.5
+    return f"{x!r:>{M}} rows"
+'''
+
+MANY_NODES = """
+async def f[T](a, /, b: int = 1, *c, d=None, **e) -> None:
+    global g
+    async with a as h, b:
+        async for i in h:
+            yield lambda *j: (k := j)
+    try:
+        del a.b[1:2, ...], c
+    except* (ValueError, TypeError) as error:
+        raise RuntimeError("x") from error
+    else:
+        assert not a or b and -c ** ~d @ e, "y"
+    finally:
+        pass
+    match a:
+        case [1, *rest] | {"k": None, **more} if rest:
+            return {*a, b}, {**c, 1: b"z"}, [m async for m in a if m for n in m], "a" "b" f"{a}" f"c{b!s:{c}.2f}"
+        case P(x=1.5e300, y=2j) as whole:
+            nonlocal_ = a if b else c < d <= e is not f not in a
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("# why it is so", "# another reason"),
+        ("    # why it is so\n", ""),
+        ('    """Adds."""\n', ""),
+        ('"""A module."""', '"""Another."""'),
+        ('"""rows of a tile"""\n', ""),
+        ("BLOCK * 1.5", "(\n            BLOCK\n            * 1.50\n        )"),
+        ('["M"]', "['M',]"),
+    ],
+)
+def test_comments_docstrings_and_formatting_change_nothing(before: str, after: str) -> None:
+    assert before in CODE
+    assert code_words(CODE.replace(before, after)) == code_words(CODE)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("BLOCK = 128", "BLOCK = 64"),
+        ("BLOCK = 128", "BLOCK = 128.0"),
+        ("BLOCK = 128", 'BLOCK = "128"'),
+        ("BN > BLOCK", "BN >= BLOCK"),
+        ('["M"]', '["M", "BN"]'),
+        ('["M"]', "[]"),
+        ("x[M:, None]", "x[:M, None]"),
+        ("x[M:, None] +", "x[M:, None] -"),
+        (" rows", " columns"),
+        ("x!r", "x!s"),
+        ("BN: constexpr", "BN"),
+        ("x, M,", "x, M, N,"),
+    ],
+)
+def test_code_that_changes_is_seen(before: str, after: str) -> None:
+    assert before in CODE
+    assert code_words(CODE.replace(before, after)) != code_words(CODE)
+
+
+def test_every_version_of_python_reads_the_same() -> None:
+    """The digest was made with 3.13. Type parameters, which 3.11 cannot read, are left out."""
+    words = code_words(MANY_NODES.replace("[T]", ""))
+    assert hashlib.sha256(words.encode()).hexdigest()[:16] == "8bd6f127ac3fcdde"
+
+
+def test_a_digest_is_of_the_files_that_match_in_the_order_of_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "HERE", tmp_path)
+    digest = source_digest.__wrapped__
+    (tmp_path / "gemm_b.py").write_text("b = 1")
+    (tmp_path / "gemm_a.py").write_text("a = 1  # first")
+    (tmp_path / "other.py").write_text("c = 1")
+    before = digest("gemm*.py")
+    assert digest("gemm_b.py", "gemm_a.py", "gemm*.py") == before
+    (tmp_path / "gemm_a.py").write_text('"""A docstring."""\na = 1')
+    (tmp_path / "other.py").write_text("c = 2")
+    assert digest("gemm*.py") == before
+    (tmp_path / "gemm_a.py").write_text("a = 2")
+    assert digest("gemm*.py") != before
+    assert digest("*.py") != digest("gemm*.py")
+
+
+def test_the_kernels_have_one() -> None:
+    assert len(kernels_digest()) == 16
+    assert kernels_digest() != source_digest("*.py")
