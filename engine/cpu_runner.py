@@ -26,7 +26,7 @@ from weft.engine.spec import ModelSpec
 from weft.engine.transfer import Gate
 from weft.engine.weights import Weights
 from weft.kernels import sampling
-from weft.kernels.attention import make_host_attention
+from weft.kernels.attention_backends import make_host_attention
 
 
 def _allocate(spec: ModelSpec, plan: DevicePlan) -> Tensor:

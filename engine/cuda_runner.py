@@ -25,7 +25,8 @@ from weft.engine.spec import ModelSpec
 from weft.engine.transfer import Gate
 from weft.engine.weights import Weights
 from weft.kernels import reference, resident, sampling
-from weft.kernels.attention import AttentionBackend, HostAttention, make_host_attention
+from weft.kernels.attention import AttentionBackend, HostAttention
+from weft.kernels.attention_backends import make_host_attention
 from weft.kernels.attention_triton import PER_SM, TritonAttention
 from weft.kernels.sampler import sample, sample_scratch
 

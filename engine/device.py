@@ -13,8 +13,9 @@ from weft.engine.errors import ConfigError, OutOfMemory
 from weft.engine.pipelines import choose_pipelines, target_of
 from weft.engine.plan import Plan
 from weft.engine.spec import ModelSpec
-from weft.kernels import attention
-from weft.kernels.attention import AttentionShape, AttentionUnavailable, BackendName
+from weft.kernels import attention_backends
+from weft.kernels.attention import AttentionShape, AttentionUnavailable
+from weft.kernels.attention_backends import BackendName
 
 GIB = 2**30
 CPU_MEMORY_SHARE = 0.25
@@ -158,15 +159,15 @@ def _attention(config: EngineConfig, spec: ModelSpec, device: torch.device, dtyp
     """The attention back end, known to work here. Raises `ConfigError`."""
     shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, config.page_size, dtype, device)
     try:
-        name = attention.choose(config.attention_backend, device)
-        attention.check(name, shape)
+        name = attention_backends.choose(config.attention_backend, device)
+        attention_backends.check(name, shape)
     except AttentionUnavailable as error:
         raise ConfigError(f"--attention-backend {config.attention_backend}: {error}") from None
     return name
 
 
 def _check_kernels(spec: ModelSpec) -> None:
-    """Refuse what the GPU kernels were not made for. Attention's own limits: see `attention.check`."""
+    """Refuse what the GPU kernels were not made for. Attention's own limits: see `attention_backends.check`."""
     if spec.head_dim not in (64, 128):
         raise ConfigError(f"head_dim {spec.head_dim} is not supported on a GPU (64 and 128 are); use --device cpu")
     if spec.hidden_size % 8 or spec.intermediate_size % 8:

@@ -1,4 +1,4 @@
-"""Attention back ends behind one interface: `triton` (default on a GPU), `flash-attn`, `torch` (the twin, anywhere).
+"""The interface of attention back ends; `attention_backends` makes one by its name.
 
 Everything that depends on an iteration's lengths is in a step; with it, attention runs once a layer. A back end that is
 `captured` reads lengths and work from device memory, in buffers that stay put: its step never changes, and its launches
@@ -7,18 +7,12 @@ may be inside a CUDA graph. The others plan on the host (`HostAttention.prepare`
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
-BackendName = Literal["triton", "flash-attn", "torch"]
-NAMES: tuple[BackendName, ...] = ("triton", "flash-attn", "torch")
-TRITON_PAGE_SIZES = (16, 32, 64, 128)
-TRITON_HEAD_DIMS = (64, 128)
-TRITON_MAX_GROUP = 16
 
 
 class AttentionUnavailable(ValueError):
@@ -104,64 +98,3 @@ class HostAttention(AttentionBackend[Step], Protocol[Step]):
     def prepare(self, requests: AttentionRequests) -> Step:
         """What `decode` and `prefill` need in this iteration. Transfers it starts are on the current stream."""
         ...
-
-
-def choose(name: str, device: torch.device) -> BackendName:
-    """The back end that `name` means on this device; `auto`: triton on a GPU, torch elsewhere."""
-    if name == "auto":
-        return "triton" if device.type == "cuda" else "torch"
-    for known in NAMES:
-        if name == known:
-            return known
-    raise AttentionUnavailable(f"unknown attention back end {name!r}; there are {', '.join(NAMES)}")
-
-
-def check(name: BackendName, shape: AttentionShape) -> None:
-    """Raise `AttentionUnavailable` when the back end cannot serve `shape`. Allocates nothing."""
-    if name == "torch":
-        return
-    if shape.device.type != "cuda":
-        raise AttentionUnavailable(f"the {name} attention back end needs a GPU; on a CPU use auto or torch")
-    if name == "triton":
-        check_triton(shape)
-    else:
-        from weft.kernels.flash import check_flash
-
-        check_flash(shape)
-
-
-def check_triton(shape: AttentionShape) -> None:
-    """What the Triton kernels were made for. Raises `AttentionUnavailable`."""
-    if shape.head_dim not in TRITON_HEAD_DIMS:
-        raise AttentionUnavailable(
-            f"the triton attention back end takes head_dim 64 or 128, the model has {shape.head_dim}; "
-            "use flash-attn or torch"
-        )
-    if shape.page_size not in TRITON_PAGE_SIZES:
-        raise AttentionUnavailable(
-            f"the triton attention back end takes pages of 16, 32, 64 or 128 tokens, not {shape.page_size}; "
-            "change the page size, or use flash-attn or torch"
-        )
-    if shape.group > TRITON_MAX_GROUP:
-        raise AttentionUnavailable(
-            f"the triton attention back end takes up to {TRITON_MAX_GROUP} query heads per KV head, "
-            f"the model has {shape.group}; use flash-attn or torch"
-        )
-
-
-def make_host_attention(
-    name: BackendName, shape: AttentionShape, *, batch_invariant: bool = False
-) -> HostAttention[Any]:
-    """A back end that plans on the host. Raises `AttentionUnavailable`; `triton` is none: see `attention_triton`.
-
-    batch_invariant: one accumulation order for a request, whatever shares its batch.
-    """
-    if name == "torch":
-        from weft.kernels.attention_torch import TorchAttention
-
-        return TorchAttention(shape)
-    if name == "flash-attn":
-        from weft.kernels.flash import FlashAttention
-
-        return FlashAttention(shape, batch_invariant=batch_invariant)
-    raise AttentionUnavailable(f"{name} plans on the device; use flash-attn or torch")

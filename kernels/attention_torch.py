@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weft.kernels.attention import AttentionRequests, AttentionShape, HostAttention, check
+from weft.kernels.attention import AttentionRequests, AttentionShape, HostAttention
 from weft.kernels.reference import AttentionGroup, AttentionWork, paged_attention
 
 GROUP_ELEMENTS = 1 << 27
@@ -41,7 +41,6 @@ class TorchAttention(HostAttention[TorchStep]):
     captured = False
 
     def __init__(self, shape: AttentionShape) -> None:
-        check("torch", shape)
         self._page_size, self._group_size, self._device = shape.page_size, shape.group, shape.device
         self._page_elements = shape.page_size * shape.num_kv_heads * shape.head_dim
         self._scratch = torch.zeros(2, 0, dtype=shape.dtype, device=shape.device)

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from weft.kernels.attention import AttentionBackend, AttentionShape, check
+from weft.kernels.attention import AttentionBackend, AttentionShape
+from weft.kernels.attention_backends import check
 from weft.kernels.decode_attention import DecodeWorkspace, decode_attention
 from weft.kernels.prefill_attention import prefill_attention
 

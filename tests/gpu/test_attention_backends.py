@@ -10,7 +10,8 @@ import torch
 from paged import LAYER, Iteration, assert_attention, empty_out, iteration
 
 pytest.importorskip("triton")
-from weft.kernels.attention import AttentionShape, make_host_attention
+from weft.kernels.attention import AttentionShape
+from weft.kernels.attention_backends import make_host_attention
 from weft.kernels.attention_triton import TritonAttention, TritonStep
 from weft.kernels.decode_attention import decode_workspace
 from weft.kernels.work_lists import plan_decode, plan_prefill

@@ -16,14 +16,8 @@ from paged import LAYER, Iteration, assert_attention, empty_out, iteration
 from torch import Tensor
 
 from weft.kernels import attention_torch
-from weft.kernels.attention import (
-    AttentionShape,
-    AttentionUnavailable,
-    HostAttention,
-    check,
-    choose,
-    make_host_attention,
-)
+from weft.kernels.attention import AttentionShape, AttentionUnavailable, HostAttention
+from weft.kernels.attention_backends import check, choose, make_host_attention
 from weft.kernels.attention_torch import TorchAttention
 
 CPU = torch.device("cpu")
