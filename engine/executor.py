@@ -20,10 +20,12 @@ from weft.engine.weights import Weights
 from weft.kernels import resident
 from weft.kernels.attention import AttentionBackend
 from weft.kernels.attention_triton import TritonStep
-from weft.kernels.decode_attention import decode_workspace
+from weft.kernels.decode_workspace import decode_workspace
+from weft.kernels.dependent_launch import dependent_launch
 from weft.kernels.embedding import embed, final_norm, row_sumsq
-from weft.kernels.gemm import choose, dependent_launch, matmul, workspace
+from weft.kernels.gemm import matmul
 from weft.kernels.gemm_config import GemmConfig
+from weft.kernels.gemm_launch import choose, workspace
 from weft.kernels.projections import gate_up_project, qkv_project, residual_project, sumsq_buffer
 
 INVARIANT_PART_TOKENS = 1024

@@ -19,7 +19,7 @@ SHIPPED = Path(__file__).with_name("plans")
 
 def kernels_digest() -> str:
     """Of the kernels' code: a plan's configurations and timings belong to it."""
-    return source_digest("gemm*.py", "projections.py", "decode_*.py", "prefill_*.py")
+    return source_digest("gemm*.py", "projections.py", "decode_*.py", "prefill_*.py", "dependent_launch.py")
 
 
 def target_of(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Target:

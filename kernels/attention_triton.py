@@ -8,7 +8,8 @@ from torch import Tensor
 
 from weft.kernels.attention import AttentionBackend, AttentionShape
 from weft.kernels.attention_backends import check
-from weft.kernels.decode_attention import DecodeWorkspace, decode_attention
+from weft.kernels.decode_attention import decode_attention
+from weft.kernels.decode_workspace import DecodeWorkspace
 from weft.kernels.prefill_attention import prefill_attention
 
 PER_SM = 4

@@ -27,8 +27,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from weft.kernels.decode_attention import DecodeWorkspace, group_block
-from weft.kernels.gemm import pdl_options
+from weft.kernels.decode_workspace import DecodeWorkspace, group_block
+from weft.kernels.dependent_launch import pdl_options
 
 # renamed after Triton 3.6
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared

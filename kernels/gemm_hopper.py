@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from weft.kernels.gemm import Launch
+from weft.kernels.gemm_launch import Launch
 
 # renamed after Triton 3.6
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -334,8 +334,7 @@ def product_kernel(
 _SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _QKV_FIELDS: dict[str, Any] = dict.fromkeys(
     ("sumsq", "bias", "rotary", "positions", "slots", "kv", "q_norm", "k_norm"), None
-) | {"stride_sumsq": 0, "eps": 0.0, "layer": 0, "layers": 0, "PARTS": 1, "HQ": 1, "HKV": 1, "D": 128, "PAGE": 1,
-     "HAS_BIAS": False, "HAS_NORM": False}  # fmt: skip
+) | {"stride_sumsq": 0, "eps": 0.0, "layer": 0, "layers": 0, "PARTS": 1, "HQ": 1, "HKV": 1, "D": 128, "PAGE": 1}
 
 
 def launch_product(
@@ -354,7 +353,8 @@ def launch_product(
         tiles(weight, BLOCK_FEATURES // 2, BLOCK_DEPTH) if kind == "qkv" else None,
         None if x is None else tiles(x, 64, BLOCK_FEATURES), out if kind == "qkv" else tiles(out, 64, width),
         num_tokens, a.shape[0], weight.shape[0], a.shape[1], **(_QKV_FIELDS | fields),
-        KIND=kind, STAGES=stages, GROUP=launch.config.group, HAS_COUNT=num_tokens is not None,
+        KIND=kind, STAGES=stages, GROUP=launch.config.group, HAS_BIAS=fields.get("bias") is not None,
+        HAS_NORM=fields.get("q_norm") is not None, HAS_COUNT=num_tokens is not None,
         DTYPE={torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[a.dtype], num_warps=4,
         PDL=launch.options["PDL"], **({"launch_pdl": True} if launch.options["PDL"] else {}),
     )  # fmt: skip

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.gemm import begin, pdl_options, release
+from weft.kernels.dependent_launch import begin, pdl_options, release
 from weft.kernels.work_lists import TILE_ROWS
 
 

@@ -31,7 +31,7 @@ log = logging.getLogger("weft.kernels")
 BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 SHIPPED = {((9, 0), 132): "gemm_h200.json"}
 """(compute capability, SMs) -> table. The H100 SXM has both in common with the H200 that it was measured on."""
-SOURCES = ("gemm*.py", "projections.py")
+SOURCES = ("gemm*.py", "projections.py", "dependent_launch.py")
 """what a timing depends on"""
 CANDIDATES = 4
 """configurations tried for a shape beside the rule's: those that win most often in the shipped tables"""

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from weft.kernels import gemm
-from weft.kernels.bench import DEVICE, copies_for, cublas, product, weights
+from weft.kernels import gemm_launch
+from weft.kernels.bench_calls import DEVICE, copies_for, cublas, product, weights
 from weft.kernels.gemm_config import SPECIAL, GemmConfig
 from weft.kernels.measure import burst
 from weft.kernels.tuned import Shape
@@ -56,17 +56,17 @@ class QuickTimer:
     def __init__(self, head_dim: int, kv_heads: int) -> None:
         self._head_dim, self._kv_heads = head_dim, kv_heads
         self._sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-        self._space: gemm.Workspace | None = None
+        self._space: gemm_launch.Workspace | None = None
         self._shape: Shape | None = None
         self._weights: list[torch.Tensor] = []
 
     def rule(self, shape: Shape, tokens: int) -> GemmConfig:
-        return gemm.choose(tokens, shape.features, shape.depth, self._sms)
+        return gemm_launch.choose(tokens, shape.features, shape.depth, self._sms)
 
     def __call__(self, shape: Shape, tokens: int, config: GemmConfig) -> float | None:
         """Milliseconds; None if the configuration does not compile, or memory does not suffice."""
         try:
-            space = self._space = self._space or gemm.workspace(DEVICE, 1 << 24)
+            space = self._space = self._space or gemm_launch.workspace(DEVICE, 1 << 24)
             if shape != self._shape:
                 self._shape, self._weights = None, []
                 self._shape, self._weights = shape, weights(shape, copies_for(shape))
@@ -87,7 +87,7 @@ def try_config(task: tuple[Shape, int, GemmConfig, int]) -> bool:
     shape, tokens, config, head_dim = task
     try:
         sms = torch.cuda.get_device_properties(0).multi_processor_count
-        product(shape, tokens, weights(shape, 1)[0], gemm.workspace(DEVICE, 1 << 24), sms, config, head_dim)()
+        product(shape, tokens, weights(shape, 1)[0], gemm_launch.workspace(DEVICE, 1 << 24), sms, config, head_dim)()
         torch.cuda.synchronize()
     except Exception:
         return False
@@ -108,7 +108,7 @@ def tune(
         works = dict(zip(tasks, pool.map(try_config, tasks, chunksize=4), strict=True))
     print(f"compiled {len(tasks)} candidates in {time.monotonic() - started:.0f} s, {sum(works.values())} run")
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    space = gemm.workspace(DEVICE, 1 << 24)
+    space = gemm_launch.workspace(DEVICE, 1 << 24)
     table: dict[str, list[int]] = {}
     if Path(path).exists():
         table = json.loads(Path(path).read_text())

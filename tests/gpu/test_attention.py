@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from weft.kernels.decode_attention import decode_attention, decode_workspace
+from weft.kernels.decode_attention import decode_attention
+from weft.kernels.decode_workspace import decode_workspace
 from weft.kernels.prefill_attention import prefill_attention
 from weft.kernels.work_lists import ITEM_FIELDS, TILE_FIELDS, plan_decode, plan_prefill
 

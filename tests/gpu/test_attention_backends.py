@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from weft.kernels.attention import AttentionShape
 from weft.kernels.attention_backends import make_host_attention
 from weft.kernels.attention_triton import TritonAttention, TritonStep
-from weft.kernels.decode_attention import decode_workspace
+from weft.kernels.decode_workspace import decode_workspace
 from weft.kernels.work_lists import plan_decode, plan_prefill
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

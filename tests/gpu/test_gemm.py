@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from weft.kernels import gemm
-from weft.kernels.gemm_config import GemmConfig
+from weft.kernels import gemm, gemm_launch
+from weft.kernels.gemm_config import SPECIAL, GemmConfig
 
 SPLIT = GemmConfig(16, 64, 64, 3, 4, 8, 3, True, 2, 1)
 CONFIGS = {
@@ -16,7 +16,7 @@ CONFIGS = {
     "swap64": GemmConfig(64, 128, 64, 3, 8, 8, 2, True, 1, 1),
     "square": GemmConfig(128, 128, 64, 4, 8, 8, 1, False, 1, 1),
     "wide": GemmConfig(128, 256, 64, 3, 8, 8, 1, False, 1, 2),
-    "special": gemm.SPECIAL,
+    "special": SPECIAL,
     "wide4": GemmConfig(128, 256, 64, 4, 8, 8, 1, False, 1, 4),
 }
 
@@ -38,7 +38,7 @@ def test_matmul_of_few_tokens_with_a_split_depth(
 ) -> None:
     a, w = operands(m, n, k, dtype, device)
     out = torch.full((m, n), float("nan"), dtype=out_dtype or dtype, device=device)
-    space = gemm.workspace(device)
+    space = gemm_launch.workspace(device)
     for _ in range(2):  # the second run finds the counters as the first left them
         gemm.matmul(a, w, out, num_sms=num_sms, space=space, config=SPLIT)
         assert error(out, a.double() @ w.double().t()) < 4e-3
@@ -54,7 +54,7 @@ def test_matmul_for_every_way_to_cut_it(
 ) -> None:
     a, w = operands(m, 1544, 2048, torch.bfloat16, device)
     out = torch.full((m, 1544), float("nan"), dtype=out_dtype, device=device)
-    space = gemm.workspace(device)
+    space = gemm_launch.workspace(device)
     gemm.matmul(a, w, out, num_sms=num_sms, space=space, config=config)
     assert error(out, a.double() @ w.double().t()) < 4e-3
 
@@ -66,7 +66,7 @@ def test_matmul_as_chosen_by_itself_and_twice_the_same(m: int, n: int, k: int, d
     a, w = operands(m, n, k, torch.bfloat16, device)
     first = torch.full((m, n), float("nan"), dtype=torch.bfloat16, device=device)
     second = torch.empty_like(first)
-    space = gemm.workspace(device)
+    space = gemm_launch.workspace(device)
     gemm.matmul(a, w, first, num_sms=num_sms, space=space)
     gemm.matmul(a, w, second, num_sms=num_sms - 12, space=space)
     assert error(first, a.float() @ w.float().t()) < 4e-3

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from weft.kernels import embedding, gemm, pack, projections, reference
-from weft.kernels.gemm_config import GemmConfig
+from weft.kernels import embedding, gemm_launch, pack, projections, reference
+from weft.kernels.gemm_config import SPECIAL, GemmConfig
 
 TINY = GemmConfig(16, 64, 64, 3, 4, 8, 2, True, 2, 1)
 WHOLE = GemmConfig(16, 128, 64, 3, 4, 8, 1, True, 1, 1)
 SQUARE = GemmConfig(128, 128, 64, 3, 8, 8, 1, False, 1, 1)
-SPECIAL = gemm.SPECIAL
 WIDE = GemmConfig(128, 256, 64, 3, 8, 8, 1, False, 1, 2)
 EPS = 1e-5
 
@@ -47,7 +46,7 @@ def check_qkv(
     out = torch.full((tokens, heads, d), float("nan"), dtype=dtype, device=device)
     projections.qkv_project(
         x, sumsq, w, b, EPS, rotary, positions, slots, kv, layer, heads, qn, kn, out=out, num_sms=num_sms,
-        space=gemm.workspace(device), config=config,
+        space=gemm_launch.workspace(device), config=config,
     )  # fmt: skip
     want = reference.qkv_project(
         x.float(), sumsq.sum(0), w.float(), b.float() if b is not None else None, EPS, rotary, positions.long(),
@@ -118,7 +117,7 @@ def check_residual(tokens: int, hidden: int, k: int, dtype: torch.dtype, config:
     x = torch.randn(tokens, hidden, device=device).to(dtype)
     want, _ = reference.residual_project(a.float(), w.float(), x.float())
     scratch = projections.sumsq_buffer(hidden, tokens, device).fill_(float("nan"))
-    space = gemm.workspace(device)
+    space = gemm_launch.workspace(device)
     out, sumsq = projections.residual_project(
         a, w, x, out=torch.full_like(x, float("nan")), sumsq=scratch, num_sms=num_sms, space=space, config=config
     )
@@ -148,11 +147,13 @@ def check_gate_up(tokens: int, hidden: int, inter: int, dtype: torch.dtype, conf
     sumsq = parts_of(x, parts)
     want = reference.gate_up_project(x.float(), sumsq.sum(0), w.float(), EPS)
     out = torch.full((tokens, inter), float("nan"), dtype=dtype, device=device)
-    projections.gate_up_project(x, sumsq, w, EPS, out=out, num_sms=num_sms, space=gemm.workspace(device), config=config)
+    projections.gate_up_project(
+        x, sumsq, w, EPS, out=out, num_sms=num_sms, space=gemm_launch.workspace(device), config=config
+    )
     assert error(out, want) < 4e-3
     again = torch.empty_like(out)
     projections.gate_up_project(
-        x, sumsq, w, EPS, out=again, num_sms=num_sms, space=gemm.workspace(device), config=config
+        x, sumsq, w, EPS, out=again, num_sms=num_sms, space=gemm_launch.workspace(device), config=config
     )
     assert torch.equal(again, out)
 

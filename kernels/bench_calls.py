@@ -1,0 +1,199 @@
+"""Kernels with operands made once, ready to be timed: products, attention, whole layers and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.kernels import gemm, gemm_launch, projections
+from weft.kernels.decode_attention import decode_attention
+from weft.kernels.decode_workspace import decode_workspace
+from weft.kernels.gemm_config import GemmConfig
+from weft.kernels.measure import burst
+from weft.kernels.prefill_attention import prefill_attention
+from weft.kernels.sampler import sample, sample_scratch
+from weft.kernels.tuned import Shape
+from weft.kernels.work_lists import plan_decode, plan_prefill
+
+DEVICE = "cuda"
+DTYPE = torch.bfloat16
+HEAD_DIM = 128
+
+
+def layer_shapes(hidden: int, inter: int, heads: int, kv_heads: int, head_dim: int = HEAD_DIM) -> list[Shape]:
+    return [
+        Shape("qkv", (heads + 2 * kv_heads) * head_dim, hidden),
+        Shape("residual", hidden, heads * head_dim),
+        Shape("gate_up", 2 * inter, hidden),
+        Shape("residual", hidden, inter),
+    ]
+
+
+LLAMA_8B = layer_shapes(4096, 14336, 32, 8)
+LLAMA_1B = layer_shapes(2048, 8192, 32, 8, 64)
+
+
+def product(
+    shape: Shape, tokens: int, weight: Tensor, space: gemm_launch.Workspace, num_sms: int, config: GemmConfig | None,
+    head_dim: int = HEAD_DIM, kv_heads: int = 8,
+) -> Callable[[], object]:  # fmt: skip
+    """A call of the fused product of this shape, its operands made once."""
+    n, k = shape.features, shape.depth
+    a = torch.randn(tokens, k, device=DEVICE, dtype=DTYPE)
+    sumsq = a.float().square().view(tokens, 16, -1).sum(-1).t().contiguous()
+    options: dict[str, Any] = {"num_sms": num_sms, "space": space, "config": config}
+    if shape.kind == "qkv":
+        heads = n // head_dim - 2 * kv_heads
+        kv = torch.zeros(tokens // 64 + 2, 2, 2, 64, kv_heads, head_dim, device=DEVICE, dtype=DTYPE)
+        rotary = torch.randn(4096, head_dim // 2, 2, device=DEVICE)
+        positions = torch.arange(tokens, device=DEVICE, dtype=torch.int32)
+        slots = torch.arange(tokens, device=DEVICE, dtype=torch.int32) + 64
+        out = torch.empty(tokens, heads, head_dim, device=DEVICE, dtype=DTYPE)
+        return lambda: projections.qkv_project(
+            a, sumsq, weight, None, 1e-5, rotary, positions, slots, kv, 1, heads, out=out, **options
+        )
+    if shape.kind == "residual":
+        x = torch.randn(tokens, n, device=DEVICE, dtype=DTYPE)
+        out, parts = torch.empty_like(x), projections.sumsq_buffer(n, tokens, DEVICE)
+        return lambda: projections.residual_project(a, weight, x, out=out, sumsq=parts, **options)
+    if shape.kind == "gate_up":
+        out = torch.empty(tokens, n // 2, device=DEVICE, dtype=DTYPE)
+        return lambda: projections.gate_up_project(a, sumsq, weight, 1e-5, out=out, **options)
+    out = torch.empty(tokens, n, device=DEVICE, dtype=torch.float32 if shape.kind == "logits" else DTYPE)
+    return lambda: gemm.matmul(a, weight, out, **options)
+
+
+def weights(shape: Shape, copies: int) -> list[Tensor]:
+    return [torch.randn(shape.features, shape.depth, device=DEVICE, dtype=DTYPE) * 0.02 for _ in range(copies)]
+
+
+def cublas(tokens: int, weight: Tensor) -> Callable[[], object]:
+    a = torch.randn(tokens, weight.shape[1], device=DEVICE, dtype=DTYPE)
+    out = torch.empty(tokens, weight.shape[0], device=DEVICE, dtype=DTYPE)
+    return lambda: torch.mm(a, weight.t(), out=out)
+
+
+def copies_for(shape: Shape) -> int:
+    """Weights that together exceed the L2 several times."""
+    return max(2, min(12, int(400e6 / (shape.features * shape.depth * 2))))
+
+
+def decode_calls(
+    batch: int, context: int, page: int, layers: int = 8, heads: int = 32, kv_heads: int = 8, head_dim: int = HEAD_DIM,
+    lengths: np.ndarray | None = None, num_sms: int = 132, **options: Any,
+) -> tuple[list[Callable[[], object]], float]:  # fmt: skip
+    """Decode attention of every layer of one pool, pages at random places; and the bytes one call must read."""
+    lengths = np.full(batch, context) if lengths is None else lengths
+    per = -(-int(lengths.max()) // page)
+    kv = torch.empty(batch * per + 1, layers, 2, page, kv_heads, head_dim, device=DEVICE, dtype=DTYPE)
+    for piece in kv.view(-1).chunk(16):
+        piece.normal_()
+    table = (torch.randperm(batch * per, device=DEVICE, dtype=torch.int32) + 1).view(batch, per)
+    q = torch.randn(batch, heads, head_dim, device=DEVICE, dtype=DTYPE)
+    items = plan_decode(lengths, num_kv_heads=kv_heads, num_programs=num_sms * options.get("per_sm", 4), max_slots=1024)
+    work = torch.from_numpy(items).to(DEVICE)
+    count = torch.tensor([len(items)], dtype=torch.int32, device=DEVICE)
+    space = decode_workspace(1024, batch, kv_heads, heads // kv_heads, head_dim, DEVICE)
+    out = torch.empty(batch, heads * head_dim, device=DEVICE, dtype=DTYPE)
+
+    def call(layer: int) -> Callable[[], object]:
+        return lambda: decode_attention(
+            q, kv, layer, table, work, count, out=out, num_sms=num_sms, space=space, **options
+        )
+
+    return [call(layer) for layer in range(layers)], float(lengths.sum()) * kv_heads * head_dim * 4
+
+
+def prefill_calls(
+    batch: int, queries: int, page: int, context: int = 0, heads: int = 32, kv_heads: int = 8,
+    head_dim: int = HEAD_DIM, num_sms: int = 132, portable: bool = False, layers: int = 4,
+) -> tuple[list[Callable[[], object]], float]:  # fmt: skip
+    """Prefill attention of `batch` chunks, and the floating-point operations of one call (causal: half a square)."""
+    per = -(-(queries + context) // page)
+    kv = torch.randn(batch * per + 1, layers, 2, page, kv_heads, head_dim, device=DEVICE, dtype=DTYPE)
+    table = (torch.randperm(batch * per, device=DEVICE, dtype=torch.int32) + 1).view(batch, per)
+    q = torch.randn(batch * queries, heads, head_dim, device=DEVICE, dtype=DTYPE)
+    rows = np.arange(batch)
+    items = plan_prefill(
+        rows * queries, np.full(batch, queries), np.full(batch, context), rows, group=heads // kv_heads
+    )
+    work = torch.from_numpy(items).to(DEVICE)
+    count = torch.tensor([len(items)], dtype=torch.int32, device=DEVICE)
+    out = torch.empty(batch * queries, heads * head_dim, device=DEVICE, dtype=DTYPE)
+
+    def call(layer: int) -> Callable[[], object]:
+        return lambda: prefill_attention(q, kv, layer, table, work, count, out=out, num_sms=num_sms, portable=portable)
+
+    flops = 4.0 * batch * heads * head_dim * queries * (context + queries / 2)
+    return [call(layer) for layer in range(layers)], flops
+
+
+def sdpa_calls(batch: int, queries: int, heads: int = 32, head_dim: int = HEAD_DIM) -> list[Callable[[], object]]:
+    """The same prefill through cuDNN, on dense K and V already repeated for every query head."""
+    q, k, v = (torch.randn(batch, heads, queries, head_dim, device=DEVICE, dtype=DTYPE) for _ in range(3))
+
+    def call() -> None:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return [call] * 4
+
+
+def layer_calls(
+    shapes: list[Shape], tokens: int, layers: int, num_sms: int, fused: bool, head_dim: int = HEAD_DIM
+) -> tuple[list[Callable[[], object]], float, float]:
+    """The matrix products of `layers` layers one after the other; operations and weight bytes of one layer."""
+    space = gemm_launch.workspace(DEVICE, 1 << 24)
+    calls = []
+    for _ in range(layers):
+        for shape in shapes:
+            weight = weights(shape, 1)[0]
+            calls.append(
+                product(shape, tokens, weight, space, num_sms, None, head_dim) if fused else cublas(tokens, weight)
+            )
+    size = float(sum(s.features * s.depth for s in shapes))
+    return calls, 2 * tokens * size, 2 * size
+
+
+def step_calls(
+    batch: int, context: int, layers: int, num_sms: int, attention: bool = True
+) -> tuple[list[Callable[[], object]], float]:
+    """A whole decode step of the 8B shape but for embedding and sampling; and the bytes it must read."""
+    space = gemm_launch.workspace(DEVICE, 1 << 24)
+    attend, kv_bytes = decode_calls(batch, context, 64, layers=layers, num_sms=num_sms)
+    calls, total = [], 0.0
+    for layer in range(layers):
+        for shape in LLAMA_8B:
+            total += shape.features * shape.depth * 2
+            calls.append(product(shape, batch, weights(shape, 1)[0], space, num_sms, None))
+            if shape.kind == "qkv" and attention:
+                calls.append(attend[layer])
+                total += kv_bytes
+    head = Shape("logits", 128256, 4096)
+    calls.append(product(head, batch, weights(head, 1)[0], space, num_sms, None))
+    return calls, total + head.features * head.depth * 2
+
+
+def run_all(calls: list[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
+
+
+def sample_call(rows: int, vocabulary: int, temperature: float, top_k: int, top_p: float) -> Callable[[], object]:
+    logits = torch.randn(rows, vocabulary, device=DEVICE) * 2
+    t, p, m, u = (torch.full((rows,), v, device=DEVICE) for v in (temperature, top_p, 0.0, 0.5))
+    k = torch.full((rows,), top_k, device=DEVICE, dtype=torch.int32)
+    out = torch.empty(rows, device=DEVICE, dtype=torch.int64)
+    scratch = sample_scratch(rows, DEVICE)
+    return lambda: sample(logits, t, k, p, m, u, out=out, scratch=scratch)
+
+
+def copy_bandwidth() -> float:
+    """TB/s of a scaled copy, read and written bytes counted."""
+    a, b = (torch.empty(1 << 28, device=DEVICE).normal_() for _ in range(2))
+    return 2 * 4 * a.numel() / burst([lambda: torch.mul(a, 1.5, out=b)] * 20) / 1e9
