@@ -74,6 +74,29 @@ def _range(items, task, tasks, table, stride_table, HKV: gl.constexpr):
     return start, gl.load(item + 3, mask=live, other=0), gl.load(item, mask=live, other=0), pages
 
 
+# The barriers. A program is four idle warps (those it starts with), and four consumers and four producers of one warp
+# each; producer c feeds consumer c alone, through a ring of SLOTS blocks (3 of 64 x 128, or 6 of 64 x 64). Blocks enter
+# it in the order K, V, K, V, task after task, so a slot holds K in one round and V in another. Both sides step `slot`
+# and flip `phase` when it wraps; the consumer begins with parity 0, the producer with 1.
+#
+#   barrier            arrivals in a phase                                    waited for by
+#   full[c, slot]      1: the producer's `expect`, one block (and q)          consumer c
+#   empty[c, slot]     1: the consumer (`_release`), it is in registers       producer c
+#
+# `expect` is an arrival; the phase ends when the bytes it announced have landed too. A wait names the parity of the
+# phase whose end it waits for; on a fresh barrier parity 1 passes at once. Under the barrier of a task's first K come
+# also its number and its tokens (a word a slot, written before the arrival) and q (by TMA). A task takes two slots or
+# more, so QUERIES = (SLOTS + 1) // 2 places for q suffice: when the first K of task t + QUERIES has room, the slot of
+# the first K of task t has come back, and q was read before. Task -1, an arrival without bytes, ends the consumer.
+#
+# SLOTS = 3, a task of two blocks, then one of one block, then the end:
+#
+#   slot        0       1    2    0    1         2     0
+#   parity      0       0    0    1    1         1     0        the consumer's; the producer waits for the other
+#   producer    K0 q    V0   K1   V1   K0' q'    V0'   -1       from the fourth on, when the slot has come back
+#   consumer            QK   PV   QK   PV        QK'   PV'      one behind at best, SLOTS behind at worst
+
+
 @gluon.jit
 def _produce(
     source, CONSUMERS: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, PAGE: gl.constexpr,

@@ -59,6 +59,36 @@ def _dealt(tiles, KIND: gl.constexpr):
         return tiles, 0
 
 
+# The barriers. A program is two warpgroups (`_consume`, WG 0 and 1) and one warp (`_produce`). `count` numbers the
+# steps of all tiles of a program, on both sides: stage = count % STAGES, parity = (count // STAGES) & 1.
+#
+#   barrier         arrivals in a phase                              waited for by
+#   full[stage]     1: the producer's `expect`, both operands        each WG, with parity
+#   empty[stage]    2: each WG, when its MMA of the step is done     the producer, with parity ^ 1
+#   x_full[WG]      1: the producer's `expect`, 64 rows of x         that WG before its epilogue, with turn & 1
+#   x_empty[WG]     1: that WG, when its result has left `io`        the producer, with (turn & 1) ^ 1
+#
+# `expect` is an arrival; the phase ends when the bytes it announced have landed too. A wait names the parity of the
+# phase whose end it waits for; on a fresh barrier parity 1 passes at once. The x barriers serve "residual" alone:
+# `turn` numbers the tiles, and `io[WG]` holds x first, then the result.
+#
+# "residual", STAGES = 3, a tile of 6 steps and the next one (L asks for a stage, M multiplies it, E is the epilogue):
+#
+#   count       0   1   2   3   4   5   6   7   8   ...
+#   stage       0   1   2   0   1   2   0   1   2
+#   parity      0   0   0   1   1   1   0   0   0
+#
+#   time -->
+#   producer    L0  L1  L2  .   L3x L4  L5  L6  L7  L8  .   L9     as soon as there is room, the next tile's during E
+#   each WG     .   .   M0  M1  M2  M3  M4  M5  E.....  M6  M7     M waits for full, E for x_full
+#   empty                   0   1   2   3   4   5   x       6      step s comes back when M(s + 1) has been issued
+#
+# x is asked for behind step min(STAGES, steps - 1): the ring has been filled by then, so x delays no operand. With more
+# than STAGES steps this never waits for x_empty: L3 had room because both WGs were at M1 of this tile, so they had left
+# the epilogue before. With fewer it may, but the tile's operands are all on their way. The other kinds pass their
+# result through `io[WG]` without a barrier: one WG owns it, and waits for its own store before it writes there again.
+
+
 @gluon.jit
 def _produce(
     a, w, w_half, x, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, tiles_m, tiles_n, steps,

@@ -44,6 +44,29 @@ def _load_block(
         load_tile(kv, [page * slabs + slab, row, column], bar, target)
 
 
+# The barriers. A program is two warpgroups (`_consume`, WG 0 and 1) and one warp (`_produce`). `count` numbers the
+# blocks of keys of all tasks of a program, on both sides: stage = count % STAGES, parity = (count // STAGES) & 1. K and
+# V of a block have a ring each, with the same stage and parity; V is wanted one block later than K.
+#
+#   barrier            arrivals in a phase                               waited for by
+#   k_full[stage]      1: the producer's `expect`, all boxes of K        each WG, with parity
+#   k_empty[stage]     2: each WG, when S = Q K is done                  the producer, with parity ^ 1
+#   v_full[stage]      1: the producer's `expect`, all boxes of V        each WG, with parity
+#   v_empty[stage]     2: each WG, when O += P V is done                 the producer, with parity ^ 1
+#
+# `expect` is an arrival; the phase ends when the bytes it announced have landed too. A wait names the parity of the
+# phase whose end it waits for; on a fresh barrier parity 1 passes at once. Q needs no barrier: each WG loads its own
+# rows, and its last MMA that reads them is done before its next task begins.
+#
+# STAGES = 2, a task of 4 blocks, one of the two WGs:
+#
+#   producer        K0 V0 K1 V1   .   K2   .   V2 K3   .   V3 K4 ...   (K2 waits for S0, V2 for O0, K3 for S1 ...)
+#   tensor cores    S0       S1 O0....   S2 O1....   S3 O2....   O3    (both are issued before P is computed)
+#   other units        P0         P1           P2           P3    out  (while O of the block before is under way)
+#   k_empty            0        1           0           1              stage given back: S is done
+#   v_empty                          0            1           0    1   O is done
+
+
 @gluon.jit
 def _produce(
     kv, k_smem, v_smem, k_full, k_empty, v_full, v_empty, table, stride_table, items, tasks, layer, layers,
