@@ -1,1 +1,5 @@
-"""Operations on tensors: one dispatch point each, a torch twin for every kernel."""
+"""Operations on tensors. Owns: every kernel with its torch twin and launcher, how they are tuned, timed and identified.
+
+May import: torch, triton, numpy, the package that a back end is named after; no other wing.
+Never: reads a checkpoint or a configuration, schedules requests, allocates pages.
+"""

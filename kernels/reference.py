@@ -1,6 +1,8 @@
-"""The torch twin of every kernel: what it computes, in the fewest plain operations.
+"""The torch twins of a layer's kernels: what they compute, in the fewest plain operations (`sampling` has the others).
 
-Serves on the CPU, is the oracle on a GPU.
+They serve on the CPU and are the oracle on a GPU. `embed` and the projections take what their launchers take first;
+what only a launch needs (outputs, scratch, SMs, a configuration) follows there by name. `lm_head` is two launches on a
+GPU, `embedding.final_norm` and `gemm.matmul`, and attention has a work list of its own kind.
 
 Shapes use T tokens, R requests, H hidden, Hq query heads, Hkv KV heads, D head_dim, V vocabulary. The residual stream
 `x [T, H]` travels with `sumsq [T] float32`, the sum of squares of each row: with norm weights folded into matrices
