@@ -18,11 +18,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from weft.engine.llm import LLM, Completion
-    from weft.engine.sampling import SamplingParams
+    from weft.engine.wire.sampling import SamplingParams
 
 __all__ = ["LLM", "Completion", "SamplingParams", "__version__", "install_hint"]
 
-_HOMES = {"LLM": "weft.engine.llm", "Completion": "weft.engine.llm", "SamplingParams": "weft.engine.sampling"}
+_HOMES = {"LLM": "weft.engine.llm", "Completion": "weft.engine.llm", "SamplingParams": "weft.engine.wire.sampling"}
 
 
 def install_hint(extra: str) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from weft.engine.nano import decode_counts
-from weft.engine.plan import NanoOperation, Period
+from weft.engine.plans.plan import NanoOperation, Period
+from weft.engine.runner.nano import decode_counts
 from weft.kernels.measure import Sustained
 
 
@@ -39,7 +39,7 @@ class Load(NamedTuple):
         return self if capacity is None else self._replace(decodes=min(self.decodes, capacity // self.context))
 
     def dealt(self, ranges: Sequence[tuple[int, int]]) -> tuple[Load, ...]:
-        """The loads of the nano-batches `[begin, end)`, as the engine deals tokens to them (`engine/nano.py`)."""
+        """The loads of the nano-batches `[begin, end)`, as the engine deals tokens (`engine/runner/nano.py`)."""
         room = [max(0, min(end, self.tokens) - begin) for begin, end in ranges]
         counts = decode_counts(min(self.decodes, sum(room)), room)
         return tuple(self._replace(tokens=r, decodes=d) for r, d in zip(room, counts, strict=True))

@@ -11,8 +11,8 @@ import msgspec
 from weft.autosearch.bench_protocol import Bench, Load
 from weft.autosearch.refine import serial_for
 from weft.engine.errors import ConfigError
-from weft.engine.plan import TOKEN_STEP, Period
-from weft.engine.spec import ModelSpec
+from weft.engine.model.spec import ModelSpec
+from weft.engine.plans.plan import TOKEN_STEP, Period
 
 KV_FACTORS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
 TOKEN_SHARES = (0.5, 0.75, 0.875)

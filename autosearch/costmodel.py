@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from weft.autosearch.accelerators import Accelerator
-from weft.engine.spec import ModelSpec, Resource
+from weft.engine.model.spec import ModelSpec, Resource
 
 
 class Usage(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
-from weft.engine.plan import NanoOperation, Period, Plan
+from weft.engine.plans.plan import NanoOperation, Period, Plan
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from weft.autosearch.bench_protocol import Load, Timing
-from weft.engine.batch import Batch, SamplingInputs
-from weft.engine.cuda_inputs import DeviceInputs, Layout
 from weft.engine.errors import OutOfMemory
-from weft.engine.executor import Executor
-from weft.engine.plan import MAX_NANO_BATCHES, NanoOperation, Period
-from weft.engine.spec import ModelSpec
-from weft.engine.weights import load_weights
+from weft.engine.model.spec import ModelSpec
+from weft.engine.model.weights import load_weights
+from weft.engine.plans.plan import MAX_NANO_BATCHES, NanoOperation, Period
+from weft.engine.runner.batch import Batch, SamplingInputs
+from weft.engine.runner.cuda_inputs import DeviceInputs, Layout
+from weft.engine.runner.executor import Executor
 from weft.kernels.attention import AttentionShape
 from weft.kernels.attention_triton import PER_SM, TritonAttention
 from weft.kernels.measure import Meter, sustained

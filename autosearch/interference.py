@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from weft.autosearch.profile import Curves, Profile
-from weft.engine.spec import Resource
+from weft.engine.model.spec import Resource
 
 
 class Sample(NamedTuple):

@@ -7,8 +7,8 @@ from weft.autosearch.interference import Interference
 from weft.autosearch.profile import Curves, Profile, work_of
 from weft.autosearch.simulate import Timeline, simulate
 from weft.engine.errors import ConfigError
-from weft.engine.plan import NanoOperation, Period
-from weft.engine.spec import ModelSpec, Resource
+from weft.engine.model.spec import ModelSpec, Resource
+from weft.engine.plans.plan import NanoOperation, Period
 
 
 class Machine:

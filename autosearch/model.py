@@ -11,7 +11,7 @@ from weft.autosearch.accelerators import ACCELERATORS, accelerator
 from weft.autosearch.options import OneLineParser
 from weft.autosearch.workload import workload_pair
 from weft.engine.errors import ConfigError, WeftError
-from weft.engine.spec import Resource, read_spec
+from weft.engine.model.spec import Resource, read_spec
 
 
 def main(argv: Sequence[str] | None = None) -> int:

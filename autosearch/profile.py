@@ -18,8 +18,8 @@ import numpy as np
 
 from weft.autosearch.bench_protocol import Load
 from weft.engine.errors import ConfigError
-from weft.engine.plan import Target
-from weft.engine.spec import ModelSpec, Operation, Resource
+from weft.engine.model.spec import ModelSpec, Operation, Resource
+from weft.engine.plans.plan import Target
 from weft.kernels.gemm_config import SPECIAL, GemmConfig
 
 VERSION = 1

@@ -16,8 +16,8 @@ from weft.autosearch.profile import PairPoint, Point, Profile, cache_path, kv_ca
 from weft.autosearch.structure import LANES
 from weft.autosearch.workload import workload_load
 from weft.engine.errors import ConfigError, WeftError
-from weft.engine.plan import TOKEN_STEP, NanoOperation, Target
-from weft.engine.spec import ModelSpec, Operation, Resource, read_spec
+from weft.engine.model.spec import ModelSpec, Operation, Resource, read_spec
+from weft.engine.plans.plan import TOKEN_STEP, NanoOperation, Target
 from weft.kernels.gemm_config import SPECIAL, GemmConfig
 
 if TYPE_CHECKING:
@@ -306,8 +306,8 @@ def open_gpu(
         raise ConfigError("there is no GPU to measure on: give a recorded profile with --profile FILE")
     from weft.autosearch.gpu_bench import GpuBench
     from weft.engine.config import EngineConfig
-    from weft.engine.pipelines import target_of
-    from weft.engine.products import prepare_products
+    from weft.engine.plans.pipelines import target_of
+    from weft.engine.runner.products import prepare_products
 
     context = max(load.prompt, 2 * load.context)
     tokens = -(-load.tokens // TOKEN_STEP) * TOKEN_STEP

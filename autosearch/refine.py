@@ -15,8 +15,8 @@ import msgspec
 
 from weft.autosearch.bench_protocol import Bench, Load, Timing
 from weft.engine.errors import ConfigError
-from weft.engine.plan import TOKEN_STEP, Edge, Period, serial_period
-from weft.engine.spec import ModelSpec, Resource
+from weft.engine.model.spec import ModelSpec, Resource
+from weft.engine.plans.plan import TOKEN_STEP, Edge, Period, serial_period
 from weft.kernels.gemm_config import GemmConfig
 
 MIN_GAIN = 0.002

@@ -28,8 +28,8 @@ from weft.autosearch.stages import Choice, Stages, StagesFile, predict, read_sta
 from weft.autosearch.structure import transformations
 from weft.autosearch.workload import workload_load
 from weft.engine.errors import ConfigError, WeftError
-from weft.engine.plan import TOKEN_STEP, Period, Plan, Target, load_plan, model_key
-from weft.engine.spec import ModelSpec, Resource, read_spec
+from weft.engine.model.spec import ModelSpec, Resource, read_spec
+from weft.engine.plans.plan import TOKEN_STEP, Period, Plan, Target, load_plan, model_key
 
 REFINED = 3
 """pipelines of one load where its refinement may begin"""

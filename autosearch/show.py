@@ -9,7 +9,7 @@ from pathlib import Path
 from weft.autosearch import gantt
 from weft.autosearch.options import OneLineParser
 from weft.engine.errors import ConfigError, WeftError
-from weft.engine.plan import load_plan
+from weft.engine.plans.plan import load_plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from weft.engine.plan import Period
-from weft.engine.spec import ModelSpec
+from weft.engine.model.spec import ModelSpec
+from weft.engine.plans.plan import Period
 
 LAYERS = 32
 

@@ -16,8 +16,8 @@ from ortools.sat.python import cp_model
 
 from weft.autosearch.bench_protocol import Load
 from weft.autosearch.machine import Machine
-from weft.engine.plan import Edge, NanoOperation, Period
-from weft.engine.spec import Resource
+from weft.engine.model.spec import Resource
+from weft.engine.plans.plan import Edge, NanoOperation, Period
 
 TICKS = 6000
 """the incumbent's period in the solver's unit of time"""

@@ -12,7 +12,7 @@ from weft import install_hint
 from weft.autosearch.bench_protocol import Load
 from weft.autosearch.machine import Machine
 from weft.engine.errors import ConfigError
-from weft.engine.plan import Period, Target
+from weft.engine.plans.plan import Period, Target
 
 VERSION = 1
 """of the file of `--stages`"""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import NamedTuple
 
-from weft.engine.plan import MAX_NANO_BATCHES, Lane, NanoOperation, Period
-from weft.engine.spec import ModelSpec, Operation, Resource
+from weft.engine.model.spec import ModelSpec, Operation, Resource
+from weft.engine.plans.plan import MAX_NANO_BATCHES, Lane, NanoOperation, Period
 
 LANES: dict[Resource, Lane] = {
     Resource.COMPUTE: "compute",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from weft.autosearch.bench_protocol import Load
-from weft.engine.bench_options import Lengths, read_lengths
+from weft.engine.bench.options import Lengths, read_lengths
 from weft.engine.errors import ConfigError
 
 

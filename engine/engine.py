@@ -14,22 +14,22 @@ import numpy as np
 import torch
 
 from weft.engine.config import EngineConfig
-from weft.engine.device import INVARIANT_CHUNK, resolve
 from weft.engine.errors import OutOfMemory, RequestError
-from weft.engine.events import Events
-from weft.engine.grammar import Grammars
-from weft.engine.messages import AddRequest, EngineReady, EngineStats, Finish, Outputs
-from weft.engine.model_id import model_id
-from weft.engine.pages import PagePool
-from weft.engine.prefix import PrefixIndex
+from weft.engine.memory.model_id import model_id
+from weft.engine.memory.pages import PagePool
+from weft.engine.memory.prefix_index import PrefixIndex
+from weft.engine.memory.tier_setup import make_tiers, open_store
+from weft.engine.model.spec import read_spec
+from weft.engine.model.weights import Weights, load_weights
 from weft.engine.progress import Phases, Progress
-from weft.engine.request import Request, check_request
-from weft.engine.runner import InFlight, Runner, make_runner
-from weft.engine.scheduler import Scheduler
-from weft.engine.slots import SlotTable
-from weft.engine.spec import read_spec
-from weft.engine.tier_setup import make_tiers, open_store
-from weft.engine.weights import Weights, load_weights
+from weft.engine.runner.resolve import INVARIANT_CHUNK, resolve
+from weft.engine.runner.runner import InFlight, Runner, make_runner
+from weft.engine.scheduling.events import Events
+from weft.engine.scheduling.grammar import Grammars
+from weft.engine.scheduling.request import Request, check_request
+from weft.engine.scheduling.scheduler import Scheduler
+from weft.engine.scheduling.slots import SlotTable
+from weft.engine.wire.messages import AddRequest, EngineReady, EngineStats, Finish, Outputs
 
 TIER_WAIT_SECONDS = 0.005
 """while nothing can be computed: how long to wait for a load before looking for messages again"""

@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError, ModelError, RequestError
-from weft.engine.messages import AddRequest, Finish, TokenLogprobs
 from weft.engine.progress import ProgressBar
-from weft.engine.sampling import SamplingParams
+from weft.engine.wire.messages import AddRequest, Finish, TokenLogprobs
+from weft.engine.wire.sampling import SamplingParams
 
 Prompt = str | Sequence[int]
 Messages = Sequence[dict[str, Any]]

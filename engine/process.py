@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import zmq
 
-from weft.engine.clients import Clients
 from weft.engine.config import EngineConfig
 from weft.engine.errors import WeftError
-from weft.engine.messages import (
+from weft.engine.progress import ProgressLines
+from weft.engine.wire.engine_socket import Clients
+from weft.engine.wire.messages import (
     HANDLE_BITS,
     AbortRequests,
     AddRequest,
@@ -34,7 +35,6 @@ from weft.engine.messages import (
     ResetPrefixCache,
     ToEngine,
 )
-from weft.engine.progress import ProgressLines
 
 if TYPE_CHECKING:
     from weft.engine.engine import Engine

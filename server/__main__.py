@@ -1,3 +1,3 @@
-from weft.server.cli import main
+from weft.server.daemon.cli import main
 
 raise SystemExit(main())

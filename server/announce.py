@@ -7,7 +7,7 @@ import shlex
 from typing import Any
 
 from weft import __version__
-from weft.engine.messages import EngineReady
+from weft.engine.wire.messages import EngineReady
 from weft.server.config import ServeConfig
 
 

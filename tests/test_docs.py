@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import weft
-from weft.server.cli import COMMANDS, main
+from weft.server.daemon.cli import COMMANDS, main
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(

@@ -10,8 +10,8 @@ import numpy as np
 from weft.autosearch.bench_protocol import Load, Timing
 from weft.autosearch.profile import PairPoint, Point, Profile, work_of
 from weft.autosearch.simulate import play, simulate
-from weft.engine.plan import NanoOperation, Period, Target, model_key
-from weft.engine.spec import ModelSpec, Operation, Resource, RopeScaling
+from weft.engine.model.spec import ModelSpec, Operation, Resource, RopeScaling
+from weft.engine.plans.plan import NanoOperation, Period, Target, model_key
 
 # TB/s of decode attention on so many SMs
 BANDWIDTH = ([0, 16, 24, 32, 40, 48, 56, 64, 132], [0, 1.29, 1.87, 2.44, 2.93, 3.42, 3.82, 4.09, 4.3])

@@ -16,8 +16,8 @@ from weft.autosearch.profile import Curves, Profile, cache_path, load_profile, r
 from weft.autosearch.profiler import CONFIGS, Grid, Profiler
 from weft.autosearch.workload import steady_load, workload_load
 from weft.engine.errors import ConfigError
-from weft.engine.plan import NanoOperation, Period
-from weft.engine.spec import ModelSpec
+from weft.engine.model.spec import ModelSpec
+from weft.engine.plans.plan import NanoOperation, Period
 
 OPERATIONS = {o.name: o for o in LLAMA_8B.layer_operations()}
 

@@ -13,8 +13,8 @@ from weft.autosearch import gantt, profile, search, stage_one, stage_two
 from weft.autosearch.machine import Machine
 from weft.autosearch.profile import Profile, load_profile
 from weft.autosearch.structure import first_structures
-from weft.engine import pipelines
-from weft.engine.plan import Target, load_plan, model_key
+from weft.engine.plans import pipelines
+from weft.engine.plans.plan import Target, load_plan, model_key
 
 PLAN = pipelines.SHIPPED / "llama-3-8b-h200.json"
 

@@ -13,7 +13,7 @@ from weft.autosearch.bench_protocol import Load, Timing
 from weft.autosearch.profiler import CONFIGS
 from weft.autosearch.refine import Refiner, serial_for
 from weft.engine.errors import ConfigError
-from weft.engine.plan import TOKEN_STEP, Edge, NanoOperation, Period, serial_period
+from weft.engine.plans.plan import TOKEN_STEP, Edge, NanoOperation, Period, serial_period
 
 
 def naive(sms: int = 24, cut: int = 1024) -> Period:

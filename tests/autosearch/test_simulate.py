@@ -10,8 +10,8 @@ from synthetic import LLAMA_8B, assert_schedule_is_possible
 
 from weft.autosearch.simulate import simulate
 from weft.autosearch.structure import with_operations
-from weft.engine.plan import Edge, NanoOperation, Period, serial_period
-from weft.engine.spec import Operation, Resource
+from weft.engine.model.spec import Operation, Resource
+from weft.engine.plans.plan import Edge, NanoOperation, Period, serial_period
 
 TWO = with_operations(
     LLAMA_8B, [Operation("mix", Resource.COMPUTE, (), 1, 1), Operation("read", Resource.MEMORY, ("mix",), 1, 1)]

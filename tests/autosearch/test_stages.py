@@ -18,8 +18,8 @@ from weft.autosearch.profiler import Grid, Profiler
 from weft.autosearch.simulate import simulate
 from weft.autosearch.structure import Structure, first_structures, transformations, with_operations
 from weft.engine.errors import ConfigError
-from weft.engine.plan import Edge, NanoOperation, Period
-from weft.engine.spec import ModelSpec, Operation, Resource
+from weft.engine.model.spec import ModelSpec, Operation, Resource
+from weft.engine.plans.plan import Edge, NanoOperation, Period
 
 Formula = Callable[[str, float, int], float]
 

@@ -8,8 +8,8 @@ import pytest
 from files import DEPLOY, dashboards, metric_names, queries, read_yaml, rules
 from prometheus_client.parser import text_string_to_metric_families
 
-from weft.engine.messages import EngineReady
-from weft.server.metrics import Metrics
+from weft.engine.wire.messages import EngineReady
+from weft.server.observe.metrics import Metrics
 
 DATA_PANELS = ("timeseries", "stat", "heatmap")
 

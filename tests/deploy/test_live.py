@@ -23,7 +23,7 @@ import yaml
 from files import DEPLOY, RULES, queries, read_yaml
 from live import Daemon, running
 
-from weft.server.cli import main
+from weft.server.daemon.cli import main
 
 LOAD_SECONDS = 8.0
 USERS = 6

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import count
 
-from weft.engine.prefix import PrefixEntry, PrefixIndex, Tokens
+from weft.engine.memory.prefix_index import PrefixEntry, PrefixIndex, Tokens
 
 
 class CollidingIndex(PrefixIndex):

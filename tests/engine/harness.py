@@ -10,8 +10,8 @@ import torch
 
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.messages import AddRequest, Finish, Outputs, TokenLogprobs
-from weft.engine.sampling import SamplingParams
+from weft.engine.wire.messages import AddRequest, Finish, Outputs, TokenLogprobs
+from weft.engine.wire.sampling import SamplingParams
 
 GREEDY = {"temperature": 0.0}
 

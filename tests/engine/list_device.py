@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
-from weft.engine.batch import Batch, StepResult
-from weft.engine.pages import DUMMY_PAGE, PagePool
-from weft.engine.prefix import PrefixIndex
-from weft.engine.request import Request
-from weft.engine.sampling import SamplingParams
-from weft.engine.scheduler import Scheduler
-from weft.engine.slots import SlotTable
+from weft.engine.memory.pages import DUMMY_PAGE, PagePool
+from weft.engine.memory.prefix_index import PrefixIndex
+from weft.engine.runner.batch import Batch, StepResult
+from weft.engine.scheduling.request import Request
+from weft.engine.scheduling.scheduler import Scheduler
+from weft.engine.scheduling.slots import SlotTable
+from weft.engine.wire.sampling import SamplingParams
 
 VOCAB = 23
 

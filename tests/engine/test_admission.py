@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.engine.admission import OutputLengths, peak_tokens
+from weft.engine.scheduling.admission import OutputLengths, peak_tokens
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 30)), max_size=12))

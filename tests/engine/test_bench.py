@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.server.cli import main
+from weft.server.daemon.cli import main
 
 SMALL = ["bench", "offline", "--device", "cpu", "--workload", "20:4:6", "--max-num-seqs", "3", "--num-pages", "64"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.server.cli import main
+from weft.server.daemon.cli import main
 
 SMALL = [
     *("bench", "multiround", "--device", "cpu", "--dtype", "float32", "--cpu-threads", "1"),

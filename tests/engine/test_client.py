@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from weft.engine.client import EngineClient
 from weft.engine.config import EngineConfig
 from weft.engine.errors import EngineDead, WeftError
-from weft.engine.messages import Finish
-from weft.engine.sampling import SamplingParams
-from weft.engine.spawn import EngineProcess
-from weft.engine.streams import TokenStream
+from weft.engine.wire.client import EngineClient
+from weft.engine.wire.messages import Finish
+from weft.engine.wire.sampling import SamplingParams
+from weft.engine.wire.spawn import EngineProcess
+from weft.engine.wire.streams import TokenStream
 
 LONG = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.0)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from weft.engine.fences import Fences
-from weft.engine.pages import PagePool
-from weft.engine.prefix import PrefixIndex
-from weft.engine.slots import SlotTable
+from weft.engine.memory.pages import PagePool
+from weft.engine.memory.prefix_index import PrefixIndex
+from weft.engine.scheduling.fences import Fences
+from weft.engine.scheduling.slots import SlotTable
 
 
 def make() -> tuple[Fences, PagePool, SlotTable]:

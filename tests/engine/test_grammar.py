@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from weft.engine import grammar as grammars
-from weft.engine import grammar_text
 from weft.engine.errors import RequestError
-from weft.engine.messages import Finish
-from weft.engine.sampling import SamplingParams
+from weft.engine.scheduling import grammar as grammars
+from weft.engine.wire import grammar_text
+from weft.engine.wire.messages import Finish
+from weft.engine.wire.sampling import SamplingParams
 from weft.kernels import sampling
 
 MODEL = Path(grammars.__file__).parent / "demo/model"

@@ -73,8 +73,8 @@ def test_a_script_may_end_while_the_engine_works() -> None:
     code = """
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.messages import AddRequest
-from weft.engine.sampling import SamplingParams
+from weft.engine.wire.messages import AddRequest
+from weft.engine.wire.sampling import SamplingParams
 engine = Engine(EngineConfig())
 engine.add(AddRequest(handle=1, prompt=b"\\5\\0\\0\\0" * 400, params=SamplingParams(max_tokens=500)))
 engine.step()

@@ -11,20 +11,20 @@ from hypothesis import strategies as st
 from tiny import save_tiny
 
 from weft.engine.config import EngineConfig
-from weft.engine.device import resolve
-from weft.engine.fences import Fences
-from weft.engine.loads import LoadSpeeds
-from weft.engine.model_id import model_id
-from weft.engine.pages import PagePool
-from weft.engine.places import Places
-from weft.engine.prefix import PrefixEntry, PrefixIndex
-from weft.engine.prefixes import Prefixes
-from weft.engine.request import Request
-from weft.engine.sampling import SamplingParams
-from weft.engine.slots import SlotTable
-from weft.engine.spec import read_spec
-from weft.engine.tiers import Tiers
-from weft.engine.transfer import CpuCopyEngine
+from weft.engine.memory.loads import LoadSpeeds
+from weft.engine.memory.model_id import model_id
+from weft.engine.memory.pages import PagePool
+from weft.engine.memory.places import Places
+from weft.engine.memory.prefix_index import PrefixEntry, PrefixIndex
+from weft.engine.memory.tiers import Tiers
+from weft.engine.memory.transfer import CpuCopyEngine
+from weft.engine.model.spec import read_spec
+from weft.engine.runner.resolve import resolve
+from weft.engine.scheduling.fences import Fences
+from weft.engine.scheduling.prefix_reuse import Prefixes
+from weft.engine.scheduling.request import Request
+from weft.engine.scheduling.slots import SlotTable
+from weft.engine.wire.sampling import SamplingParams
 
 PAGE_BYTES, PAGE_SIZE = 1000, 10
 

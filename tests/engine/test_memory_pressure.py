@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from list_device import ListEngine
 
-from weft.engine.request import State
-from weft.engine.sampling import SamplingParams
+from weft.engine.scheduling.request import State
+from weft.engine.wire.sampling import SamplingParams
 
 
 @pytest.mark.parametrize("others", [0, 1, 2])

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.engine.batch import Batch, SamplingInputs
-from weft.engine.nano import deal
+from weft.engine.runner.batch import Batch, SamplingInputs
+from weft.engine.runner.nano import deal
 
 
 def _batch(kv: list[int], chunks: list[tuple[int, int]]) -> Batch:

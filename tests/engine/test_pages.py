@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from colliding import CollidingIndex
 
-from weft.engine.pages import PagePool, Pages
-from weft.engine.prefix import PrefixEntry, PrefixIndex
+from weft.engine.memory.pages import PagePool, Pages
+from weft.engine.memory.prefix_index import PrefixEntry, PrefixIndex
 
 
 def make(capacity: int = 4, index: PrefixIndex | None = None) -> PagePool:

@@ -9,9 +9,9 @@ import pytest
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError
-from weft.engine.pipelines import choose_pipelines
-from weft.engine.plan import Period, Plan, Target, model_key, serial_period
-from weft.engine.spec import read_spec
+from weft.engine.model.spec import read_spec
+from weft.engine.plans.pipelines import choose_pipelines
+from weft.engine.plans.plan import Period, Plan, Target, model_key, serial_period
 
 SPEC = read_spec(EngineConfig().model_path)
 HERE = Target("NVIDIA H200", 132, model_key(SPEC), "bfloat16", "0123456789abcdef")

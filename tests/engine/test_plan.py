@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from weft.engine.errors import ConfigError
-from weft.engine.plan import Edge, NanoOperation, Period, Plan, Target, load_plan, model_key, serial_period
-from weft.engine.spec import ModelSpec, RopeScaling
+from weft.engine.model.spec import ModelSpec, RopeScaling
+from weft.engine.plans.plan import Edge, NanoOperation, Period, Plan, Target, load_plan, model_key, serial_period
 from weft.kernels.gemm_config import SPECIAL
 
 SPEC = ModelSpec(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from list_device import ListEngine
 
-from weft.engine.prefix import Hits, PrefixEntry, PrefixIndex
+from weft.engine.memory.prefix_index import Hits, PrefixEntry, PrefixIndex
 
 PAGE = 2
 

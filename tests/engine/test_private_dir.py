@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.engine import private_dir
-from weft.engine.private_dir import PrivateDir, remove_stale
+from weft.engine.wire import private_dir
+from weft.engine.wire.private_dir import PrivateDir, remove_stale
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def _temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def killed(tmp_path: Path) -> Path:
     """The directory of a process that ended without removing it."""
     code = f"import os, tempfile; tempfile.tempdir = {str(tmp_path)!r}\n"
-    code += "from weft.engine.private_dir import PrivateDir\nprint(PrivateDir().path, flush=True); os._exit(9)"
+    code += "from weft.engine.wire.private_dir import PrivateDir\nprint(PrivateDir().path, flush=True); os._exit(9)"
     out = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False).stdout
     return Path(out.strip())
 

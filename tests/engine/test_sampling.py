@@ -16,10 +16,10 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from weft.engine.batch import uniform_draw
 from weft.engine.errors import RequestError
-from weft.engine.runner import PROMPT_LOGPROB_ROWS
-from weft.engine.sampling import SamplingParams
+from weft.engine.runner.batch import uniform_draw
+from weft.engine.runner.runner import PROMPT_LOGPROB_ROWS
+from weft.engine.wire.sampling import SamplingParams
 from weft.kernels import sampling
 
 VOCAB = 50

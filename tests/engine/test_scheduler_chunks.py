@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from weft.engine.config import EngineConfig
-from weft.engine.device import resolve
 from weft.engine.errors import ConfigError
-from weft.engine.pages import PagePool
-from weft.engine.prefix import PrefixIndex
-from weft.engine.request import Request
-from weft.engine.sampling import SamplingParams
-from weft.engine.scheduler import Scheduler
-from weft.engine.slots import SlotTable
-from weft.engine.spec import read_spec
+from weft.engine.memory.pages import PagePool
+from weft.engine.memory.prefix_index import PrefixIndex
+from weft.engine.model.spec import read_spec
+from weft.engine.runner.resolve import resolve
+from weft.engine.scheduling.request import Request
+from weft.engine.scheduling.scheduler import Scheduler
+from weft.engine.scheduling.slots import SlotTable
+from weft.engine.wire.sampling import SamplingParams
 
 
 @pytest.mark.parametrize(("step", "budget"), [(1, 300), (128, 300), (128, 130), (128, 128)])

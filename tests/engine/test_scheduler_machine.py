@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 from list_device import ListDevice, next_token
 
-from weft.engine.batch import Batch, StepResult
-from weft.engine.messages import Finish
-from weft.engine.pages import PagePool
-from weft.engine.prefix import PrefixIndex
-from weft.engine.request import Request
-from weft.engine.sampling import SamplingParams
-from weft.engine.scheduler import Events, Scheduler
-from weft.engine.slots import SlotTable
-from weft.engine.tiers import Tiers
+from weft.engine.memory.pages import PagePool
+from weft.engine.memory.prefix_index import PrefixIndex
+from weft.engine.memory.tiers import Tiers
+from weft.engine.runner.batch import Batch, StepResult
+from weft.engine.scheduling.request import Request
+from weft.engine.scheduling.scheduler import Events, Scheduler
+from weft.engine.scheduling.slots import SlotTable
+from weft.engine.wire.messages import Finish
+from weft.engine.wire.sampling import SamplingParams
 
 END = 1
 PAGE_SIZE = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from list_device import ListEngine
 
-from weft.engine.request import Request, State
+from weft.engine.scheduling.request import Request, State
 
 
 def waiting(engine: ListEngine) -> list[int]:

@@ -10,8 +10,8 @@ import pytest
 import tiny
 from harness import GREEDY, Harness
 
-from weft.engine.messages import AddRequest, Finish
-from weft.engine.sampling import SamplingParams
+from weft.engine.wire.messages import AddRequest, Finish
+from weft.engine.wire.sampling import SamplingParams
 
 PAGE = 8
 PROMPT = np.arange(3, 40, dtype=np.int32)  # four full pages and five tokens

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from weft.engine.errors import ConfigError
-from weft.engine.extent import Geometry, Record, unpack_header
-from weft.engine.prefix import PrefixIndex
-from weft.engine.ssd_store import FILE_NAME, Job, Outcome, SsdStore, StoreFile, StoreUnavailable, chains
-from weft.engine.transfer import aligned
+from weft.engine.memory.extent import Geometry, Record, unpack_header
+from weft.engine.memory.prefix_index import PrefixIndex
+from weft.engine.memory.ssd_store import FILE_NAME, Job, Outcome, SsdStore, StoreFile, StoreUnavailable, chains
+from weft.engine.memory.transfer import aligned
 
 TOKENS, PAYLOAD, EXTENTS = 8, 5000, 12
 GEOMETRY = Geometry(TOKENS, PAYLOAD, EXTENTS, b"o" * 16)

@@ -17,11 +17,11 @@ from hypothesis.stateful import invariant, rule
 from list_device import ListDevice
 from test_scheduler_machine import MAX_LEN, PAGE_SIZE, Collisions, SchedulerMachine
 
-from weft.engine.extent import Record
-from weft.engine.pages import PagePool
-from weft.engine.ssd_store import Job, Outcome
-from weft.engine.tiers import Tiers
-from weft.engine.transfer import Copy, Pairs
+from weft.engine.memory.extent import Record
+from weft.engine.memory.pages import PagePool
+from weft.engine.memory.ssd_store import Job, Outcome
+from weft.engine.memory.tiers import Tiers
+from weft.engine.memory.transfer import Copy, Pairs
 
 NUM_SLOTS = 5
 NUM_EXTENTS = 5

@@ -19,8 +19,8 @@ from weft.engine.demo import MODEL_PATH
 from weft.engine.demo.corpus import prompt_ids
 from weft.engine.demo.skills import held_out
 from weft.engine.errors import ConfigError
-from weft.engine.ssd_store import FILE_NAME, StoreFile
-from weft.engine.tiers import Tiers
+from weft.engine.memory.ssd_store import FILE_NAME, StoreFile
+from weft.engine.memory.tiers import Tiers
 
 PAGE = 16
 PAGE_BYTES = PAGE * 7 * 2 * 2 * 64 * 4  # of the demo model in float32
@@ -95,7 +95,7 @@ def test_a_disk_that_falls_behind_costs_hits_and_nothing_else(tmp_path: Path, mo
     go_on = threading.Event()
     really = StoreFile.write_extent
     monkeypatch.setattr(StoreFile, "write_extent", lambda *a: (go_on.wait(), really(*a))[1])
-    monkeypatch.setattr("weft.engine.ssd_tier.IO_TIMEOUT_SECONDS", 300.0)
+    monkeypatch.setattr("weft.engine.memory.ssd_tier.IO_TIMEOUT_SECONDS", 300.0)
     talk = Conversations(16, 100)
     expected = talk.ask(Harness("demo", page_size=PAGE, num_pages=200, prefix_caching=False))
     harness = small(60, 40, tmp_path)
@@ -233,7 +233,7 @@ def test_a_disk_that_does_not_answer_is_given_up(
     sink_to_ssd(harness)
     really = StoreFile.read_extent
     monkeypatch.setattr(StoreFile, "read_extent", lambda *a: (time.sleep(1.5), really(*a))[1])
-    monkeypatch.setattr("weft.engine.ssd_tier.IO_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr("weft.engine.memory.ssd_tier.IO_TIMEOUT_SECONDS", 0.2)
     again, cached = ask(harness, [prompt])
     assert (again, cached) == (answers, [0])
     assert not harness.engine.stats().tiers["ssd"].up
@@ -250,7 +250,7 @@ def test_aborts_while_pages_load_lose_nothing(tokenizer: Tokenizer, tmp_path: Pa
 
 
 def test_a_second_engine_on_one_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.engine.tier_setup.LOCK_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr("weft.engine.memory.tier_setup.LOCK_PATIENCE_SECONDS", 0.1)
     first = small(64, 60, tmp_path)
     with pytest.raises(ConfigError, match="in use"):
         small(64, 60, tmp_path)

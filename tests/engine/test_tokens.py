@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from weft.engine.demo import MODEL_PATH
 from weft.engine.demo.corpus import prompt_ids
 from weft.engine.demo.skills import held_out
-from weft.engine.messages import Finish
+from weft.engine.wire.messages import Finish
 
 MAX_TOKENS = 24
 

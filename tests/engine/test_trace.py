@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.engine.trace import Event, Recorder, kinds_of, read_events, summarize, union
+from weft.engine.bench.trace import Event, Recorder, kinds_of, read_events, summarize, union
 
 LAYER = ("_qkv_kernel", "_decode_kernel", "prefill_kernel", "_residual_kernel", "_gate_up_kernel", "_residual_kernel")
 KINDS = ["qkv", "decode attention", "prefill attention", "o", "gate-up", "down"]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from harness import GREEDY, Harness
 
-from weft.engine.messages import AddRequest
-from weft.engine.sampling import SamplingParams
+from weft.engine.wire.messages import AddRequest
+from weft.engine.wire.sampling import SamplingParams
 
 LONG = list(range(5, 45))
 

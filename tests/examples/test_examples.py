@@ -25,7 +25,17 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("daemon") / "stderr"
     with log.open("wb") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "weft.server.cli", "serve", "--port", "0", "--tool-call-parser", "hermes"],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "weft.server.daemon.cli",
+                "serve",
+                "--port",
+                "0",
+                "--tool-call-parser",
+                "hermes",
+            ],
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,

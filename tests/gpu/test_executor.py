@@ -19,12 +19,12 @@ from triton.runtime import interpreter
 
 from weft.autosearch.bench_protocol import Load
 from weft.autosearch.gpu_bench import batch_of
-from weft.engine.batch import Batch
-from weft.engine.cuda_inputs import DeviceInputs, Layout
-from weft.engine.executor import Executor
-from weft.engine.plan import NanoOperation, Period, serial_period
-from weft.engine.spec import ModelSpec, RopeScaling
-from weft.engine.weights import load_weights
+from weft.engine.model.spec import ModelSpec, RopeScaling
+from weft.engine.model.weights import load_weights
+from weft.engine.plans.plan import NanoOperation, Period, serial_period
+from weft.engine.runner.batch import Batch
+from weft.engine.runner.cuda_inputs import DeviceInputs, Layout
+from weft.engine.runner.executor import Executor
 from weft.kernels import attention_triton
 from weft.kernels.attention import AttentionShape
 from weft.kernels.attention_triton import PER_SM, TritonAttention

@@ -13,10 +13,10 @@ from conversations import Conversations
 from harness import GREEDY, Harness
 
 from weft.engine.config import EngineConfig
-from weft.engine.device import resolve
-from weft.engine.pipelines import target_of
-from weft.engine.plan import NanoOperation, Period, Plan
-from weft.engine.spec import ModelSpec, read_spec
+from weft.engine.model.spec import ModelSpec, read_spec
+from weft.engine.plans.pipelines import target_of
+from weft.engine.plans.plan import NanoOperation, Period, Plan
+from weft.engine.runner.resolve import resolve
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SMALL: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 64, "max_num_batched_tokens": 512}

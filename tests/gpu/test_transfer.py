@@ -10,8 +10,8 @@ import torch
 from conversations import Conversations
 from harness import Harness
 
-from weft.engine.cuda_transfer import CudaCopyEngine
-from weft.engine.transfer import Copy
+from weft.engine.memory.cuda_transfer import CudaCopyEngine
+from weft.engine.memory.transfer import Copy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SMALL = {"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 64, "max_num_batched_tokens": 256, "page_size": 16}

@@ -15,7 +15,7 @@ import pytest
 from sse_server import serving
 
 from weft.loadgen.traces import read_trace
-from weft.server.cli import main
+from weft.server.daemon.cli import main
 
 
 async def load(*arguments: str) -> int:
@@ -227,7 +227,7 @@ async def test_an_interrupt_ends_a_run_early_and_reports_it() -> None:
     async with serving() as stub:
         command = ("load", "--server", stub.url, "--rate", "50", "--duration", "60", "--processes", "2")
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "weft.server.cli", *command, stdout=asyncio.subprocess.PIPE
+            sys.executable, "-P", "-m", "weft.server.daemon.cli", *command, stdout=asyncio.subprocess.PIPE
         )
         while len(stub.requests) < 20:
             await asyncio.sleep(0.05)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from weft.server.metrics import Metrics
+from weft.server.observe.metrics import Metrics
 
 
 def value_of(metrics: Metrics, name: str, labels: Mapping[str, str] | None = None) -> float | None:

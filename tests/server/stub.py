@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import vocabularies
 
-from weft.engine.messages import (
+from weft.engine.wire.messages import (
     AbortRequests,
     AddRequest,
     EngineReady,
@@ -24,11 +24,11 @@ from weft.engine.messages import (
     ToEngine,
     TokenLogprobs,
 )
-from weft.engine.streams import Streams
+from weft.engine.wire.streams import Streams
+from weft.server.api.service import Service
 from weft.server.config import ServeConfig
-from weft.server.service import Service
-from weft.server.tokenizer import Tokenizer
-from weft.server.worker import make_server
+from weft.server.daemon.worker import make_server
+from weft.server.text.tokenizer import Tokenizer
 
 MAX_MODEL_LEN = 512
 

@@ -15,7 +15,7 @@ import pytest_asyncio
 from exposed import value_of
 from stub import Script, Server, serving
 
-from weft.server import connection, middleware
+from weft.server.api import connection, middleware
 from weft.server.bodies import MAX_NESTING, parse_json
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.server.cli import main
+from weft.server.daemon.cli import main
 
 
 @pytest.mark.parametrize(

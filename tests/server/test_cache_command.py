@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from test_ssd_store import EXTENTS, GEOMETRY, filled
 
-from weft.engine.ssd_store import FILE_NAME, StoreFile
-from weft.server.cli import main
+from weft.engine.memory.ssd_store import FILE_NAME, StoreFile
+from weft.server.daemon.cli import main
 
 VERBS = pytest.mark.parametrize("verb", ["stats", "verify", "clear"])
 

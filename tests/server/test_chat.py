@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from stub import Script, Server, serving
 
-from weft.server import service
+from weft.server.api import service
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from stub import Script, Server
 
-from weft.engine.messages import Finish
-from weft.server import connection
+from weft.engine.wire.messages import Finish
+from weft.server.api import connection
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -9,7 +9,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from stub import MAX_MODEL_LEN, Script, Server
 
-from weft.engine.grammar_text import LIMITS
+from weft.engine.wire.grammar_text import LIMITS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

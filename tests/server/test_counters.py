@@ -13,10 +13,10 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from weft import __version__
-from weft.engine.messages import EngineReady, EngineStats
-from weft.server.board import Board
-from weft.server.counters import Counter, Histogram, Store
-from weft.server.metrics import Metrics
+from weft.engine.wire.messages import EngineReady, EngineStats
+from weft.server.observe.board import Board
+from weft.server.observe.counters import Counter, Histogram, Store
+from weft.server.observe.metrics import Metrics
 
 BOUNDS = (0.001, 0.01, 0.5, 1.0, 16.0)
 READY = EngineReady(

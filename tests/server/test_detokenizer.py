@@ -9,8 +9,8 @@ import vocabularies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.server.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
-from weft.server.tokenizer import Tokenizer, spell
+from weft.server.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from weft.server.text.tokenizer import Tokenizer, spell
 
 KINDS = {
     "byte_level": vocabularies.byte_level(),

@@ -21,9 +21,9 @@ import pytest_asyncio
 from live import Daemon, running
 from stub import Server, serving
 
-from weft.engine.client import EngineClient
 from weft.engine.config import EngineConfig
-from weft.engine.spawn import EngineProcess
+from weft.engine.wire.client import EngineClient
+from weft.engine.wire.spawn import EngineProcess
 
 OVERLOAD = 5
 """times what the daemon can do"""

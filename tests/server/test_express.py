@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from stub import Script, Server, serving
 
-from weft.engine.messages import TokenLogprobs
-from weft.server import connection
-from weft.server.detokenizer import ByteDetokenizer
-from weft.server.express import Express
+from weft.engine.wire.messages import TokenLogprobs
+from weft.server.api import connection
+from weft.server.api.express import Express
+from weft.server.text.detokenizer import ByteDetokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

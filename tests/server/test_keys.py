@@ -11,11 +11,11 @@ from exposed import value_of
 from stub import serving
 
 from weft.engine.errors import ConfigError
-from weft.server.board import Board
 from weft.server.config import ServeConfig
 from weft.server.keys import digest, load_keys, match
-from weft.server.limits import RateLimits
-from weft.server.metrics import Metrics
+from weft.server.observe.board import Board
+from weft.server.observe.limits import RateLimits
+from weft.server.observe.metrics import Metrics
 
 
 def bearer(key: str) -> dict[str, str]:

@@ -21,10 +21,10 @@ from conversations import Conversations
 from harness import Harness
 from live import Daemon, running
 
-from weft.engine.extent import Geometry
-from weft.engine.prefix import PrefixIndex
-from weft.engine.ssd_store import StoreFile, chains
-from weft.server.cli import main
+from weft.engine.memory.extent import Geometry
+from weft.engine.memory.prefix_index import PrefixIndex
+from weft.engine.memory.ssd_store import StoreFile, chains
+from weft.server.daemon.cli import main
 
 PAGE, ANSWER = 16, 8
 KILLS = int(os.environ.get("TEST_KILLS", "2"))
@@ -76,7 +76,7 @@ def second_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subproce
     """On a path that is taken. It asks for some seconds, and so begins before the test that waits for it."""
     path = tmp_path_factory.mktemp("taken")
     first = StoreFile(path, Geometry(PAGE, 4096, 4, b"o" * 16))
-    command = [sys.executable, "-P", "-m", "weft.server.cli", "serve", "--port", "0", *options(path)]
+    command = [sys.executable, "-P", "-m", "weft.server.daemon.cli", "serve", "--port", "0", *options(path)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as second:
         yield second
         second.kill()

@@ -11,9 +11,9 @@ import pytest
 from exposed import value_of
 from stub import Script, Server, serving
 
-from weft.server import answer
+from weft.server.api import answer
+from weft.server.api.service import Phase
 from weft.server.errors import ApiError
-from weft.server.service import Phase
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

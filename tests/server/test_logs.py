@@ -16,7 +16,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from stub import Server, serving
 
 from weft.server.logs import JsonFormatter, TextFormatter
-from weft.server.tracing import parse
+from weft.server.observe.tracing import parse
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

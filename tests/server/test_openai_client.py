@@ -81,7 +81,7 @@ async def test_errors_are_typed(server: Server, arguments: dict[str, Any], error
 
 async def test_a_broken_stream_raises(server: Server) -> None:
     server.engine.script = Script("abc", delay=0.001, error="lost")
-    from weft.engine.messages import Finish
+    from weft.engine.wire.messages import Finish
 
     server.engine.script.finish = Finish.ERROR
 

@@ -10,8 +10,8 @@ import pytest
 from stub import Server, serving
 
 from weft import __version__
-from weft.engine.messages import Profile, ToEngine
-from weft.server import operations
+from weft.engine.wire.messages import Profile, ToEngine
+from weft.server.api import operations
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from weft.engine.errors import ConfigError
-from weft.server.cli import main
 from weft.server.config import ServeConfig
+from weft.server.daemon.cli import main
 from weft.server.options import load, unknown_variables
 
 
@@ -155,5 +155,5 @@ def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_help_and_version_do_not_import_torch() -> None:
-    code = "import sys; from weft.server.cli import main; main(['version']); sys.exit('torch' in sys.modules)"
+    code = "import sys; from weft.server.daemon.cli import main; main(['version']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, check=False).returncode == 0

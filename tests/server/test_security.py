@@ -11,8 +11,8 @@ import httpx
 import pytest
 from stub import serving
 
-from weft.server.cli import main
 from weft.server.config import ServeConfig
+from weft.server.daemon.cli import main
 from weft.server.listen import listen
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

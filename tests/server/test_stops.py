@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.server.stops import StopStrings
+from weft.server.text.stops import StopStrings
 
 TEXTS = st.text("abc", max_size=30)
 STOPS = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4)

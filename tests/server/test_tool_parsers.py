@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from vocabularies import byte_level, wrapped
 
-from weft.server.tokenizer import Tokenizer
-from weft.server.tool_format import Part, ToolFormat, ToolParser
-from weft.server.tool_hermes import HermesFormat
-from weft.server.tool_json import CallReader
-from weft.server.tool_llama3 import Llama3Format
-from weft.server.tool_mistral import MistralFormat
-from weft.server.tool_parsers import detect, tool_format
+from weft.server.text.tokenizer import Tokenizer
+from weft.server.tools.tool_format import Part, ToolFormat, ToolParser
+from weft.server.tools.tool_hermes import HermesFormat
+from weft.server.tools.tool_json import CallReader
+from weft.server.tools.tool_llama3 import Llama3Format
+from weft.server.tools.tool_mistral import MistralFormat
+from weft.server.tools.tool_parsers import detect, tool_format
 
 HERMES, LLAMA, MISTRAL = HermesFormat(), Llama3Format(), MistralFormat(has_args=False)
 NAMES = frozenset({"add", "say"})

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from stub import Script, Server, serving
 
-from weft.engine import grammar_text
+from weft.engine.wire import grammar_text
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -207,7 +207,7 @@ async def test_plain_text_needs_no_grammar(server: Server) -> None:
 async def test_a_grammar_is_checked_off_the_event_loop(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 
-    from weft.server import structured
+    from weft.server.tools.tools import structured
 
     def slow(_: str) -> None:
         time.sleep(0.4)
@@ -225,7 +225,7 @@ async def test_a_grammar_is_checked_off_the_event_loop(server: Server, monkeypat
 
 
 async def test_what_the_engine_refuses_is_the_clients_fault(server: Server) -> None:
-    from weft.engine.messages import Finish
+    from weft.engine.wire.messages import Finish
 
     server.engine.script = Script(finish=Finish.REFUSED, ids=[-1], error="the grammar cannot be used: why")
     for stream in (False, True):

@@ -18,8 +18,8 @@ import pytest_asyncio
 from browser import CHROMIUM, Page, browsing
 from stub import Script, Server, serving
 
-from weft.engine.messages import Finish
-from weft.server import ui
+from weft.engine.wire.messages import Finish
+from weft.server.api import ui
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from live import Daemon, running
 
-from weft.server.control import Channel, Drain, Idle
+from weft.server.daemon.control import Channel, Drain, Idle
 
 LONG = {"prompt": "What is 12 + 30?", "max_tokens": 400, "ignore_eos": True, "stream": True}
 SHORT = {"prompt": "What is 12 + 30?", "max_tokens": 3}
@@ -106,7 +106,7 @@ async def test_metrics_are_those_of_the_whole_daemon_whoever_answers(daemon: Dae
 
 
 async def test_both_processes_serve(daemon: Daemon) -> None:
-    pids = daemon.children("weft.server.worker")
+    pids = daemon.children("weft.server.daemon.worker")
     assert len(pids) == 2
     used = [Path(f"/proc/{pid}/stat").read_text().split()[13:15] for pid in pids]
     async with client(daemon) as http:
@@ -122,7 +122,7 @@ async def test_killing_an_api_process_ends_its_streams_only(daemon: Daemon) -> N
         done = 'weft_requests_total{endpoint="/v1/completions",status="200"}'
         before = await metric(http, done)
         tasks = await begin(http, 24)
-        os.kill(daemon.children("weft.server.worker")[0], signal.SIGKILL)
+        os.kill(daemon.children("weft.server.daemon.worker")[0], signal.SIGKILL)
         async with asyncio.timeout(60):
             results = await asyncio.gather(*tasks.values())
         lost = [events for events in results if isinstance(events[-1], httpx.HTTPError)]
@@ -144,7 +144,7 @@ async def until_recovered(daemon: Daemon, http: httpx.AsyncClient, restarts: flo
     await until(http, "weft_kv_cache_usage_ratio", 0, 60)
     assert await metric(http, "weft_api_process_restarts_total") == restarts
     async with asyncio.timeout(60):
-        while len(daemon.children("weft.server.worker")) < 2:
+        while len(daemon.children("weft.server.daemon.worker")) < 2:
             await asyncio.sleep(0.05)
 
 
@@ -152,7 +152,7 @@ async def test_a_process_that_stops_reading_and_dies_holds_nobody_up(daemon: Dae
     async with client(daemon) as http:
         restarts = await metric(http, "weft_api_process_restarts_total")
         tasks = await begin(http, 16)
-        stopped = daemon.children("weft.server.worker")[0]
+        stopped = daemon.children("weft.server.daemon.worker")[0]
         os.kill(stopped, signal.SIGSTOP)
         held = ports_of(stopped) & set(tasks)
         assert 0 < len(held) < 16
@@ -259,7 +259,7 @@ async def test_sigterm_under_load_loses_nothing(tmp_path: Path) -> None:
 
 def test_no_process_outlives_the_daemon(tmp_path: Path) -> None:
     with running(tmp_path, "--api-workers", "2") as daemon:
-        pids = [daemon.engine_pid, *daemon.children("weft.server.worker")]
+        pids = [daemon.engine_pid, *daemon.children("weft.server.daemon.worker")]
         daemon.process.kill()
         deadline = time.monotonic() + 10
         while any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids):

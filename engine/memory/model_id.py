@@ -1,0 +1,48 @@
+"""What identifies the model behind a KV page, so that another checkpoint at the same path never hits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import xxhash
+
+from weft.engine.config import EngineConfig
+from weft.engine.errors import ModelError
+from weft.engine.model.spec import ModelSpec
+from weft.engine.runner.resolve import DevicePlan
+
+SAMPLES, SAMPLE_BYTES = 16, 1 << 16
+"""of each weights file, evenly spaced, beside its header, size and time of change"""
+
+
+def model_id(config: EngineConfig, spec: ModelSpec, plan: DevicePlan) -> str:
+    """A digest of configuration and weights, and the layout of a page. Raises `ModelError`.
+
+    Weights are hundreds of gigabytes at times: of each file the header, the size, the time of its last change and
+    samples count. Made-up weights are named by their seed.
+    """
+    digest = xxhash.xxh3_128()
+    path = config.model_path
+    try:
+        digest.update((path / "config.json").read_bytes())
+        if config.load_format == "dummy":
+            digest.update(f"dummy {config.seed}".encode())
+        else:
+            for file in sorted(path.glob("*.safetensors")):
+                _add_file(digest, file)
+    except OSError as error:
+        raise ModelError(f"cannot read the model in {path}: {error.strerror}") from None
+    layout = (spec.num_layers, 2, plan.page_size, spec.num_kv_heads, spec.head_dim)
+    return f"{digest.hexdigest()}|{plan.dtype}|{'x'.join(map(str, layout))}"
+
+
+def _add_file(digest: xxhash.xxh3_128, file: Path) -> None:
+    status = file.stat()
+    digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}".encode())
+    with file.open("rb") as f:
+        header = int.from_bytes(f.read(8), "little")
+        digest.update(f.read(min(header, 1 << 26)))
+        step = max(1, status.st_size // SAMPLES)
+        for at in range(0, status.st_size, step):
+            f.seek(at)
+            digest.update(f.read(SAMPLE_BYTES))

@@ -1,0 +1,397 @@
+"""`SsdStore`: pages of KV in one preallocated file, written and read by threads of its own.
+
+A cache may lose entries, never lie: a page is written in full before its header names it, and what is read is
+compared with the header's checksum before anyone uses it. What does not hold is a miss, and its extent is used anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import fcntl
+import mmap
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeVar
+
+from weft.engine.errors import ConfigError
+from weft.engine.memory.extent import (
+    SUPERBLOCK_BYTES,
+    Geometry,
+    Record,
+    checksum,
+    pack_header,
+    pack_superblock,
+    unpack_header,
+    unpack_superblock,
+)
+from weft.engine.memory.transfer import ALIGNMENT, Bytes
+
+FILE_NAME = "pages.weft"
+LOCK_NAME = "lock"
+LOCK_POLL_SECONDS = 0.05
+READERS, WRITERS = 8, 4
+SCAN_BYTES = 4 << 20
+
+
+T = TypeVar("T")
+
+
+class Outcome(enum.Enum):
+    PENDING = enum.auto()
+    DONE = enum.auto()
+    LOST = enum.auto()
+    """this extent does not hold what its header promised"""
+    BROKEN = enum.auto()
+    """the device failed: the tier cannot go on"""
+
+
+class Job:
+    """A read or write under way. `outcome` is set last, by the thread that did it."""
+
+    def __init__(self) -> None:
+        self.outcome = Outcome.PENDING
+        self.begun: float | None = None
+        """monotonic; None while it waits for a thread"""
+        self.seconds = 0.0
+        self.reason = ""
+
+
+class Store(Protocol):
+    """What `Tiers` asks of an SSD tier. Extents are `0 … num_extents - 1`; who calls decides what is where."""
+
+    @property
+    def num_extents(self) -> int: ...
+
+    def scan(self) -> list[tuple[int, Record]]:
+        """Extents whose headers hold, oldest first. Once, before anything is written."""
+        ...
+
+    def write(self, extent: int, record: Record, slot: int) -> Job:
+        """The host slot's page into the extent; its old content is gone at once."""
+        ...
+
+    def read(self, extent: int, slot: int) -> Job:
+        """The extent's page into the host slot, its checksum compared."""
+        ...
+
+    def erase(self, extent: int) -> None:
+        """Forget one extent for good (in the background)."""
+        ...
+
+    def reset(self) -> None:
+        """Forget every extent for good."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class StoreUnavailable(Exception):
+    """The path cannot be used; the message is one line. Serving goes on without the tier."""
+
+
+def reason_of(error: OSError) -> str:
+    return f"{errno.errorcode.get(error.errno or 0, 'EIO')} {error.strerror or error}"
+
+
+class _Lock:
+    """The directory's lock, held while the file is open. The system lets go of it when the process dies.
+
+    Who has it may be about to end: it is asked for again for `patience` seconds.
+    """
+
+    def __init__(self, directory: Path, patience: float) -> None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.fd = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StoreUnavailable(f"cannot use {directory}: {reason_of(error)}") from None
+        end = time.monotonic() + patience
+        while not self._taken():
+            if time.monotonic() >= end:
+                os.close(self.fd)
+                raise ConfigError(
+                    f"{directory} is in use by another weft: give each daemon an --ssd-kv-path of its own"
+                )
+            time.sleep(LOCK_POLL_SECONDS)
+
+    def _taken(self) -> bool:
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    def release(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self.fd)
+
+
+class StoreFile:
+    """The file of a store, opened under its lock: whole extents in and out, O_DIRECT where the file system takes it.
+
+    Raises `ConfigError` when another process has it, `StoreUnavailable` when the system refuses. `geometry` None
+    takes the file as it is and changes nothing (`weft cache`). `patience`: seconds to wait for the other process.
+    """
+
+    def __init__(self, directory: Path, geometry: Geometry | None, patience: float = 0.0) -> None:
+        self.path = directory / FILE_NAME
+        self._closed = True
+        if geometry is None:
+            self._look_for_file()
+        self._lock = _Lock(directory, patience)
+        try:
+            flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if geometry is not None else 0)
+            self.fd = os.open(self.path, flags, 0o600)
+        except OSError as error:
+            self._lock.release()
+            raise StoreUnavailable(f"cannot open {self.path}: {reason_of(error)}") from None
+        self._closed = False
+        try:
+            self.geometry, self.epoch = self._open(geometry)
+            self.direct_fd = self._open_direct()
+            self.direct = self.direct_fd != self.fd
+        except OSError as error:
+            self.close()
+            raise StoreUnavailable(f"cannot use {self.path}: {reason_of(error)}") from None
+        except StoreUnavailable:
+            self.close()
+            raise
+
+    def _look_for_file(self) -> None:
+        try:
+            there = self.path.is_file()
+        except OSError as error:
+            raise StoreUnavailable(f"cannot open {self.path}: {reason_of(error)}") from None
+        if not there:
+            raise StoreUnavailable(f"{self.path.parent} holds no KV store ({FILE_NAME} is missing)")
+
+    def _open(self, wanted: Geometry | None) -> tuple[Geometry, int]:
+        found = unpack_superblock(os.pread(self.fd, SUPERBLOCK_BYTES, 0))
+        if wanted is None:
+            if found is None:
+                raise StoreUnavailable(f"{self.path} is not a KV store of this version")
+            return found
+        if found is None or found[0] != wanted:
+            # Foreign: another model, layout, version or size. Its extents are used anew.
+            os.ftruncate(self.fd, 0)
+            found = wanted, 1
+            os.posix_fallocate(self.fd, 0, wanted.file_bytes)
+            os.pwrite(self.fd, pack_superblock(*found), 0)
+        elif os.fstat(self.fd).st_size < wanted.file_bytes:
+            os.posix_fallocate(self.fd, 0, wanted.file_bytes)
+        return found
+
+    def _open_direct(self) -> int:
+        """A descriptor with O_DIRECT when a probe can read through it, else the ordinary one."""
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError:
+            return self.fd
+        try:
+            with mmap.mmap(-1, SUPERBLOCK_BYTES) as probe:
+                if os.preadv(fd, [probe], 0) == SUPERBLOCK_BYTES:
+                    return fd
+        except OSError:
+            pass
+        os.close(fd)
+        return self.fd
+
+    def write_extent(self, extent: int, data: memoryview) -> None:
+        self._past_the_cache(lambda fd: self._write_all(fd, data, self.geometry.extent_at(extent)))
+
+    def read_extent(self, extent: int, into: memoryview) -> bool:
+        """False when the file ends before the extent does."""
+        return self._past_the_cache(lambda fd: self._read_all(fd, into, self.geometry.extent_at(extent)))
+
+    def _past_the_cache(self, work: Callable[[int], T]) -> T:
+        """`work(descriptor)` with O_DIRECT, or for ever without it once a file system that took it at first refuses."""
+        if self.direct:
+            try:
+                return work(self.direct_fd)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self.direct = False
+        return work(self.fd)
+
+    def write_header(self, extent: int, record: Record | None, epoch: int) -> None:
+        g = self.geometry
+        block = bytes(g.header_bytes) if record is None else pack_header(g, epoch, record)
+        self._write_all(self.fd, memoryview(block), g.header_at(extent))
+
+    def headers(self) -> list[tuple[int, Record]]:
+        g, found = self.geometry, []
+        width = g.header_bytes
+        step = max(1, SCAN_BYTES // width)
+        for first in range(0, g.num_extents, step):
+            block = os.pread(self.fd, min(step, g.num_extents - first) * width, g.header_at(first))
+            for i in range(len(block) // width):
+                record = unpack_header(g, self.epoch, block[i * width : (i + 1) * width])
+                if record is not None:
+                    found.append((first + i, record))
+        return sorted(found, key=lambda item: item[1].serial)
+
+    def new_epoch(self) -> None:
+        self.epoch += 1
+        os.pwrite(self.fd, pack_superblock(self.geometry, self.epoch), 0)
+
+    @staticmethod
+    def _read_all(fd: int, into: memoryview, at: int) -> bool:
+        done = 0
+        while done < len(into):
+            # A short read that stops inside a block met the end of the file.
+            n = os.preadv(fd, [into[done:]], at + done)
+            if n <= 0:
+                return False
+            done += n
+            if done < len(into) and done % ALIGNMENT:
+                return False
+        return True
+
+    @staticmethod
+    def _write_all(fd: int, data: memoryview, at: int) -> None:
+        done = 0
+        while done < len(data):
+            n = os.pwrite(fd, data[done:], at + done)
+            if n <= 0:
+                raise OSError(errno.ENOSPC, "nothing was written")
+            done += n
+
+    def __del__(self) -> None:
+        self.close()  # an engine that could not start leaves its store behind
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for fd in {self.fd, getattr(self, "direct_fd", self.fd)}:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._lock.release()
+
+
+class _Task(NamedTuple):
+    job: Job
+    work: Callable[[], Outcome]
+
+
+class SsdStore:
+    """The SSD tier's file with its threads (see `Store`). `host [slots, stride]` is where pages come from and go to."""
+
+    def __init__(self, file: StoreFile, host: Bytes) -> None:
+        self.file = file
+        self._slots = [memoryview(host[i])[: file.geometry.extent_bytes] for i in range(len(host))]
+        self._payload_bytes = file.geometry.payload_bytes
+        self._checksums: dict[int, bytes] = {}
+        self._serial = 0
+        self.on_done: Callable[[], None] = lambda: None
+        self._reads: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        # What is done to one extent is done in order: it has one writer.
+        self._writes: list[queue.SimpleQueue[_Task | None]] = [queue.SimpleQueue() for _ in range(WRITERS)]
+        queues = [self._reads] * READERS + self._writes
+        self._threads = [threading.Thread(target=self._work, args=(q,), name="weft-ssd", daemon=True) for q in queues]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def num_extents(self) -> int:
+        return self.file.geometry.num_extents
+
+    def scan(self) -> list[tuple[int, Record]]:
+        records = self.file.headers()
+        for extent, record in records:
+            self._checksums[extent] = record.payload
+            self._serial = max(self._serial, record.serial)
+        return records
+
+    def write(self, extent: int, record: Record, slot: int) -> Job:
+        self._serial += 1
+        serial, epoch, stale = self._serial, self.file.epoch, self._checksums.pop(extent, None)
+
+        def work() -> Outcome:
+            data = self._slots[slot]
+            payload = checksum(data[: self._payload_bytes])
+            if stale is not None:
+                self.file.write_header(extent, None, epoch)
+            self.file.write_extent(extent, data)
+            self.file.write_header(extent, replace(record, payload=payload, serial=serial), epoch)
+            self._checksums[extent] = payload
+            return Outcome.DONE
+
+        return self._submit(self._writes[extent % WRITERS], work)
+
+    def read(self, extent: int, slot: int) -> Job:
+        def work() -> Outcome:
+            into = self._slots[slot]
+            if not self.file.read_extent(extent, into):
+                return Outcome.LOST
+            right = checksum(into[: self._payload_bytes]) == self._checksums.get(extent)
+            return Outcome.DONE if right else Outcome.LOST
+
+        return self._submit(self._reads, work)
+
+    def erase(self, extent: int) -> None:
+        epoch = self.file.epoch
+        self._checksums.pop(extent, None)
+
+        def work() -> Outcome:
+            self.file.write_header(extent, None, epoch)
+            return Outcome.DONE
+
+        self._submit(self._writes[extent % WRITERS], work)
+
+    def reset(self) -> None:
+        self._checksums.clear()
+        with contextlib.suppress(OSError):
+            self.file.new_epoch()
+
+    def _submit(self, tasks: queue.SimpleQueue[_Task | None], work: Callable[[], Outcome]) -> Job:
+        job = Job()
+        tasks.put(_Task(job, work))
+        return job
+
+    def _work(self, tasks: queue.SimpleQueue[_Task | None]) -> None:
+        while (task := tasks.get()) is not None:
+            job, begin = task.job, time.monotonic()
+            job.begun = begin
+            try:
+                outcome = task.work()
+            except OSError as error:
+                outcome, job.reason = Outcome.BROKEN, reason_of(error)
+            job.seconds = time.monotonic() - begin
+            job.outcome = outcome
+            self.on_done()
+
+    def close(self, patience: float = 10.0) -> None:
+        """Finish what was asked for, but do not wait for a disk that does not answer."""
+        for _ in range(READERS):
+            self._reads.put(None)
+        for writes in self._writes:
+            writes.put(None)
+        end = time.monotonic() + patience
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        if not any(t.is_alive() for t in self._threads):
+            self.file.close()
+
+
+def chains(records: Sequence[tuple[int, Record]], root: Callable[[str], bytes]) -> list[tuple[int, Record]]:
+    """Records whose whole chain is there, parents before children, one for each key; the rest are of no use.
+
+    `root(salt)` is the key before a first page; among two of one key the younger counts.
+    """
+    youngest = {record.key: (extent, record) for extent, record in records}
+    children: dict[bytes, list[tuple[int, Record]]] = {}
+    for item in youngest.values():
+        children.setdefault(item[1].parent_key, []).append(item)
+    ordered = [item for item in youngest.values() if item[1].parent_key == root(item[1].salt)]
+    for _, record in ordered:  # grows while it is read
+        ordered += [child for child in children.get(record.key, ()) if child[1].salt == record.salt]
+    return ordered

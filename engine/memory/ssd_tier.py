@@ -1,0 +1,295 @@
+"""`SsdTier`: the pages of the tree that are in an `SsdStore`, and their ways from and to host slots.
+
+The scheduler's thread does all bookkeeping here; the store's threads read and write.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from weft.engine.memory.extent import Record
+from weft.engine.memory.loads import LoadSpeeds, PageLoad
+from weft.engine.memory.places import Places
+from weft.engine.memory.prefix_index import NOWHERE, PrefixEntry, PrefixIndex
+from weft.engine.memory.ssd_store import Job, Outcome, Store, chains
+from weft.engine.wire.messages import TierStats
+
+MAX_READS, MAX_WRITES = 32, 32
+"""jobs under way at once, but no more than a quarter of the host pool: each holds a slot"""
+IO_TIMEOUT_SECONDS = 10.0
+
+
+class _Read(NamedTuple):
+    job: Job
+    load: PageLoad
+    extent: int
+    slot: int
+
+
+class _Write(NamedTuple):
+    job: Job
+    entry: PrefixEntry
+    extent: int
+    slot: int
+
+
+class SsdTier:
+    """`store` None: there is no SSD, or it was switched off after a failure.
+
+    `keep_on_host(entry, slot)` and `missed(load)` are told of pages that were read, and of those that cannot be had.
+    """
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        host: Places,
+        page_bytes: int,
+        store: Store | None,
+        speeds: LoadSpeeds,
+        keep_on_host: Callable[[PrefixEntry, int], None],
+        missed: Callable[[PageLoad], None],
+    ) -> None:
+        self.index, self.host, self.page_bytes, self.store = index, host, page_bytes, store
+        self._speeds, self._keep_on_host, self._missed = speeds, keep_on_host, missed
+        self.stats = TierStats()
+        self.places = Places(store.num_extents if store else 0, PrefixEntry.spared_by_ssd, self.lose)
+        self.unwritten: dict[PrefixEntry, None] = {}
+        """on the host and not on the SSD, oldest first"""
+        self.staged: list[tuple[PageLoad, int]] = []
+        """(load, slot) of pages that were read, for the owner to take"""
+        self._queue: deque[tuple[PageLoad, int]] = deque()
+        """(load, extent) that wait for a host slot"""
+        self._reads: list[_Read] = []
+        self._read_clock = 0.0
+        self._writes: deque[_Write] = deque()
+        self._writing: set[PrefixEntry] = set()
+        self._abandoned: list[tuple[Job, int]] = []
+        """jobs of a store that was switched off, and the host slots they may still touch"""
+        self._wake = threading.Event()
+        if store is not None:
+            self._adopt_stored(store)
+
+    # -- what the owner calls
+
+    def kept_on_host(self, entry: PrefixEntry) -> None:
+        """The host has the page now; the SSD shall have it before the host needs the room."""
+        if self.store is not None and entry.extent == NOWHERE:
+            self.unwritten[entry] = None
+
+    def load(self, load: PageLoad) -> None:
+        """Bring the page to a host slot."""
+        self.places.pin(load.entry.extent)
+        self._queue.append((load, load.entry.extent))
+
+    def pump_ends(self) -> None:
+        """Take in the jobs that have ended."""
+        self._end_reads()
+        self._end_writes()
+        self._abandoned = [(job, slot) for job, slot in self._abandoned if not self._let_go(job, slot)]
+
+    def pump_starts(self) -> None:
+        """Start what can start: reads first, they have somebody waiting."""
+        self._start_reads()
+        self.start_writes()
+
+    @property
+    def num_reading(self) -> int:
+        return len(self._queue) + len(self._reads)
+
+    @property
+    def num_writing(self) -> int:
+        return len(self._writes)
+
+    @property
+    def quiet(self) -> bool:
+        """Does no job touch a host slot, not even of a store that was switched off?"""
+        return not (self._queue or self._reads or self._writes or self._abandoned)
+
+    def loads(self) -> list[PageLoad]:
+        """The page loads that have not reached the host."""
+        return [read.load for read in self._reads] + [load for load, _ in self._queue]
+
+    def wait(self, seconds: float) -> None:
+        """Return when a job may have ended, or after so many seconds."""
+        if self._reads or self._writes:
+            self._wake.wait(seconds)
+            self._wake.clear()
+        else:
+            time.sleep(min(seconds, 1e-3))
+
+    def wake(self) -> None:
+        """Called by the store's threads when a job has ended."""
+        self._wake.set()
+
+    def forget(self) -> None:
+        """The index was cleared."""
+        self.unwritten.clear()
+        if self.store is not None:
+            self.store.reset()
+
+    def close(self) -> None:
+        if self.store is not None:
+            self.store.close()
+
+    # -- SSD to host
+
+    def _start_reads(self) -> None:
+        while self.store is not None and self._queue and len(self._reads) < self._most(MAX_READS):
+            slot = self.host.take()
+            if slot is None:
+                return
+            load, extent = self._queue.popleft()
+            if not self._reads:
+                self._read_clock = time.monotonic()
+            self._reads.append(_Read(self.store.read(extent, slot), load, extent, slot))
+
+    def _end_reads(self) -> None:
+        ended = [r for r in self._reads if r.job.outcome is not Outcome.PENDING]
+        if broken := next((r.job for r in ended if r.job.outcome is Outcome.BROKEN), None):
+            self._switch_off(broken.reason)
+            return
+        if any(self._overdue(r.job) for r in self._reads):
+            self._switch_off(f"no answer in {IO_TIMEOUT_SECONDS:.0f} s")
+            return
+        if not ended:
+            return
+        now = time.monotonic()
+        self._speeds.moved("ssd", len(ended), now - self._read_clock)
+        self._read_clock = now
+        self._reads = [r for r in self._reads if r not in ended]
+        for read in ended:
+            entry = read.load.entry
+            if read.job.outcome is Outcome.DONE:
+                self.stats.bytes_out += self.page_bytes
+                if entry.host == NOWHERE and self.index.contains(entry):
+                    self._keep_on_host(entry, read.slot)
+                self.places.unpin(read.extent)
+                self.staged.append((read.load, read.slot))
+                continue
+            # A failed load is a miss: the extent is nobody's, and only the missing suffix is computed again.
+            self.stats.failures += 1
+            assert self.store is not None
+            self.store.erase(read.extent)
+            if entry.extent == read.extent:
+                self.lose(entry)
+            self.places.unpin(read.extent)
+            self.host.unpin(read.slot)
+            self._missed(read.load)
+
+    def _most(self, jobs: int) -> int:
+        return min(jobs, max(1, self.host.capacity // 4))
+
+    @staticmethod
+    def _overdue(job: Job) -> bool:
+        begun = job.begun
+        waits = job.outcome is Outcome.PENDING and begun is not None
+        return waits and time.monotonic() - (begun or 0.0) > IO_TIMEOUT_SECONDS
+
+    def lose(self, entry: PrefixEntry) -> None:
+        """The entry's extent is nobody's from now on."""
+        extent = entry.extent
+        self.places.forget(extent)
+        self.index.set_extent(entry, NOWHERE)
+
+    # -- host to SSD
+
+    def start_writes(self, everything: bool = False) -> None:
+        """Write the oldest unwritten pages while less than a quarter of the host pool could be had at once."""
+        store = self.store
+        if store is None:
+            return
+        reserve = self._most(self.host.capacity)
+        tries = 2 * MAX_WRITES
+        while tries > 0 and self.unwritten and len(self._writes) < self._most(MAX_WRITES):
+            tries -= 1
+            on_both = self.host.num_cached - len(self.unwritten)
+            if not everything and self.host.num_free + on_both >= reserve:
+                return
+            entry = next(iter(self.unwritten))
+            del self.unwritten[entry]
+            parent = entry.parent
+            record = Record(entry.key, parent.key if parent else self.index.root(entry.salt), entry.tokens, entry.salt)
+            if not record.storable:
+                continue
+            if parent is not None and parent.extent == NOWHERE and parent not in self._writing:
+                # Behind its parent, which the SSD may have evicted.
+                if parent.host >= 0:
+                    self.unwritten[parent] = None
+                self.unwritten[entry] = None
+                continue
+            extent = self.places.take()
+            if extent is None:
+                self.unwritten[entry] = None
+                return
+            self.host.pin(entry.host)
+            self._writing.add(entry)
+            self._writes.append(_Write(store.write(extent, record, entry.host), entry, extent, entry.host))
+
+    def _end_writes(self) -> None:
+        if any(self._overdue(w.job) for w in self._writes):
+            self._switch_off(f"no answer in {IO_TIMEOUT_SECONDS:.0f} s")
+        # In the order begun, so that a parent is there before its child.
+        while self._writes and self._writes[0].job.outcome is not Outcome.PENDING:
+            if self._writes[0].job.outcome is Outcome.BROKEN:
+                self._switch_off(self._writes[0].job.reason)
+                return
+            write = self._writes.popleft()
+            entry = write.entry
+            self._writing.discard(entry)
+            if (
+                self.index.contains(entry)
+                and entry.extent == NOWHERE
+                and (entry.parent is None or entry.parent.extent >= 0)
+            ):
+                self.stats.bytes_in += self.page_bytes
+                self.places.settle(write.extent, entry)
+                self.index.set_extent(entry, write.extent)
+            self.host.unpin(write.slot)
+            self.places.unpin(write.extent)
+
+    def _switch_off(self, reason: str) -> None:
+        """Go on without the SSD: one line in the log, every extent a miss."""
+        store, self.store = self.store, None
+        if store is None:
+            return
+        print(f"weft: the SSD tier is switched off: {reason}; serving goes on without it", file=sys.stderr, flush=True)
+        self.stats.failures += 1
+        self._abandoned += [(r.job, r.slot) for r in self._reads] + [(w.job, w.slot) for w in self._writes]
+        missed = [r.load for r in self._reads] + [load for load, _ in self._queue]
+        self._reads, self._queue = [], deque()
+        self._writes.clear()
+        self._writing.clear()
+        self.unwritten.clear()
+        lost = [entry for _, entry in self.places.entries()]
+        evictions = self.places.evictions
+        self.places = Places(0, PrefixEntry.spared_by_ssd, self.lose)
+        self.places.evictions = evictions
+        for entry in lost:
+            self.index.set_extent(entry, NOWHERE)
+        for load in missed:
+            self._missed(load)
+        # A disk that hangs must not hold up the scheduler.
+        threading.Thread(target=store.close, name="weft-ssd-close", daemon=True).start()
+
+    def _let_go(self, job: Job, slot: int) -> bool:
+        if job.outcome is Outcome.PENDING:
+            return False
+        self.host.unpin(slot)
+        return True
+
+    def _adopt_stored(self, store: Store) -> None:
+        """Enter what an earlier run stored, parents before children, the oldest used first."""
+        for extent, record in chains(store.scan(), self.index.root):
+            parent = self.index.find(record.parent_key)
+            entry = self.index.publish(parent, record.key, record.tokens, record.salt)
+            if entry is None or entry.anywhere:
+                continue
+            entry.used = record.serial
+            self.index.clock = max(self.index.clock, record.serial)
+            self.places.claim(extent, entry)
+            self.index.set_extent(entry, extent)

@@ -1,0 +1,90 @@
+"""Makes the tiers that the configuration asks for: the SSD's file before the model loads, the rest after."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import xxhash
+from torch import Tensor
+
+from weft.engine.config import EngineConfig
+from weft.engine.errors import ConfigError
+from weft.engine.memory.extent import Geometry
+from weft.engine.memory.pages import PagePool
+from weft.engine.memory.ssd_store import SsdStore, StoreFile, StoreUnavailable
+from weft.engine.memory.tiers import Tiers
+from weft.engine.memory.transfer import Gate, aligned, make_copy_engine
+from weft.engine.model.spec import ModelSpec
+from weft.engine.runner.resolve import GIB, DevicePlan
+
+LOCK_PATIENCE_SECONDS = 6.0
+"""for the engine of a daemon that was killed: it stores what it can for a few seconds, then it ends"""
+MEMORY_SHARE = 0.9
+"""of the memory that is free, at most, for the host pool: the system dies of more"""
+
+
+def open_store(config: EngineConfig, spec: ModelSpec, plan: DevicePlan, model_id: str) -> StoreFile | None:
+    """The file of the SSD tier, or None when it is not asked for, or cannot be had (one line says why).
+
+    Raises `ConfigError` when another daemon has it, or when it is too small for a page.
+    """
+    if config.ssd_kv_path is None:
+        return None
+    page_bytes = plan.page_size * spec.kv_bytes_per_token(plan.dtype.itemsize)
+    owner = xxhash.xxh3_128_digest(model_id.encode())
+    geometry = Geometry.fitting(plan.page_size, page_bytes, owner, int(config.ssd_kv_gib * GIB))
+    if geometry.num_extents < 1:
+        raise ConfigError(
+            f"--ssd-kv-gib {config.ssd_kv_gib:g} has no room for one page of {page_bytes / 2**20:.1f} MiB"
+        )
+    try:
+        return StoreFile(Path(config.ssd_kv_path).expanduser(), geometry, LOCK_PATIENCE_SECONDS)
+    except StoreUnavailable as error:
+        print(f"weft: no SSD tier: {error}; serving goes on without it", file=sys.stderr, flush=True)
+        return None
+
+
+def make_tiers(
+    config: EngineConfig, kv: Tensor, pool: PagePool, file: StoreFile | None, gates: Sequence[Gate] = ()
+) -> Tiers | None:
+    """The tiers below a GPU pool `kv [pages, layers, 2, page_size, Hkv, D]`; None when there are none.
+
+    gates: `Runner.copy_gates`.
+    Raises `ConfigError` or `OutOfMemory`.
+    """
+    if not config.host_kv_gib:
+        return None
+    page_bytes = kv[0].numel() * kv.element_size()
+    slots = int(config.host_kv_gib * GIB) // aligned(page_bytes)
+    if slots < 2:
+        raise ConfigError(
+            f"--host-kv-gib {config.host_kv_gib:g} has room for {slots} pages of {page_bytes / 2**20:.1f} MiB, "
+            "it needs at least 2"
+        )
+    available = _available_bytes()
+    if slots * aligned(page_bytes) > MEMORY_SHARE * available:
+        raise ConfigError(
+            f"--host-kv-gib {config.host_kv_gib:g} is more than {MEMORY_SHARE:.0%} of the "
+            f"{available / GIB:.1f} GiB of memory that are free"
+        )
+    copies = make_copy_engine(kv, slots, gates)
+    store = SsdStore(file, copies.host) if file is not None else None
+    tiers = Tiers(pool, copies, slots, store, asked_for_ssd=config.ssd_kv_path is not None)
+    if store is not None:
+        store.on_done = tiers.ssd.wake
+    return tiers
+
+
+def _available_bytes() -> int:
+    """Memory that the system can still give: its own estimate, and what the control group leaves."""
+    with open("/proc/meminfo", encoding="ascii") as f:
+        fields = dict(line.split(":", 1) for line in f)
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return available
+    return min(available, int(limit) - used) if limit.isdigit() else available

@@ -1,0 +1,291 @@
+"""`Tiers`: keeps full pages on the host and the SSD as well, and brings them back (NanoFlow §4.2.2).
+
+Every confirmed full page is written through to the host pool while the next iteration computes. Before the host pool
+runs short its oldest pages go on to the SSD. A page comes back through a host slot. All bookkeeping is the
+scheduler's thread's; copies and I/O run beside it and are noticed by `pump`.
+
+A tier's copies form whole chains: a page is below the GPU only if its parent is, and on the SSD only if its parent
+is, so that what is evicted (leaves first) and what a restart finds can always be reached.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from weft.engine.memory.loads import Loading, LoadSpeeds, PageLoad
+from weft.engine.memory.pages import PagePool
+from weft.engine.memory.places import Places
+from weft.engine.memory.prefix_index import NOWHERE, PrefixEntry
+from weft.engine.memory.ssd_store import Store
+from weft.engine.memory.ssd_tier import SsdTier
+from weft.engine.memory.transfer import Copy, CopyEngine
+from weft.engine.wire.messages import TierStats
+
+FLUSH_SECONDS = 3.0
+
+
+class _Out(NamedTuple):
+    """Pages on their way to the host."""
+
+    copy: Copy
+    moves: list[tuple[PrefixEntry, int, int]]
+    """(entry, page, slot)"""
+
+
+class _Back(NamedTuple):
+    copy: Copy
+    moves: list[tuple[PageLoad, int]]
+    """(load, slot)"""
+
+
+class Tiers:
+    """Single-threaded, like the scheduler that owns it. `store` None: no SSD, though perhaps one was asked for."""
+
+    def __init__(
+        self, pool: PagePool, copies: CopyEngine, num_slots: int, store: Store | None, *, asked_for_ssd: bool = False
+    ) -> None:
+        self.pool, self.index, self.copies = pool, pool.index, copies
+        self.speeds = LoadSpeeds(copies.page_bytes, pool.page_size)
+        self.host = Places(num_slots, PrefixEntry.spared_by_host, self._lose_host)
+        self.ssd = SsdTier(
+            self.index, self.host, copies.page_bytes, store, self.speeds, self._keep_on_host, self._missed
+        )
+        self.index.on_spared = self._reconsider
+        self._fresh: deque[PrefixEntry] = deque()
+        """to be written through, parents first"""
+        self._storing: set[PrefixEntry] = set()
+        self._outs: deque[_Out] = deque()
+        self._backs: deque[_Back] = deque()
+        self._finished: list[Loading] = []
+        self._stats = TierStats()
+        self._reported = ("host", "ssd") if asked_for_ssd or store is not None else ("host",)
+        self._load_seconds: list[tuple[str, float]] = []
+
+    # -- what the scheduler calls
+
+    def published(self, entry: PrefixEntry) -> None:
+        """The entry's GPU page is full and confirmed."""
+        if entry.host == NOWHERE:
+            self._fresh.append(entry)
+
+    def load(self, entries: Sequence[PrefixEntry], pages: Sequence[int], waiting: Loading) -> None:
+        """Bring entries that are in a lower tier to the GPU pages, which the caller references; `waiting` is told."""
+        ready: list[tuple[PageLoad, int]] = []
+        for entry, page in zip(entries, pages, strict=True):
+            self.pool.hold(page)
+            load = entry.load = PageLoad(entry, page, "host" if entry.host >= 0 else "ssd", time.monotonic())
+            waiting.wait_for(load)
+            if entry.host >= 0:
+                self.host.pin(entry.host)
+                ready.append((load, entry.host))
+            else:
+                self.ssd.load(load)
+        self._copy_back(ready)
+
+    def busy_pages(self) -> dict[str, int]:
+        """Pages on their way to the GPU, by the tier they come from."""
+        from_ssd = self.ssd.num_reading
+        return {"host": sum(len(b.moves) for b in self._backs) + from_ssd, "ssd": from_ssd}
+
+    def pump(self) -> list[Loading]:
+        """Take in what has ended, start what can start. Returns the waits that are over."""
+        self._end_outs()
+        self.ssd.pump_ends()
+        self._end_backs()
+        self.begin_stores()
+        staged, self.ssd.staged = self.ssd.staged, []
+        self._copy_back(staged)
+        self.ssd.pump_starts()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def forget(self) -> None:
+        """The index was cleared: every copy in a lower tier is nobody's."""
+        for places in (self.host, self.ssd.places):
+            for place, entry in list(places.entries()):
+                entry.host = entry.extent = NOWHERE
+                places.forget(place)
+        self._fresh.clear()
+        self.ssd.forget()
+
+    # -- GPU to host
+
+    def begin_stores(self) -> None:
+        """Write through what was published."""
+        moves: list[tuple[PrefixEntry, int, int]] = []
+        while self._fresh:
+            entry = self._fresh[0]
+            if self._wants_slot(entry):
+                slot = self.host.take()
+                if slot is None:
+                    break
+                self.pool.hold(entry.page)
+                self._storing.add(entry)
+                moves.append((entry, entry.page, slot))
+            self._fresh.popleft()
+        if moves:
+            self._outs.append(_Out(self.copies.out([(page, slot) for _, page, slot in moves]), moves))
+
+    def _wants_slot(self, entry: PrefixEntry) -> bool:
+        parent = entry.parent
+        return (
+            entry.page >= 0
+            and entry.host == NOWHERE
+            and entry not in self._storing
+            and (parent is None or parent.lower or parent in self._storing)
+        )
+
+    def _end_outs(self) -> None:
+        while self._outs and self._outs[0].copy.done():
+            out = self._outs.popleft()
+            stats = self._stats
+            for entry, _, slot in out.moves:
+                self._storing.discard(entry)
+                reachable = entry.parent is None or entry.parent.lower
+                if out.copy.failed:
+                    stats.failures += 1
+                elif reachable and entry.host == NOWHERE and self.index.contains(entry):
+                    stats.bytes_in += self.copies.page_bytes
+                    self._keep_on_host(entry, slot)
+                self.host.unpin(slot)
+            self.pool.release(np.array([page for _, page, _ in out.moves], np.int32))
+
+    def _keep_on_host(self, entry: PrefixEntry, slot: int) -> None:
+        self.host.settle(slot, entry)
+        self.index.set_host(entry, slot)
+        self.ssd.kept_on_host(entry)
+
+    def _lose_host(self, entry: PrefixEntry) -> None:
+        slot = entry.host
+        self.ssd.unwritten.pop(entry, None)
+        self.host.forget(slot)
+        self.index.set_host(entry, NOWHERE)
+
+    # -- host to GPU
+
+    def _copy_back(self, moves: list[tuple[PageLoad, int]]) -> None:
+        if moves:
+            self._backs.append(_Back(self.copies.back([(load.page, slot) for load, slot in moves]), moves))
+
+    def _end_backs(self) -> None:
+        while self._backs and self._backs[0].copy.done():
+            back = self._backs.popleft()
+            if not back.copy.failed:
+                self.speeds.moved("host", len(back.moves), back.copy.seconds)
+            for load, slot in back.moves:
+                entry = load.entry
+                if back.copy.failed:
+                    self._stats.failures += 1
+                    # A miss from now on, wherever it came from: nobody tries the same again for ever.
+                    if entry.host == slot:
+                        self._lose_host(entry)
+                    if entry.extent >= 0:
+                        self.ssd.lose(entry)
+                else:
+                    self._stats.bytes_out += self.copies.page_bytes
+                    if entry.page == NOWHERE and self.index.contains(entry):
+                        self.pool.adopt(entry, load.page)
+                self.host.unpin(slot)
+                self._end(load, back.copy.failed)
+
+    def _missed(self, load: PageLoad) -> None:
+        self._end(load, failed=True)
+
+    def _end(self, load: PageLoad, failed: bool) -> None:
+        load.entry.load = None
+        self.pool.release(np.array([load.page], np.int32))
+        self._load_seconds.append((load.tier, time.monotonic() - load.begun))
+        for waiting in load.waiters:
+            waiting.remaining -= 1
+            told = waiting.failed
+            waiting.failed |= failed
+            if not told and (failed or not waiting.remaining):
+                self._finished.append(waiting)
+
+    # -- both
+
+    def _reconsider(self, entry: PrefixEntry) -> None:
+        if entry.host >= 0:
+            self.host.reconsider(entry, entry.host)
+        if entry.extent >= 0:
+            self.ssd.places.reconsider(entry, entry.extent)
+
+    @property
+    def num_transfers(self) -> int:
+        return len(self._outs) + len(self._backs) + self.ssd.num_reading + self.ssd.num_writing
+
+    def transfer_pages(self) -> list[int]:
+        """GPU pages that transfers hold, once for each reference."""
+        loads = [load for back in self._backs for load, _ in back.moves] + self.ssd.loads()
+        return [page for out in self._outs for _, page, _ in out.moves] + [load.page for load in loads]
+
+    def wait(self, seconds: float) -> None:
+        """Return when something may have ended, or after so many seconds."""
+        if self._backs or self._outs:
+            self.copies.wait([b.copy for b in self._backs] or [o.copy for o in self._outs], seconds)
+        elif self.num_transfers:
+            self.ssd.wait(seconds)
+
+    def drain(self) -> list[Loading]:
+        """Wait until nothing moves any more."""
+        finished: list[Loading] = self.pump()
+        while self.num_transfers:
+            self.wait(0.01)
+            finished += self.pump()
+        return finished
+
+    def flush(self, seconds: float) -> None:
+        """Store what no lower tier has yet: on the host, and from there on the SSD, as far as time allows.
+
+        Only when no request is open: nobody is told of loads that end meanwhile.
+        """
+        end = time.monotonic() + seconds
+        self.pump()
+        while time.monotonic() < end:
+            self.ssd.start_writes(everything=True)
+            if not self.num_transfers:
+                break
+            self.wait(0.01)
+            self.pump()
+        self.drain()
+
+    def sink(self, seconds: float) -> None:
+        """`flush`, then leave every page to the lowest tier alone: the next request that needs it must load it."""
+        self.flush(seconds)
+        self.pool.evict_all()
+        if self.ssd.store is not None:
+            self.host.evict_all()
+
+    def close(self) -> None:
+        """Write what is only on the host to the SSD as far as time allows, and give everything back."""
+        self.flush(FLUSH_SECONDS)
+        self.ssd.close()
+        self.copies.close()
+
+    def stats(self) -> dict[str, TierStats]:
+        """Totals since start, by tier."""
+        both = {"host": (self._stats, self.host), "ssd": (self.ssd.stats, self.ssd.places)}
+        for stats, places in both.values():
+            stats.used, stats.capacity, stats.evictions = places.num_used, places.capacity, places.evictions
+        self.ssd.stats.up = self.ssd.store is not None
+        return {name: both[name][0] for name in self._reported}
+
+    def take_load_seconds(self) -> list[tuple[str, float]]:
+        """Durations of the loads that ended since the last call, with their tier."""
+        seconds, self._load_seconds = self._load_seconds, []
+        return seconds
+
+    def check(self) -> None:
+        """Raise `AssertionError` unless each tier's places are whole and agree with the index."""
+        for places, name in ((self.host, "host"), (self.ssd.places, "extent")):
+            places.check()
+            at = {getattr(e, name): e for e in self.index.entries() if getattr(e, name) >= 0}
+            assert at == dict(places.entries()), f"the {name} places disagree with the index"
+        if not self.num_transfers and self.ssd.quiet:
+            assert not self.host.num_held, "an idle host slot is held"
+            assert not self.ssd.places.num_held, "an idle extent is held"

@@ -1,0 +1,68 @@
+"""Which plan file an engine runs: the operator's, a shipped one that fits, or none (the serial plan)."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import msgspec
+import torch
+
+from weft.engine.errors import ConfigError
+from weft.engine.model.spec import ModelSpec
+from weft.engine.plans.plan import Plan, Target, load_plan, model_key
+from weft.kernels.source_digest import source_digest
+
+log = logging.getLogger("weft.engine")
+SHIPPED = Path(__file__).parent
+
+
+def kernels_digest() -> str:
+    """Of the kernels' code: a plan's configurations and timings belong to it."""
+    return source_digest("gemm*.py", "projections.py", "decode_*.py", "prefill_*.py", "dependent_launch.py")
+
+
+def target_of(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Target:
+    """What this engine is, as plan files name it."""
+    gpu = torch.cuda.get_device_properties(device)
+    name = str(dtype).removeprefix("torch.")
+    return Target(gpu.name, gpu.multi_processor_count, model_key(spec), name, kernels_digest())
+
+
+def _mismatch(made_for: Target, here: Target) -> str | None:
+    for field in Target.__struct_fields__:
+        if (theirs := getattr(made_for, field)) != (ours := getattr(here, field)):
+            return f"it was made for {field} {theirs!r}, this is {ours!r}"
+    return None
+
+
+def choose_pipelines(plan: str, spec: ModelSpec, here: Target, max_num_batched_tokens: int | None) -> Plan | None:
+    """The plan to run, checked; None: the serial plan alone.
+
+    plan: `EngineConfig.plan`. max_num_batched_tokens: the operator's; None leaves it to the plan. A file made for
+    something else is refused with a log line. Raises `ConfigError` when a file that the operator named cannot be read
+    or describes an impossible pipeline.
+    """
+    if plan == "serial":
+        return None
+    if plan == "auto":
+        found = (load_plan(file) for file in sorted(SHIPPED.glob("*.json")))
+        fitting = next((p for p in found if _mismatch(p.target, here) is None), None)
+    else:
+        fitting = load_plan(Path(plan).expanduser())
+        if reason := _mismatch(fitting.target, here):
+            log.warning("the plan %s is not used: %s; the serial plan runs (weft search makes a new one)", plan, reason)
+            return None
+    if fitting is None:
+        return None
+    if not fitting.periods:  # the search found nothing better than the serial plan
+        return None
+    for period in fitting.periods:
+        period.check(spec, here.sms)
+    most = max_num_batched_tokens or max(p.tokens for p in fitting.periods)
+    usable = tuple(p for p in fitting.periods if p.tokens <= most)
+    if not usable and plan != "auto":
+        raise ConfigError(
+            f"every pipeline of {plan} is for more than --max-num-batched-tokens {max_num_batched_tokens}"
+        )
+    return msgspec.structs.replace(fitting, periods=usable) if usable else None

@@ -1,0 +1,185 @@
+"""An iteration's inputs on their way to the GPU: one slab of int32 words, a ring of pinned copies, one transfer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.engine.plans.plan import MAX_NANO_BATCHES, Period
+from weft.engine.runner.batch import Batch
+from weft.engine.runner.nano import Deal, deal
+from weft.kernels.work_lists import ITEM_FIELDS, TILE_FIELDS, TILE_ROWS, plan_decode, plan_prefill
+
+RING = 4
+"""pinned copies: more than iterations in flight, so that none is rewritten before its transfer is done"""
+_COUNTS = ("tokens", "sampled", "updates")
+# then, for each nano-batch: decode items, prefill items; then live tokens behind each beginning of a range
+_DECODE, _PREFILL, _LIVE = len(_COUNTS), len(_COUNTS) + MAX_NANO_BATCHES, len(_COUNTS) + 2 * MAX_NANO_BATCHES
+
+
+class Layout(NamedTuple):
+    """Sizes that every captured graph agrees on."""
+
+    max_tokens: int
+    max_sampled: int
+    max_decode_items: int
+    """of one nano-batch"""
+    max_prefill_items: int
+    """of one nano-batch"""
+    max_updates: int
+    nano_batches: int
+    max_part_slots: int
+    """partial sums of split decode requests, of one nano-batch"""
+
+    @classmethod
+    def of(
+        cls, max_tokens: int, max_seqs: int, group: int, nano_batches: int = 1, max_part_slots: int = 1024
+    ) -> Layout:
+        tiles = -(-max_tokens // (TILE_ROWS // group)) + 2 * max_seqs + 2  # a chunk may begin and end inside one
+        items = 2 * max_seqs + max_part_slots
+        return cls(max_tokens, max_seqs, items, tiles, max(4096, 2 * max_seqs), nano_batches, max_part_slots)
+
+    def columns(self) -> dict[str, tuple[int, bool]]:
+        """Words of each column, and whether they are float32."""
+        t, s = self.max_tokens, self.max_sampled
+        return {
+            "counts": (_LIVE + MAX_NANO_BATCHES, False),
+            "token_ids": (t, False),
+            "token_slots": (t, False),
+            "positions": (t, False),
+            "slot_mapping": (t, False),
+            "decode_items": (self.nano_batches * self.max_decode_items * ITEM_FIELDS, False),
+            "prefill_items": (self.nano_batches * self.max_prefill_items * TILE_FIELDS, False),
+            "update_at": (self.max_updates, False),
+            "update_page": (self.max_updates, False),
+            "logit_tokens": (s, False),
+            "slots": (s, False),
+            "top_k": (s, False),
+            "temperature": (s, True),
+            "top_p": (s, True),
+            "min_p": (s, True),
+            "uniform": (s, True),
+        }
+
+
+class DeviceInputs:
+    """The slab on the device, its columns by name, and the ring that fills it. All addresses stay put."""
+
+    def __init__(self, layout: Layout, device: torch.device, num_slots: int, max_pages: int) -> None:
+        self.layout = layout
+        columns = layout.columns()
+        words = sum(-(-size // 4) * 4 for size, _ in columns.values())  # 16-byte aligned columns
+        self.slab = torch.zeros(words, dtype=torch.int32, device=device)
+        self._ring = [torch.zeros(words, dtype=torch.int32, pin_memory=True) for _ in range(RING)]
+        self._host: list[dict[str, np.ndarray]] = [self._split_host(r.numpy(), columns) for r in self._ring]
+        self.column = self._split_device(self.slab, columns)
+        self.count = {name: self.column["counts"][i : i + 1] for i, name in enumerate(_COUNTS)}
+        self.page_table = torch.zeros(num_slots, max_pages, dtype=torch.int32, device=device)
+        self._sent_pages = np.zeros((num_slots, max_pages), np.int32)
+        self._turn = 0
+
+    @staticmethod
+    def _split_host(slab: np.ndarray, columns: dict[str, tuple[int, bool]]) -> dict[str, np.ndarray]:
+        out, at = {}, 0
+        for name, (size, is_float) in columns.items():
+            part = slab[at : at + size]
+            out[name] = part.view(np.float32) if is_float else part
+            at += -(-size // 4) * 4
+        return out
+
+    @staticmethod
+    def _split_device(slab: Tensor, columns: dict[str, tuple[int, bool]]) -> dict[str, Tensor]:
+        out, at = {}, 0
+        for name, (size, is_float) in columns.items():
+            part = slab[at : at + size]
+            out[name] = part.view(torch.float32) if is_float else part
+            at += -(-size // 4) * 4
+        return out
+
+    def decode_work(self, nano: int) -> tuple[Tensor, Tensor]:
+        """Decode attention of a nano-batch: items `[max, 8]`, and how many there are `[1]`."""
+        items = self.column["decode_items"].view(self.layout.nano_batches, -1, ITEM_FIELDS)[nano]
+        return items, self.column["counts"][_DECODE + nano : _DECODE + nano + 1]
+
+    def prefill_work(self, nano: int) -> tuple[Tensor, Tensor]:
+        """Prefill attention of a nano-batch: items `[max, 4]`, and how many there are `[1]`."""
+        items = self.column["prefill_items"].view(self.layout.nano_batches, -1, TILE_FIELDS)[nano]
+        return items, self.column["counts"][_PREFILL + nano : _PREFILL + nano + 1]
+
+    def live(self, period: Period, begin: int) -> Tensor:
+        """`[1]`: the iteration's tokens from place `begin` on; zero when it ends before."""
+        at = _LIVE + period.begins.index(begin)
+        return self.column["counts"][at : at + 1]
+
+    def send(
+        self, batch: Batch, period: Period, *, num_kv_heads: int, group: int, per_sm: int, part_tokens: int = 0
+    ) -> Deal:
+        """Write the batch into the next ring slot and start its transfer on the current stream.
+
+        Padding tokens up to the period's bucket point into the dummy page. per_sm: decode programs on each SM;
+        part_tokens: see `plan_decode`. Returns where the tokens stand.
+        """
+        self._turn = (self._turn + 1) % RING
+        host, t, d, bucket = self._host[self._turn], batch.num_tokens, batch.num_decodes, period.tokens
+        dealt = deal(batch, period.nano_batches)
+        order = slice(None) if dealt.order is None else dealt.order
+        token_slots = np.full(t, -1, np.int32)
+        token_slots[:d] = batch.slots[:d]
+        columns = (
+            ("token_ids", batch.token_ids, 0),
+            ("token_slots", token_slots, -1),
+            ("positions", batch.positions, 0),
+            ("slot_mapping", batch.slot_mapping, 0),
+        )
+        for name, values, filler in columns:
+            host[name][:t] = values[order]
+            host[name][t:bucket] = filler
+        counts = host["counts"]
+        for k, (nano, sms) in enumerate(zip(dealt.nano_batches, period.decode_sms, strict=True)):
+            decode = plan_decode(
+                batch.kv_len[nano.decodes], num_kv_heads=num_kv_heads, num_programs=sms * per_sm,
+                max_slots=self.layout.max_part_slots, part_tokens=part_tokens,
+            )  # fmt: skip
+            decode[:, 1] = batch.slots[nano.decodes[decode[:, 1]]]  # page tables are kept by slot
+            decode[:, 0] += nano.first_decode
+            prefill = plan_prefill(
+                nano.chunk_start, nano.chunk_len, nano.chunk_context, batch.slots[nano.chunk_rows], group=group
+            )
+            for name, items, at in (("decode_items", decode, _DECODE), ("prefill_items", prefill, _PREFILL)):
+                first = k * (host[name].size // self.layout.nano_batches)
+                host[name][first : first + items.size] = items.reshape(-1)
+                counts[at + k] = len(items)
+        for j, begin in enumerate(period.begins):
+            counts[_LIVE + j] = max(0, t - begin)
+        s = batch.sampling
+        n = len(s.slots)
+        for name in ("slots", "top_k", "temperature", "top_p", "min_p", "uniform"):
+            host[name][:n] = getattr(s, name)
+        host["logit_tokens"][:n] = s.logit_tokens if dealt.places is None else dealt.places[s.logit_tokens]
+        host["logit_tokens"][n:] = 0
+        host["temperature"][n:] = 0.0
+        counts[: len(_COUNTS)] = (t, n, self._page_updates(batch, host))
+        self.slab.copy_(self._ring[self._turn], non_blocking=True)
+        return dealt
+
+    def _page_updates(self, batch: Batch, host: dict[str, np.ndarray]) -> int:
+        """Page-table entries that the device does not have yet; returns how many are in the slab."""
+        width = batch.page_table.shape[1]
+        rows, columns = np.nonzero(self._sent_pages[batch.slots, :width] != batch.page_table)
+        if not len(rows):
+            return 0
+        slots, pages = batch.slots[rows], batch.page_table[rows, columns]
+        self._sent_pages[slots, columns] = pages
+        at = (slots.astype(np.int64) * self._sent_pages.shape[1] + columns).astype(np.int32)
+        if len(at) > self.layout.max_updates:
+            # A flood of long prompts at once: rare enough for an ordinary copy in front of the graph.
+            index = torch.from_numpy(at.astype(np.int64)).pin_memory().to(self.slab.device, non_blocking=True)
+            value = torch.from_numpy(pages).pin_memory().to(self.slab.device, non_blocking=True)
+            self.page_table.view(-1).index_copy_(0, index, value)
+            return 0
+        host["update_at"][: len(at)] = at
+        host["update_page"][: len(at)] = pages
+        return len(at)

@@ -1,0 +1,307 @@
+"""`CudaRunner`: a captured graph for each token bucket and plan period, inputs through a pinned ring, no host waits.
+
+An iteration is two graphs: the model up to the logits, and sampling. Between them go, as ordinary launches and only in
+batches that ask for them, logit biases, penalties and log-probabilities. A request's last token stays on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.engine.errors import OutOfMemory
+from weft.engine.memory.transfer import Gate
+from weft.engine.model.spec import ModelSpec
+from weft.engine.model.weights import Weights
+from weft.engine.plans.plan import Period, serial_period
+from weft.engine.progress import Progress
+from weft.engine.runner.batch import Batch, Logprobs, PromptLogprobs, StepResult
+from weft.engine.runner.cuda_inputs import DeviceInputs, Layout
+from weft.engine.runner.executor import INVARIANT_PART_TOKENS, Executor
+from weft.engine.runner.resolve import GIB, DevicePlan
+from weft.engine.runner.runner import PROMPT_LOGPROB_ROWS
+from weft.kernels import reference, resident, sampling
+from weft.kernels.attention import AttentionBackend, HostAttention
+from weft.kernels.attention_backends import make_host_attention
+from weft.kernels.attention_triton import PER_SM, TritonAttention
+from weft.kernels.sampler import sample, sample_scratch
+
+RESERVE_BYTES = GIB
+"""left free beside the KV pool: graphs, and the workspaces of batches with penalties or log-probabilities"""
+
+
+def token_buckets(max_tokens: int) -> list[int]:
+    """Sizes of the captured graphs: powers of two, then steps of 128, 256 or an eighth, up to the dense batch."""
+    sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    while sizes[-1] < max_tokens:
+        step = 128 if sizes[-1] < 1024 else max(256, sizes[-1] // 8 // 256 * 256)
+        sizes.append(sizes[-1] + step)
+    return sorted({min(s, max_tokens) for s in sizes})
+
+
+def _no_progress(phase: str, done: int, total: int) -> None:
+    """Nobody watches the start."""
+
+
+class _Graphs(NamedTuple):
+    model: torch.cuda.CUDAGraph
+    """empty with an attention back end that plans on the host: the model then runs as ordinary launches"""
+    sample: torch.cuda.CUDAGraph
+
+
+class _Extras(NamedTuple):
+    """Device tensors that come back after the tokens, for batches that asked."""
+
+    rows: np.ndarray
+    columns: tuple[Tensor, Tensor, Tensor]
+
+
+class CudaInFlight:
+    """An iteration on the GPU's stream: an event and the pinned buffers that its results arrive in."""
+
+    def __init__(self, batch: Batch, before: torch.cuda.Event | None, nano_batches: int) -> None:
+        self.batch = batch
+        self._nano_batches = nano_batches
+        self.tokens = torch.empty(len(batch.sampled_rows), dtype=torch.int64, pin_memory=True)
+        self.extras: _Extras | None = None
+        self.prompts: list[_Extras] = []
+        self.begin = torch.cuda.Event(enable_timing=True)
+        self.end = torch.cuda.Event(enable_timing=True)
+        self._before = before
+
+    def wait(self) -> StepResult:
+        self.end.synchronize()
+        return StepResult(
+            self.batch,
+            self.tokens.numpy().astype(np.int32),
+            None if self.extras is None else _columns(self.extras),
+            tuple(_columns(p) for p in self.prompts),
+            self.begin.elapsed_time(self.end) / 1e3,
+            self._before.elapsed_time(self.begin) / 1e3 if self._before is not None else 0.0,
+            self._nano_batches,
+        )
+
+
+def _columns(extras: _Extras) -> Logprobs:
+    ranks, ids, values = (t.numpy() for t in extras.columns)
+    return Logprobs(extras.rows.astype(np.int32), ranks, ids, values)
+
+
+class CudaRunner:
+    """The runner of one GPU (see `runner.Runner`). Everything a graph points at is allocated here, once."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, plan: DevicePlan, progress: Progress | None = None) -> None:
+        self.spec, self.weights, self.plan = spec, weights, plan
+        report = progress or _no_progress
+        device = plan.device
+        self._device = device
+        self.stream = torch.cuda.Stream(device)
+        """where iterations run, one behind the other"""
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        t, s = plan.max_num_batched_tokens, plan.max_num_seqs
+        sizes = token_buckets(t)
+        self._serial = [serial_period(spec, size, num_sms) for size in sizes]
+        self._decoding = [serial_period(spec, size, num_sms, decode_only=True) for size in sizes if size <= 64]
+        pipelines = plan.pipelines.periods if plan.pipelines is not None else ()
+        nano_batches = max((len(p.nano_batches) for p in pipelines), default=1)
+        with torch.cuda.device(device), torch.cuda.stream(self.stream), torch.inference_mode():
+            self._part_tokens = INVARIANT_PART_TOKENS if plan.batch_invariant else 0
+            parts = s * -(-plan.max_model_len // INVARIANT_PART_TOKENS) if plan.batch_invariant else 1024
+            layout = Layout.of(t, s, spec.heads_per_kv, nano_batches, parts)
+            self._inputs = DeviceInputs(layout, device, s, -(-plan.max_model_len // plan.page_size))
+            shape = plan.attention_shape(spec)
+            self._host_attention: HostAttention[Any] | None = None
+            if plan.attention == "triton":
+                attention: AttentionBackend[Any] = TritonAttention(shape, num_sms)
+            else:
+                attention = self._host_attention = make_host_attention(
+                    plan.attention, shape, batch_invariant=plan.batch_invariant
+                )
+            self._executor = Executor(
+                spec, weights, self._inputs, plan.dtype, attention, invariant=plan.batch_invariant
+            )
+            self.copy_gates: Sequence[Gate] = self._executor.gates
+            self._tokens = torch.zeros(s, dtype=torch.int64, device=device)
+            self._candidates = sample_scratch(s, device)
+            self._last_end: torch.cuda.Event | None = None
+            self._seen: Tensor | None = None
+            self._counts: Tensor | None = None
+            # A pool of two pages serves the warm-up, which loads every kernel; what is left then is measured.
+            self.kv = self._allocate(2)
+            self._warm_up((*self._serial, *self._decoding, *pipelines), report)
+            self.kv = self._allocate(self._measure_pages())
+            periods = (*reversed(self._serial), *self._decoding, *pipelines)
+            self._graphs = {}
+            for done, period in enumerate(periods):
+                report("capturing graphs", done, len(periods))
+                self._graphs[id(period)] = self._capture(period)
+            self.stream.synchronize()
+
+    @property
+    def num_pages(self) -> int:
+        return self.kv.shape[0]
+
+    def _allocate(self, pages: int) -> Tensor:
+        spec = self.spec
+        shape = (pages, spec.num_layers, 2, self.plan.page_size, spec.num_kv_heads, spec.head_dim)
+        try:
+            return torch.zeros(shape, dtype=self.plan.dtype, device=self._device)
+        except torch.OutOfMemoryError:
+            raise OutOfMemory(
+                f"{pages} KV pages do not fit the GPU: lower --num-pages, --kv-cache-gib or --gpu-memory-utilization"
+            ) from None
+
+    def _measure_pages(self) -> int:
+        plan, spec = self.plan, self.spec
+        page_bytes = plan.page_size * spec.kv_bytes_per_token(plan.dtype.itemsize)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        room = int(total * plan.gpu_memory_utilization) - (total - free) - RESERVE_BYTES
+        # Pages that the running requests could never fill are of use as prefix cache alone; they are kept all the same.
+        pages = plan.num_pages or room // page_bytes
+        if pages < 2 or pages * page_bytes > free:
+            raise OutOfMemory(
+                f"after weights and buffers {max(room, 0) / GIB:.1f} GiB are left for KV pages of "
+                f"{page_bytes / 2**20:.1f} MiB: raise --gpu-memory-utilization or use a smaller model"
+            )
+        return int(pages)
+
+    def _warm_up(self, periods: Sequence[Period], report: Progress) -> None:
+        for done, period in enumerate(periods):
+            report("compiling kernels", done, len(periods))
+            if self._host_attention is None:
+                self._model(period)
+            self._sample(period)
+
+    def _capture(self, period: Period) -> _Graphs:
+        graphs = _Graphs(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph())
+        if self._host_attention is None:
+            with torch.cuda.graph(graphs.model, stream=self.stream):
+                self._model(period)
+        with torch.cuda.graph(graphs.sample, stream=self.stream):
+            self._sample(period)
+        return graphs
+
+    def _model(self, period: Period) -> None:
+        self._executor.forward(period, self.kv, min(period.tokens, self.plan.max_num_seqs))
+
+    def _sample(self, period: Period) -> None:
+        n = min(period.tokens, self.plan.max_num_seqs)
+        c = {k: v[:n] for k, v in self._inputs.column.items()}
+        tokens = self._tokens[:n]
+        sample(self._executor.logits[:n], c["temperature"], c["top_k"], c["top_p"], c["min_p"], c["uniform"],
+               out=tokens, scratch=self._candidates[:n])  # fmt: skip
+        resident.remember(tokens, c["slots"], self._inputs.count["sampled"], self._executor.last_token)
+
+    def _period(self, batch: Batch) -> Period:
+        """The plan's pipeline for this iteration, or the serial plan where the search found no better."""
+        if self.plan.pipelines is not None:
+            kv_tokens = int(batch.kv_len[: batch.num_decodes].sum())
+            if (period := self.plan.pipelines.period_for(batch.num_tokens, kv_tokens)) is not None:
+                return period
+        if batch.num_decodes == batch.num_requests and batch.num_tokens <= self._decoding[-1].tokens:
+            return next(p for p in self._decoding if p.tokens >= batch.num_tokens)
+        return next(p for p in self._serial if p.tokens >= batch.num_tokens)
+
+    def launch(self, batch: Batch) -> CudaInFlight:
+        period = self._period(batch)
+        graphs, s, logits = self._graphs[id(period)], batch.sampling, self._executor.logits
+        n = len(s.slots)
+        with torch.cuda.stream(self.stream), torch.inference_mode():
+            in_flight = CudaInFlight(batch, self._last_end, len(period.nano_batches))
+            in_flight.begin.record()
+            dealt = self._inputs.send(
+                batch, period, num_kv_heads=self.spec.num_kv_heads, group=self.spec.heads_per_kv, per_sm=PER_SM,
+                part_tokens=self._part_tokens,
+            )  # fmt: skip
+            if self._host_attention is None:
+                graphs.model.replay()
+            else:
+                self._executor.steps = [self._host_attention.prepare(batch)]
+                self._model(period)
+            in_flight.prompts = [self._prompt_logprobs(asked, dealt.places) for asked in batch.prompt_logprobs]
+            asked = np.flatnonzero(s.logprobs >= 0)
+            raw = logits[self._up(asked)].clone() if len(asked) else None
+            self._adjust(batch)
+            graphs.sample.replay()
+            if s.counted.any():
+                rows = self._up(np.flatnonzero(s.counted))
+                slots = self._up(s.slots[s.counted].astype(np.int64))
+                one = torch.ones((), dtype=torch.int32, device=self._device)
+                self._resident_counts()[1].index_put_((slots, self._tokens[rows]), one, accumulate=True)
+            in_flight.tokens.copy_(self._tokens[:n], non_blocking=True)
+            if raw is not None:
+                in_flight.extras = self._down(asked, raw, self._tokens[self._up(asked)], int(s.logprobs.max()))
+            in_flight.end.record()
+        self._last_end = in_flight.end
+        return in_flight
+
+    def close(self) -> None:
+        self.stream.synchronize()
+
+    # -- what only some batches ask for
+
+    def _up(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).pin_memory().to(self._device, non_blocking=True)
+
+    def _down(self, rows: np.ndarray, logits: Tensor, tokens: Tensor, top: int) -> _Extras:
+        columns = []
+        for tensor in sampling.logprobs_of(logits, tokens, top):
+            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            pinned.copy_(tensor, non_blocking=True)
+            columns.append(pinned)
+        return _Extras(rows, (columns[0], columns[1], columns[2]))
+
+    def _adjust(self, batch: Batch) -> None:
+        """Penalties, biases and the masks of grammars, in place on the logits."""
+        s, logits = batch.sampling, self._executor.logits
+        for reset in batch.count_resets:
+            seen, counts = self._resident_counts()
+            seen[reset.slot] = False
+            seen[reset.slot, self._up(reset.prompt.astype(np.int64))] = True
+            output = self._up(reset.output.astype(np.int64))
+            counts[reset.slot] = torch.bincount(output, minlength=self.spec.vocab_size).int() if len(output) else 0
+        if s.counted.any():
+            seen, counts = self._resident_counts()
+            rows, slots = self._up(np.flatnonzero(s.counted)), self._up(s.slots[s.counted].astype(np.int64))
+            logits[rows] = sampling.apply_penalties(
+                logits[rows], seen[slots], counts[slots], self._up(s.presence[s.counted]),
+                self._up(s.frequency[s.counted]), self._up(s.repetition[s.counted]),
+            )  # fmt: skip
+        if len(s.bias_rows):
+            where = (self._up(s.bias_rows.astype(np.int64)), self._up(s.bias_ids.astype(np.int64)))
+            logits.index_put_(where, self._up(s.bias_values), accumulate=True)
+        if len(s.mask_rows):
+            sampling.allow_only(logits, self._up(s.mask_rows.astype(np.int64)), self._up(s.masks))
+
+    def _resident_counts(self) -> tuple[Tensor, Tensor]:
+        """(prompt_seen bool, output counts int32) `[slots, V]`, made when the first request with penalties comes."""
+        if self._seen is None or self._counts is None:
+            shape = (self.plan.max_num_seqs, self.spec.vocab_size)
+            self._seen = torch.zeros(shape, dtype=torch.bool, device=self._device)
+            self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        return self._seen, self._counts
+
+    def _prompt_logprobs(self, asked: PromptLogprobs, places: np.ndarray | None) -> _Extras:
+        """Eager: the graph computed logits of sampled rows only."""
+        w, eps, x = self.weights, self.spec.rms_norm_eps, self._executor.x
+        tokens = asked.tokens if places is None else places[asked.tokens]
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        for start in range(0, len(asked.tokens), PROMPT_LOGPROB_ROWS):
+            rows = self._up(tokens[start : start + PROMPT_LOGPROB_ROWS].astype(np.int64))
+            targets = self._up(asked.targets[start : start + PROMPT_LOGPROB_ROWS].astype(np.int64))
+            picked = x[rows]
+            logits = reference.lm_head(picked, picked.float().square().sum(-1), w.norm, w.lm_head, eps)
+            parts.append(sampling.logprobs_of(logits, targets, asked.top))
+        columns = []
+        for tensors in zip(*parts, strict=True):
+            tensor = torch.cat(tensors)
+            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            pinned.copy_(tensor, non_blocking=True)
+            columns.append(pinned)
+        return _Extras(np.arange(len(asked.tokens)), (columns[0], columns[1], columns[2]))

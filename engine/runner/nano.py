@@ -1,0 +1,100 @@
+"""Deals an iteration to nano-batches: which tokens stand where, and the attention work of each (NanoFlow §4.1.2).
+
+Nano-batches are token ranges, so dealing is an order of the tokens: each range gets its share of the decodes, then
+prefill tokens. Decodes are dealt in the order of their length, so that every nano-batch reads about as much KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.engine.runner.batch import Batch
+
+Rows = npt.NDArray[np.int64]
+
+
+class NanoBatch(NamedTuple):
+    """One token range of the iteration: D decodes, then the tokens of C chunks or pieces of chunks."""
+
+    first_decode: int
+    """its place among the iteration's tokens; the others follow"""
+    decodes: Rows
+    """[D] rows of the batch"""
+    chunk_start: Rows
+    """[C] place of the piece's first token"""
+    chunk_len: Rows
+    chunk_context: Rows
+    """[C] tokens of the request before the piece"""
+    chunk_rows: Rows
+    """[C] rows of the batch"""
+
+
+class Deal(NamedTuple):
+    """An order of the iteration's tokens, and what each nano-batch attends to."""
+
+    order: Rows | None
+    """[T] token of the batch at each place; None: as they are"""
+    places: Rows | None
+    """[T] the place of each token of the batch"""
+    nano_batches: tuple[NanoBatch, ...]
+
+
+def decode_counts(num_decodes: int, room: Sequence[int]) -> list[int]:
+    """Decodes of each nano-batch: an equal share, and what does not fit goes to those with room."""
+    counts = [0] * len(room)
+    left, open_ones = num_decodes, [k for k, r in enumerate(room) if r]
+    while left:
+        share = max(1, -(-left // len(open_ones)))
+        for k in open_ones:
+            take = min(share, room[k] - counts[k], left)
+            counts[k] += take
+            left -= take
+        open_ones = [k for k in open_ones if counts[k] < room[k]]
+    return counts
+
+
+def deal(batch: Batch, ranges: Sequence[tuple[int, int]]) -> Deal:
+    """Deal the batch's T tokens to the token `ranges`, which cover at least `[0, T)` in order."""
+    t, d = batch.num_tokens, batch.num_decodes
+    starts = np.cumsum(batch.query_len, dtype=np.int64) - batch.query_len
+    chunk_rows = np.arange(d, batch.num_requests)
+    context = (batch.kv_len - batch.query_len).astype(np.int64)
+    if len(ranges) == 1:
+        whole = NanoBatch(0, np.arange(d), starts[d:], batch.query_len[d:].astype(np.int64), context[d:], chunk_rows)
+        return Deal(None, None, (whole,))
+    room = [max(0, min(end, t) - begin) for begin, end in ranges]
+    counts = decode_counts(d, room)
+    # the j-th of a nano-batch's n decodes belongs at (j + 1/2) / n of the sorted list
+    owner = np.repeat(np.arange(len(ranges)), counts)
+    turn = np.concatenate([(np.arange(n) + 0.5) / n for n in counts if n] or [np.zeros(0)])
+    owner = owner[np.argsort(turn, kind="stable")]
+    by_length = np.argsort(-batch.kv_len[:d], kind="stable")
+    order = np.empty(t, np.int64)
+    nano_batches, at = [], d
+    for k, (begin, _) in enumerate(ranges):
+        # in the batch's own order, so that neighbours stay neighbours
+        decodes = np.sort(by_length[owner == k])
+        order[begin : begin + counts[k]] = decodes
+        first, last = at, at + room[k] - counts[k]
+        place = begin + counts[k]
+        order[place : begin + room[k]] = np.arange(first, last)
+        low, high = np.maximum(starts[d:], first), np.minimum(starts[d:] + batch.query_len[d:], last)
+        own = low < high
+        nano_batches.append(
+            NanoBatch(
+                begin,
+                decodes,
+                (low - first + place)[own],
+                (high - low)[own],
+                (context[d:] + low - starts[d:])[own],
+                chunk_rows[own],
+            )
+        )
+        at = last
+    places = np.empty(t, np.int64)
+    places[order] = np.arange(t)
+    return Deal(order, places, tuple(nano_batches))

@@ -1,0 +1,55 @@
+"""Before a GPU runner starts: measured configurations of the model's matrix products, searched for once if unknown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from weft.engine.model.spec import ModelSpec, Resource
+from weft.engine.progress import Progress
+from weft.kernels import tuned
+from weft.kernels.tuned import Shape
+
+TUNING = "tuning matrix products"
+
+
+def product_shapes(spec: ModelSpec) -> list[Shape]:
+    """The products of a layer, by the names of their kernels' epilogues."""
+    kinds = {"o": "residual", "down": "residual"}
+    return [
+        Shape(kinds.get(op.name, op.name), op.out, op.inner)
+        for op in spec.layer_operations()
+        if op.resource is Resource.COMPUTE and op.out
+    ]
+
+
+def prepare_products(
+    spec: ModelSpec, device: torch.device, max_tokens: int, cache_dir: Path, seconds: float,
+    progress: Progress | None = None,
+) -> None:  # fmt: skip
+    """Load what was found at earlier starts, and search for what nobody knows, so many seconds at most.
+
+    max_tokens: of an iteration.
+    """
+    from weft.kernels.tuning import QuickTimer
+
+    def report(done: int, total: int) -> None:
+        if progress is not None:
+            progress(TUNING, done, total)
+
+    with torch.cuda.device(device), torch.inference_mode():
+        timer = QuickTimer(spec.head_dim, spec.num_kv_heads)
+        found = tuned.find(
+            product_shapes(spec),
+            max_tokens,
+            tuned.machine(device),
+            cache_dir,
+            timer,
+            timer.rule,
+            budget_s=seconds,
+            progress=report,
+        )
+        del timer
+        torch.cuda.empty_cache()
+    tuned.use(found)

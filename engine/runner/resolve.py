@@ -1,0 +1,174 @@
+"""What the device offers, and what the engine takes of it: dtype, batch bounds, the size of the KV pool."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from weft.engine.config import EngineConfig
+from weft.engine.errors import ConfigError, OutOfMemory
+from weft.engine.model.spec import ModelSpec
+from weft.engine.plans.pipelines import choose_pipelines, target_of
+from weft.engine.plans.plan import Plan
+from weft.kernels import attention_backends
+from weft.kernels.attention import AttentionShape, AttentionUnavailable
+from weft.kernels.attention_backends import BackendName
+
+GIB = 2**30
+CPU_MEMORY_SHARE = 0.25
+"""of the machine's memory, at most, for KV pages on the CPU"""
+
+INVARIANT_CHUNK = 128
+"""with batch invariance prompts are cut at multiples of this alone: a tile of attention never depends on the cut"""
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """The engine's options with every open choice made."""
+
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    page_size: int
+    num_pages: int | None
+    """None: as many as the GPU has room for once everything else is there"""
+    gpu_memory_utilization: float
+    cpu_threads: int
+    attention: BackendName
+    batch_invariant: bool
+    """one accumulation order for every operation, whatever shares the batch"""
+    cache_dir: Path
+    """of what was tuned on this machine"""
+    tuning_seconds: float
+    pipelines: Plan | None = None
+    """plans of overlapped nano-batches; None: the serial plan alone"""
+
+    def attention_shape(self, spec: ModelSpec) -> AttentionShape:
+        return AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, self.page_size, self.dtype, self.device)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Memory this process may use: the GPU's; or the machine's, or its control group's limit when that is lower."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as f:
+            limit = f.read().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def _cpu_dtype(spec: ModelSpec) -> torch.dtype:
+    """bfloat16 for a bfloat16 checkpoint where the CPU multiplies it natively: half the bytes, twice the speed."""
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if native and spec.dtype == "bfloat16" else torch.float32
+
+
+def resolve(config: EngineConfig, spec: ModelSpec) -> DevicePlan:
+    """Decide what the configuration leaves open. Raises `ConfigError` or `OutOfMemory`, one line."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: no CUDA device is visible; use --device cpu")
+    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    if config.dtype != "auto":
+        dtype = getattr(torch, config.dtype)
+    elif cuda:
+        dtype = torch.float16 if spec.dtype == "float16" else torch.bfloat16
+    else:
+        dtype = _cpu_dtype(spec)
+    if not cuda and dtype == torch.float16:
+        raise ConfigError("--dtype float16 needs a GPU; use float32 or bfloat16 on a CPU")
+    if cuda and dtype == torch.float32:
+        raise ConfigError("--dtype float32 needs --device cpu; a GPU serves bfloat16 or float16")
+    max_model_len = config.max_model_len or spec.max_positions
+    if max_model_len > spec.max_positions:
+        raise ConfigError(f"--max-model-len {max_model_len} is more than the model's {spec.max_positions} positions")
+    max_num_seqs = config.max_num_seqs or (1024 if cuda else 256)
+    backend = _attention(config, spec, device, dtype)
+    pipelines = _pipelines(config, spec, device, dtype, backend) if cuda else None
+    dense = pipelines.dense_batch if pipelines is not None else 0
+    max_num_batched_tokens = config.max_num_batched_tokens or dense or (2048 if cuda else 512)
+    if config.batch_invariant and max_num_batched_tokens < INVARIANT_CHUNK:
+        raise ConfigError(f"--batch-invariant needs --max-num-batched-tokens {INVARIANT_CHUNK} or more")
+    if cuda:
+        _check_kernels(spec)
+    page_size = config.page_size
+    page_bytes = page_size * spec.kv_bytes_per_token(dtype.itemsize)
+    weight_bytes = spec.num_parameters * dtype.itemsize
+    if weight_bytes > 0.9 * memory_bytes(device):
+        raise OutOfMemory(
+            f"the weights need {weight_bytes / GIB:.1f} GiB in {str(dtype).removeprefix('torch.')}, "
+            f"the {'GPU' if cuda else 'machine'} has {memory_bytes(device) / GIB:.1f} GiB: "
+            "use a smaller model or --dtype bfloat16"
+        )
+    pages_per_request = -(-max_model_len // page_size)
+    num_pages: int | None
+    if config.num_pages is not None:
+        num_pages = config.num_pages
+    elif config.kv_cache_gib is not None:
+        num_pages = int(config.kv_cache_gib * GIB / page_bytes)
+    elif cuda:
+        num_pages = None
+    else:
+        room = int(memory_bytes(device) * CPU_MEMORY_SHARE) - weight_bytes
+        num_pages = min(max_num_seqs * pages_per_request + 1, room // page_bytes)
+    if num_pages is not None and num_pages < 2:
+        raise OutOfMemory(
+            f"the KV pool has room for {max(num_pages, 0)} pages of {page_bytes / 2**20:.1f} MiB, it needs at least 2: "
+            "raise --kv-cache-gib or lower --page-size"
+        )
+    return DevicePlan(
+        device,
+        dtype,
+        max_model_len,
+        max_num_seqs,
+        max_num_batched_tokens,
+        page_size,
+        num_pages,
+        config.gpu_memory_utilization,
+        # One core is for the scheduler and the API: where their work takes a thread's core, all threads wait for it.
+        config.cpu_threads or max(1, len(os.sched_getaffinity(0)) - 1),
+        backend,
+        config.batch_invariant,
+        config.cache_path,
+        config.tuning_seconds,
+        pipelines,
+    )
+
+
+def _pipelines(
+    config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype, backend: str
+) -> Plan | None:
+    if backend != "triton" or config.batch_invariant:
+        if config.plan not in ("auto", "serial"):
+            raise ConfigError(
+                f"--plan {config.plan}: pipelines need the triton attention back end and no batch invariance"
+            )
+        return None
+    return choose_pipelines(config.plan, spec, target_of(spec, device, dtype), config.max_num_batched_tokens)
+
+
+def _attention(config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> BackendName:
+    """The attention back end, known to work here. Raises `ConfigError`."""
+    shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, config.page_size, dtype, device)
+    try:
+        name = attention_backends.choose(config.attention_backend, device)
+        attention_backends.check(name, shape)
+    except AttentionUnavailable as error:
+        raise ConfigError(f"--attention-backend {config.attention_backend}: {error}") from None
+    return name
+
+
+def _check_kernels(spec: ModelSpec) -> None:
+    """Refuse what the GPU kernels were not made for. Attention's own limits: see `attention_backends.check`."""
+    if spec.head_dim not in (64, 128):
+        raise ConfigError(f"head_dim {spec.head_dim} is not supported on a GPU (64 and 128 are); use --device cpu")
+    if spec.hidden_size % 8 or spec.intermediate_size % 8:
+        raise ConfigError("a GPU needs hidden and intermediate sizes that are multiples of 8; use --device cpu")

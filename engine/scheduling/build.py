@@ -1,0 +1,122 @@
+"""Turns a scheduling decision into the arrays of a `Batch`: vector operations over slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from weft.engine.runner.batch import I32, Batch, CountReset, PromptLogprobs, SamplingInputs, uniform_draw
+from weft.engine.scheduling import grammar
+from weft.engine.scheduling.slots import Phase, SlotTable
+
+SUPPRESSED = -1e30
+"""on stop tokens before min_tokens. Not -inf: a grammar may leave no other token"""
+
+Chunk = tuple[int, int]
+"""(slot, tokens) of a prefill"""
+
+
+def build_batch(
+    s: SlotTable, page_size: int, step: int, decodes: I32, chunks: Sequence[Chunk], count_resets: Sequence[CountReset]
+) -> Batch:
+    """The arrays of iteration `step`; advances the slots' `scheduled` and `in_flight` counters."""
+    num_decodes = len(decodes)
+    rows = np.concatenate((decodes, np.array([c[0] for c in chunks], np.int32)))
+    query_len = np.ones(len(rows), np.int32)
+    query_len[num_decodes:] = [c[1] for c in chunks]
+    start = s.scheduled.take(rows)
+    total = int(query_len.sum())
+    token_ids = np.full(total, -1, np.int32)
+    positions = np.empty(total, np.int32)
+    positions[:num_decodes] = start[:num_decodes]
+    token_rows = np.repeat(np.arange(len(rows), dtype=np.int32), query_len)
+    at = num_decodes
+    asked: list[PromptLogprobs] = []
+    for row, (slot, length) in enumerate(chunks, start=num_decodes):
+        first = int(start[row])
+        token_ids[at : at + length] = s.tokens[slot, first : first + length]
+        positions[at : at + length] = np.arange(first, first + length, dtype=np.int32)
+        if s.prompt_logprobs[slot] >= 0 and (part := _prompt_logprobs(s, row, slot, first, length, at)):
+            asked.append(part)
+        at += length
+    pages = s.page_table[rows[token_rows], positions // page_size].astype(np.int64)
+    end = start + query_len
+    s.scheduled[rows] = end
+    s.in_flight[rows] += query_len
+    s.last_step[rows] = step
+    # A chunk that completes the prefill samples the next token, unless no output was asked for.
+    target = s.target.take(rows)
+    samples = (np.arange(len(rows)) < num_decodes) | ((end == target) & (target < s.limit.take(rows)))
+    sampled_rows = np.flatnonzero(samples).astype(np.int32)
+    s.phase[rows[end >= target]] = Phase.DECODE
+    return Batch(
+        step=step,
+        num_decodes=num_decodes,
+        slots=rows,
+        epochs=s.epoch.take(rows),
+        query_len=query_len,
+        kv_len=end,
+        token_ids=token_ids,
+        positions=positions,
+        slot_mapping=pages * page_size + positions % page_size,
+        page_table=s.page_table[rows, : int(s.num_pages[rows].max())],
+        sampled_rows=sampled_rows,
+        sampling=_sampling(s, rows[sampled_rows], (np.cumsum(query_len) - 1)[sampled_rows], end[sampled_rows]),
+        count_resets=tuple(count_resets),
+        prompt_logprobs=tuple(asked),
+    )
+
+
+def _prompt_logprobs(s: SlotTable, row: int, slot: int, first: int, length: int, at: int) -> PromptLogprobs | None:
+    """Position p predicts prompt token p + 1; positions delivered before a preemption are not sent again."""
+    request = s.request[slot]
+    assert request is not None
+    low = max(first, request.prompt_logprobs_sent)
+    high = min(first + length, int(s.prompt_len[slot]) - 1)
+    if low >= high:
+        return None
+    tokens = np.arange(at + low - first, at + high - first, dtype=np.int32)
+    return PromptLogprobs(row, tokens, s.tokens[slot, low + 1 : high + 1].copy(), int(s.prompt_logprobs[slot]))
+
+
+def _sampling(s: SlotTable, slots: I32, logit_tokens: np.ndarray, index: I32) -> SamplingInputs:
+    """`index [S]`: the index that each new token will have in its request."""
+    bias_rows: list[np.ndarray] = []
+    bias_ids: list[np.ndarray] = []
+    bias_values: list[np.ndarray] = []
+    for row in np.flatnonzero(s.biased.take(slots)).tolist():
+        request = s.request[slots[row]]
+        assert request is not None
+        bias = request.params.logit_bias
+        bias_rows.append(np.full(len(bias), row, np.int32))
+        bias_ids.append(np.fromiter(bias.keys(), np.int32, len(bias)))
+        bias_values.append(np.fromiter(bias.values(), np.float32, len(bias)))
+    early = np.flatnonzero(index < s.min_total.take(slots))
+    if len(early):
+        stops = s.stop_ids[slots[early]]
+        where = np.nonzero(stops >= 0)
+        bias_rows.append(early[where[0]].astype(np.int32))
+        bias_ids.append(stops[where])
+        bias_values.append(np.full(len(where[0]), SUPPRESSED, np.float32))
+    mask_rows = np.flatnonzero(s.constrained.take(slots)).astype(np.int32)
+    none_i, none_f = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    return SamplingInputs(
+        slots=slots,
+        logit_tokens=logit_tokens.astype(np.int32),
+        temperature=s.temperature.take(slots),
+        top_k=s.top_k.take(slots),
+        top_p=s.top_p.take(slots),
+        min_p=s.min_p.take(slots),
+        uniform=uniform_draw(s.seed.take(slots), index),
+        presence=s.presence.take(slots),
+        frequency=s.frequency.take(slots),
+        repetition=s.repetition.take(slots),
+        counted=s.counted.take(slots),
+        logprobs=s.logprobs.take(slots),
+        bias_rows=np.concatenate(bias_rows) if bias_rows else none_i,
+        bias_ids=np.concatenate(bias_ids) if bias_ids else none_i,
+        bias_values=np.concatenate(bias_values) if bias_values else none_f,
+        mask_rows=mask_rows,
+        masks=grammar.masks(s, slots[mask_rows]) if len(mask_rows) else none_i.reshape(0, 0),
+    )

@@ -1,0 +1,73 @@
+"""`Events`: what a commit has to tell the world, and how log-probabilities get into it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from weft.engine.runner.batch import StepResult
+from weft.engine.scheduling.slots import SlotTable
+from weft.engine.wire.messages import Finish, Started, TokenLogprobs
+
+
+class Events(NamedTuple):
+    """What one commit has to tell the world; columns as in `messages.Outputs`."""
+
+    handles: np.ndarray
+    tokens: np.ndarray
+    finish: np.ndarray
+    started: list[Started]
+    logprobs: dict[int, TokenLogprobs]
+    prompt_logprobs: dict[int, list[TokenLogprobs]]
+    errors: dict[int, str]
+
+    @classmethod
+    def none(cls) -> Events:
+        return cls(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.uint8), [], {}, {}, {})
+
+    def ended(self, handles: list[int], reason: Finish) -> Events:
+        """With a terminal event, without a token, for each of `handles`."""
+        n = len(handles)
+        if not n:
+            return self
+        return self._replace(
+            handles=np.concatenate((self.handles, np.array(handles, np.int64))),
+            tokens=np.concatenate((self.tokens, np.full(n, -1, np.int32))),
+            finish=np.concatenate((self.finish, np.full(n, reason, np.uint8))),
+        )
+
+
+def token_logprobs(slots: SlotTable, result: StepResult, sampled: np.ndarray) -> dict[int, TokenLogprobs]:
+    """By handle, for sampled rows that are live (`sampled [S]`) and asked for them."""
+    columns, sampling = result.logprobs, result.batch.sampling
+    if columns is None:
+        return {}
+    out: dict[int, TokenLogprobs] = {}
+    for i, row in enumerate(columns.rows.tolist()):
+        if sampled[row]:
+            width = 1 + int(sampling.logprobs[row])
+            out[int(slots.handle[sampling.slots[row]])] = TokenLogprobs(
+                int(columns.ranks[i]),
+                tuple(columns.ids[i, :width].tolist()),
+                tuple(columns.values[i, :width].tolist()),
+            )
+    return out
+
+
+def prompt_logprobs(slots: SlotTable, result: StepResult, live: np.ndarray) -> dict[int, list[TokenLogprobs]]:
+    """By handle, for rows that are `live [R]`; counts what is delivered, so that nothing is sent twice."""
+    out: dict[int, list[TokenLogprobs]] = {}
+    for asked, columns in zip(result.batch.prompt_logprobs, result.prompt_logprobs, strict=True):
+        if not live[asked.row]:
+            continue
+        request = slots.request[result.batch.slots[asked.row]]
+        assert request is not None
+        request.prompt_logprobs_sent += len(asked.targets)
+        out[request.handle] = [
+            TokenLogprobs(rank, tuple(ids), tuple(values))
+            for rank, ids, values in zip(
+                columns.ranks.tolist(), columns.ids.tolist(), columns.values.tolist(), strict=True
+            )
+        ]
+    return out

@@ -1,0 +1,62 @@
+"""`Fences`: pages and slots that a launched step may still touch, freed once it has completed (docs/pitfalls.md 1)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from weft.engine.memory.pages import PagePool, Pages
+from weft.engine.scheduling.slots import SlotTable
+
+
+class _Fence(NamedTuple):
+    step: int
+    slot: int
+    """-1: pages only"""
+    pages: Pages
+
+
+class Fences:
+    def __init__(self, slots: SlotTable, pool: PagePool) -> None:
+        self._slots, self._pool = slots, pool
+        self._waiting: list[_Fence] = []
+        self._completed_step = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_slots(self) -> int:
+        return sum(f.slot >= 0 for f in self._waiting)
+
+    @property
+    def num_pages(self) -> int:
+        return sum(len(f.pages) for f in self._waiting)
+
+    def references(self) -> Pages:
+        """`[pages]`: how many references to each page the fences hold."""
+        held = np.zeros(self._pool.num_pages, np.int32)
+        for fence in self._waiting:
+            np.add.at(held, fence.pages, 1)
+        return held
+
+    def release_behind(self, step: int, slot: int, pages: Pages) -> None:
+        """Free pages and slot once step `step`, the last launched one that can touch them, has completed."""
+        if step <= self._completed_step:
+            self._pool.release(pages)
+            if slot >= 0:
+                self._slots.vacate(slot)
+        else:
+            self._waiting.append(_Fence(step, slot, pages))
+
+    def completed(self, step: int) -> None:
+        self._completed_step = step
+
+    def open(self) -> None:
+        """Release what lies behind completed steps."""
+        passed = [f for f in self._waiting if f.step <= self._completed_step]
+        if passed:
+            self._waiting = [f for f in self._waiting if f.step > self._completed_step]
+            for fence in passed:
+                self.release_behind(*fence)

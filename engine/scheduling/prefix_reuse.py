@@ -1,0 +1,135 @@
+"""`Prefixes`: what requests take from the cached prefixes when they start, and give to them as they go."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from weft.engine.memory.loads import Loading
+from weft.engine.memory.pages import PagePool
+from weft.engine.memory.prefix_index import NOWHERE, Hits, PrefixEntry
+from weft.engine.memory.prefix_stats import PrefixStats
+from weft.engine.memory.tiers import Tiers
+from weft.engine.runner.batch import I32
+from weft.engine.scheduling.fences import Fences
+from weft.engine.scheduling.request import Request, State
+from weft.engine.scheduling.slots import Phase, SlotTable
+
+
+class Found(NamedTuple):
+    """A cached beginning of a request, in whatever tiers. Nothing is pinned yet: use it at once or not at all."""
+
+    entries: list[PrefixEntry]
+    num_there: int
+    """pages that need no allocation: on the GPU, or on their way to it for another request"""
+    num_idle: int
+    """pages that are on the GPU and referenced by nobody"""
+
+
+class Prefixes:
+    def __init__(self, slots: SlotTable, pool: PagePool, fences: Fences, tiers: Tiers | None, *, enabled: bool) -> None:
+        self._slots, self._pool, self._fences, self._tiers = slots, pool, fences, tiers
+        self._enabled = enabled
+        self.stats = PrefixStats()
+
+    def reusable(self, request: Request) -> bool:
+        """Can another request's pages be of use to this one?"""
+        may = self._enabled and request.params.prompt_logprobs is None
+        return may and len(request.tokens) > self._pool.page_size
+
+    def find(self, request: Request) -> Found:
+        """The part of the request's beginning that is cached, and worth loading where it is not on the GPU."""
+        if not self.reusable(request):
+            return Found([], 0, 0)
+        index, page_size, ref = self._pool.index, self._pool.page_size, self._pool.ref
+        # At least one token is left to compute: its logits are what the request came for.
+        reusable = (len(request.tokens) - 1) // page_size
+        if not request.keys:
+            request.keys = index.keys(request.tokens[: reusable * page_size], page_size, request.salt)
+        entries = index.match(request.tokens, request.keys, page_size, request.salt)
+        if self._tiers is not None and any(e.page == NOWHERE for e in entries):
+            busy = self._tiers.busy_pages(), self._busy_tokens()
+            entries = entries[: self._tiers.speeds.worthwhile(entries, *busy)]
+        there = sum(e.page != NOWHERE or e.load is not None for e in entries)
+        return Found(entries, there, sum(e.page != NOWHERE and ref[e.page] == 0 for e in entries))
+
+    def _busy_tokens(self) -> int:
+        """Prompt tokens that admitted requests have still to compute."""
+        s = self._slots
+        ahead = (s.phase == Phase.PREFILL) | (s.phase == Phase.LOADING)
+        return int((s.target[ahead] - s.scheduled[ahead]).sum())
+
+    def attach(self, request: Request, found: Found, needed: int) -> int:
+        """Give the request a slot with its prefix and `needed` fresh pages; what is in lower tiers starts to load."""
+        pool, entries = self._pool, found.entries
+        pool.pin([e for e in entries if e.page != NOWHERE])
+        for entry in entries:
+            if entry.page == NOWHERE and entry.load is not None:
+                pool.hold(entry.load.page)
+        fresh = pool.allocate(needed)
+        to_load = [e for e in entries if e.page == NOWHERE and e.load is None]
+        targets, rest = fresh[: len(to_load)].tolist(), fresh[len(to_load) :]
+        prefix, unused = np.zeros(len(entries), np.int32), iter(targets)
+        for i, entry in enumerate(entries):
+            prefix[i] = entry.page if entry.page != NOWHERE else entry.load.page if entry.load else next(unused)
+        slot = self._slots.occupy(request, prefix, len(entries) * pool.page_size)
+        self._slots.page_table[slot, len(entries) : len(entries) + len(rest)] = rest
+        self._slots.num_pages[slot] += len(rest)
+        pool.index.use(entries)
+        request.state = State.RUNNING
+        request.last_entry = entries[-1] if entries else None
+        request.last_key = entries[-1].key if entries else pool.index.root(request.salt)
+        request.hits = Hits.of(entries, pool.page_size)
+        if any(e.page == NOWHERE for e in entries):
+            assert self._tiers is not None
+            waiting = Loading(slot, entries)
+            for entry in entries:
+                if entry.page == NOWHERE and entry.load is not None:
+                    waiting.wait_for(entry.load)
+            self._tiers.load(to_load, targets, waiting)
+            request.loading, request.state = waiting, State.LOADING
+            self._slots.phase[slot] = Phase.LOADING
+        return slot
+
+    def loaded(self, request: Request, waiting: Loading) -> None:
+        """All loads that the request waited for have succeeded."""
+        s, pool, slot = self._slots, self._pool, waiting.slot
+        for i, entry in enumerate(waiting.entries):
+            page = int(s.page_table[slot, i])
+            if entry.page not in (NOWHERE, page):
+                # Another request computed the page meanwhile.
+                s.page_table[slot, i] = pool.pin([entry])[0]
+                pool.release(np.array([page], np.int32))
+        request.loading, request.state = None, State.RUNNING
+        s.phase[slot] = Phase.PREFILL
+
+    def publish(self, slots: I32) -> None:
+        """Enter pages that became full and confirmed into the prefix index."""
+        s, pool, page_size = self._slots, self._pool, self._pool.page_size
+        for slot in slots[s.confirmed.take(slots) // page_size > s.published.take(slots)].tolist():
+            request = s.request[slot]
+            assert request is not None
+            for i in range(int(s.published[slot]), int(s.confirmed[slot]) // page_size):
+                s.published[slot] = i + 1
+                if not request.publishable:
+                    continue
+                tokens = s.tokens[slot, i * page_size : (i + 1) * page_size].tobytes()
+                parent, page = request.last_entry, int(s.page_table[slot, i])
+                key = pool.index.chain(request.last_key, tokens)
+                entry = None
+                if parent is None or pool.index.contains(parent):
+                    entry = pool.index.publish(parent, key, tokens, request.salt)
+                if entry is None:
+                    request.publishable = False
+                    continue
+                if entry.page == NOWHERE:
+                    pool.adopt(entry, page)
+                elif entry.page != page:
+                    # Another request computed the same page first: hold that one, and let ours go behind the fence.
+                    s.page_table[slot, i] = pool.pin([entry])[0]
+                    self._fences.release_behind(int(s.last_step[slot]), -1, np.array([page], np.int32))
+                entry.used = pool.index.clock
+                if self._tiers is not None:
+                    self._tiers.published(entry)
+                request.last_entry, request.last_key = entry, key

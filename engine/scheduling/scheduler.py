@@ -1,0 +1,373 @@
+"""`Scheduler`: chooses what each iteration computes, one step ahead of what it knows, and commits what came back.
+
+Decodes first, then prefill chunks that fill the token budget exactly. Lengths are optimistic: a request that sampled
+an end token in the iteration still in flight is scheduled once more; the result of that step is dropped as stale.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from weft.engine.memory.pages import PagePool, Pages
+from weft.engine.memory.tiers import Tiers
+from weft.engine.runner.batch import I32, Batch, CountReset, StepResult
+from weft.engine.scheduling import grammar
+from weft.engine.scheduling.admission import OutputLengths, fits
+from weft.engine.scheduling.build import Chunk, build_batch
+from weft.engine.scheduling.events import Events, prompt_logprobs, token_logprobs
+from weft.engine.scheduling.fences import Fences
+from weft.engine.scheduling.prefix_reuse import Prefixes
+from weft.engine.scheduling.request import Request, State
+from weft.engine.scheduling.slots import Phase, SlotTable
+from weft.engine.scheduling.waiting import WaitingQueue
+from weft.engine.wire.messages import EngineStats, Finish, Started
+
+
+class Scheduler:
+    """Owns the waiting queue, the slot table and the page pool. Not thread-safe: one caller."""
+
+    def __init__(
+        self,
+        slots: SlotTable,
+        pool: PagePool,
+        *,
+        max_num_batched_tokens: int,
+        prefix_caching: bool,
+        tiers: Tiers | None = None,
+        chunk_step: int = 1,
+    ) -> None:
+        self.slots = slots
+        self.pool = pool
+        self.tiers = tiers
+        self.chunk_step = chunk_step
+        """prompts are cut at multiples of this"""
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.prefix_caching = prefix_caching
+        self.output_lengths = OutputLengths()
+        self._waiting = WaitingQueue()
+        self._requests: dict[int, Request] = {}
+        self.fences = Fences(slots, pool)
+        self.prefixes = Prefixes(slots, pool, self.fences, tiers, enabled=prefix_caching)
+        self._count_resets: list[CountReset] = []
+        self._aborted: list[int] = []
+        self.preemptions = 0
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.decode_tokens = 0
+        self.prefill_tokens = 0
+
+    # -- what comes in
+
+    def add(self, request: Request) -> None:
+        self._requests[request.handle] = request
+        leader = self._requests.get(request.leader)
+        if leader is not None and not leader.begun and self.prefixes.reusable(request):
+            self._waiting.hold(request, leader)
+        else:
+            self._waiting.push(request)
+
+    def abort(self, handle: int) -> None:
+        """End a request. Idempotent; an unknown handle is ignored. Its pages are freed behind the fence."""
+        request = self._requests.pop(handle, None)
+        if request is None:
+            return
+        if request.slot >= 0:
+            self._retire(request.slot)
+            request.state = State.FINISHED
+        else:
+            self._waiting.end(request)
+        self._waiting.release_siblings(request)
+        self._aborted.append(handle)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._waiting.num_requests
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not had their terminal event."""
+        return len(self._requests)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._requests) - self.num_waiting
+
+    def has_events(self) -> bool:
+        return bool(self._aborted)
+
+    # -- forming an iteration
+
+    def schedule(self, step: int) -> Batch | None:
+        """The batch of iteration `step`, or None when nothing can run now."""
+        self._take_loaded()
+        decodes = self._schedule_decodes()
+        budget = self.max_num_batched_tokens - len(decodes)
+        chunks = self._schedule_prefills(budget)
+        if not len(decodes) and not chunks:
+            return None
+        resets, self._count_resets = self._count_resets, []
+        return build_batch(self.slots, self.pool.page_size, step, decodes, chunks, resets)
+
+    def _schedule_decodes(self) -> I32:
+        """Slots that decode one token each, their pages grown; preempts when memory is short."""
+        s, page_size = self.slots, self.pool.page_size
+        # scheduled + 1 tokens exist once all launched steps are done: at the limit the request needs no more.
+        ready = np.flatnonzero((s.phase == Phase.DECODE) & (s.scheduled + 1 < s.limit)).astype(np.int32)
+        ready = ready[grammar.may_decode(s, ready)]
+        if len(ready) > self.max_num_batched_tokens:
+            first = np.lexsort((s.order[ready], s.priority[ready]))[: self.max_num_batched_tokens]
+            ready = ready[np.sort(first)]
+        needs = s.scheduled.take(ready) >= s.num_pages.take(ready) * page_size
+        while (short := int(needs.sum()) - self.pool.num_available) > 0:
+            if short <= self._num_coming():
+                # Pages are about to come back: the youngest wait one iteration instead of preempting more.
+                growing = np.flatnonzero(needs)
+                youngest = np.lexsort((s.order[ready[growing]], s.priority[ready[growing]]))[-short:]
+                keep = np.ones(len(ready), np.bool_)
+                keep[growing[youngest]] = False
+            else:
+                victim = self._preempt_one()
+                keep = ready != victim
+            ready, needs = ready[keep], needs[keep]
+        growing_slots = ready[needs]
+        if len(growing_slots):
+            s.page_table[growing_slots, s.num_pages[growing_slots]] = self.pool.allocate(len(growing_slots))
+            s.num_pages[growing_slots] += 1
+        return ready
+
+    def _preempt_one(self) -> int:
+        """Send the running request of the lowest priority, the youngest among those, back to the queue."""
+        s = self.slots
+        running = s.running()
+        victim = int(running[np.lexsort((s.order[running], s.priority[running]))[-1]])
+        request = s.request[victim]
+        assert request is not None
+        request.tokens = s.tokens[victim, : s.known[victim]].copy()
+        request.keys, request.last_entry, request.publishable = [], None, True
+        self._retire(victim)
+        self._waiting.push(request)
+        self.preemptions += 1
+        return victim
+
+    def _num_coming(self) -> int:
+        """Pages that come back by themselves: only fences and transfers hold them."""
+        held = self._references_beside_requests()
+        return int(((held > 0) & (held == self.pool.ref)).sum())
+
+    def _references_beside_requests(self) -> Pages:
+        held = self.fences.references()
+        if self.tiers is not None:
+            np.add.at(held, self.tiers.transfer_pages(), 1)
+        return held
+
+    def _schedule_prefills(self, budget: int) -> list[Chunk]:
+        """(slot, tokens) chunks: running prefills first, then new requests, until the budget is used up."""
+        s = self.slots
+        chunks: list[Chunk] = []
+        going = np.flatnonzero((s.phase == Phase.PREFILL) & (s.scheduled < s.target))
+        for slot in going[np.lexsort((s.order[going], s.priority[going]))].tolist():
+            if length := self._chunk(slot, budget):
+                chunks.append((slot, length))
+                budget -= length
+        while budget > 0 and s.num_free and (request := self._waiting.head()) is not None:
+            slot = self._admit(request)
+            if slot is None:
+                break
+            if s.phase[slot] == Phase.LOADING:
+                continue
+            length = self._chunk(slot, budget)
+            if not length:
+                budget = 0
+                break
+            chunks.append((slot, length))
+            budget -= length
+        self._waiting.blocked = "slots" if not s.num_free else "pages" if budget > 0 else "tokens"
+        return chunks
+
+    def _chunk(self, slot: int, budget: int) -> int:
+        """Tokens of a prefill in this iteration: all that are left, or up to a multiple of `chunk_step`."""
+        done, target = int(self.slots.scheduled[slot]), int(self.slots.target[slot])
+        if target - done <= budget:
+            return target - done
+        return max(0, (done + budget) // self.chunk_step * self.chunk_step - done)
+
+    def _admit(self, request: Request) -> int | None:
+        """Reserve pages for the whole prompt, attach its cached prefix, give it a slot; None when it must wait.
+
+        A prefix that is not all on the GPU starts to load; the slot is LOADING until it is there.
+        """
+        pool, length = self.pool, len(request.tokens)
+        found = self.prefixes.find(request)
+        needed = -(-length // pool.page_size) - found.num_there
+        # Pinning makes idle pages unavailable.
+        taken = needed + found.num_idle
+        if taken > pool.num_available or not fits(
+            self.slots, request, self.output_lengths, page_size=pool.page_size, capacity=pool.capacity,
+            held=pool.num_held - self.fences.num_pages, new_pages=taken,
+        ):  # fmt: skip
+            return None
+        self._waiting.pop()
+        slot = self.prefixes.attach(request, found, needed)
+        if request.params.needs_counts:
+            prompt, output = request.tokens[: request.prompt_len], request.tokens[request.prompt_len :]
+            self._count_resets.append(CountReset(slot, prompt, output))
+        if request.loading is None:
+            self._begin(request)
+        return slot
+
+    def _begin(self, request: Request) -> None:
+        """The request can be computed from now on: account for it once."""
+        if request.scheduled_at:
+            return
+        request.scheduled_at = time.monotonic()
+        request.cached_tokens = sum(request.hits)
+        self.prompt_tokens += request.prompt_len
+        if self.prefix_caching:
+            self.prefixes.stats.add(request.prompt_len, request.hits)
+
+    def _take_loaded(self) -> None:
+        """Loads have ended: their requests can be scheduled, or go back to the queue and find a shorter prefix."""
+        for waiting in self.tiers.pump() if self.tiers is not None else ():
+            request = self.slots.request[waiting.slot] if waiting.slot >= 0 else None
+            if request is None:
+                continue
+            if waiting.failed:
+                self._retire(waiting.slot)
+                self._waiting.push(request)
+            else:
+                self.prefixes.loaded(request, waiting)
+                self._begin(request)
+
+    def reset_cache(self) -> None:
+        """Forget every cached prefix, in every tier. Pages in use stay with their requests."""
+        self.pool.index.clear()
+        self.pool.forget()
+        if self.tiers is not None:
+            self.tiers.forget()
+
+    # -- committing an iteration
+
+    def commit(self, result: StepResult) -> Events:
+        """Take in what iteration `result.batch.step` computed. Rows of requests that ended meanwhile are dropped."""
+        s, batch = self.slots, result.batch
+        self.fences.completed(batch.step)
+        live = s.epoch.take(batch.slots) == batch.epochs
+        slots = batch.slots[live]
+        s.confirmed[slots] += batch.query_len[live]
+        s.in_flight[slots] -= batch.query_len[live]
+
+        sampled = live[batch.sampled_rows]
+        token_slots, tokens = batch.slots.take(batch.sampled_rows)[sampled], result.tokens[sampled]
+        index = s.known.take(token_slots)
+        s.tokens[token_slots, index] = tokens
+        s.known[token_slots] = index + 1
+        self.generation_tokens += len(tokens)
+        self.decode_tokens += batch.num_decodes
+        self.prefill_tokens += batch.num_tokens - batch.num_decodes
+        # Laid out by column: numpy is slow at reducing many short rows.
+        stopped = np.equal(s.stop_ids.take(token_slots, 0).T, tokens, order="C").any(0)
+        ended = index + 1 >= s.limit.take(token_slots)
+        finish = np.where(stopped, np.uint8(Finish.STOP), np.where(ended, np.uint8(Finish.LENGTH), np.uint8(0)))
+        grammar_errors = grammar.advance(s, token_slots, tokens, finish)
+        handles = s.handle.take(token_slots)
+
+        scored_prompts = prompt_logprobs(s, result, live)
+        logprobs = token_logprobs(s, result, sampled)
+        started = [self._start(int(slot)) for slot in token_slots[index == s.prompt_len.take(token_slots)]]
+        if self.prefix_caching:
+            self.prefixes.publish(slots)
+        for slot in token_slots[finish != 0].tolist():
+            self._finish(slot)
+        # Scored prompts (max_tokens 0) end with their prefill, without a token.
+        scored = slots[s.limit.take(slots) == s.prompt_len.take(slots)]
+        scored = scored[s.confirmed[scored] >= s.target[scored]]
+        ends = s.handle[scored]
+        for slot in scored.tolist():
+            started.append(self._start(slot))
+            self._finish(slot)
+        events = Events(handles, tokens, finish, started, logprobs, scored_prompts, grammar_errors)
+        self.fences.open()
+        if self.tiers is not None:
+            full = 2 * batch.num_tokens >= self.max_num_batched_tokens
+            self.tiers.speeds.computed(batch.num_tokens, result.seconds, full)
+        return self._with_aborts(events.ended(ends.tolist(), Finish.LENGTH))
+
+    def idle_events(self) -> Events:
+        """Terminal events that wait for no iteration (aborts)."""
+        return self._with_aborts(Events.none())
+
+    def _with_aborts(self, events: Events) -> Events:
+        aborted, self._aborted = self._aborted, []
+        return events.ended(aborted, Finish.ABORT)
+
+    def _start(self, slot: int) -> Started:
+        request = self.slots.request[slot]
+        assert request is not None
+        request.begun = True
+        self._waiting.release_siblings(request)
+        now = time.monotonic()
+        return Started(
+            request.handle, request.cached_tokens, request.scheduled_at - request.arrival, now - request.scheduled_at
+        )
+
+    def _finish(self, slot: int) -> None:
+        request = self.slots.request[slot]
+        assert request is not None
+        self.output_lengths.add(int(self.slots.known[slot]) - request.prompt_len)
+        request.state = State.FINISHED
+        del self._requests[request.handle]
+        self._retire(slot)
+
+    def _retire(self, slot: int) -> None:
+        request = self.slots.request[slot]
+        assert request is not None
+        request.slot = -1
+        if request.loading is not None:
+            # What is on its way goes on: the transfers hold their pages themselves.
+            request.loading.slot, request.loading = -1, None
+        step = int(self.slots.last_step[slot])
+        self._count_resets = [r for r in self._count_resets if r.slot != slot]
+        self.fences.release_behind(step, slot, self.slots.retire(slot))
+
+    # -- what is true now
+
+    def stats(self) -> EngineStats:
+        pool = self.pool
+        return EngineStats(
+            running=self.num_running,
+            waiting=self.num_waiting,
+            waiting_tokens=self._waiting.num_tokens,
+            queue={**self._waiting.by_reason(), "load": int((self.slots.phase == Phase.LOADING).sum())},
+            pages_held=pool.num_held,
+            pages_cached=pool.num_cached,
+            pages_total=pool.capacity,
+            prefix_queried_tokens=self.prefixes.stats.queried,
+            prefix_hit_tokens=sum(self.prefixes.stats.hits),
+            tiers=self.prefixes.stats.tiers(pool, self.tiers),
+            preemptions=self.preemptions,
+            prompt_tokens=self.prompt_tokens,
+            generation_tokens=self.generation_tokens,
+            decode_tokens=self.decode_tokens,
+            prefill_tokens=self.prefill_tokens,
+        )
+
+    def check(self) -> None:
+        """Raise `AssertionError` unless slots, pages and counters agree (docs/design.md invariants 4 and 5)."""
+        s, pool = self.slots, self.pool
+        pool.check()
+        if self.tiers is not None:
+            self.tiers.check()
+        running = s.running()
+        assert (s.scheduled[running] == s.confirmed[running] + s.in_flight[running]).all(), "counters disagree"
+        assert (s.in_flight[running] >= 0).all(), "negative in-flight count"
+        ref = self._references_beside_requests()
+        for slot in running.tolist():
+            pages = s.page_table[slot, : s.num_pages[slot]]
+            assert len(np.unique(pages)) == len(pages), "a request holds a page twice"
+            assert len(pages) * pool.page_size >= s.scheduled[slot], "a scheduled token has no page"
+            np.add.at(ref, pages, 1)
+        assert (ref == pool.ref).all(), "reference counts disagree with owners"
+        assert s.num_free + len(running) + self.fences.num_slots == s.num_slots, "a slot is lost"
+        assert len(running) == self.num_running, "a running request is lost"

@@ -1,0 +1,144 @@
+"""`SlotTable`: the running requests as rows of numpy arrays.
+
+Scheduling, input building and committing are vector operations over rows; Python touches a request only when it
+starts, finishes or is preempted (docs/design.md, "The life of an iteration"). A slot's counters are KV positions:
+
+    scheduled == confirmed + in_flight
+
+`scheduled` counts positions whose step is launched or done, `in_flight` those launched and not yet committed,
+`confirmed` those committed. `known` counts token ids the host knows: after a committed sample it is confirmed + 1.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+from weft.engine.scheduling.request import Request
+
+
+class Phase(IntEnum):
+    FREE = 0
+    PREFILL = 1
+    DECODE = 2
+    ENDING = 3
+    """Ended or preempted; the row is reused once the last step that touched it is done."""
+    LOADING = 4
+    """Admitted; its cached prefix is still on its way to the GPU."""
+
+
+class SlotTable:
+    """`num_slots` rows. Created once; nothing grows later but the width of `stop_ids`."""
+
+    def __init__(self, num_slots: int, max_model_len: int, page_size: int) -> None:
+        n = self.num_slots = num_slots
+        max_pages = -(-max_model_len // page_size)
+        self.request: list[Request | None] = [None] * n
+        self.phase = np.zeros(n, np.uint8)
+        self.handle = np.zeros(n, np.int64)
+        self.epoch = np.zeros(n, np.int32)
+        """bumped when the row's request ends or is preempted: results of an older epoch are stale"""
+        self.priority = np.zeros(n, np.int64)
+        self.order = np.zeros(n, np.int64)
+        self.prompt_len = np.zeros(n, np.int32)
+        self.target = np.zeros(n, np.int32)
+        """tokens to prefill before the next sample"""
+        self.limit = np.zeros(n, np.int32)
+        self.known = np.zeros(n, np.int32)
+        self.scheduled = np.zeros(n, np.int32)
+        self.in_flight = np.zeros(n, np.int32)
+        self.confirmed = np.zeros(n, np.int32)
+        self.published = np.zeros(n, np.int32)
+        """pages of the row entered in the prefix index (or found there)"""
+        self.last_step = np.zeros(n, np.int64)
+        # Only what is written takes memory: pages of zeros are mapped on first touch.
+        self.tokens = np.zeros((n, max_model_len), np.int32)
+        self.page_table = np.zeros((n, max_pages), np.int32)
+        self.num_pages = np.zeros(n, np.int32)
+        self.temperature = np.zeros(n, np.float32)
+        self.top_p = np.ones(n, np.float32)
+        self.top_k = np.zeros(n, np.int32)
+        self.min_p = np.zeros(n, np.float32)
+        self.presence = np.zeros(n, np.float32)
+        self.frequency = np.zeros(n, np.float32)
+        self.repetition = np.ones(n, np.float32)
+        self.counted = np.zeros(n, np.bool_)
+        """has a penalty: its token counts are resident on the device"""
+        self.biased = np.zeros(n, np.bool_)
+        self.constrained = np.zeros(n, np.bool_)
+        """has a grammar"""
+        self.seed = np.zeros(n, np.uint64)
+        self.logprobs = np.full(n, -1, np.int32)
+        self.prompt_logprobs = np.full(n, -1, np.int32)
+        self.exact_output = np.zeros(n, np.bool_)
+        """cannot stop before its limit (ignore_eos and no stop token): its length needs no prediction"""
+        self.stop_ids = np.full((n, 4), -1, np.int32)
+        self.min_total = np.zeros(n, np.int32)
+        """no stop token is sampled at an index below this"""
+        self._free = list(range(n - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def running(self) -> np.ndarray:
+        """Slots that belong to a request: in LOADING, PREFILL or DECODE."""
+        return np.flatnonzero((self.phase != Phase.FREE) & (self.phase != Phase.ENDING))
+
+    def occupy(self, request: Request, cached_pages: np.ndarray, cached_tokens: int) -> int:
+        """Give the request a row; its first `cached_tokens` positions are confirmed already."""
+        slot = self._free.pop()
+        params, known = request.params, len(request.tokens)
+        request.slot = slot
+        self.request[slot] = request
+        self.phase[slot] = Phase.PREFILL
+        self.handle[slot] = request.handle
+        self.priority[slot], self.order[slot] = request.sort_key
+        self.prompt_len[slot] = request.prompt_len
+        self.target[slot] = self.known[slot] = known
+        self.limit[slot] = request.limit
+        self.scheduled[slot] = self.confirmed[slot] = cached_tokens
+        self.in_flight[slot] = 0
+        self.tokens[slot, :known] = request.tokens
+        self.num_pages[slot] = self.published[slot] = len(cached_pages)
+        self.page_table[slot, : len(cached_pages)] = cached_pages
+        self.temperature[slot] = 0.0 if params.greedy else params.temperature
+        self.top_p[slot] = params.top_p
+        self.top_k[slot] = max(params.top_k, 0)
+        self.min_p[slot] = params.min_p
+        self.presence[slot] = params.presence_penalty
+        self.frequency[slot] = params.frequency_penalty
+        self.repetition[slot] = params.repetition_penalty
+        self.counted[slot] = params.needs_counts
+        self.biased[slot] = bool(params.logit_bias)
+        self.constrained[slot] = request.grammar is not None
+        self.seed[slot] = request.seed
+        self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self.prompt_logprobs[slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        self.exact_output[slot] = not request.stop_ids
+        self.min_total[slot] = request.prompt_len + params.min_tokens
+        stops = request.stop_ids
+        if len(stops) > self.stop_ids.shape[1]:
+            wider = np.full((self.num_slots, len(stops)), -1, np.int32)
+            wider[:, : self.stop_ids.shape[1]] = self.stop_ids
+            self.stop_ids = wider
+        self.stop_ids[slot] = -1
+        self.stop_ids[slot, : len(stops)] = stops
+        return slot
+
+    def retire(self, slot: int) -> np.ndarray:
+        """End the row's request: results in flight become stale. Returns its pages, to be freed behind a fence."""
+        pages = self.page_table[slot, : self.num_pages[slot]].copy()
+        self.page_table[slot, : self.num_pages[slot]] = 0
+        self.phase[slot] = Phase.ENDING
+        self.epoch[slot] += 1
+        self.num_pages[slot] = 0
+        self.request[slot] = None
+        return pages
+
+    def vacate(self, slot: int) -> None:
+        """The fence has passed: the row may be reused."""
+        self.phase[slot] = Phase.FREE
+        self.in_flight[slot] = 0
+        self._free.append(slot)

@@ -1,0 +1,86 @@
+"""`EngineClient`: a connection to the engine process. Any number of processes may have one each.
+
+No torch is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import zmq
+import zmq.asyncio
+
+from weft.engine.errors import WeftError
+from weft.engine.wire.engine_socket import identity
+from weft.engine.wire.messages import (
+    ClientGone,
+    EngineFailed,
+    EngineReady,
+    Hello,
+    Outputs,
+    ToEngine,
+    encoder,
+    from_engine_decoder,
+)
+from weft.engine.wire.streams import Streams
+
+
+class EngineClient(Streams):
+    """Connects at once, even before the engine listens. Who watches the engine process tells its end (`mark_dead`)."""
+
+    def __init__(self, address: str, number: int) -> None:
+        """`number`: this client's own among all that the engine ever has."""
+        super().__init__(number)
+        self.ready: EngineReady | None = None
+        self.failure: str | None = None
+        """why the engine could not start, in its own words"""
+        self._settled = asyncio.Event()
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.ROUTING_ID, identity(number))
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 10)
+        self._socket.connect(address)
+        self._send(Hello())
+        self.reader = asyncio.create_task(self._read_loop())
+        """ends only with an error, after which nobody would be answered"""
+
+    async def wait_ready(self) -> EngineReady:
+        """Wait for the model to be loaded. Raises `WeftError` when the engine could not start."""
+        await self._settled.wait()
+        if self.ready is None:
+            raise WeftError(self.failure or self.dead or "the engine did not start")
+        return self.ready
+
+    def client_gone(self, number: int) -> None:
+        """Have the engine drop all requests of another client, whose process has ended."""
+        self._send(ClientGone(number))
+
+    def mark_dead(self, why: str) -> None:
+        super().mark_dead(why)
+        self._settled.set()
+
+    def _send(self, message: ToEngine) -> None:
+        if self.dead is None and not self._socket.closed:
+            # Without a high-water mark zmq takes the message at once: the future is already done.
+            self._socket.send(encoder.encode(message))
+
+    async def _read_loop(self) -> None:
+        while True:
+            message = from_engine_decoder.decode(await self._socket.recv())
+            match message:
+                case Outputs():
+                    for _ in self._delivering(message):
+                        await asyncio.sleep(0)
+                case EngineReady():
+                    self.ready = message
+                    self._settled.set()
+                case EngineFailed():
+                    self.failure = message.message
+
+    def close(self) -> None:
+        self.reader.cancel()
+        self._socket.close(0)
+        self._context.term()

@@ -1,0 +1,206 @@
+"""What crosses the socket between an API process and the engine process: msgspec structs, tagged, never pickle.
+
+Token ids and other per-iteration columns travel as raw little-endian arrays (`bytes`), so that one iteration of a
+thousand requests is one message with a handful of buffers.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from weft.engine.wire.sampling import SamplingParams
+
+
+class Finish(IntEnum):
+    """Why a sequence ended (0: it has not)."""
+
+    RUNNING = 0
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+    ERROR = 4
+    REFUSED = 5
+    """the request itself cannot be served: the fault is the client's"""
+
+
+HANDLE_BITS = 40
+"""A client's handles are `client << HANDLE_BITS | k`: whose they are can be read off them."""
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True):
+    """A client's first message; answered by `EngineReady` or `EngineFailed`."""
+
+
+class ClientGone(msgspec.Struct, tag="client_gone", frozen=True):
+    """From who watches the clients' processes: this one has ended, so drop all its requests."""
+
+    client: int
+
+
+class AddRequest(msgspec.Struct, tag="add", frozen=True, kw_only=True):
+    """One sequence to generate. `handle` is chosen by the sender, among its own, and unique among its open requests."""
+
+    handle: int
+    prompt: bytes
+    """int32 token ids"""
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+    leader: int = -1
+    """handle of a request with the same prompt, sent before: this one waits for its pages instead of computing them"""
+
+
+class AbortRequests(msgspec.Struct, tag="abort", frozen=True):
+    handles: list[int]
+
+
+class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache", frozen=True):
+    pass
+
+
+class Profile(msgspec.Struct, tag="profile", frozen=True):
+    """Record what the engine process does for some seconds, as a Chrome trace in a new file."""
+
+    path: str
+    seconds: float
+
+
+ToEngine = Hello | ClientGone | AddRequest | AbortRequests | ResetPrefixCache | Profile
+
+
+class EngineReady(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
+    """Sent to every client, once the model is loaded and the pool is sized."""
+
+    model_type: str
+    num_parameters: int
+    dtype: str
+    device: str
+    vocab_size: int
+    max_model_len: int
+    page_size: int
+    num_pages: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    eos_token_ids: tuple[int, ...]
+    load_seconds: float
+
+
+class EngineFailed(msgspec.Struct, tag="failed", frozen=True):
+    """The engine could not start; `message` is one line for the operator."""
+
+    message: str
+
+
+class TierStats(msgspec.Struct, kw_only=True):
+    """A tier of the KV cache; counters are totals since start."""
+
+    up: bool = True
+    used: int = 0
+    """pages in it, held ones included"""
+    capacity: int = 0
+    hit_tokens: int = 0
+    """prompt tokens found here and in no faster tier"""
+    missed_tokens: int = 0
+    """prompt tokens found neither here nor in a faster tier"""
+    bytes_in: int = 0
+    bytes_out: int = 0
+    evictions: int = 0
+    failures: int = 0
+    """pages that could not be stored or loaded, and the failure that switched the tier off"""
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """State after an iteration; counters are totals since start."""
+
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    queue: dict[str, int] = {}
+    """requests that cannot be computed yet, by what they wait for: slots, pages, tokens (room in an iteration), sibling
+    (another request computes the same prompt), grammar (compiled), load (KV pages on their way to the GPU)"""
+    pages_held: int = 0
+    pages_cached: int = 0
+    pages_total: int = 0
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    tiers: dict[str, TierStats] = {}
+    """by name: gpu, host, ssd, as far as they are on"""
+    load_seconds: list[tuple[str, float]] = []
+    """(tier, seconds) of page loads that ended since the message before"""
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    decode_tokens: int = 0
+    """computed, one for each running request of an iteration"""
+    prefill_tokens: int = 0
+    """computed, after a preemption again"""
+    iterations: int = 0
+    iterations_pipelined: int = 0
+    """of more than one nano-batch"""
+    iterations_idle_seconds: float = 0.0
+    """device idle between iterations while requests were open"""
+    iteration_tokens: int = 0
+    """tokens in the last iteration"""
+    iteration_requests: int = 0
+    iteration_seconds: float = 0.0
+    iteration_idle_seconds: float = 0.0
+    """device idle before the last iteration"""
+    schedule_seconds: float = 0.0
+    """CPU time of schedule + commit for the last iteration"""
+
+
+class Started(msgspec.Struct, frozen=True, array_like=True):
+    """A request got its first token: what only the engine knows about its beginning."""
+
+    handle: int
+    cached_tokens: int
+    queue_seconds: float
+    """from arrival in the engine to the first schedule"""
+    prefill_seconds: float
+    """from the first schedule to the first token"""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of one sampled (or prompt) token: `ids[0]` is that token, the rest the k best, best first."""
+
+    rank: int
+    """1-based rank of the token"""
+    ids: tuple[int, ...]
+    values: tuple[float, ...]
+
+
+class Outputs(msgspec.Struct, tag="outputs", frozen=True, kw_only=True):
+    """All tokens of one committed iteration, as parallel columns."""
+
+    handles: bytes = b""
+    """int64"""
+    tokens: bytes = b""
+    """int32; -1 for a terminal event that brings no token"""
+    finish: bytes = b""
+    """uint8, `Finish`"""
+    started: list[Started] = []
+    logprobs: dict[int, TokenLogprobs] = {}
+    """by handle, for the requests that asked"""
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+    """by handle, for positions 1 … of the prompt, sent in order, in parts, before the first token"""
+    errors: dict[int, str] = {}
+    """by handle, for `Finish.ERROR` and `Finish.REFUSED`"""
+    stats: EngineStats
+
+    def columns(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
+        return (
+            np.frombuffer(self.handles, np.int64),
+            np.frombuffer(self.tokens, np.int32),
+            np.frombuffer(self.finish, np.uint8),
+        )
+
+
+FromEngine = EngineReady | EngineFailed | Outputs
+
+encoder = msgspec.msgpack.Encoder()
+to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)
+from_engine_decoder = msgspec.msgpack.Decoder(FromEngine)

@@ -1,0 +1,80 @@
+"""`SamplingParams`: how a request wants its tokens chosen. Crosses the socket as is."""
+
+from __future__ import annotations
+
+import msgspec
+
+from weft.engine.errors import RequestError
+from weft.engine.wire.grammar_text import MAX_GRAMMAR_CHARS
+
+MAX_LOGPROBS = 20
+MAX_STOP_TOKENS = 128
+MAX_LOGIT_BIAS = 1024
+GREEDY_EPSILON = 1e-5
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Sampling fields of one sequence, in the terms of the HTTP contract.
+
+    Raises `RequestError` when a value is out of range; `param` names it.
+    """
+
+    max_tokens: int | None = 16
+    """Output tokens at most; None means all that the context leaves."""
+    min_tokens: int = 0
+    """No stop token is sampled before this many output tokens."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1: off."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """None: off; k: the sampled token's log-probability and the k best."""
+    prompt_logprobs: int | None = None
+    """As `logprobs`, for every prompt token but the first; switches prefix reuse off for the request."""
+    grammar: str | None = None
+    """What the output must follow, as `grammar_text` writes it; the output ends where the grammar does."""
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, param: str, rule: str) -> None:
+            if not ok:
+                raise RequestError(f"{param} must be {rule}, not {getattr(self, param)!r}"[:200], param)
+
+        check(self.max_tokens is None or self.max_tokens >= 0, "max_tokens", "at least 0")
+        check(self.max_tokens != 0 or self.prompt_logprobs is not None, "max_tokens", "at least 1")
+        check(self.min_tokens >= 0, "min_tokens", "at least 0")
+        check(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", "at most max_tokens")
+        check(0.0 <= self.temperature <= 2.0, "temperature", "between 0 and 2")
+        check(0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1")
+        check(self.top_k >= -1, "top_k", "-1 or more")
+        check(0.0 <= self.min_p <= 1.0, "min_p", "between 0 and 1")
+        check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "between -2 and 2")
+        check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "between -2 and 2")
+        check(0.0 < self.repetition_penalty <= 10.0, "repetition_penalty", "above 0 and at most 10")
+        check(len(self.logit_bias) <= MAX_LOGIT_BIAS, "logit_bias", f"at most {MAX_LOGIT_BIAS} entries")
+        check(all(-100.0 <= v <= 100.0 for v in self.logit_bias.values()), "logit_bias", "between -100 and 100")
+        check(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer")
+        check(len(self.stop_token_ids) <= MAX_STOP_TOKENS, "stop_token_ids", f"at most {MAX_STOP_TOKENS} ids")
+        check(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"0 to {MAX_LOGPROBS}")
+        check(
+            self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
+            "prompt_logprobs",
+            f"0 to {MAX_LOGPROBS}",
+        )
+        if self.grammar is not None and len(self.grammar) > MAX_GRAMMAR_CHARS:
+            raise RequestError(f"the grammar must have at most {MAX_GRAMMAR_CHARS} characters", "grammar")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_EPSILON
+
+    @property
+    def needs_counts(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0

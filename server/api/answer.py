@@ -1,0 +1,185 @@
+"""`Answer`: a generation as an ASGI response, plain or streamed; ends with its client, its deadline or the daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import aclosing
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from weft.engine.errors import EngineDead
+from weft.server.api.choice import Choice, Piece
+from weft.server.api.events import Events, Shape
+from weft.server.api.express import EXTENSION, MARK, Composer, Express, Outlet, Template
+from weft.server.api.generate import Generation
+from weft.server.errors import ApiError, translate
+
+HEARTBEAT = 15.0
+"""seconds of silence after which a stream gets a comment line"""
+
+LARGE = 4096
+"""tokens from which an answer is put together in a worker thread: thousands of log-probabilities take their time"""
+
+logger = logging.getLogger(__name__)
+
+
+class Answer(Response):
+    """Runs a generation when called. What fails before the first byte is raised, and becomes a status code."""
+
+    def __init__(self, generation: Generation, shape: Shape, model: str, created: int) -> None:
+        self.background = None
+        self._generation = generation
+        self._shape = shape
+        self._head = {
+            "id": f"{shape.id_prefix}-{generation.id}",
+            "object": shape.chunk_object if generation.body.stream else shape.object,
+            "created": created,
+            "model": model,
+        }
+        self._work: asyncio.Task[None] | None = None
+        self._outlet: Outlet | None = None
+        self._express: list[Express] = []
+        self._interruption: ApiError | None = None
+        self._cause = "disconnect"
+        self._started = False
+
+    def interrupt(self, error: ApiError, cause: str) -> None:
+        """End this answer with an error; `cause` is for the metrics."""
+        if self._interruption is None and self._work is not None and not self._work.done():
+            self._interruption, self._cause = error, cause
+            self._work.cancel()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generation, service = self._generation, self._generation.service
+        scope["weft.generation"] = generation
+        timer = self._start_timer()
+        self._outlet = scope.get("extensions", {}).get(EXTENSION)
+        self._work = work = asyncio.create_task(self._stream(send) if generation.body.stream else self._plain(send))
+        gone = asyncio.create_task(_disconnected(receive))
+        service.open.add(self)
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                work.cancel()  # the client went away
+            error = await self._outcome(work)
+            generation.close(self._cause)  # before the farewell: a client that stopped reading must not hold the engine
+            if error is not None:
+                if not self._started:
+                    raise error
+                if self._outlet is not None:
+                    self._outlet.close_behind()  # a stream that breaks must look broken
+                await send({"type": "http.response.body", "body": _event(error.body())})
+        finally:
+            service.open.discard(self)
+            if timer is not None:
+                timer.cancel()
+            work.cancel()
+            gone.cancel()
+            generation.close(self._cause)
+
+    def _start_timer(self) -> asyncio.TimerHandle | None:
+        timeout = self._generation.service.config.request_timeout
+        if timeout is None:
+            return None
+        error = ApiError(504, f"The request took longer than {timeout:g} s.", code="timeout")
+        left = timeout - (time.perf_counter() - self._generation.arrival)
+        return asyncio.get_running_loop().call_later(max(0.0, left), self.interrupt, error, "timeout")
+
+    async def _outcome(self, work: asyncio.Task[None]) -> ApiError | None:
+        """The error to tell the client, if any. A client that left is told nothing."""
+        await asyncio.wait((work,))
+        if work.cancelled():
+            return self._interruption
+        error = work.exception()
+        if not isinstance(error, Exception):
+            return None
+        self._cause = "engine" if isinstance(error, EngineDead) else "error"
+        translated = translate(error)
+        if translated.code == "internal_error":
+            logger.error("request %s failed", self._generation.id, exc_info=error)
+        return translated
+
+    # -- plain
+
+    async def _plain(self, send: Send) -> None:
+        generation = self._generation
+        generation.submit()
+        wholes = [Piece() for _ in generation.choices]
+        async with aclosing(generation.updates()) as updates:
+            async for update in updates:
+                if update is not None:
+                    choice, piece = update
+                    wholes[choice.index].append(piece)
+        if generation.usage()["total_tokens"] > LARGE:
+            body = await generation.service.offload(lambda: self._body(wholes))
+        else:
+            body = self._body(wholes)
+        await self._start(send, b"application/json", length=len(body))
+        await send({"type": "http.response.body", "body": body})
+
+    def _body(self, wholes: list[Piece]) -> bytes:
+        generation, shape = self._generation, self._shape
+        return orjson.dumps(
+            {
+                **self._head,
+                "choices": [shape.whole(c, p) for c, p in zip(generation.choices, wholes, strict=True)],
+                "usage": generation.usage(),
+                **shape.extras(generation),
+            }
+        )
+
+    # -- streamed
+
+    async def _stream(self, send: Send) -> None:
+        generation = self._generation
+        events = Events(generation, self._shape, orjson.dumps(self._head))
+        generation.submit()
+        sent = time.perf_counter()
+        async with aclosing(generation.updates(HEARTBEAT / 3)) as updates:
+            async for update in updates:
+                if update is None:
+                    last = max([sent, *(express.sent_at for express in self._express)])
+                    if time.perf_counter() - last < HEARTBEAT:
+                        continue
+                if not self._started:
+                    await self._start(send, b"text/event-stream; charset=utf-8")
+                data = b": waiting\n\n" if update is None else events.of(*update)
+                if data:
+                    sent = time.perf_counter()
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                if update is not None and update[0].stream.sink is None and self._outlet is not None:
+                    self._install_express(update[0], events, self._outlet)
+        await send({"type": "http.response.body", "body": events.end() + b"data: [DONE]\n\n"})
+
+    def _install_express(self, choice: Choice, events: Events, outlet: Outlet) -> None:
+        generation = self._generation
+        itl = generation.service.metrics.itl.labels()
+        idle = generation.idle if len(generation.choices) > 1 else None
+        if events.plain:
+            express: Express = Template(events.of(choice, Piece(MARK)), choice, outlet, itl, idle)
+        else:
+            express = Composer(events.of, choice, outlet, itl, idle)
+        self._express.append(express)
+        choice.stream.sink = express
+
+    async def _start(self, send: Send, content_type: bytes, *, length: int | None = None) -> None:
+        headers = [(b"content-type", content_type)]
+        if length is None:
+            headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+        else:
+            headers.append((b"content-length", str(length).encode()))
+        self._started = True
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

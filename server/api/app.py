@@ -1,0 +1,73 @@
+"""The ASGI application: endpoints, layers and error translation, put together around one `Service`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from weft import __version__
+from weft.engine.errors import WeftError
+from weft.server.api import chat, completions, docs, operations, tokens, ui
+from weft.server.api.middleware import Authorise, BodyLimit, Trace
+from weft.server.api.protocol import ErrorBody
+from weft.server.api.service import Service
+from weft.server.errors import ApiError, translate
+from weft.server.keys import digest
+from weft.server.observe.tracing import Spans
+
+
+def create_app(service: Service) -> FastAPI:
+    """The application; it serves 503 until `service.attach` has given it an engine."""
+    config = service.config
+    app = FastAPI(
+        title="weft",
+        version=__version__,
+        lifespan=_lifespan,
+        docs_url=None,  # FastAPI's pages load scripts from elsewhere; `docs` serves one that does not
+        redoc_url=None,
+        redirect_slashes=False,
+        generate_unique_id_function=lambda route: route.name,
+        responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
+    )
+    app.state.service = service
+    for module in (completions, chat, tokens, operations, docs, *([ui] if config.ui else [])):
+        app.include_router(module.router)
+    for kind in (ApiError, WeftError, RequestValidationError, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, _on_error)
+    # The last one added is the outermost.
+    app.add_middleware(BodyLimit, max_bytes=int(config.max_body_mib * 2**20))
+    admin_key = digest(config.admin_api_key) if config.admin_api_key is not None else None
+    app.add_middleware(Authorise, keys=service.keys, admin_key=admin_key, limits=service.limits)
+    spans = Spans.to(config.otlp_endpoint) if config.otlp_endpoint is not None else None
+    app.add_middleware(Trace, metrics=service.metrics, log=config.access_log, spans=spans)
+    app.state.spans = spans
+    if config.cors_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origin,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return app
+
+
+async def _on_error(_: Request, error: Exception) -> Response:
+    return translate(error).response()
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    watch = asyncio.create_task(app.state.service.metrics.watch_event_loop())
+    yield
+    watch.cancel()
+    if app.state.spans is not None:
+        app.state.spans.close()

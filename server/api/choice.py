@@ -1,0 +1,153 @@
+"""`Choice`: one generated sequence of a request, from engine deltas to the pieces a client is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from weft.engine.wire.messages import Finish, TokenLogprobs
+from weft.engine.wire.streams import Delta, TokenStream
+from weft.server.errors import ApiError, bad_request, clip
+from weft.server.text.detokenizer import Detokenizer
+from weft.server.text.stops import StopStrings
+
+
+@dataclass(slots=True)
+class Piece:
+    """What is new in a choice. Ids, log-probabilities and offsets are parallel; all end at the same token."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    """where each token's text begins in the choice's text"""
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def append(self, other: Piece) -> None:
+        self.text += other.text
+        self.token_ids += other.token_ids
+        self.logprobs += other.logprobs
+        self.offsets += other.offsets
+        self.finish_reason = other.finish_reason
+        self.stop_reason = other.stop_reason
+
+
+class Choice:
+    """Detokenizes one sequence and ends it at its stop string. `index` is the choice's place in the answer."""
+
+    def __init__(
+        self,
+        index: int,
+        prompt: int,
+        stream: TokenStream,
+        detokenizer: Detokenizer,
+        stops: StopStrings | None,
+        *,
+        min_tokens: int,
+        stop_token_ids: Sequence[int],
+        hidden_ids: frozenset[int],
+        end_ids: Sequence[int],
+        include_stop: bool,
+    ) -> None:
+        self.index = index
+        self.prompt = prompt
+        self.stream = stream
+        self.num_tokens = 0
+        self.cached_tokens = 0
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.finished = False
+        self.first_token_at = 0.0
+        self.last_token_at = 0.0
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self._min_tokens = min_tokens
+        self._stop_token_ids = stop_token_ids
+        self._hidden_ids = hidden_ids
+        self._end_ids = end_ids
+        self._include_stop = include_stop
+        self._length = 0
+        """characters decoded so far"""
+        self._left: Piece | Exception | None = None
+        """what `leave` was given"""
+
+    def take(self, delta: Delta) -> Piece:
+        """Turn what the engine sent into what the client sees. Raises `ApiError` when the engine gave it up."""
+        if isinstance(self._left, Exception):
+            raise self._left
+        if delta.finish is Finish.REFUSED:
+            raise bad_request(clip(delta.error or "The engine refuses this request."))
+        if delta.finish in (Finish.ERROR, Finish.ABORT):
+            raise ApiError(500, delta.error or "The engine ended this request.", code="engine_error")
+        if delta.started is not None:
+            self.cached_tokens = delta.started.cached_tokens
+        self.prompt_logprobs += delta.prompt_logprobs
+        piece, self._left = self._left or Piece(), None
+        last = len(delta.token_ids) - 1
+        for i, token_id in enumerate(delta.token_ids):
+            piece.token_ids.append(token_id)
+            piece.offsets.append(self._length)
+            self.num_tokens += 1
+            if i == last and delta.finish is Finish.STOP:
+                piece.text += self._end_token(token_id, piece)
+            else:
+                piece.text += self._show(self._detokenizer.feed(token_id))
+            if self._stopped(piece):
+                break
+        if delta.logprobs:
+            piece.logprobs += delta.logprobs[: len(piece.token_ids)]
+        if delta.finish is not Finish.RUNNING and not self.finished:
+            piece.text += self._show(self._detokenizer.flush())
+            if not self._stopped(piece):
+                piece.text += self._stops.flush() if self._stops is not None else ""
+                self._finish(piece, "length" if delta.finish is Finish.LENGTH else "stop", piece.stop_reason)
+        return piece
+
+    def take_one(self, token_id: int, entry: TokenLogprobs | None) -> Piece:
+        """As `take`, for one token that is neither the first nor the last one of the engine."""
+        piece = Piece("", [token_id], [] if entry is None else [entry], [self._length])
+        self.num_tokens += 1
+        piece.text = self._show(self._detokenizer.feed(token_id))
+        self._stopped(piece)
+        return piece
+
+    def take_text(self, token_id: int) -> str:
+        """As `take_one`, where only the text is asked for. That of a token that finishes the choice is left."""
+        self.num_tokens += 1
+        text = self._show(self._detokenizer.feed(token_id))
+        if self._stops is not None and self._stopped(piece := Piece(text)):
+            self.leave(piece)
+        return text
+
+    def leave(self, what: Piece | Exception) -> None:
+        """Leave the end of the choice to whoever reads its stream: the next `take` returns, or raises, this."""
+        self._left = what
+        self.stream.wake()
+
+    def _show(self, text: str) -> str:
+        self._length += len(text)
+        if self._stops is None or self.num_tokens < self._min_tokens:  # stop strings count from min_tokens on
+            return text
+        return self._stops.feed(text)
+
+    def _stopped(self, piece: Piece) -> bool:
+        """Whether a stop string has been found: then the choice ends with this piece."""
+        if self._stops is None or self._stops.matched is None:
+            return False
+        self._finish(piece, "stop", self._stops.matched)
+        return True
+
+    def _end_token(self, token_id: int, piece: Piece) -> str:
+        """The token the engine stopped at: an end token, one of the request's own, or the last of its grammar."""
+        if token_id in self._stop_token_ids:
+            piece.stop_reason = token_id
+        elif token_id not in self._end_ids:
+            return self._show(self._detokenizer.feed(token_id))
+        if not self._include_stop or token_id in self._hidden_ids:
+            return ""
+        return self._show(self._detokenizer.feed(token_id))
+
+    def _finish(self, piece: Piece, reason: str, stop_reason: str | int | None) -> None:
+        piece.finish_reason, piece.stop_reason = reason, stop_reason
+        self.finished = True
+        self.stream.abort()  # does nothing when the engine has finished already

@@ -1,0 +1,136 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from weft.server.api.answer import Answer
+from weft.server.api.choice import Choice, Piece
+from weft.server.api.generate import Generation, Prompt, output_limit
+from weft.server.api.protocol import CompletionBody
+from weft.server.api.routing import STREAMED, JsonRoute, ServiceOf
+from weft.server.api.service import Service
+from weft.server.errors import bad_request
+from weft.server.text.logprobs import CompletionLogprobs, prompt_logprobs
+from weft.server.text.tokenizer import Tokenizer
+from weft.server.tools.structured import write_grammar
+
+DEFAULT_MAX_TOKENS = 16
+
+router = APIRouter(route_class=JsonRoute)
+
+
+@router.post("/v1/completions", summary="Continue a prompt", responses=STREAMED)
+async def completions(body: CompletionBody, request: Request, service: ServiceOf) -> Response:
+    engine = service.engine
+    model = service.model_name(body.model)
+    body.check()
+    service.check_ids(body.stop_token_ids, "stop_token_ids")
+    service.check_ids(list(body.logit_bias), "logit_bias")
+    service.check_ids(body.allowed_token_ids or [], "allowed_token_ids")
+    prompts = await _prompts(service, body)
+    scored = body.logprobs if body.echo else None
+    asked = [k for k in (scored, body.prompt_logprobs, 0 if body.max_tokens == 0 else None) if k is not None]
+    writer = body.grammar()
+    grammar = await write_grammar(writer) if writer is not None else None
+    params = [
+        body.sampling(
+            max_tokens=output_limit(service, body.max_tokens, DEFAULT_MAX_TOKENS, len(prompt.ids), "prompt"),
+            logprobs=body.logprobs,
+            prompt_logprobs=max(asked, default=None),
+            grammar=grammar,
+        )
+        for prompt in prompts
+    ]
+    generation = Generation(service, body, prompts, params, request.scope)
+    return Answer(generation, CompletionShape(engine.tokenizer, body, prompts), model, int(time.time()))
+
+
+async def _prompts(service: Service, body: CompletionBody) -> list[Prompt]:
+    texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
+    cut = body.cut(service.engine.ready.max_model_len, body.max_tokens)
+    if texts:
+        special = body.add_special_tokens is not False
+        ids = await service.encode(texts, add_special_tokens=special, param="prompt", cut=cut)
+        prompts = [Prompt(i, text if cut is None else None) for i, text in zip(ids, texts, strict=True)]
+    else:
+        id_lists = [prompt for prompt in body.prompt if isinstance(prompt, list)]
+        prompts = [Prompt(ids if cut is None else cut.ids(ids)) for ids in id_lists]
+        for prompt in prompts:
+            service.check_ids(prompt.ids, "prompt")
+    if not all(prompt.ids for prompt in prompts):
+        raise bad_request("prompt: must have at least one token.", "prompt")
+    return prompts
+
+
+class CompletionShape:
+    """Choices of the completions endpoint."""
+
+    object = chunk_object = "text_completion"
+    id_prefix = "cmpl"
+
+    def __init__(self, tokenizer: Tokenizer, body: CompletionBody, prompts: Sequence[Prompt]) -> None:
+        self._tokenizer = tokenizer
+        self._name = body.namer(tokenizer)
+        self._body = body
+        self._prompts = prompts
+        self._echo_length: dict[int, int] = {}
+        """characters of prompt before each choice's own text; a choice is here once something of it was written"""
+
+    @property
+    def plain(self) -> bool:
+        return self._body.logprobs is None and not self._body.return_token_ids
+
+    def first_chunks(self, _: Choice) -> list[dict[str, Any]]:
+        return []
+
+    def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        prompt = self._prompts[choice.prompt]
+        first = choice.index not in self._echo_length
+        echo = self._echo(prompt) if first and self._body.echo else ""
+        if first:
+            self._echo_length[choice.index] = len(echo)
+        out: dict[str, Any] = {
+            "index": choice.index,
+            "text": echo + piece.text,
+            "logprobs": None,
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
+        if self._body.logprobs is not None:
+            out["logprobs"] = self._logprobs(choice, piece, first).as_dict()
+        if self._body.return_token_ids:
+            out["token_ids"] = piece.token_ids
+            if first:
+                out["prompt_token_ids"] = prompt.ids
+        return out
+
+    def whole(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        out = self.chunk(choice, piece)
+        if (top := self._body.prompt_logprobs) is not None:
+            out["prompt_logprobs"] = prompt_logprobs(self._tokenizer.token_text, choice.prompt_logprobs, top)
+        return out
+
+    def extras(self, _: Generation) -> dict[str, Any]:
+        return {}
+
+    def _echo(self, prompt: Prompt) -> str:
+        return prompt.text if prompt.text is not None else self._tokenizer.decode(prompt.ids)
+
+    def _logprobs(self, choice: Choice, piece: Piece, first: bool) -> CompletionLogprobs:
+        """Arrays of the piece's tokens; under `echo` those of the prompt come first."""
+        out = CompletionLogprobs(self._name, self._body.logprobs or 0)
+        if first and self._body.echo:
+            detokenizer, offset = self._tokenizer.detokenizer(), 0
+            entries = [None, *choice.prompt_logprobs]
+            for token_id, entry in zip(self._prompts[choice.prompt].ids, entries, strict=True):
+                out.add(token_id, entry, offset)
+                offset += len(detokenizer.feed(token_id))
+        base = self._echo_length[choice.index]
+        for token_id, entry, at in zip(piece.token_ids, piece.logprobs, piece.offsets, strict=True):
+            out.add(token_id, entry, base + at)
+        return out

@@ -1,0 +1,179 @@
+"""`Connection`: uvicorn's HTTP protocol with bounds on what a client may send before its request is known, with
+OpenAI's error body for what is no HTTP, and with a shortcut for scrapes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from weft.server.api.express import EXTENSION
+from weft.server.errors import ApiError
+
+MAX_HEADER_BYTES = 64 * 1024
+"""of the request line and all headers, and of whatever else is no body (trailers, extensions of chunks)"""
+
+HEADER_SECONDS = 20.0
+"""from the first byte (or the connection) to the end of the headers"""
+
+REST_SECONDS = 60.0
+"""from the end of an answer to the end of a request that was not read to its end"""
+
+
+class Outlet:
+    """The body of a response, for `express`."""
+
+    __slots__ = ("_cycle", "_flow", "_write")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._write = cycle.transport.write
+
+    def ready(self) -> bool:
+        cycle = self._cycle
+        return bool(cycle.chunked_encoding) and not (
+            cycle.disconnected or cycle.response_complete or self._flow.write_paused
+        )
+
+    def write(self, data: bytes) -> None:
+        self._write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def close_behind(self) -> None:
+        self._cycle.keep_alive = False
+
+
+_BEYOND_SHORTCUTS = frozenset(
+    {b"content-length", b"expect", b"origin", b"traceparent", b"transfer-encoding", b"upgrade", b"x-request-id"}
+)
+"""headers of requests that the application has to see"""
+
+
+class Connection(HttpToolsProtocol):
+    def __init__(self, *args: Any, shortcuts: dict[bytes, Callable[[], bytes]], **kwargs: Any) -> None:
+        """`shortcuts`: what a plain GET of a URL is answered, head included, without the application. Its tasks and
+        layers cost more CPU than a scrape's answer, and scrapes are many."""
+        super().__init__(*args, **kwargs)
+        self._shortcuts = shortcuts
+        self._shortcut: Callable[[], bytes] | None = None
+        """of the request that is being read"""
+        self._header_bytes = 0
+        self._in_headers = True
+        self._refused = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._timer = self.loop.call_later(HEADER_SECONDS, self._on_slow_headers)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        self._header_bytes += len(data)
+        if self._in_headers and self._timer is None:
+            self._timer = self.loop.call_later(HEADER_SECONDS, self._on_slow_headers)
+        super().data_received(data)
+        if self._header_bytes > MAX_HEADER_BYTES:
+            self._refuse_size()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_headers:  # a trailer is no header: it would be one of a request that has begun
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_headers = False
+        self._header_bytes = 0
+        self._stop_timer()
+        hosts, size = 0, len(self.url)
+        for name, value in self.headers:
+            size += len(name) + len(value) + 4
+            hosts += name == b"host"
+        if size > MAX_HEADER_BYTES:
+            self._refuse_size()
+        elif hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
+            self._refuse(ApiError(400, "The request needs one Host header.", code="invalid_http"))
+        elif self._is_plain_get() and (shortcut := self._shortcuts.get(self.url)) is not None:
+            self._shortcut = shortcut
+        else:
+            super().on_headers_complete()
+            extensions: dict[str, Any] = {EXTENSION: Outlet(self.cycle)}
+            self.scope["extensions"] = extensions
+
+    def on_body(self, body: bytes) -> None:
+        self._header_bytes = 0
+        if not self._refused:
+            super().on_body(body)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._in_headers and self.cycle.response_complete:
+            self._timer = self.loop.call_later(REST_SECONDS, self.transport.close)
+
+    def on_message_complete(self) -> None:
+        self._in_headers = True
+        self._header_bytes = 0
+        self._stop_timer()
+        if self._refused:
+            return
+        if self._shortcut is None:
+            super().on_message_complete()
+        else:
+            self.transport.write(self._shortcut())
+            self._shortcut = None
+            self.on_response_complete()
+
+    def _is_plain_get(self) -> bool:
+        """A request without a body or anything special, to be answered on a connection that waits for it."""
+        return (
+            self.parser.get_method() == b"GET"
+            and self.parser.get_http_version() == "1.1"
+            and self.parser.should_keep_alive()
+            and (self.cycle is None or self.cycle.response_complete)
+            and not self.flow.write_paused
+            and not any(name in _BEYOND_SHORTCUTS for name, _ in self.headers)
+        )
+
+    def send_400_response(self, msg: str) -> None:
+        if not self._refused:
+            self._refuse(ApiError(400, msg, code="invalid_http"))
+
+    def _on_slow_headers(self) -> None:
+        self._timer = None
+        if self._header_bytes:
+            self._refuse(ApiError(408, "The headers took too long to arrive.", code="slow_request"))
+        elif not self._busy:
+            self.transport.close()
+
+    def _refuse_size(self) -> None:
+        self._refuse(ApiError(431, f"The headers are larger than {MAX_HEADER_BYTES} bytes.", code="headers_too_large"))
+
+    @property
+    def _busy(self) -> bool:
+        """A request has come whole, or its answer has begun, and there is more of that answer to come."""
+        cycle = self.cycle
+        return cycle is not None and not cycle.response_complete and (cycle.response_started or not cycle.more_body)
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer and close. What comes after a request whose answer is under way only ends the connection."""
+        self._refused = True
+        self._stop_timer()
+        if not self._busy and not self.transport.is_closing():
+            body = error.body()
+            head = (
+                f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
+                f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            )
+            self.transport.write(head.encode() + body)
+        self.transport.close()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

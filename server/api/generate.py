@@ -1,0 +1,236 @@
+"""The life of one request, the same for completions and chat: admit, submit, merge its choices, account for them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.types import Scope
+
+from weft.engine.wire.sampling import SamplingParams
+from weft.engine.wire.streams import Delta
+from weft.server.api.choice import Choice, Piece
+from weft.server.api.protocol import GenerationBody
+from weft.server.api.service import Service, too_long
+from weft.server.text.stops import StopStrings
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A tokenized prompt, and its text when the client sent text."""
+
+    ids: Sequence[int]
+    text: str | None = None
+
+
+class Generation:
+    """All sequences of one request: `submit` starts them, `updates` brings pieces, `close` ends them in any case."""
+
+    def __init__(
+        self,
+        service: Service,
+        body: GenerationBody,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        scope: Scope,
+        *,
+        show: frozenset[int] = frozenset(),
+    ) -> None:
+        """`params`: one per prompt. `scope`: of the request, with what `middleware` put into it.
+
+        `show`: special tokens that are text in this answer.
+        """
+        if body.request_id is not None and not scope["weft.named"]:
+            scope["weft.request_id"] = body.request_id
+        self.service = service
+        self.body = body
+        self.prompts = prompts
+        self.id: str = scope["weft.request_id"]
+        self.arrival: float = scope["weft.arrival"]
+        """`time.perf_counter()` when the request came"""
+        self.choices: list[Choice] = []
+        self._params = params
+        self._engine = service.engine
+        self._show = show if body.skip_special_tokens else self._engine.tokenizer.skip_ids
+        self._charge: Callable[[int], None] = scope["weft.charge"]
+        self._charged = 0
+        """tokens that were paid for"""
+        self._prefilling: dict[int, int] = {}
+        """prompt tokens by choice, for those without output yet"""
+        self._merging: asyncio.Queue[tuple[Choice, Delta | Exception]] | None = None
+        """what was read of several choices, for `updates`"""
+        self._reading = False
+
+    def submit(self) -> None:
+        """Hand every sequence to the engine. Raises `ApiError` 503 when too much is waiting."""
+        engine, body = self._engine, self.body
+        num_tokens = body.n * sum(len(prompt.ids) for prompt in self.prompts)
+        with engine.admission.admit(body.n * len(self.prompts), num_tokens):
+            for i, prompt in enumerate(self.prompts):
+                leader = -1
+                for k in range(body.n):
+                    handle = self._submit_one(i, prompt, self._params[i], k, leader)
+                    leader = handle if k == 0 else leader
+        self._pay()
+
+    def _submit_one(self, i: int, prompt: Prompt, params: SamplingParams, k: int, leader: int) -> int:
+        """Start the k-th sequence of prompt i, which shares the pages of the `leader`; returns its handle."""
+        engine, body = self._engine, self.body
+        if k and params.seed is not None:
+            params = msgspec.structs.replace(params, seed=_next_seed(params.seed, k))
+        stream = engine.client.submit(
+            prompt.ids, params, priority=body.priority, cache_salt=body.cache_salt, leader=leader
+        )
+        choice = Choice(
+            len(self.choices),
+            i,
+            stream,
+            engine.tokenizer.detokenizer(prompt.ids, show=self._show),
+            StopStrings(body.stop, include=body.include_stop_str_in_output) if body.stop else None,
+            min_tokens=body.min_tokens,
+            stop_token_ids=body.stop_token_ids,
+            hidden_ids=engine.tokenizer.skip_ids - self._show,
+            end_ids=engine.ready.eos_token_ids,
+            include_stop=body.include_stop_str_in_output,
+        )
+        self.choices.append(choice)
+        self._prefilling[choice.index] = len(prompt.ids)
+        engine.admission.prefill_tokens += len(prompt.ids)
+        return stream.handle
+
+    async def updates(self, silence: float | None = None) -> AsyncGenerator[tuple[Choice, Piece] | None, None]:
+        """Pieces of all choices as they come, until all have finished; None after each `silence` seconds without one.
+
+        Raises `EngineDead`, or `ApiError` when the engine gave a sequence up.
+        """
+        if len(self.choices) == 1:
+            choice = self.choices[0]
+            while not choice.finished:
+                try:
+                    async with asyncio.timeout(silence):
+                        delta = await choice.stream.read()
+                except TimeoutError:
+                    yield None
+                    continue
+                yield choice, self._take(choice, delta)
+            return
+        queue = self._merging = asyncio.Queue()
+        pumps = [asyncio.create_task(_pump(choice, queue)) for choice in self.choices]
+        try:
+            going = set(range(len(self.choices)))
+            while going:
+                try:
+                    self._reading = True
+                    async with asyncio.timeout(silence):
+                        choice, delta_or_error = await queue.get()
+                except TimeoutError:
+                    yield None
+                    continue
+                finally:
+                    self._reading = False
+                if isinstance(delta_or_error, Exception):
+                    raise delta_or_error
+                if choice.index not in going:
+                    continue  # deltas behind a stop string
+                piece = self._take(choice, delta_or_error)
+                if choice.finished:
+                    going.discard(choice.index)
+                yield choice, piece
+        finally:
+            for pump in pumps:
+                pump.cancel()
+
+    def idle(self) -> bool:
+        """Whoever reads `updates` waits, and nothing that was read of several streams is on its way there."""
+        return self._merging is None or (self._reading and self._merging.empty())
+
+    def _take(self, choice: Choice, delta: Delta) -> Piece:
+        metrics, now = self.service.metrics, time.perf_counter()
+        piece = choice.take(delta)
+        if not choice.first_token_at:
+            self._prefilled(choice)
+            choice.first_token_at = now
+            if delta.started is not None:
+                metrics.sequence_started(delta.started, now - self.arrival)
+        else:
+            metrics.itl.observe(now - choice.last_token_at)
+        choice.last_token_at = now
+        if choice.finished:
+            metrics.sequence_finished(
+                str(piece.finish_reason),
+                ttft=choice.first_token_at - self.arrival,
+                latency=now - self.arrival,
+                num_tokens=choice.num_tokens,
+            )
+        return piece
+
+    def _prefilled(self, choice: Choice) -> None:
+        self._engine.admission.prefill_tokens -= self._prefilling.pop(choice.index, 0)
+
+    def close(self, cause: str) -> None:
+        """Abort what has not finished, for this reason. Idempotent."""
+        for choice in self.choices:
+            self._prefilled(choice)
+            if not choice.finished:
+                choice.finished = True
+                choice.stream.abort()
+                self.service.metrics.sequence_aborted(cause)
+        self._pay()
+
+    def _pay(self) -> None:
+        """Charge the client's key for what was used since."""
+        used = self.usage()["total_tokens"] if self.choices else 0
+        self._charge(used - self._charged)
+        self._charged = used
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts so far; every prompt counts once."""
+        prompt_tokens = sum(len(prompt.ids) for prompt in self.prompts)
+        completion_tokens = sum(choice.num_tokens for choice in self.choices)
+        cached = sum(choice.cached_tokens for choice in self.choices[:: self.body.n])
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+
+async def _pump(choice: Choice, queue: asyncio.Queue[tuple[Choice, Delta | Exception]]) -> None:
+    with suppress(asyncio.CancelledError):
+        while True:
+            try:
+                delta = await choice.stream.read()
+            except Exception as error:
+                queue.put_nowait((choice, error))
+                return
+            queue.put_nowait((choice, delta))
+            if delta.finish:
+                return
+
+
+def _next_seed(seed: int, k: int) -> int:
+    """A seed of its own for the k-th sequence of a prompt, within 64 bits."""
+    return (seed + k + 2**63) % 2**64 - 2**63
+
+
+def output_limit(service: Service, asked: int | None, default: int | None, prompt_len: int, param: str) -> int:
+    """Output tokens at most. Raises `ApiError` when prompt and output do not fit the context.
+
+    `default` None means: what the context leaves.
+    """
+    limit = service.engine.ready.max_model_len
+    room = limit - prompt_len
+    if asked is not None:
+        if asked > room:
+            what = f"you requested {prompt_len + asked} tokens ({prompt_len} in the {param}, {asked} in the completion)"
+            raise too_long(limit, what, param)
+        return asked
+    if room < 1:
+        raise too_long(limit, f"{prompt_len} tokens in the {param} leave none for the completion", param)
+    return room if default is None else min(default, room)

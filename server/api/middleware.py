@@ -1,0 +1,212 @@
+"""Pure ASGI layers around the app: what holds for every request, whatever its path. Outermost first: `Trace`,
+`Authorise`, `BodyLimit`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from weft.server.api import ui
+from weft.server.api.protocol import REQUEST_ID
+from weft.server.errors import MAX_ECHO, ApiError
+from weft.server.keys import match
+from weft.server.observe import tracing
+from weft.server.observe.limits import RateLimits
+from weft.server.observe.metrics import ENDPOINTS, PROBES, Metrics
+
+OPEN_PATHS = frozenset(PROBES)
+LIMITED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+_ENDPOINTS = frozenset(ENDPOINTS)
+_REQUEST_ID = re.compile(REQUEST_ID)
+
+access = logging.getLogger("weft.access")
+
+
+class Trace:
+    """Gives each request its id and arrival (`scope["weft.request_id"]`, `["weft.arrival"]`), counts its status,
+    logs it, and spans it. `scope["weft.named"]`: the id is the client's; otherwise it may still be changed.
+
+    An answer leaves its generation in `scope["weft.generation"]`, whose `usage()` is logged.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, *, log: bool, spans: tracing.Spans | None) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._log = log
+        self._spans = spans
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _header(scope, b"x-request-id") or ""
+        scope["weft.named"] = _REQUEST_ID.fullmatch(request_id) is not None
+        scope["weft.request_id"] = request_id if scope["weft.named"] else uuid.uuid4().hex
+        scope["weft.arrival"] = time.perf_counter()
+        context = tracing.parse(_header(scope, b"traceparent"))
+        span = None
+        if self._spans is not None and scope["path"] not in OPEN_PATHS:
+            span = self._spans.begin(f"{scope['method']} {_endpoint(scope)}", context, _header(scope, b"tracestate"))
+        status = 499  # the client left before there was an answer
+
+        async def traced_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = [*message.get("headers", ()), (b"x-request-id", scope["weft.request_id"].encode())]
+                if context is not None:
+                    headers.append((b"traceparent", context.traceparent.encode()))
+                message["headers"] = headers
+            await send(message)
+
+        try:
+            await self._app(scope, receive, traced_send)
+        except Exception:
+            status = 500
+            raise
+        finally:
+            self._metrics.requests.labels(_endpoint(scope), str(status)).inc()
+            self._tell(scope, status, context, span)
+
+    def _tell(self, scope: Scope, status: int, context: tracing.TraceContext | None, span: Any) -> None:
+        wanted = self._log and access.isEnabledFor(logging.INFO) and scope["path"] not in OPEN_PATHS
+        if not wanted and span is None:
+            return
+        usage = generation.usage() if (generation := scope.get("weft.generation")) is not None else {}
+        tokens = {name: usage[name] for name in ("prompt_tokens", "completion_tokens") if name in usage}
+        if span is not None and self._spans is not None:
+            used = {f"gen_ai.usage.{name}": n for name, n in tokens.items()}
+            self._spans.end(span, status, {"weft.request_id": scope["weft.request_id"], **used})
+        if wanted:
+            path = scope["raw_path"].decode("ascii", "backslashreplace")[:MAX_ECHO]
+            fields = {
+                "request_id": scope["weft.request_id"],
+                "status": status,
+                "ms": round((time.perf_counter() - scope["weft.arrival"]) * 1e3, 1),
+                "client": (scope.get("client") or ("-",))[0],
+                **tokens,
+            }
+            if context is not None:
+                fields |= {"trace_id": context.trace_id, "parent_id": context.parent_id}
+            access.info("%s %s", scope["method"], path, extra={"fields": fields})
+
+
+class Authorise:
+    """Lets through who presents a key and stays within its rate; decides on `scope["path"]`, and denies by default.
+    `scope["weft.charge"]` takes the tokens that the request used.
+
+    Paths below /admin/ take the admin key and no other; without one they do not exist.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[bytes], admin_key: bytes | None, limits: RateLimits) -> None:
+        """`keys`, `admin_key`: digests."""
+        self._app = app
+        self._keys = keys
+        self._admin_keys = [admin_key] if admin_key is not None else []
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        key, error = self._key(scope)
+        scope["weft.charge"] = partial(self._limits.charge, key)
+        limited = scope["path"] in LIMITED_PATHS and scope["method"] == "POST"
+        if error is None and limited:
+            error = self._limits.enter(key)
+        if error is not None:
+            await error.response()(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _key(self, scope: Scope) -> tuple[int, ApiError | None]:
+        """The number of the key presented (0 where none is needed), and why it is refused."""
+        path = scope["path"]
+        if path == "/admin" or path.startswith("/admin/"):
+            if not self._admin_keys:
+                return 0, ApiError(404, "There is nothing at this path.")
+            keys: Sequence[bytes] = self._admin_keys
+        elif path in OPEN_PATHS or path == ui.PATH or not self._keys:
+            return 0, None
+        else:
+            keys = self._keys
+        scheme, _, key = (_header(scope, b"authorization") or "").partition(" ")
+        found = match(key.strip(), keys) if scheme.lower() == "bearer" else None
+        if found is not None:
+            return found, None
+        what = "Incorrect API key." if key else "This server needs an API key: Authorization: Bearer KEY."
+        return 0, ApiError(401, what, code="invalid_api_key")
+
+
+class BodyLimit:
+    """Refuses a body that is too large, by its header or while it streams in, and one that takes too long.
+
+    What is still on its way is read and dropped for a while: a client that is cut off never sees the answer.
+    """
+
+    DISCARD_SECONDS = 5.0
+    BODY_SECONDS = 60.0
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._error = ApiError(413, f"The body is larger than {max_bytes} bytes.", code="body_too_large")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        length = _header(scope, b"content-length") or ""
+        if length.isdigit() and int(length) > self._max_bytes:
+            if _header(scope, b"expect") is None:
+                await self._discard(receive)
+            await self._error.response()(scope, receive, send)
+            return
+        size, complete = 0, False
+        deadline = asyncio.get_running_loop().time() + self.BODY_SECONDS
+
+        async def limited_receive() -> Message:
+            nonlocal size, complete
+            if complete:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise ApiError(408, "The body took too long to arrive.", code="slow_request") from None
+            complete = not message.get("more_body")
+            size += len(message.get("body", b""))
+            if size > self._max_bytes:
+                if message.get("more_body"):
+                    await self._discard(receive)
+                raise self._error
+            return message
+
+        await self._app(scope, limited_receive, send)
+
+    async def _discard(self, receive: Receive) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.DISCARD_SECONDS):
+                while (await receive()).get("more_body"):
+                    pass
+
+
+def _endpoint(scope: Scope) -> str:
+    return scope["path"] if scope["path"] in _ENDPOINTS else "other"
+
+
+def _header(scope: Scope, name: bytes) -> str | None:
+    for key, value in scope["headers"]:
+        if key == name:
+            text: str = value.decode("latin-1")
+            return text
+    return None

@@ -1,0 +1,103 @@
+"""What operators, probes and routers ask: models, health, readiness, metrics, version, administration."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Response
+from pydantic import Field
+from starlette.responses import PlainTextResponse
+
+from weft import __version__
+from weft.engine.errors import EngineDead
+from weft.server.api.routing import JsonRoute, ServiceOf
+from weft.server.api.service import Phase, Service
+from weft.server.bodies import Body
+from weft.server.errors import ApiError
+from weft.server.observe.exposition import CONTENT_TYPE
+
+PROFILE_PATIENCE = 120.0
+"""seconds beyond those asked for: torch's profiler takes its time to begin, and large traces to be written"""
+PROFILE_POLL = 0.1
+
+router = APIRouter(route_class=JsonRoute)
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "weft",
+        "root": service.config.model_names[0],
+        "parent": None,
+        "max_model_len": service.engine.ready.max_model_len,
+    }
+
+
+@router.get("/v1/models", summary="The models served")
+async def models(service: ServiceOf) -> dict[str, Any]:
+    return {"object": "list", "data": [_model(service, name) for name in service.config.model_names]}
+
+
+@router.get("/v1/models/{model:path}", summary="One model")
+async def model(model: str, service: ServiceOf) -> dict[str, Any]:
+    return _model(service, service.model_name(model))
+
+
+@router.get("/health", summary="200 while the engine lives")
+async def health(service: ServiceOf) -> dict[str, str]:
+    if service.phase is Phase.DEAD:
+        raise ApiError(503, "The engine has ended.", code="engine_dead")
+    return {"status": "ok"}
+
+
+@router.get("/ready", summary="200 when new work is taken")
+async def ready(service: ServiceOf) -> dict[str, str]:
+    if (reason := service.unready) is not None:
+        raise reason
+    return {"status": "ready"}
+
+
+@router.head("/metrics", include_in_schema=False)
+@router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
+async def metrics(service: ServiceOf) -> Response:  # a plain GET is answered ahead of it, by `scrape`
+    return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+
+@router.get("/version", summary="The version of weft")
+async def version() -> dict[str, str]:
+    return {"version": __version__}
+
+
+class ProfileBody(Body):
+    seconds: float = Field(2.0, gt=0, le=60)
+
+
+@router.post("/admin/profile", summary="Record the engine for some seconds: a Chrome trace (admin key)")
+async def profile(body: ProfileBody, service: ServiceOf) -> Response:
+    engine = service.engine
+    directory = Path(tempfile.mkdtemp(prefix="weft-profile-"))
+    trace = directory / "trace.json"
+    try:
+        engine.client.profile(str(trace), body.seconds)
+        async with asyncio.timeout(body.seconds + PROFILE_PATIENCE):
+            while not trace.exists():
+                if not engine.client.alive:
+                    raise EngineDead
+                await asyncio.sleep(PROFILE_POLL)
+        return Response(await service.offload(trace.read_bytes), media_type="application/json")
+    except TimeoutError:
+        raise ApiError(504, "The engine has not written its trace.", code="timeout") from None
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@router.post("/admin/reset_prefix_cache", summary="Forget all cached prefixes (admin key)")
+async def reset_prefix_cache(service: ServiceOf) -> dict[str, str]:
+    service.engine.client.reset_prefix_cache()
+    return {"status": "ok"}

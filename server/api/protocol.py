@@ -1,0 +1,418 @@
+"""The bodies that clients send, as pydantic models: every field typed and bounded; nulls count as absent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic.json_schema import SkipJsonSchema
+
+from weft.engine.wire.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS, SamplingParams
+from weft.server.bodies import Body
+from weft.server.errors import bad_request, clip
+from weft.server.text.cut import Cut, Side
+from weft.server.tools.structured import (
+    Choices,
+    GrammarText,
+    ResponseFormat,
+    Schema,
+    StructuredOutputs,
+    Words,
+    Writer,
+    of_response_format,
+    of_structured_outputs,
+    only_tokens,
+    without_words,
+)
+from weft.server.tools.template import TemplateBody
+from weft.server.tools.tools import NamedToolChoice, ToolChoice, names_of
+
+if TYPE_CHECKING:
+    from weft.server.text.tokenizer import Tokenizer
+
+MAX_PROMPTS = 1024
+MAX_SEQUENCES = 1024
+"""n × prompts of one request"""
+MAX_STOP_STRINGS = 4
+MAX_STOP_CHARS = 1024
+MAX_MESSAGES = 8192
+"""they are checked on the event loop"""
+MAX_CALLS = 1024
+REQUEST_ID = r"^[!-~]{1,128}$"
+INT32 = 2**31 - 1
+
+
+class ErrorDetail(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """Body of every answer that is not a 2xx."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    error: ErrorDetail
+
+
+# -- field types
+
+
+def _parse_prompts(value: Any) -> list[str] | list[list[int]]:
+    """Any of the four forms of `prompt` as a list of prompts. By hand: a union of lists is slow on long id lists."""
+    if isinstance(value, str):
+        prompts: list[Any] = [value]
+    elif isinstance(value, list):
+        prompts = [value] if value and set(map(type, value)) == {int} else value
+    else:
+        raise ValueError("must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
+    if not prompts or not all(prompts):
+        raise ValueError("must not be empty")
+    if len(prompts) > MAX_PROMPTS:
+        raise ValueError(f"must have at most {MAX_PROMPTS} prompts, not {len(prompts)}")
+    kinds = set(map(type, prompts))
+    if kinds == {str} or (kinds == {list} and all(set(map(type, prompt)) == {int} for prompt in prompts)):
+        return prompts
+    raise ValueError("must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
+
+
+def _parse_stop(value: Any) -> list[str]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise ValueError("must be a string or a list of strings")
+    if len(stops) > MAX_STOP_STRINGS:
+        raise ValueError(f"must have at most {MAX_STOP_STRINGS} entries")
+    if not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
+        raise ValueError(f"entries must have 1 to {MAX_STOP_CHARS} characters")
+    return stops
+
+
+def _parse_logit_bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise ValueError("must be an object of token ids and numbers")
+    if len(value) > MAX_LOGIT_BIAS:
+        raise ValueError(f"must have at most {MAX_LOGIT_BIAS} entries")
+    bias: dict[int, float] = {}
+    for key, number in value.items():
+        if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10):
+            raise ValueError(f"keys must be token ids, not {clip(key)!r}")
+        if type(number) not in (int, float) or not -100 <= number <= 100:
+            raise ValueError("values must be numbers between -100 and 100")
+        bias[int(key)] = float(number)
+    return bias
+
+
+def _flatten_content(value: Any) -> str:
+    """Content as one string; a list of text parts is joined with newlines."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("must be a string or a list of text parts")
+    texts: list[str] = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise ValueError(f"a part of type {clip(kind)!r} is not supported: this server takes text")
+        if not isinstance(part.get("text"), str):
+            raise ValueError("a text part needs a string 'text'")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _some(items: dict[str, Any], most: int | None = None) -> dict[str, Any]:
+    """The schema of a list that is not empty."""
+    return {"type": "array", "items": items, "minItems": 1} | ({} if most is None else {"maxItems": most})
+
+
+_TEXT = {"type": "string", "minLength": 1}
+_ID = {"type": "integer", "minimum": 0, "maximum": INT32}
+_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+
+Prompts = Annotated[
+    list[str] | list[list[int]],
+    PlainValidator(_parse_prompts),
+    WithJsonSchema({"anyOf": [_TEXT, _some(_TEXT, MAX_PROMPTS), _some(_ID), _some(_some(_ID), MAX_PROMPTS)]}),
+]
+Stop = Annotated[
+    list[str],
+    PlainValidator(_parse_stop),
+    WithJsonSchema({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOP_STRINGS}]}),
+]
+LogitBias = Annotated[
+    dict[int, float],
+    PlainValidator(_parse_logit_bias),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": MAX_LOGIT_BIAS,
+        }
+    ),
+]
+Content = Annotated[
+    str,
+    PlainValidator(_flatten_content),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]}),
+]
+TokenId = Annotated[int, Field(ge=0, le=INT32)]
+
+
+# -- chat messages
+
+
+class ToolFunction(Body):
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(Body):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: ToolFunction
+
+
+class ChatMessage(Body):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"properties": {"content": {"not": {"type": "null"}}}, "required": ["content"]},
+                {"properties": {"tool_calls": {"type": "array", "minItems": 1}}, "required": ["tool_calls"]},
+            ]
+        }
+    )
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_CALLS)
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> ChatMessage:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("a message needs content (null is for tool calls)")
+        return self
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
+# -- generation
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationBody(Body):
+    """What completions and chat have in common."""
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=0, le=INT32)
+    min_tokens: int = Field(0, ge=0, le=INT32)
+    n: int = Field(1, ge=1, le=128)
+    best_of: int | None = Field(None, ge=1, le=128)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, le=INT32)
+    min_p: float = Field(0.0, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=10)
+    logit_bias: LogitBias = Field({})
+    stop: Stop = Field([])
+    stop_token_ids: list[TokenId] = Field([], max_length=MAX_STOP_TOKENS)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    priority: int = Field(0, ge=-INT32, le=INT32)
+    cache_salt: str = Field("", max_length=128)
+    user: str | None = None
+    request_id: str | None = Field(None, pattern=REQUEST_ID)
+    """what X-Request-Id is where that header is not given"""
+    add_special_tokens: bool | None = None
+    """default: true for a prompt, false for messages, whose template brings its own"""
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT32)
+    """-1: what the context leaves beside the output"""
+    truncation_side: Side = "left"
+    skip_special_tokens: bool = True
+    return_tokens_as_token_ids: bool = False
+    return_token_ids: bool = False
+    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1)
+    bad_words: Words = Field([])
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: GrammarText | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: GrammarText | None = None
+    """the older names of what is in `structured_outputs`"""
+    use_beam_search: SkipJsonSchema[Any] = None
+    logits_processors: SkipJsonSchema[Any] = None
+    prompt_embeds: SkipJsonSchema[Any] = None
+    kv_transfer_params: SkipJsonSchema[Any] = None
+    """what other servers know and this one refuses, because to ignore it would be another answer"""
+
+    def check(self) -> None:
+        """Rules between fields, and what this server cannot do. Raises `ApiError`."""
+        for name in ("use_beam_search", "logits_processors", "prompt_embeds", "kv_transfer_params"):
+            if getattr(self, name):
+                raise bad_request(f"{name} is not supported.", name)
+        if self.stream_options is not None and not self.stream:
+            raise bad_request("stream_options needs stream: true.", "stream_options")
+        if self.best_of not in (None, 1, self.n):
+            raise bad_request("best_of must be 1 or equal to n.", "best_of")
+        if self.stream and self.prompt_logprobs is not None:
+            raise bad_request("prompt_logprobs cannot be streamed.", "prompt_logprobs")
+        if len(self._writers()) > 1:
+            raise bad_request(
+                "Give one of response_format, structured_outputs, the guided_ fields, allowed_token_ids and bad_words.",
+                "structured_outputs",
+            )
+
+    def grammar(self) -> Writer | None:
+        """What writes the grammar of the output, if one was asked for."""
+        writers = self._writers()
+        return writers[0] if writers else None
+
+    def cut(self, max_model_len: int, output: int | None) -> Cut | None:
+        """How prompts are to be shortened, beside `output` tokens of output, if at all."""
+        limit = self.truncate_prompt_tokens
+        if limit is None:
+            return None
+        room = max_model_len - (1 if output is None else output)
+        return Cut(max(0, room) if limit < 0 else limit, self.truncation_side)
+
+    def namer(self, tokenizer: Tokenizer) -> Callable[[int], str]:
+        """How tokens are named beside their log-probabilities."""
+        return "token_id:{}".format if self.return_tokens_as_token_ids else tokenizer.token_text
+
+    def _writers(self) -> list[Writer]:
+        out = [of_response_format(self.response_format)] if self.response_format is not None else []
+        if self.structured_outputs is not None:
+            out.append(of_structured_outputs(self.structured_outputs))
+        for name in ("json", "regex", "choice", "grammar"):
+            if (value := getattr(self, f"guided_{name}")) is not None:
+                _, write = of_structured_outputs(StructuredOutputs.model_validate({name: value}))
+                out.append((f"guided_{name}", write))
+        if (ids := self.allowed_token_ids) is not None:
+            out.append(("allowed_token_ids", lambda: only_tokens(ids)))
+        if words := self.bad_words:
+            out.append(("bad_words", lambda: without_words(words)))
+        return [writer for writer in out if writer is not None]
+
+    def sampling(
+        self, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None, grammar: str | None = None
+    ) -> SamplingParams:
+        """Raises `RequestError` for what only the engine's rules refuse."""
+        return SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias,
+            seed=self.seed,
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            grammar=grammar,
+        )
+
+
+class CompletionBody(GenerationBody):
+    prompt: Prompts
+    suffix: str | None = None
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    def check(self) -> None:
+        super().check()
+        if self.suffix:
+            raise bad_request("suffix is not supported by this model.", "suffix")
+        if self.max_tokens == 0 and not (self.echo or self.prompt_logprobs is not None):
+            raise bad_request("max_tokens must be at least 1 (0 is for scoring a prompt with echo).", "max_tokens")
+        if self.n * len(self.prompt) > MAX_SEQUENCES:
+            raise bad_request(f"n times the number of prompts must be at most {MAX_SEQUENCES}.", "n")
+
+
+class ChatBody(GenerationBody, TemplateBody):
+    messages: Messages
+    max_completion_tokens: int | None = Field(None, ge=0, le=INT32)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    echo: bool = False
+    """begin the answer with the last message, when that is the assistant's"""
+    functions: SkipJsonSchema[Any] = None
+    function_call: SkipJsonSchema[Any] = None
+    """the oldest form of tools"""
+
+    @property
+    def output_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def check(self) -> None:
+        super().check()
+        if self.output_limit == 0 and self.prompt_logprobs is None:
+            raise bad_request("max_tokens must be at least 1.", "max_tokens")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs")
+        for name, instead in (("functions", "tools"), ("function_call", "tool_choice")):
+            if getattr(self, name):
+                raise bad_request(f"{name} is not supported; use {instead}.", name)
+        if self.tool_choice not in ("none", "auto") and not self.tools:
+            raise bad_request("tool_choice needs tools.", "tool_choice")
+        if isinstance(self.tool_choice, NamedToolChoice) and self.tool_choice.function.name not in names_of(self.tools):
+            raise bad_request(f"tool_choice: there is no tool {self.tool_choice.function.name!r}.", "tool_choice")
+        if self.tool_choice not in ("none", "auto") and self.grammar() is not None:
+            raise bad_request("tool_choice and a structured output both say what the answer is.", "tool_choice")
+        self.check_template()
+
+
+# -- tokens
+
+
+class TokenizeBody(TemplateBody):
+    """Either `prompt` or `messages`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {"properties": {name: {"not": {"type": "null"}}}, "required": [name]} for name in ("prompt", "messages")
+            ]
+        }
+    )
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    """default: true for a prompt, false for messages, whose template brings its own"""
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]

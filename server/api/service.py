@@ -1,0 +1,230 @@
+"""`Service`: what the endpoints share, and the phase of life the daemon is in."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from enum import Enum
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from weft.engine.wire.messages import EngineReady
+from weft.engine.wire.streams import Streams
+from weft.server.api.admission import Admission
+from weft.server.api.protocol import ChatMessage
+from weft.server.config import ServeConfig
+from weft.server.errors import ApiError, bad_request, clip, unavailable
+from weft.server.keys import load_keys
+from weft.server.observe.board import Board
+from weft.server.observe.limits import RateLimits
+from weft.server.observe.metrics import Metrics
+from weft.server.text.cut import Cut
+from weft.server.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+RENDER_SECONDS = 5.0
+"""that a chat template may take"""
+
+
+class Phase(Enum):
+    LOADING = "loading"
+    SERVING = "serving"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+_REFUSALS = {
+    Phase.LOADING: ("The model is still loading.", 2),
+    Phase.DRAINING: ("The server is shutting down.", 10),
+    Phase.DEAD: ("The engine has ended; this server is going down.", 10),
+}
+
+
+class OpenAnswer(Protocol):
+    """An answer under way."""
+
+    def interrupt(self, error: ApiError, cause: str) -> None:
+        """End it with this error."""
+        ...
+
+
+class Engine(NamedTuple):
+    """A loaded model: everything that exists only once the engine is ready."""
+
+    client: Streams
+    ready: EngineReady
+    tokenizer: Tokenizer
+    admission: Admission
+
+
+class Service:
+    """One API process's state. Lives on the event loop; only `offload` leaves it."""
+
+    def __init__(
+        self, config: ServeConfig, board: Board | None = None, row: int = 0, keys: Sequence[bytes] | None = None
+    ) -> None:
+        """`row`: of this process on the daemon's `board`. `keys`: digests, when they have been read already."""
+        self.config = config
+        self.keys = load_keys(config) if keys is None else list(keys)
+        self.board = board or Board(1, len(self.keys))
+        self.metrics = Metrics(self.board, row)
+        self.limits = RateLimits(self.board, self.metrics.rejected, config.rate_limit, config.rate_limit_tokens)
+        self.phase = Phase.LOADING
+        self.created = int(time.time())
+        self.open: set[OpenAnswer] = set()
+        self._row = row
+        self._engine: Engine | None = None
+        self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
+
+    def attach(self, client: Streams, ready: EngineReady, tokenizer: Tokenizer) -> None:
+        """The model is loaded: serve it."""
+        admission = Admission(
+            client,
+            self.board,
+            self._row,
+            self.metrics.rejected,
+            max_num_seqs=ready.max_num_seqs,
+            max_requests=self.config.max_queued_requests,
+            max_tokens=self.config.max_queued_tokens,
+        )
+        self._engine = Engine(client, ready, tokenizer, admission)
+        self.metrics.engine_loaded(self.config.model_names[0], ready)
+        client.on_stats = self.metrics.engine_stats
+        if self.phase is Phase.LOADING:
+            self.phase = Phase.SERVING
+
+    def engine_died(self, *, restarting: bool = False) -> None:
+        """There is no engine any more. `restarting`: another one is on its way."""
+        if not restarting:
+            self.phase = Phase.DEAD
+        elif self.phase is Phase.SERVING:
+            self.phase = Phase.LOADING
+        self.metrics.engine_died()
+
+    def interrupt_all(self, error: ApiError, cause: str) -> None:
+        """End every open answer with this error."""
+        for answer in list(self.open):
+            answer.interrupt(error, cause)
+
+    @property
+    def engine(self) -> Engine:
+        """The loaded engine. Raises `ApiError` while there is none to work with."""
+        if self._engine is None or self.phase is not Phase.SERVING:
+            self.metrics.rejected.labels(self.phase.value).inc()
+            message, retry_after = _REFUSALS[self.phase]
+            raise unavailable(message, self.phase.value, retry_after)
+        return self._engine
+
+    @property
+    def unready(self) -> ApiError | None:
+        """Why a router should send its work elsewhere, or None."""
+        if self.phase is not Phase.SERVING:
+            message, retry_after = _REFUSALS[self.phase]
+            return unavailable(message, self.phase.value, retry_after)
+        return self.engine.admission.refusal(1, 1)
+
+    def model_name(self, asked: str | None) -> str:
+        """The name an answer carries. Raises `ApiError` 404 for a model that is not served."""
+        names = self.config.model_names
+        if asked is None:
+            return names[0]
+        if asked not in names:
+            served = ", ".join(names)
+            raise ApiError(
+                404,
+                f"The model '{clip(asked)}' is not served here; served: {served}.",
+                param="model",
+                code="model_not_found",
+            )
+        return asked
+
+    async def offload(self, function: Callable[[], T]) -> T:
+        """Run CPU work in a worker thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+    async def encode(
+        self, texts: Sequence[str], *, add_special_tokens: bool, param: str, cut: Cut | None = None
+    ) -> list[list[int]]:
+        """Token ids of texts, in a worker thread. Raises `ApiError` for what can never fit, before any work.
+
+        `cut`: shortens what is too long instead.
+        """
+        engine = self.engine
+        if cut is not None:
+            texts = [cut.text(text, self._longest_text) for text in texts]
+        for text in texts:
+            self._check_length(len(text), param)
+        encode = engine.tokenizer.encode
+        ids = await self.offload(lambda: [encode(text, add_special_tokens=add_special_tokens) for text in texts])
+        if cut is None:
+            return ids
+        return [cut.ids(i, engine.tokenizer.bos_token_id if add_special_tokens else None) for i in ids]
+
+    async def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        arguments: Mapping[str, Any],
+        *,
+        add_special_tokens: bool,
+        cut: Cut | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation. The template writes the special tokens itself. Raises `ApiError`.
+
+        `arguments`: of the template.
+        """
+        render = self.engine.tokenizer.render_chat
+        if cut is None:
+            self._check_length(sum(len(message.content or "") for message in messages), "messages")
+        text = await self._in_time(lambda: render(messages, arguments))
+        (ids,) = await self.encode([text], add_special_tokens=add_special_tokens, param="messages", cut=cut)
+        return ids
+
+    async def _in_time(self, render: Callable[[], str]) -> str:
+        """Run this in a worker thread. Raises `ApiError` 400 when it takes long, not counting the wait for a thread."""
+        loop = asyncio.get_running_loop()
+
+        def begin() -> None:
+            with suppress(RuntimeError):  # the client may have gone
+                limit.reschedule(loop.time() + RENDER_SECONDS)
+
+        def work() -> str:
+            loop.call_soon_threadsafe(begin)
+            return render()
+
+        try:
+            async with asyncio.timeout(None) as limit:
+                return await self.offload(work)
+        except TimeoutError:
+            what = f"The chat template takes longer than {RENDER_SECONDS:g} s with these messages."
+            raise bad_request(what, "messages") from None
+
+    @property
+    def _longest_text(self) -> int:
+        """Characters that as many tokens as the context has can stand for."""
+        engine = self.engine
+        return engine.ready.max_model_len * max(engine.tokenizer.longest_token, 8)
+
+    def _check_length(self, characters: int, param: str) -> None:
+        if characters > self._longest_text:
+            what = f"the {param} has {characters} characters, more than that many tokens hold"
+            raise too_long(self.engine.ready.max_model_len, what, param)
+
+    def check_ids(self, ids: Sequence[int], param: str) -> None:
+        """Raises `ApiError` for ids outside the vocabulary."""
+        size = self.engine.ready.vocab_size
+        if ids and not (min(ids) >= 0 and max(ids) < size):
+            raise bad_request(f"{param}: token ids must be between 0 and {size - 1}.", param)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def too_long(max_model_len: int, what: str, param: str) -> ApiError:
+    return bad_request(
+        f"This model's maximum context length is {max_model_len} tokens. However, {what}. Please reduce the length.",
+        param,
+        "context_length_exceeded",
+    )

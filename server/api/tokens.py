@@ -1,0 +1,45 @@
+"""`POST /tokenize`, `POST /detokenize`, `GET /tokenizer_info`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+
+from weft.server.api.protocol import DetokenizeBody, TokenizeBody
+from weft.server.api.routing import JsonRoute, ServiceOf
+from weft.server.errors import bad_request
+
+router = APIRouter(route_class=JsonRoute)
+
+
+@router.post("/tokenize", summary="Token ids of a text or a conversation")
+async def tokenize(body: TokenizeBody, service: ServiceOf) -> dict[str, Any]:
+    engine = service.engine
+    service.model_name(body.model)
+    body.check_template()
+    if body.messages is not None and body.prompt is None:
+        ids = await service.encode_chat(
+            body.messages, body.template_arguments(), add_special_tokens=bool(body.add_special_tokens)
+        )
+    elif body.prompt is not None and body.messages is None:
+        special = body.add_special_tokens is not False
+        (ids,) = await service.encode([body.prompt], add_special_tokens=special, param="prompt")
+    else:
+        raise bad_request("Give either prompt or messages.", "prompt")
+    names = [engine.tokenizer.token_name(token_id) for token_id in ids] if body.return_token_strs else None
+    return {"count": len(ids), "max_model_len": engine.ready.max_model_len, "tokens": ids, "token_strs": names}
+
+
+@router.post("/detokenize", summary="Text of token ids")
+async def detokenize(body: DetokenizeBody, service: ServiceOf) -> dict[str, str]:
+    engine = service.engine
+    service.model_name(body.model)
+    service.check_ids(body.tokens, "tokens")
+    return {"prompt": await service.offload(lambda: engine.tokenizer.decode(body.tokens))}
+
+
+@router.get("/tokenizer_info", summary="Special tokens and chat template")
+async def tokenizer_info(service: ServiceOf) -> dict[str, Any]:
+    engine = service.engine
+    return {**engine.tokenizer.info(), "max_model_len": engine.ready.max_model_len}

@@ -1,0 +1,238 @@
+"""The `weft` command. Heavy modules are imported by the subcommand that needs them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from weft import __version__, install_hint
+from weft.engine.config import EngineConfig
+from weft.engine.errors import WeftError
+from weft.server.config import ServeConfig
+from weft.server.options import Parser, add_flags, load, nearest, unknown_variables
+
+_HELP = """\
+Serve large language models over the OpenAI HTTP API.
+
+  weft serve                       serve the embedded demo model on http://127.0.0.1:8000
+  weft serve /models/Llama-3-8B    serve a Hugging Face model directory
+  weft load --rate 4               send it requests; measure latency, throughput, SLOs
+  weft bench offline               measure throughput in this process
+  weft demo evaluate               measure the demo model's skills
+"""
+
+_SOURCES = (
+    "Every option can also be set as WEFT_<NAME> in the environment or as a key of --config FILE; "
+    "a flag wins over the environment, the environment over the file."
+)
+
+
+class Command(NamedTuple):
+    """A subcommand. `run` and `flags` are `module:function`, imported when needed."""
+
+    name: str
+    """of one or two words"""
+    help: str
+    run: str | Callable[[argparse.Namespace], int]
+    """gets the parsed arguments, after the configuration if there is one; with `own_parser` the rest of the line"""
+    flags: str | Callable[[argparse.ArgumentParser], None] | None = None
+    """adds its options; kept apart from `run`, so that help imports no torch"""
+    config: type[EngineConfig] | None = None
+    own_parser: bool = False
+    parser_class: bool = False
+    """with `own_parser`: `run` takes the class to parse with, whose errors are those of this command"""
+
+
+def _version(_: argparse.Namespace) -> int:
+    from importlib.metadata import PackageNotFoundError, version
+
+    print(f"weft {__version__}")
+    for name in ("torch", "transformers", "triton"):
+        try:
+            print(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            print(f"{name} not installed")
+    print(f"python {sys.version.split()[0]}")
+    return 0
+
+
+def _cache(arguments: argparse.Namespace) -> int:
+    from weft.engine.memory.cache_tool import run
+
+    return run(arguments.parser.prog.rpartition(" ")[2], arguments.path)
+
+
+def _cache_path(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", type=Path, help="the directory of --ssd-kv-path")
+
+
+_OPTIONS = "weft.engine.bench.options"
+
+GROUPS = {
+    "bench": ("measure throughput and CPU cost", "BENCHMARK"),
+    "cache": ("look at the KV pages that --ssd-kv-path keeps", "COMMAND"),
+    "demo": ("train or evaluate the embedded demo model", "COMMAND"),
+    "plan": ("look at plans of weft search", "COMMAND"),
+}
+
+COMMANDS = (
+    Command("serve", "serve a model over HTTP until stopped", "weft.server.daemon.daemon:run", config=ServeConfig),
+    Command(
+        "load",
+        "send requests to any OpenAI-compatible server and measure it",
+        "weft.loadgen.command:run",
+        "weft.loadgen.options:add_load_flags",
+    ),
+    Command(
+        "bench offline",
+        "throughput of the engine in this process, without HTTP",
+        "weft.engine.bench.offline:run_offline",
+        f"{_OPTIONS}:add_offline_flags",
+        EngineConfig,
+    ),
+    Command(
+        "bench multiround",
+        "conversations that do not fit the GPU, with and without KV tiers",
+        "weft.engine.bench.multiround:run_multiround",
+        f"{_OPTIONS}:add_multiround_flags",
+        EngineConfig,
+    ),
+    Command(
+        "bench scheduler",
+        "CPU time per iteration, without a model",
+        "weft.engine.bench.offline:run_scheduler",
+        f"{_OPTIONS}:add_scheduler_flags",
+    ),
+    Command(
+        "bench server",
+        "CPU time of an API process per streamed token, without a model",
+        "weft.server.bench.server:run",
+        "weft.server.bench.options:add_server_flags",
+    ),
+    Command(
+        "bench kernels",
+        "each GPU kernel beside its ceiling and the vendor's",
+        "weft.kernels.bench:main",
+        own_parser=True,
+    ),
+    Command("cache stats", "how full the store is, and of what", _cache, _cache_path),
+    Command(
+        "cache verify",
+        "read every page and compare its checksum; exits 1 if one does not hold",
+        _cache,
+        _cache_path,
+    ),
+    Command("cache clear", "forget every page; the file stays", _cache, _cache_path),
+    Command(
+        "demo evaluate",
+        "accuracy of each of its skills",
+        "weft.engine.demo.evaluate:main",
+        own_parser=True,
+        parser_class=True,
+    ),
+    Command("demo train", "make it again", "weft.engine.demo.train:main", own_parser=True, parser_class=True),
+    Command(
+        "search",
+        "find the pipeline of nano-batches for a model and a workload",
+        "weft.autosearch.search:run",
+        "weft.autosearch.options:add_search_flags",
+    ),
+    Command(
+        "plan model",
+        "what a model needs of an accelerator, by the cost model alone",
+        "weft.autosearch.model:main",
+        own_parser=True,
+    ),
+    Command("plan show", "print a plan and draw its pipelines", "weft.autosearch.show:main", own_parser=True),
+    Command("version", "print the versions of weft and of what it runs on", _version),
+)
+
+
+def _imported(function: str | Callable[..., Any]) -> Callable[..., Any]:
+    if callable(function):
+        return function
+    module, _, name = function.partition(":")
+    imported: Callable[..., Any] = getattr(import_module(module), name)
+    return imported
+
+
+def _run(command: Command, arguments: argparse.Namespace) -> int:
+    if command.config is None:
+        return int(_imported(command.run)(arguments))
+    flags = {name: getattr(arguments, name, None) for name in command.config.model_fields}
+    if arguments.model_argument is not None:
+        flags["model"] = arguments.model_argument
+    config = load(command.config, flags, arguments.config)
+    if command.flags is not None:
+        return int(_imported(command.run)(config, arguments))
+    for line in unknown_variables(command.config):
+        print(f"{arguments.parser.prog}: {line}", file=sys.stderr)
+    return int(_imported(command.run)(config))
+
+
+def _hand_over(command: Command, rest: Sequence[str]) -> int:
+    """Run a module that parses its own options."""
+    try:
+        run = _imported(command.run)
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        print(f"weft: this needs Triton: {install_hint('gpu')}", file=sys.stderr)
+        return 1
+    return int((run(list(rest), Parser) if command.parser_class else run(list(rest))) or 0)
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="weft", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
+    top = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
+    groups: dict[str, Any] = {}
+    for command in COMMANDS:
+        group, _, name = command.name.rpartition(" ")
+        if group and group not in groups:
+            text, metavar = GROUPS[group]
+            of_group = top.add_parser(group, help=text)
+            of_group.set_defaults(parser=of_group)
+            groups[group] = of_group.add_subparsers(title="commands", metavar=metavar, parser_class=Parser)
+        help = command.help
+        sub = groups.get(group, top).add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+        sub.set_defaults(parser=sub, command=command)
+        if command.config is not None:
+            sub.add_argument("model_argument", metavar="MODEL", nargs="?", help="as --model [demo]")
+            sub.add_argument("--config", metavar="FILE", type=Path, help="YAML file with any of the options below")
+            add_flags(sub, command.config)
+            sub.epilog = _SOURCES
+        if command.flags is not None:
+            _imported(command.flags)(sub)
+    parser.add_argument("--version", action="version", version=f"weft {__version__}")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status. A `WeftError` becomes one line on stderr and status 1."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    for command in COMMANDS:
+        if command.own_parser and command.name == " ".join(argv[:2]):
+            return _hand_over(command, argv[2:])
+    parser = _parser()
+    names = list(dict.fromkeys(command.name.split()[0] for command in COMMANDS))
+    if argv and not argv[0].startswith("-") and argv[0] not in names:
+        parser.error(f"unknown command {argv[0]}{nearest(argv[0], names)}")
+    arguments = parser.parse_args(argv)
+    if not hasattr(arguments, "command"):
+        (getattr(arguments, "parser", None) or parser).print_help()
+        return 0
+    try:
+        return _run(arguments.command, arguments)
+    except WeftError as error:
+        print(f"{arguments.parser.prog}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

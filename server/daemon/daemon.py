@@ -1,0 +1,297 @@
+"""The daemon: starts the engine process and the API processes, watches them, drains on SIGTERM, and ends with them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import signal
+import ssl
+import sys
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from weft.engine.errors import ConfigError, WeftError
+from weft.engine.wire.client import EngineClient
+from weft.engine.wire.messages import EngineReady
+from weft.engine.wire.spawn import EngineProcess
+from weft.server.announce import announce
+from weft.server.config import ServeConfig
+from weft.server.daemon.api_process import ApiProcess
+from weft.server.daemon.control import Drain, EngineDown, EngineUp, Failed, Idle, Interrupt, Ready, Stop, ToWorker
+from weft.server.keys import load_keys
+from weft.server.listen import listen
+from weft.server.logs import configure
+from weft.server.observe.board import Board
+from weft.server.observe.metrics import Metrics
+
+FAREWELL = 1.0
+"""seconds that last answers get to leave"""
+STOP_SECONDS = 5.0
+"""that a process gets to end when asked"""
+RESTART_SECONDS = 1.0
+"""between an engine's end and the next one's start"""
+SHORT_LIFE = 5.0
+SHORT_LIVES = 3
+"""so many API processes in a row that lived less than SHORT_LIFE seconds: another one will not help"""
+
+logger = logging.getLogger("weft")
+
+
+def run(config: ServeConfig) -> int:
+    """Serve until a signal or the engine's end. Returns the exit code: 0 after a signal, 1 otherwise."""
+    configure(config)
+    try:
+        return asyncio.run(_run(config))
+    except WeftError as error:
+        print(f"weft: {error}", file=sys.stderr)
+        return 1
+
+
+async def _run(config: ServeConfig) -> int:
+    return await Daemon(config).run()
+
+
+class Daemon:
+    """Row 0 of the board is the daemon's own, row i + 1 that of its i-th API process."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        """Takes the port. Raises `ConfigError` for what an operator can mend."""
+        self._begun = time.monotonic()
+        self._config = config
+        _check_tls(config)
+        self._keys = load_keys(config)
+        self._listeners = listen(config.host, config.port, config.api_workers)
+        self._board = Board(config.api_workers + 1, len(self._keys))
+        self._metrics = Metrics(self._board, 0)
+        self._numbers = itertools.count(1)
+        """of clients, over all engines"""
+        self._engine: EngineProcess | None = None
+        self._control: EngineClient | None = None
+        self._engine_ready: EngineReady | None = None
+        self._api: dict[int, ApiProcess] = {}
+        self._clients: dict[int, int] = {}
+        """the client's number by API process"""
+        self._serving: set[int] = set()
+        self._busy: set[int] = set()
+        """draining API processes with open answers"""
+        self._announced = False
+        self._chat = False
+        self._idle = asyncio.Event()
+        self._asked_to_stop = asyncio.Event()
+        self._asked_twice = asyncio.Event()
+        self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._on_signal)
+        keepers = [self._begin(self._keep_engine())]
+        keepers += [self._begin(self._keep_api(i)) for i in range(self._config.api_workers)]
+        try:
+            stop = asyncio.create_task(self._asked_to_stop.wait())
+            await asyncio.wait((stop, self._failure), return_when=asyncio.FIRST_COMPLETED)
+            self._asked_to_stop.set()
+            if self._announced and not self._failure.done():
+                await self._drain()
+            if self._failure.done():
+                print(f"weft: {self._failure.result()}", file=sys.stderr, flush=True)
+                self._tell_drain()
+                await self._wait_idle(FAREWELL)
+            return 1 if self._failure.done() else 0
+        finally:
+            for keeper in keepers:
+                keeper.cancel()
+            await asyncio.gather(*keepers, return_exceptions=True)
+            await asyncio.gather(self._stop_engine(), *(self._stop_api(process) for process in self._api.values()))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            if not isinstance(error, WeftError):
+                logger.error("the daemon failed", exc_info=error)
+            self._fail(str(error))
+
+    def _fail(self, why: str) -> None:
+        if not self._failure.done():
+            self._failure.set_result(why)
+
+    def _on_signal(self) -> None:
+        if self._asked_to_stop.is_set():
+            self._asked_twice.set()
+        self._asked_to_stop.set()
+
+    def _tell(self, message: ToWorker) -> None:
+        for process in self._api.values():
+            process.send(message)
+
+    # -- the engine
+
+    async def _keep_engine(self) -> None:
+        """Run an engine process, and another one after it if so configured."""
+        while True:
+            why = await self._run_engine()
+            restarting = self._config.restart_engine and self._announced and not self._asked_to_stop.is_set()
+            self._tell(EngineDown(why, restarting))
+            await self._stop_engine()
+            if not restarting:
+                self._fail(why)
+                return
+            logger.error("%s; starting another one", why)
+            self._metrics.engine_restarts.inc()
+            await asyncio.sleep(RESTART_SECONDS)
+
+    async def _run_engine(self) -> str:
+        """One engine process from start to end; tells why it ended. Raises `WeftError` when it cannot start."""
+        self._engine = engine = await EngineProcess.start(self._config.engine)
+        self._control = control = EngineClient(engine.address, next(self._numbers))
+        control.on_stats = self._metrics.count_iteration
+        # Nobody would know how it fares; an engine that is being stopped ends by itself, its KV pages kept.
+        control.reader.add_done_callback(lambda _: engine.kill() if self._engine is engine else None)
+        for i in self._api:
+            self._introduce(i)
+        loading = asyncio.create_task(control.wait_ready())
+        dead = asyncio.create_task(engine.wait_dead())
+        try:
+            await asyncio.wait((loading, dead), return_when=asyncio.FIRST_COMPLETED)
+            if loading.done():
+                self._engine_ready = loading.result()
+                self._announce_once()
+                await asyncio.wait((dead,))
+            why = dead.result()
+            control.mark_dead(why)
+            if self._engine_ready is None:
+                raise WeftError(control.failure or why)
+            return control.failure or why
+        finally:
+            loading.cancel()
+            dead.cancel()
+            self._engine_ready = None
+
+    def _introduce(self, i: int) -> None:
+        """Tell an API process where the engine is."""
+        if self._engine is not None:
+            self._clients[i] = number = next(self._numbers)
+            self._api[i].send(EngineUp(self._engine.address, number))
+
+    async def _stop_engine(self) -> None:
+        engine, self._engine = self._engine, None
+        control, self._control = self._control, None
+        if control is not None:
+            control.mark_dead("the engine was stopped")
+            control.close()
+        if engine is not None:
+            await engine.stop(STOP_SECONDS)
+
+    # -- the API processes
+
+    async def _keep_api(self, i: int) -> None:
+        """Run the i-th API process, and another one after it."""
+        short_lives = 0
+        while True:
+            begun = time.monotonic()
+            how = await self._run_api(i)
+            short_lives = short_lives + 1 if time.monotonic() - begun < SHORT_LIFE else 0
+            if short_lives == SHORT_LIVES:
+                self._fail(f"API processes end as soon as they have started ({how})")
+                return
+            logger.error("API process %d ended (%s); starting another one", i, how)
+            self._metrics.api_restarts.inc()
+
+    async def _run_api(self, i: int) -> str:
+        """One API process from start to end; tells how it ended."""
+        process = await ApiProcess.start(self._config, self._keys, i + 1, self._board, self._listeners[i])
+        self._api[i] = process
+        self._introduce(i)
+        if self._asked_to_stop.is_set():
+            process.send(Drain())
+        async for message in process.messages():
+            match message:
+                case Ready():
+                    self._serving.add(i)
+                    self._announce_once(chat=message.chat)
+                case Failed():
+                    self._fail(message.message)
+                case Idle():
+                    self._no_longer_busy(i)
+        how = await process.wait()
+        del self._api[i]
+        self._serving.discard(i)
+        self._no_longer_busy(i)
+        self._board.load[i + 1] = 0
+        if self._control is not None and i in self._clients:
+            self._control.client_gone(self._clients[i])
+        return how
+
+    async def _stop_api(self, process: ApiProcess) -> None:
+        process.send(Stop())
+        try:
+            await asyncio.wait_for(process.wait(), STOP_SECONDS)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+    def _announce_once(self, *, chat: bool | None = None) -> None:
+        """Once everything serves. `chat`: the model has a chat template, as an API process tells."""
+        self._chat = self._chat or bool(chat)
+        if not self._announced and self._engine_ready is not None and len(self._serving) == self._config.api_workers:
+            self._announced = True
+            seconds = time.monotonic() - self._begun
+            address = self._listeners[0].getsockname()
+            announce(self._config, address, self._engine_ready, seconds, chat=self._chat, key=bool(self._keys))
+
+    # -- the end
+
+    def _tell_drain(self) -> None:
+        self._busy = set(self._api)
+        self._idle.clear()
+        self._tell(Drain())
+        if not self._busy:
+            self._idle.set()
+
+    def _no_longer_busy(self, i: int) -> None:
+        self._busy.discard(i)
+        if not self._busy:
+            self._idle.set()
+
+    async def _drain(self) -> None:
+        """Take no new work, let open answers finish, then end those that did not."""
+        logger.info("draining")
+        self._tell_drain()
+        idle = asyncio.create_task(self._idle.wait())
+        twice = asyncio.create_task(self._asked_twice.wait())
+        timeout = self._config.drain_timeout
+        await asyncio.wait((idle, twice, self._failure), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        twice.cancel()
+        if not idle.done() and not self._failure.done():
+            self._tell(Interrupt())
+            await self._wait_idle(FAREWELL)
+        idle.cancel()
+
+    async def _wait_idle(self, timeout: float) -> None:
+        waiting = asyncio.create_task(self._idle.wait())
+        await asyncio.wait((waiting,), timeout=timeout)
+        waiting.cancel()
+
+
+def _check_tls(config: ServeConfig) -> None:
+    """Raises `ConfigError` for a certificate and key that cannot serve."""
+    if config.tls_cert is None:
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+            config.tls_cert, config.tls_key, password=_no_password
+        )
+    except ssl.SSLError as error:
+        raise ConfigError(f"--tls-cert, --tls-key: no certificate with its key: {error.reason or error}") from None
+    except OSError as error:
+        raise ConfigError(f"--tls-cert, --tls-key: cannot be read: {error.strerror}") from None
+
+
+def _no_password() -> str:
+    raise ConfigError("--tls-key: the key has a password; a daemon cannot type one")

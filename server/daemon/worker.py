@@ -1,0 +1,190 @@
+"""An API process: answers HTTP on its listener, from a connection of its own to the engine. Started by the daemon as
+`python -m weft.server.daemon.worker` with a socket to it on file descriptor 0; ends when that socket closes."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Generator
+from contextlib import contextmanager, suppress
+from functools import partial
+
+import uvicorn
+import uvloop
+
+from weft.engine.errors import WeftError
+from weft.engine.wire.client import EngineClient
+from weft.server.api.app import create_app
+from weft.server.api.connection import Connection
+from weft.server.api.service import Phase, Service
+from weft.server.config import ServeConfig
+from weft.server.daemon.control import (
+    Channel,
+    Drain,
+    EngineDown,
+    EngineUp,
+    Failed,
+    Idle,
+    Interrupt,
+    Ready,
+    Start,
+    Stop,
+    ToWorker,
+)
+from weft.server.errors import ApiError
+from weft.server.logs import configure
+from weft.server.observe.board import Board
+from weft.server.observe.scrape import scrape
+from weft.server.text.tokenizer import Tokenizer
+
+IDLE_TICK = 0.02
+FAREWELL = 1.0
+"""seconds that last answers get to leave"""
+BROKEN = 70
+"""exit status of a process that could not go on"""
+
+
+class Server(uvicorn.Server):
+    """uvicorn, without its signal handling: the daemon decides when to end."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def make_server(service: Service) -> Server:
+    config = service.config
+    logging.getLogger("uvicorn.access").propagate = False  # uvicorn asks whether anybody listens
+    return Server(
+        uvicorn.Config(
+            create_app(service),
+            http=partial(Connection, shortcuts={b"/metrics": partial(scrape, service.metrics)}),  # type: ignore[arg-type]
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            ssl_certfile=config.tls_cert,
+            ssl_keyfile=config.tls_key,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=2,
+        )
+    )
+
+
+class Worker:
+    """One API process, from `Start` to `Stop`."""
+
+    def __init__(self, channel: Channel[ToWorker], start: Start) -> None:
+        self._channel = channel
+        config = ServeConfig.model_validate_json(start.config)
+        configure(config)
+        keys = [bytes.fromhex(key) for key in start.keys]
+        board = Board(start.rows, len(keys), start.board_fd)
+        self._service = Service(config, board, start.row, keys)
+        self._listener = socket.socket(fileno=start.listener_fd)
+        self._client: EngineClient | None = None
+        self._tasks: set[asyncio.Future[None]] = set()
+
+    async def run(self) -> None:
+        server = make_server(self._service)
+        serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+        self._tokenizer = asyncio.create_task(self._load_tokenizer())
+        async for message in self._channel.messages():
+            if isinstance(message, Stop):
+                break
+            self._take(message)
+        else:
+            os._exit(1)  # the daemon has died: nobody would watch this process
+        server.should_exit = True
+        await asyncio.wait((serving,), timeout=FAREWELL)
+        server.force_exit = True
+        await asyncio.gather(serving, return_exceptions=True)
+        if self._client is not None:
+            self._client.close()
+        self._service.close()
+
+    def _take(self, message: ToWorker) -> None:
+        service = self._service
+        match message:
+            case EngineUp():
+                self._begin(self._serve(message))
+            case EngineDown():
+                self._engine_down(message)
+            case Drain():
+                if service.phase is not Phase.DEAD:
+                    service.phase = Phase.DRAINING
+                self._begin(self._tell_idle())
+            case Interrupt():
+                error = ApiError(503, "The server is shutting down.", code="draining", retry_after=10)
+                service.interrupt_all(error, "drain")
+
+    def _begin(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Future[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # A defect. Whoever waits for this process is better served by another one.
+            sys.excepthook(type(error), error, error.__traceback__)
+            os._exit(BROKEN)
+
+    async def _load_tokenizer(self) -> Tokenizer:
+        path = self._service.config.model_path
+        return await self._service.offload(lambda: Tokenizer.load(path))
+
+    async def _serve(self, engine: EngineUp) -> None:
+        """Connect to this engine and serve once it is ready."""
+        self._client = client = EngineClient(engine.address, engine.client)
+        self._begin(client.reader)
+        try:
+            tokenizer = await self._tokenizer
+            ready = await client.wait_ready()
+        except WeftError as error:
+            if client.alive:
+                self._channel.send(Failed(str(error)))
+            return
+        tokenizer.hide(ready.eos_token_ids)
+        self._service.attach(client, ready, tokenizer)
+        gc.collect()
+        gc.freeze()  # what is there now stays: later collections need not look at it
+        self._channel.send(Ready(tokenizer.has_chat_template))
+
+    def _engine_down(self, message: EngineDown) -> None:
+        self._service.engine_died(restarting=message.restarting)
+        if self._client is not None:
+            self._client.mark_dead(message.why)
+            self._client.close()
+            self._client = None
+
+    async def _tell_idle(self) -> None:
+        while self._service.open:
+            await asyncio.sleep(IDLE_TICK)
+        self._channel.send(Idle())
+
+
+async def _run(sock: socket.socket) -> None:
+    channel = await Channel.of_worker(sock)
+    start = await channel.first()
+    assert isinstance(start, Start)
+    await Worker(channel, start).run()
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon decides when to end
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a connection is a file descriptor
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_run(socket.socket(fileno=0)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Gauges and totals that the engine keeps itself, under weft's names and those that routers look for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from weft import __version__
+from weft.engine.wire.messages import EngineReady, EngineStats, TierStats
+from weft.server.observe.exposition import head, labelled
+
+TIERS = ("gpu", "host", "ssd")
+_QUEUE = ("slots", "pages", "tokens", "sibling", "grammar", "load")
+
+_TIER_COUNTERS = (
+    ("weft_prefix_cache_hit_tokens", "hit_tokens", "Prompt tokens found in a tier and in no faster one"),
+    ("weft_prefix_cache_missed_tokens", "missed_tokens", "Prompt tokens found neither in a tier nor in a faster one"),
+    ("weft_kv_tier_bytes_in", "bytes_in", "KV bytes stored in a tier"),
+    ("weft_kv_tier_bytes_out", "bytes_out", "KV bytes loaded from a tier"),
+    ("weft_kv_tier_evictions", "evictions", "KV pages that a tier dropped for others"),
+    ("weft_kv_tier_failures", "failures", "KV pages that could not be stored or loaded"),
+)
+_TIER_GAUGES = (
+    ("weft_kv_tier_used_pages", "used", "KV pages in a tier"),
+    ("weft_kv_tier_capacity_pages", "capacity", "KV pages that a tier has room for"),
+    ("weft_kv_tier_up", "up", "1 while a tier works, 0 after a failure switched it off"),
+)
+
+
+class EngineFigures:
+    """What the engine last told."""
+
+    def __init__(self) -> None:
+        self.stats = EngineStats()
+        self.ready: EngineReady | None = None
+        self.model = ""
+        self.up = False
+        self._shown: tuple[object, bytes] = (None, b"")
+        """what `text` was last made of, and its answer"""
+
+    def text(self) -> bytes:
+        """In Prometheus's text format."""
+        told = (self.stats, self.ready, self.model, self.up)
+        if told != self._shown[0]:
+            self._shown = (told, "".join(self._metrics()).encode())
+        return self._shown[1]
+
+    def _metrics(self) -> Iterable[str]:
+        stats, hits, queried = self.stats, "weft_prefix_cache_hit_tokens_total", "weft_prefix_cache_queried_tokens"
+        usage = stats.pages_held / stats.pages_total if stats.pages_total else 0.0
+        queue = {reason: stats.queue.get(reason, 0) for reason in _QUEUE}
+        yield _gauge("weft_engine_up", "1 while the engine lives and its model is loaded", self.up)
+        yield _gauge("weft_requests_running", "Sequences running", stats.running)
+        yield _gauge("weft_requests_waiting", "Sequences waiting", stats.waiting)
+        yield _family("weft_requests_queued", "gauge", "Sequences that wait, by what they wait for", "reason", queue)
+        yield _gauge("weft_kv_cache_usage_ratio", "KV pages held / all", usage)
+        yield _counter(queried, "Prompt tokens looked up", stats.prefix_queried_tokens)
+        yield from self._tiers()
+        yield _counter("weft_prompt_tokens", "Prompt tokens of started requests", stats.prompt_tokens)
+        yield _counter("weft_generation_tokens", "Tokens generated", stats.generation_tokens)
+        yield _counter("weft_preemptions", "Requests that lost their pages", stats.preemptions)
+        computed = {"decode": stats.decode_tokens, "prefill": stats.prefill_tokens}
+        yield _family("weft_computed_tokens_total", "counter", "Tokens that went through the model", "phase", computed)
+        pipelined = stats.iterations_pipelined
+        plans = {"serial": stats.iterations - pipelined, "pipelined": pipelined}
+        yield _family("weft_iterations_total", "counter", "Iterations, by the plan that ran them", "plan", plans)
+        idle = "Device idle between iterations while requests were open"
+        yield _counter("weft_device_idle_seconds", idle, stats.iterations_idle_seconds)
+
+        yield _gauge("vllm:num_requests_running", "weft_requests_running", stats.running)
+        yield _gauge("vllm:num_requests_waiting", "weft_requests_waiting", stats.waiting)
+        yield _gauge("vllm:kv_cache_usage_perc", "weft_kv_cache_usage_ratio", usage)
+        yield _counter("vllm:prefix_cache_queries", f"{queried}_total", stats.prefix_queried_tokens)
+        yield _counter("vllm:prefix_cache_hits", hits, stats.prefix_hit_tokens)
+        yield _counter("vllm:num_preemptions", "weft_preemptions_total", stats.preemptions)
+        yield from self._constants()
+
+    def _tiers(self) -> Iterable[str]:
+        tiers = self.stats.tiers or {"gpu": TierStats()}
+        for name, field, help in _TIER_COUNTERS:
+            figures = {tier: getattr(stats, field) for tier, stats in tiers.items()}
+            yield _family(f"{name}_total", "counter", help, "tier", figures)
+        for name, field, help in _TIER_GAUGES:
+            figures = {tier: getattr(stats, field) for tier, stats in tiers.items()}
+            yield _family(name, "gauge", help, "tier", figures)
+
+    def _constants(self) -> Iterable[str]:
+        ready = self.ready
+        if ready is None:
+            return
+        yield _gauge("weft_max_running_requests", "Sequences that run at once at most", ready.max_num_seqs)
+        yield _gauge("weft_max_iteration_tokens", "The dense batch: tokens at most", ready.max_num_batched_tokens)
+        page_size, num_pages = str(ready.page_size), str(ready.num_pages)
+        yield _info("weft_cache_config_info", "KV pages", {"page_size": page_size, "num_pages": num_pages})
+        labels = {"block_size": page_size, "num_gpu_blocks": num_pages}
+        yield _info("vllm:cache_config_info", "weft_cache_config_info", labels)
+        labels = {"version": __version__, "model": self.model, "dtype": ready.dtype, "device": ready.device}
+        yield _info("weft_build_info", "Always 1", labels)
+
+
+def _gauge(name: str, help: str, value: float) -> str:
+    return f"{head(name, 'gauge', help)}{name} {float(value)}\n"
+
+
+def _counter(name: str, help: str, value: float) -> str:
+    name = f"{name}_total"
+    return f"{head(name, 'counter', help)}{name} {float(value)}\n"
+
+
+def _family(name: str, kind: str, help: str, label: str, figures: Mapping[str, float]) -> str:
+    lines = [f"{name}{labelled({label: value})} {float(figure)}\n" for value, figure in figures.items()]
+    return head(name, kind, help) + "".join(lines)
+
+
+def _info(name: str, help: str, labels: dict[str, str]) -> str:
+    return f"{head(name, 'gauge', help)}{name}{labelled(labels)} 1.0\n"

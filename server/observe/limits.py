@@ -1,0 +1,73 @@
+"""Rates per API key: token buckets on the board, so that they hold over all API processes."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.server.errors import ApiError
+from weft.server.observe.board import Board
+from weft.server.observe.counters import Counter
+
+LONGEST_WAIT = 120
+"""seconds of `Retry-After` at most"""
+
+TIME, REQUESTS, TOKENS = 0, 1, 2
+"""columns of `Board.buckets`: when the bucket was last filled, and how much of each allowance has been *used*"""
+
+
+class RateLimits:
+    """A bucket holds a minute's allowance and refills steadily.
+
+    A request costs one of `requests` when it comes. The tokens of its prompt are charged before they are computed,
+    those of its output, which nobody knows before, when it ends. A key that has used up its tokens waits until it has
+    some again. Without keys everybody shares one bucket.
+    """
+
+    def __init__(self, board: Board, rejected: Counter, requests: int | None, tokens: int | None) -> None:
+        """`rejected`: counts refusals by code."""
+        self._board = board
+        self._rejected = rejected
+        self._requests = requests
+        self._tokens = tokens
+
+    def enter(self, key: int) -> ApiError | None:
+        """Charge `key` for a request, or tell why not now."""
+        if self._requests is None and self._tokens is None:
+            return None
+        with self._board.lock():
+            bucket = self._refill(key)
+            wait = 0.0
+            if self._requests is not None and bucket[REQUESTS] + 1 > self._requests:
+                wait, what = (bucket[REQUESTS] + 1 - self._requests) * 60 / self._requests, "requests"
+            if self._tokens is not None and bucket[TOKENS] >= self._tokens:
+                wait, what = max(wait, (bucket[TOKENS] - self._tokens + 1) * 60 / self._tokens), "tokens"
+            if not wait:
+                bucket[REQUESTS] += 1
+                return None
+        self._rejected.labels("rate_limit_exceeded").inc()
+        limit = self._requests if what == "requests" else self._tokens
+        return ApiError(
+            429,
+            f"This key may use {limit} {what} a minute.",
+            code="rate_limit_exceeded",
+            retry_after=min(LONGEST_WAIT, max(1, math.ceil(wait))),
+        )
+
+    def charge(self, key: int, tokens: int) -> None:
+        """Charge `key` for tokens of a request."""
+        if self._tokens is not None and tokens:
+            with self._board.lock():
+                self._refill(key)[TOKENS] += tokens
+
+    def _refill(self, key: int) -> npt.NDArray[np.float64]:
+        bucket: npt.NDArray[np.float64] = self._board.buckets[key]
+        now = time.monotonic()  # one clock for all processes of a machine
+        minutes = (now - bucket[TIME]) / 60
+        bucket[TIME] = now
+        bucket[REQUESTS] = max(0.0, bucket[REQUESTS] - minutes * (self._requests or 0))
+        bucket[TOKENS] = max(0.0, bucket[TOKENS] - minutes * (self._tokens or 0))
+        return bucket

@@ -1,0 +1,124 @@
+"""What Prometheus sees. Names and labels are an API, pinned by a test; label values are fixed sets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from weft.engine.wire.messages import EngineReady, EngineStats, Started
+from weft.server.observe.board import Board
+from weft.server.observe.counters import Counter, Histogram, Store
+from weft.server.observe.engine_metrics import TIERS, EngineFigures
+
+LAG_INTERVAL = 0.05
+
+_LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_GAP = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.5, 5.0)
+_CPU = (0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+_LAG = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 1.0)
+_SIZE = tuple(float(2**i) for i in range(17))
+
+PROBES = ("/health", "/ready", "/metrics", "/version")
+"""what probes and scrapers reach without a key; everything else needs one"""
+ENDPOINTS = (
+    *PROBES,
+    "/v1/models",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/tokenize",
+    "/detokenize",
+    "/tokenizer_info",
+)
+_STATUSES = ["200", "400", "401", "404", "405", "408", "413", "429", "431", "499", "500", "501", "503", "504"]
+_REFUSALS = ["loading", "draining", "dead", "queue_full", "queue_tokens_full", "rate_limit_exceeded"]
+_CAUSES = ["disconnect", "timeout", "drain", "engine", "error"]
+
+
+class Metrics:
+    """The metrics of a daemon. A process counts in its own row of the board; `render` tells the sum of all rows."""
+
+    def __init__(self, board: Board | None = None, row: int = 0) -> None:
+        self._store = store = Store(board or Board(1), row)
+
+        def histogram(name: str, help: str, buckets: tuple[float, ...], **labels: Sequence[str]) -> Histogram:
+            return Histogram(store, f"weft_{name}", help, buckets, **labels)
+
+        def counter(name: str, help: str, **labels: Sequence[str]) -> Counter:
+            return Counter(store, f"weft_{name}", help, **labels)
+
+        self.ttft = histogram("time_to_first_token_seconds", "Arrival to first token", _LATENCY)
+        self.itl = histogram("inter_token_latency_seconds", "Gap between consecutive deliveries of tokens", _GAP)
+        self.tpot = histogram("time_per_output_token_seconds", "(Latency - TTFT) / (output tokens - 1)", _GAP)
+        self.latency = histogram("request_latency_seconds", "Arrival to last token", _LATENCY)
+        self.normalized = histogram("normalized_latency_seconds", "Latency / output tokens", _GAP)
+        self.queue_time = histogram("queue_time_seconds", "Arrival in the engine to first schedule", _LATENCY)
+        self.prefill_time = histogram("prefill_time_seconds", "First schedule to first token", _LATENCY)
+        self.decode_time = histogram("decode_time_seconds", "First token to last token", _LATENCY)
+        self.iteration_tokens = histogram("iteration_tokens", "Tokens in an iteration", _SIZE)
+        self.iteration_seconds = histogram("iteration_seconds", "Duration of an iteration", _GAP)
+        self.batch_requests = histogram("batch_requests", "Requests in an iteration", _SIZE[:13])
+        self.load_seconds = histogram("kv_load_seconds", "Time to bring a KV page to the GPU", _LATENCY, tier=TIERS)
+        self.schedule_seconds = histogram("schedule_seconds", "CPU time of schedule and commit per iteration", _CPU)
+        self.event_loop_lag = histogram("event_loop_lag_seconds", "Lateness of a timer in an API process", _LAG)
+        self.requests = counter("requests", "HTTP requests answered", endpoint=ENDPOINTS, status=_STATUSES)
+        self.finished = counter(
+            "finished", "Sequences that ended", reason=("stop", "length", "tool_calls", "abort", "error")
+        )
+        self.rejected = counter("rejected", "Requests refused before any work", reason=_REFUSALS)
+        self.aborted = counter("aborted", "Sequences ended before they finished", cause=_CAUSES)
+        self.engine_restarts = counter("engine_restarts", "Engine processes started after one had ended")
+        self.api_restarts = counter("api_process_restarts", "API processes started after one had ended")
+        self._engine = EngineFigures()
+        self._iterations = 0
+
+    def engine_loaded(self, model: str, ready: EngineReady) -> None:
+        self._engine.model, self._engine.ready, self._engine.up = model, ready, True
+
+    def engine_died(self) -> None:
+        self._engine.up = False
+
+    def engine_stats(self, stats: EngineStats) -> None:
+        """What the gauges show. Called for every message of the engine, in every process that answers /metrics."""
+        self._engine.stats = stats
+
+    def count_iteration(self, stats: EngineStats) -> None:
+        """Called for every message of the engine, in one process of the daemon."""
+        for tier, seconds in stats.load_seconds:
+            self.load_seconds.labels(tier).observe(seconds)
+        if stats.iterations == self._iterations:
+            return  # brought aborts, no iteration
+        self._iterations = stats.iterations
+        self.iteration_tokens.observe(stats.iteration_tokens)
+        self.iteration_seconds.observe(stats.iteration_seconds)
+        self.batch_requests.observe(stats.iteration_requests)
+        self.schedule_seconds.observe(stats.schedule_seconds)
+
+    def sequence_started(self, started: Started, ttft: float) -> None:
+        self.ttft.observe(ttft)
+        self.queue_time.observe(started.queue_seconds)
+        self.prefill_time.observe(started.prefill_seconds)
+
+    def sequence_finished(self, reason: str, *, ttft: float, latency: float, num_tokens: int) -> None:
+        self.finished.labels(reason).inc()
+        self.latency.observe(latency)
+        self.decode_time.observe(latency - ttft)
+        if num_tokens:
+            self.normalized.observe(latency / num_tokens)
+        if num_tokens > 1:
+            self.tpot.observe((latency - ttft) / (num_tokens - 1))
+
+    def sequence_aborted(self, cause: str) -> None:
+        self.finished.labels("abort").inc()
+        self.aborted.labels(cause).inc()
+
+    async def watch_event_loop(self) -> None:
+        """Measure for ever how late the loop's timers are."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + LAG_INTERVAL
+            await asyncio.sleep(LAG_INTERVAL)
+            self.event_loop_lag.observe(max(0.0, loop.time() - due))
+
+    def render(self) -> bytes:
+        """Everything, in Prometheus's text format."""
+        return self._store.text() + self._engine.text()

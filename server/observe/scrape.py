@@ -1,0 +1,15 @@
+"""What `GET /metrics` is answered by `connection`, ahead of the application."""
+
+from __future__ import annotations
+
+from weft.server.observe.exposition import CONTENT_TYPE
+from weft.server.observe.metrics import Metrics
+
+_HEAD = f"HTTP/1.1 200 OK\r\ncontent-type: {CONTENT_TYPE}\r\ncontent-length: ".encode()
+
+
+def scrape(metrics: Metrics) -> bytes:
+    """Head and body. The scrape itself is counted by the next one."""
+    body = metrics.render()
+    metrics.requests.labels("/metrics", "200").inc()
+    return b"%b%d\r\n\r\n%b" % (_HEAD, len(body), body)

@@ -1,0 +1,196 @@
+"""Text to token ids and back: the model's own tokenizer and chat template, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from weft.engine.errors import ModelError
+from weft.server.bodies import parse_json
+from weft.server.errors import bad_request, clip
+from weft.server.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from weft.server.text.token_bytes import TokenBytes
+
+if TYPE_CHECKING:
+    from weft.server.api.protocol import ChatMessage
+
+_CONTEXT_TOKENS = 8
+"""prompt tokens that a window detokenizer is shown"""
+
+
+class Tokenizer:
+    """Thread-safe: nothing here changes once it serves. Encoding and rendering are meant for worker threads."""
+
+    def __init__(self, hf: Any) -> None:
+        """`hf`: a `PreTrainedTokenizerFast` or compatible object with a `backend_tokenizer`."""
+        self._hf = hf
+        self._backend = hf.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        added = self._backend.get_added_tokens_decoder()
+        self.skip_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        """ids that never appear in text"""
+        self.special_ids = self.skip_ids
+        """ids that the vocabulary itself calls special"""
+        self._token_bytes = TokenBytes.of(self._backend)
+        self.token_text: Callable[[int], str] = _Spellings(self.token_bytes).__getitem__
+        """a token's bytes as a string, see `spell`"""
+        self.longest_token = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+        """characters that one token can stand for at most"""
+
+    @classmethod
+    def load(cls, path: Path) -> Tokenizer:
+        """Read the tokenizer of a model directory. Raises `ModelError`; takes a second, so call it in a thread."""
+        if not path.is_dir():
+            raise ModelError(f"the model directory {path} does not exist")
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        # `tokenizer.json` is the whole truth and its class needs no torch; AutoTokenizer imports it (2 s, 200 MB).
+        if (path / "tokenizer.json").exists():
+            from transformers import PreTrainedTokenizerFast as Loader
+        else:
+            from transformers import AutoTokenizer as Loader
+        try:
+            hf = Loader.from_pretrained(str(path), local_files_only=True)
+        except Exception as error:  # transformers raises all kinds for a broken directory
+            raise ModelError(f"no tokenizer can be loaded from {path}: {clip(' '.join(str(error).split()))}") from error
+        if getattr(hf, "backend_tokenizer", None) is None:
+            raise ModelError(f"the tokenizer in {path} has no tokenizer.json and cannot be converted to one")
+        return cls(hf)
+
+    def hide(self, token_ids: Iterable[int]) -> None:
+        """Keep further ids out of text: end tokens, which a tokenizer need not call special."""
+        self.skip_ids |= frozenset(token_ids)
+
+    # -- to ids
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        # The batch call releases the GIL and computes no offsets.
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._hf.chat_template is not None
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template's text; of several, the one for tools or the default."""
+        template = self._hf.chat_template
+        if isinstance(template, dict):
+            return template.get("tool_use") or template.get("default")
+        return template
+
+    def render_chat(self, messages: Sequence[ChatMessage], arguments: Mapping[str, Any]) -> str:
+        """The prompt text for a conversation, special tokens included. Raises `ApiError`.
+
+        `arguments`: of the template, by `TemplateBody`.
+        """
+        if not self.has_chat_template:
+            raise bad_request("This model has no chat template; use /v1/completions.", "messages", "no_chat_template")
+        roles = {} if "developer" in (self.chat_template or "") else {"developer": "system"}
+        conversation = [_as_template_input(message, roles) for message in messages]
+        try:
+            text: str = self._hf.apply_chat_template(conversation, tokenize=False, **arguments)
+        except (TemplateError, TypeError, ValueError, LookupError) as error:  # what templates raise on odd messages
+            raise bad_request(f"The chat template refuses these messages: {clip(str(error))}", "messages") from error
+        return text
+
+    # -- to text
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a whole sequence, without special tokens."""
+        return self._decode([token_id for token_id in token_ids if token_id not in self.skip_ids])
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._backend.decode(token_ids, skip_special_tokens=False)
+        return text
+
+    def detokenizer(self, prompt: Sequence[int] = (), *, show: frozenset[int] = frozenset()) -> Detokenizer:
+        """For the text that continues `prompt`. show: special tokens that are text here."""
+        skip = self.skip_ids - show
+        if self._token_bytes is not None:
+            at_start = all(token_id in self.skip_ids for token_id in prompt)
+            return ByteDetokenizer(self._token_bytes, skip, at_start=at_start)
+        context = [token_id for token_id in prompt if token_id not in self.skip_ids]
+        return WindowDetokenizer(self._decode, skip, context[-_CONTEXT_TOKENS:])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, special ones included."""
+        if self._token_bytes is not None:
+            return self._token_bytes[token_id]
+        return self._decode([token_id]).encode()
+
+    def token_id(self, name: str) -> int | None:
+        """The id of a token by its own spelling."""
+        token_id: int | None = self._backend.token_to_id(name)
+        return token_id
+
+    def token_name(self, token_id: int) -> str:
+        """The vocabulary's own spelling of a token."""
+        return self._backend.id_to_token(token_id) or ""
+
+    @property
+    def bos_token_id(self) -> int | None:
+        token_id: int | None = self._hf.bos_token_id
+        return token_id
+
+    @property
+    def vocab_size(self) -> int:
+        size: int = self._backend.get_vocab_size(with_added_tokens=True)
+        return size
+
+    def info(self) -> dict[str, Any]:
+        return {
+            "tokenizer_class": type(self._hf).__name__,
+            "vocab_size": self.vocab_size,
+            "bos_token": self._hf.bos_token,
+            "eos_token": self._hf.eos_token,
+            "pad_token": self._hf.pad_token,
+            "unk_token": self._hf.unk_token,
+            "chat_template": self._hf.chat_template,
+        }
+
+
+class _Spellings(dict[int, str]):
+    """Token id to `spell`, filled as ids are asked for."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._token_bytes = token_bytes
+
+    def __missing__(self, token_id: int) -> str:
+        text = self[token_id] = spell(self._token_bytes(token_id))
+        return text
+
+
+def spell(data: bytes) -> str:
+    """A token's bytes as a string; part of a character is written out, so that different tokens stay different."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _as_template_input(message: ChatMessage, roles: Mapping[str, str]) -> dict[str, Any]:
+    """Templates test for absent keys, so nothing absent is passed; they want tool arguments as objects.
+
+    `roles`: what the template calls roles that it does not know.
+    """
+    data = message.model_dump(exclude_none=True)
+    data["role"] = roles.get(message.role, message.role)
+    data.setdefault("content", "")
+    for call in data.get("tool_calls", ()):
+        call["function"]["arguments"] = _parse_arguments(call["function"]["arguments"])
+    return data
+
+
+def _parse_arguments(arguments: str) -> Any:
+    try:
+        return parse_json(arguments)
+    except ValueError:
+        return arguments

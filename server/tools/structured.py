@@ -1,0 +1,151 @@
+"""Structured outputs: the fields that ask for them, and the grammar that enforces them, checked off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, lru_cache
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
+
+from weft.engine.errors import RequestError
+from weft.engine.wire import grammar_text
+from weft.engine.wire.grammar_text import MAX_GRAMMAR_CHARS
+from weft.server.bodies import Body, parse_json
+from weft.server.errors import bad_request, clip
+
+CHECK_SECONDS = 5.0
+CHECK_THREADS = 2
+MAX_CHOICES = 1024
+MAX_WORDS = 1024
+ENDLESS = 1 << 24
+"""tokens: more than any context has"""
+
+
+def _parse_schema(value: Any) -> dict[str, Any] | bool:
+    if isinstance(value, str):
+        try:
+            value = parse_json(value)
+        except ValueError as error:
+            raise ValueError(f"is not valid JSON: {error}") from None
+    if not isinstance(value, dict | bool):
+        raise ValueError("must be a JSON schema: an object, or its text")
+    return value
+
+
+Schema = Annotated[
+    dict[str, Any] | bool,
+    PlainValidator(_parse_schema),
+    WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "boolean"}, {"type": "string"}]}),
+]
+GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
+
+Words = Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=MAX_WORDS)]
+
+
+class JsonSchemaFormat(Body):
+    name: str = ""
+    description: str | None = None
+    schema_: Schema = Field(alias="schema")
+    strict: bool = False
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema goes with type json_schema, and only with it")
+        return self
+
+
+class StructuredOutputs(Body):
+    """One of these."""
+
+    json_: Schema | None = Field(None, alias="json")
+    json_object: bool = False
+    regex: GrammarText | None = None
+    choice: Choices | None = None
+    grammar: GrammarText | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> StructuredOutputs:
+        if len(self.given()) != 1:
+            raise ValueError("give exactly one of json, json_object, regex, choice and grammar")
+        return self
+
+    def given(self) -> list[Callable[[], str]]:
+        """What writes the grammar, for each constraint that is there."""
+        out: list[Callable[[], str]] = []
+        if (schema := self.json_) is not None:
+            out.append(lambda: grammar_text.json_schema(schema))
+        if self.json_object:
+            out.append(lambda: grammar_text.json_schema({"type": "object"}))
+        if (pattern := self.regex) is not None:
+            out.append(lambda: grammar_text.regex(pattern))
+        if (choices := self.choice) is not None:
+            out.append(lambda: grammar_text.choice(choices))
+        if (text := self.grammar) is not None:
+            out.append(lambda: grammar_text.grammar(text))
+        return out
+
+
+Writer = tuple[str, Callable[[], str]]
+"""(field of the request, what writes its grammar)"""
+
+
+def of_response_format(asked: ResponseFormat) -> Writer | None:
+    if asked.type == "text":
+        return None
+    schema: dict[str, Any] | bool = {"type": "object"} if asked.json_schema is None else asked.json_schema.schema_
+    return "response_format", lambda: grammar_text.json_schema(schema)
+
+
+def of_structured_outputs(asked: StructuredOutputs) -> Writer:
+    (write,) = asked.given()
+    return "structured_outputs", write
+
+
+def only_tokens(token_ids: Sequence[int]) -> str:
+    """The grammar of outputs made of these tokens. It has no end: an end token must be among them to be allowed."""
+    ids = ",".join(map(str, sorted(set(token_ids))))
+    return grammar_text.lark(f"start: <[{ids}]>{{{ENDLESS},}}")
+
+
+def without_words(words: Sequence[str]) -> str:
+    """The grammar of texts in which none of these occurs, wherever token borders fall."""
+    bad = " | ".join(map(grammar_text.literal, words))
+    return grammar_text.lark(f"start: TEXT\nTEXT: ANY & ~(ANY BAD ANY)\nANY: /(.|\\n)*/\nBAD: {bad}")
+
+
+async def write_grammar(writer: Writer) -> str:
+    """The checked grammar of a request. Raises `ApiError` 400, naming the field, for one that cannot be used."""
+    field, write = writer
+    work = asyncio.get_running_loop().run_in_executor(_threads(), _write_and_check, write)
+    try:
+        async with asyncio.timeout(CHECK_SECONDS):
+            return await asyncio.shield(work)  # what has begun cannot be stopped; its limits end it
+    except TimeoutError:
+        raise bad_request(f"{field}: takes longer than {CHECK_SECONDS:g} s to check.", field) from None
+    except RequestError as error:
+        raise bad_request(f"{field}: {clip(str(error))}", field, "invalid_grammar") from None
+
+
+def _write_and_check(write: Callable[[], str]) -> str:
+    text = write()
+    if (reason := _check(text)) is not None:
+        raise RequestError(reason)
+    return text
+
+
+_check = lru_cache(256)(grammar_text.check)
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return grammar_text.compile_threads(CHECK_THREADS, "grammar-check")
