@@ -22,10 +22,11 @@ from weft.engine.memory.tier_setup import make_tiers, open_store
 from weft.engine.model.spec import read_spec
 from weft.engine.model.weights import Weights, load_weights
 from weft.engine.progress import Phases, Progress
+from weft.engine.runner.make import make_runner
 from weft.engine.runner.resolve import INVARIANT_CHUNK, resolve
-from weft.engine.runner.runner import InFlight, Runner, make_runner
+from weft.engine.runner.runner import InFlight, Runner
 from weft.engine.scheduling.events import Events
-from weft.engine.scheduling.grammar import Grammars
+from weft.engine.scheduling.grammars import Grammars
 from weft.engine.scheduling.request import Request, check_request
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.slots import SlotTable
@@ -49,8 +50,9 @@ class Engine:
         # The vocabulary is read while the model loads.
         self.grammars = Grammars(config.model_path, self.spec.vocab_size, self.spec.eos_token_ids)
         phases = Phases(progress)
-        model = model_id(config, self.spec, plan)
-        store = open_store(config, self.spec, plan, model)  # a path that is taken is known before the model loads
+        model = model_id(config, self.spec, plan.page_size, plan.dtype)
+        # a path that is taken is known before the model loads
+        store = open_store(config, self.spec, plan.page_size, plan.dtype, model)
 
         def load() -> Weights:
             torch.set_num_threads(plan.cpu_threads)

@@ -2,6 +2,10 @@
 
 weft trains it with its own script on text it generates itself, and ships it inside the package. It lets anyone try the
 daemon without a download, and it lets a test check *answers*: a wrong KV page makes a wrong answer.
+
+Owns: the shipped model, and the words, facts and training that made it.
+May import: nothing of weft.
+Never: is needed to serve another model.
 """
 
 from pathlib import Path

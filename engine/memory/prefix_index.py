@@ -8,14 +8,11 @@ truth about where its page lies: on the GPU, in a host slot, in an SSD extent, o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
-
-if TYPE_CHECKING:
-    from weft.engine.memory.loads import PageLoad
 
 Tokens = npt.NDArray[np.int32]
 NOWHERE = -1
@@ -25,7 +22,7 @@ class PrefixEntry:
     """One full page. `parent` is the entry of the page before it, None for a first page."""
 
     __slots__ = (
-        "children", "extent", "host", "key", "load", "on_ssd", "page", "parent", "salt", "stored", "tokens", "used",
+        "children", "extent", "host", "key", "on_ssd", "page", "parent", "salt", "stored", "tokens", "used",
     )  # fmt: skip
 
     def __init__(self, key: bytes, parent: PrefixEntry | None, tokens: bytes, salt: str) -> None:
@@ -39,8 +36,6 @@ class PrefixEntry:
         """slot of the host pool"""
         self.extent = NOWHERE
         """extent of the SSD store"""
-        self.load: PageLoad | None = None
-        """the load that is bringing it to the GPU"""
         self.used = 0
         """the index's clock at the last use of its chain"""
         self.children = 0

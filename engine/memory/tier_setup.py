@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 import xxhash
 from torch import Tensor
 
@@ -15,9 +16,8 @@ from weft.engine.memory.extent import Geometry
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.ssd_store import SsdStore, StoreFile, StoreUnavailable
 from weft.engine.memory.tiers import Tiers
-from weft.engine.memory.transfer import Gate, aligned, make_copy_engine
+from weft.engine.memory.transfer import GIB, CopyEngine, CpuCopyEngine, Gate, aligned
 from weft.engine.model.spec import ModelSpec
-from weft.engine.runner.resolve import GIB, DevicePlan
 
 LOCK_PATIENCE_SECONDS = 6.0
 """for the engine of a daemon that was killed: it stores what it can for a few seconds, then it ends"""
@@ -25,16 +25,18 @@ MEMORY_SHARE = 0.9
 """of the memory that is free, at most, for the host pool: the system dies of more"""
 
 
-def open_store(config: EngineConfig, spec: ModelSpec, plan: DevicePlan, model_id: str) -> StoreFile | None:
+def open_store(
+    config: EngineConfig, spec: ModelSpec, page_size: int, dtype: torch.dtype, model_id: str
+) -> StoreFile | None:
     """The file of the SSD tier, or None when it is not asked for, or cannot be had (one line says why).
 
     Raises `ConfigError` when another daemon has it, or when it is too small for a page.
     """
     if config.ssd_kv_path is None:
         return None
-    page_bytes = plan.page_size * spec.kv_bytes_per_token(plan.dtype.itemsize)
+    page_bytes = page_size * spec.kv_bytes_per_token(dtype.itemsize)
     owner = xxhash.xxh3_128_digest(model_id.encode())
-    geometry = Geometry.fitting(plan.page_size, page_bytes, owner, int(config.ssd_kv_gib * GIB))
+    geometry = Geometry.fitting(page_size, page_bytes, owner, int(config.ssd_kv_gib * GIB))
     if geometry.num_extents < 1:
         raise ConfigError(
             f"--ssd-kv-gib {config.ssd_kv_gib:g} has no room for one page of {page_bytes / 2**20:.1f} MiB"
@@ -75,6 +77,18 @@ def make_tiers(
     if store is not None:
         store.on_done = tiers.ssd.wake
     return tiers
+
+
+def make_copy_engine(kv: Tensor, slots: int, gates: Sequence[Gate] = ()) -> CopyEngine:
+    """The copy engine of the device that holds `kv [pages, layers, 2, page_size, Hkv, D]`. Raises `OutOfMemory`.
+
+    gates: `Runner.copy_gates`.
+    """
+    if kv.device.type == "cuda":
+        from weft.engine.memory.cuda_transfer import CudaCopyEngine
+
+        return CudaCopyEngine(kv, slots, gates)
+    return CpuCopyEngine(kv, slots)
 
 
 def _available_bytes() -> int:

@@ -56,6 +56,8 @@ class Tiers:
             self.index, self.host, copies.page_bytes, store, self.speeds, self._keep_on_host, self._missed
         )
         self.index.on_spared = self._reconsider
+        self._coming: dict[PrefixEntry, PageLoad] = {}
+        """loads that are bringing entries to the GPU"""
         self._fresh: deque[PrefixEntry] = deque()
         """to be written through, parents first"""
         self._storing: set[PrefixEntry] = set()
@@ -78,7 +80,7 @@ class Tiers:
         ready: list[tuple[PageLoad, int]] = []
         for entry, page in zip(entries, pages, strict=True):
             self.pool.hold(page)
-            load = entry.load = PageLoad(entry, page, "host" if entry.host >= 0 else "ssd", time.monotonic())
+            load = self._coming[entry] = PageLoad(entry, page, "host" if entry.host >= 0 else "ssd", time.monotonic())
             waiting.wait_for(load)
             if entry.host >= 0:
                 self.host.pin(entry.host)
@@ -86,6 +88,10 @@ class Tiers:
             else:
                 self.ssd.load(load)
         self._copy_back(ready)
+
+    def coming(self, entry: PrefixEntry) -> PageLoad | None:
+        """The load that is bringing the entry to the GPU."""
+        return self._coming.get(entry)
 
     def busy_pages(self) -> dict[str, int]:
         """Pages on their way to the GPU, by the tier they come from."""
@@ -197,7 +203,7 @@ class Tiers:
         self._end(load, failed=True)
 
     def _end(self, load: PageLoad, failed: bool) -> None:
-        load.entry.load = None
+        del self._coming[load.entry]
         self.pool.release(np.array([load.page], np.int32))
         self._load_seconds.append((load.tier, time.monotonic() - load.begun))
         for waiting in load.waiters:

@@ -165,15 +165,3 @@ class CpuCopyEngine:
     def close(self) -> None:
         self._queue.put(None)
         self._thread.join()
-
-
-def make_copy_engine(kv: Tensor, slots: int, gates: Sequence[Gate] = ()) -> CopyEngine:
-    """The copy engine of the device that holds `kv [pages, layers, 2, page_size, Hkv, D]`. Raises `OutOfMemory`.
-
-    gates: `Runner.copy_gates`.
-    """
-    if kv.device.type == "cuda":
-        from weft.engine.memory.cuda_transfer import CudaCopyEngine
-
-        return CudaCopyEngine(kv, slots, gates)
-    return CpuCopyEngine(kv, slots)

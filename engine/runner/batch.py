@@ -7,6 +7,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+PROMPT_LOGPROB_ROWS = 256
+"""rows of logits at once: bounds memory for long prompts with a large vocabulary"""
+
 I32 = npt.NDArray[np.int32]
 F32 = npt.NDArray[np.float32]
 

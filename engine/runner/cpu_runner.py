@@ -22,9 +22,8 @@ from weft.engine.memory.transfer import Gate
 from weft.engine.model.model import Model, ModelInputs
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
-from weft.engine.runner.batch import Batch, Logprobs, PromptLogprobs, SamplingInputs, StepResult
+from weft.engine.runner.batch import PROMPT_LOGPROB_ROWS, Batch, Logprobs, PromptLogprobs, SamplingInputs, StepResult
 from weft.engine.runner.resolve import GIB, DevicePlan
-from weft.engine.runner.runner import PROMPT_LOGPROB_ROWS
 from weft.kernels import sampling
 from weft.kernels.attention_backends import make_host_attention
 

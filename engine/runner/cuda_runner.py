@@ -19,11 +19,10 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.plans.plan import Period, serial_period
 from weft.engine.progress import Progress
-from weft.engine.runner.batch import Batch, Logprobs, PromptLogprobs, StepResult
+from weft.engine.runner.batch import PROMPT_LOGPROB_ROWS, Batch, Logprobs, PromptLogprobs, StepResult
 from weft.engine.runner.cuda_inputs import DeviceInputs, Layout
 from weft.engine.runner.executor import INVARIANT_PART_TOKENS, Executor
 from weft.engine.runner.resolve import GIB, DevicePlan
-from weft.engine.runner.runner import PROMPT_LOGPROB_ROWS
 from weft.kernels import reference, resident, sampling
 from weft.kernels.attention import AttentionBackend, HostAttention
 from weft.kernels.attention_backends import make_host_attention

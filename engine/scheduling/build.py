@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from weft.engine.runner.batch import I32, Batch, CountReset, PromptLogprobs, SamplingInputs, uniform_draw
-from weft.engine.scheduling import grammar
+from weft.engine.scheduling import constraints
 from weft.engine.scheduling.slots import Phase, SlotTable
 
 SUPPRESSED = -1e30
@@ -118,5 +118,5 @@ def _sampling(s: SlotTable, slots: I32, logit_tokens: np.ndarray, index: I32) ->
         bias_ids=np.concatenate(bias_ids) if bias_ids else none_i,
         bias_values=np.concatenate(bias_values) if bias_values else none_f,
         mask_rows=mask_rows,
-        masks=grammar.masks(s, slots[mask_rows]) if len(mask_rows) else none_i.reshape(0, 0),
+        masks=constraints.masks(s, slots[mask_rows]) if len(mask_rows) else none_i.reshape(0, 0),
     )

@@ -1,4 +1,4 @@
-"""Constrained decoding: which tokens a request's grammar allows next, worked out by llguidance beside the iterations.
+"""`Grammar`: where one request stands in what its output must follow; llguidance works out which tokens may come next.
 
 A grammar must know a token before it can say what may follow, so a request with one is launched again only when its
 last step is committed and the mask for the next is there. Requests without a grammar never wait for one.
@@ -6,30 +6,13 @@ last step is committed and the mask for the next is there. Requests without a gr
 
 from __future__ import annotations
 
-import time
-from collections import OrderedDict
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLExecutor, LLMatcher, LLTokenizer
-
-from weft.engine.errors import RequestError
-from weft.engine.wire.grammar_text import LIMITS, compile_threads
-from weft.engine.wire.messages import Finish
-
-if TYPE_CHECKING:
-    from weft.engine.scheduling.request import Request
-    from weft.engine.scheduling.slots import SlotTable
-
-COMPILE_SECONDS = 10.0
-"""a grammar that takes longer is refused; `LIMITS` end the work itself"""
-
-CACHED_GRAMMARS = 128
-COMPILE_THREADS = 2
-MASK_THREADS = 2
+from llguidance import LLMatcher
 
 Mask = npt.NDArray[np.int32]
 """`[ceil(V / 32)]`, bit i of word w: token 32 w + i is allowed"""
@@ -43,10 +26,13 @@ class Compiled(NamedTuple):
 
 
 class Grammar:
-    """Where one request stands in its grammar."""
+    """One request's copy of a grammar.
 
-    def __init__(self, owner: Grammars, compiled: Compiled) -> None:
-        self.owner = owner
+    compute: starts to work out the next masks of several grammars at once, beside the iterations.
+    """
+
+    def __init__(self, compiled: Compiled, compute: Callable[[Sequence[Grammar]], None]) -> None:
+        self.compute = compute
         self.matcher = compiled.matcher.deep_copy()
         self._allowed = compiled.first
         self._computing: Future[None] | None = None
@@ -64,161 +50,3 @@ class Grammar:
 
     def expect(self, mask: Mask, computing: Future[None]) -> None:
         self._allowed, self._computing = mask, computing
-
-
-class _Waiting(NamedTuple):
-    request: Request
-    compiled: Future[Compiled]
-    deadline: float
-
-
-class Grammars:
-    """Compiles grammars and computes masks on threads of its own. Otherwise used by one thread, the engine's."""
-
-    def __init__(self, model_path: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        """Starts to read the model's tokenizer; a model without one has no grammars."""
-        self._vocab_size = vocab_size
-        self._compilers = compile_threads(COMPILE_THREADS, "weft-grammar")
-        self._masks = ThreadPoolExecutor(1, thread_name_prefix="weft-masks")
-        self._parallel = LLExecutor(MASK_THREADS)
-        self._cache: OrderedDict[str, Future[Compiled]] = OrderedDict()
-        self._waiting: dict[int, _Waiting] = {}
-        self._computing: set[Future[None]] = set()
-        self._tokenizer = self._compilers.submit(load_tokenizer, model_path, vocab_size, eos_token_ids)
-
-    @property
-    def num_compiling(self) -> int:
-        return len(self._waiting)
-
-    def begin(self, request: Request, text: str) -> None:
-        """Compile a request's grammar. The request comes back from `compiled()`."""
-        found = self._cache.pop(text, None)
-        if found is None or (found.done() and found.exception() is not None):
-            found = self._compilers.submit(self._compile, text)
-        self._cache[text] = found
-        if len(self._cache) > CACHED_GRAMMARS:
-            self._cache.popitem(last=False)
-        self._waiting[request.handle] = _Waiting(request, found, time.monotonic() + COMPILE_SECONDS)
-
-    def compiled(self) -> list[tuple[Request, str | None]]:
-        """Requests whose grammar is there, and those that must be refused, each with the reason."""
-        if not self._waiting:
-            return []
-        out: list[tuple[Request, str | None]] = []
-        for request, future, deadline in list(self._waiting.values()):
-            if future.done():
-                refusal = None
-                try:
-                    request.grammar = Grammar(self, future.result())
-                except RequestError as error:
-                    refusal = str(error)
-            elif time.monotonic() > deadline:
-                refusal = f"the grammar takes longer than {COMPILE_SECONDS:g} s to compile"
-            else:
-                continue
-            del self._waiting[request.handle]
-            out.append((request, refusal))
-        return out
-
-    def take(self, handle: int) -> Request | None:
-        """Stop waiting for a request's grammar."""
-        waiting = self._waiting.pop(handle, None)
-        return waiting.request if waiting is not None else None
-
-    def compute(self, grammars: list[Grammar]) -> None:
-        """Start to compute the next masks of these."""
-        masks = np.zeros((len(grammars), -(-self._vocab_size // 32)), np.int32)
-        rows = [(grammar.matcher, i) for i, grammar in enumerate(grammars)]
-
-        def fill() -> None:
-            self._parallel.unsafe_compute_mask_ptr(rows, masks.ctypes.data, masks.strides[0], len(rows))
-
-        computing = self._masks.submit(fill)
-        self._computing = {future for future in self._computing if not future.done()} | {computing}
-        for grammar, mask in zip(grammars, masks, strict=True):
-            grammar.expect(mask, computing)
-
-    def wait(self, seconds: float) -> bool:
-        """Wait until something is done that was started here; False when nothing is under way."""
-        started: list[Future[Any]] = [*self._computing, *(waiting.compiled for waiting in self._waiting.values())]
-        under_way = {future for future in started if not future.done()}
-        if under_way:
-            wait(under_way, seconds, FIRST_COMPLETED)
-        return bool(under_way)
-
-    def close(self) -> None:
-        self._compilers.shutdown(wait=False, cancel_futures=True)
-        self._masks.shutdown(wait=False, cancel_futures=True)
-
-    def _compile(self, text: str) -> Compiled:
-        matcher = LLMatcher(self._tokenizer.result(), text, log_level=0, limits=LIMITS)
-        mask = np.zeros(-(-self._vocab_size // 32), np.int32)
-        if not matcher.is_error():
-            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if matcher.is_error():
-            raise RequestError(f"the grammar cannot be used: {' '.join(matcher.get_error().split())}"[:300], "grammar")
-        if not mask.any():
-            raise RequestError("the grammar allows no token of this model", "grammar")
-        return Compiled(matcher, mask)
-
-
-def load_tokenizer(path: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
-    """The vocabulary as grammars see it. Raises `RequestError` when the model has none that can be used."""
-    try:
-        if (path / "tokenizer.json").exists():
-            source = str(path / "tokenizer.json")
-        else:
-            from transformers import AutoTokenizer
-
-            source = AutoTokenizer.from_pretrained(str(path), local_files_only=True).backend_tokenizer.to_str()
-        return LLTokenizer(source, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
-    except Exception as error:  # every library on the way has types of its own
-        reason = " ".join(str(error).split())[:150]
-        raise RequestError(f"grammars need the model's tokenizer: {reason}", "grammar") from error
-
-
-# -- what the scheduler asks of the requests in its slots
-
-
-def may_decode(s: SlotTable, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-    """Rows of `slots` that can be launched again: no grammar, or one that knows the last token and its mask."""
-    free = ~s.constrained[slots]
-    for i in np.flatnonzero(~free).tolist():
-        free[i] = s.in_flight[slots[i]] == 0 and _grammar(s, slots[i]).ready
-    return free
-
-
-def masks(s: SlotTable, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """`[n, ceil(V / 32)]`: what the grammars in these slots allow next."""
-    return np.stack([_grammar(s, slot).allowed() for slot in slots.tolist()])
-
-
-def advance(
-    s: SlotTable, slots: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32], finish: npt.NDArray[np.uint8]
-) -> dict[int, str]:
-    """Tell grammars their requests' new tokens; requests whose grammar is at its end stop (`finish` is written).
-
-    Returns errors by handle, for grammars that went beyond a limit while they ran.
-    """
-    errors: dict[int, str] = {}
-    going: list[Grammar] = []
-    for i in np.flatnonzero(s.constrained[slots]).tolist():
-        grammar = _grammar(s, slots[i])
-        matcher = grammar.matcher
-        if not finish[i] and matcher.consume_token(int(tokens[i])) and not matcher.is_stopped():
-            going.append(grammar)
-        elif matcher.is_error():
-            finish[i] = Finish.REFUSED
-            errors[int(s.handle[slots[i]])] = f"the grammar failed: {' '.join(matcher.get_error().split())}"[:300]
-        elif not finish[i]:
-            finish[i] = Finish.STOP
-    if going:
-        going[0].owner.compute(going)
-    return errors
-
-
-def _grammar(s: SlotTable, slot: int) -> Grammar:
-    request = s.request[slot]
-    assert request is not None
-    assert request.grammar is not None
-    return request.grammar

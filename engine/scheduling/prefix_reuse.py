@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weft.engine.memory.loads import Loading
+from weft.engine.memory.loads import Loading, PageLoad
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import NOWHERE, Hits, PrefixEntry
 from weft.engine.memory.prefix_stats import PrefixStats
@@ -51,8 +51,11 @@ class Prefixes:
         if self._tiers is not None and any(e.page == NOWHERE for e in entries):
             busy = self._tiers.busy_pages(), self._busy_tokens()
             entries = entries[: self._tiers.speeds.worthwhile(entries, *busy)]
-        there = sum(e.page != NOWHERE or e.load is not None for e in entries)
+        there = sum(e.page != NOWHERE or self._coming(e) is not None for e in entries)
         return Found(entries, there, sum(e.page != NOWHERE and ref[e.page] == 0 for e in entries))
+
+    def _coming(self, entry: PrefixEntry) -> PageLoad | None:
+        return self._tiers.coming(entry) if self._tiers is not None else None
 
     def _busy_tokens(self) -> int:
         """Prompt tokens that admitted requests have still to compute."""
@@ -64,15 +67,16 @@ class Prefixes:
         """Give the request a slot with its prefix and `needed` fresh pages; what is in lower tiers starts to load."""
         pool, entries = self._pool, found.entries
         pool.pin([e for e in entries if e.page != NOWHERE])
-        for entry in entries:
-            if entry.page == NOWHERE and entry.load is not None:
-                pool.hold(entry.load.page)
+        loads = [self._coming(e) if e.page == NOWHERE else None for e in entries]
+        for load in loads:
+            if load is not None:
+                pool.hold(load.page)
         fresh = pool.allocate(needed)
-        to_load = [e for e in entries if e.page == NOWHERE and e.load is None]
+        to_load = [e for e, load in zip(entries, loads, strict=True) if e.page == NOWHERE and load is None]
         targets, rest = fresh[: len(to_load)].tolist(), fresh[len(to_load) :]
         prefix, unused = np.zeros(len(entries), np.int32), iter(targets)
-        for i, entry in enumerate(entries):
-            prefix[i] = entry.page if entry.page != NOWHERE else entry.load.page if entry.load else next(unused)
+        for i, (entry, load) in enumerate(zip(entries, loads, strict=True)):
+            prefix[i] = entry.page if entry.page != NOWHERE else load.page if load is not None else next(unused)
         slot = self._slots.occupy(request, prefix, len(entries) * pool.page_size)
         self._slots.page_table[slot, len(entries) : len(entries) + len(rest)] = rest
         self._slots.num_pages[slot] += len(rest)
@@ -84,9 +88,9 @@ class Prefixes:
         if any(e.page == NOWHERE for e in entries):
             assert self._tiers is not None
             waiting = Loading(slot, entries)
-            for entry in entries:
-                if entry.page == NOWHERE and entry.load is not None:
-                    waiting.wait_for(entry.load)
+            for load in loads:
+                if load is not None:
+                    waiting.wait_for(load)
             self._tiers.load(to_load, targets, waiting)
             request.loading, request.state = waiting, State.LOADING
             self._slots.phase[slot] = Phase.LOADING

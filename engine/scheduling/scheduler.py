@@ -13,7 +13,7 @@ import numpy as np
 from weft.engine.memory.pages import PagePool, Pages
 from weft.engine.memory.tiers import Tiers
 from weft.engine.runner.batch import I32, Batch, CountReset, StepResult
-from weft.engine.scheduling import grammar
+from weft.engine.scheduling import constraints
 from weft.engine.scheduling.admission import OutputLengths, fits
 from weft.engine.scheduling.build import Chunk, build_batch
 from weft.engine.scheduling.events import Events, prompt_logprobs, token_logprobs
@@ -115,7 +115,7 @@ class Scheduler:
         s, page_size = self.slots, self.pool.page_size
         # scheduled + 1 tokens exist once all launched steps are done: at the limit the request needs no more.
         ready = np.flatnonzero((s.phase == Phase.DECODE) & (s.scheduled + 1 < s.limit)).astype(np.int32)
-        ready = ready[grammar.may_decode(s, ready)]
+        ready = ready[constraints.may_decode(s, ready)]
         if len(ready) > self.max_num_batched_tokens:
             first = np.lexsort((s.order[ready], s.priority[ready]))[: self.max_num_batched_tokens]
             ready = ready[np.sort(first)]
@@ -270,7 +270,7 @@ class Scheduler:
         stopped = np.equal(s.stop_ids.take(token_slots, 0).T, tokens, order="C").any(0)
         ended = index + 1 >= s.limit.take(token_slots)
         finish = np.where(stopped, np.uint8(Finish.STOP), np.where(ended, np.uint8(Finish.LENGTH), np.uint8(0)))
-        grammar_errors = grammar.advance(s, token_slots, tokens, finish)
+        grammar_errors = constraints.advance(s, token_slots, tokens, finish)
         handles = s.handle.take(token_slots)
 
         scored_prompts = prompt_logprobs(s, result, live)

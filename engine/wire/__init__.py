@@ -1,1 +1,6 @@
-"""engine/wire."""
+"""What crosses the socket between API processes and the engine, and both ends of it.
+
+Owns: the messages and their codec, `SamplingParams`, grammar texts, token streams, the engine's spawn and socket.
+May import: the ground files of engine/ and demo/. No torch: API processes import this wing.
+Never: schedules, knows a page or a device; unpickles anything.
+"""

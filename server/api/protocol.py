@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic.json_schema import SkipJsonSchema
@@ -12,6 +12,7 @@ from weft.engine.wire.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOK
 from weft.server.bodies import Body
 from weft.server.errors import bad_request, clip
 from weft.server.text.cut import Cut, Side
+from weft.server.text.tokenizer import Tokenizer
 from weft.server.tools.structured import (
     Choices,
     GrammarText,
@@ -27,9 +28,6 @@ from weft.server.tools.structured import (
 )
 from weft.server.tools.template import TemplateBody
 from weft.server.tools.tools import NamedToolChoice, ToolChoice, names_of
-
-if TYPE_CHECKING:
-    from weft.server.text.tokenizer import Tokenizer
 
 MAX_PROMPTS = 1024
 MAX_SEQUENCES = 1024

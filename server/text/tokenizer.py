@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2 import TemplateError
+from pydantic import BaseModel
 
 from weft.engine.errors import ModelError
 from weft.server.bodies import parse_json
 from weft.server.errors import bad_request, clip
 from weft.server.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from weft.server.text.token_bytes import TokenBytes
-
-if TYPE_CHECKING:
-    from weft.server.api.protocol import ChatMessage
 
 _CONTEXT_TOKENS = 8
 """prompt tokens that a window detokenizer is shown"""
@@ -85,10 +83,10 @@ class Tokenizer:
             return template.get("tool_use") or template.get("default")
         return template
 
-    def render_chat(self, messages: Sequence[ChatMessage], arguments: Mapping[str, Any]) -> str:
+    def render_chat(self, messages: Sequence[BaseModel], arguments: Mapping[str, Any]) -> str:
         """The prompt text for a conversation, special tokens included. Raises `ApiError`.
 
-        `arguments`: of the template, by `TemplateBody`.
+        `messages`: with a `role`, as `ChatMessage`. `arguments`: of the template, by `TemplateBody`.
         """
         if not self.has_chat_template:
             raise bad_request("This model has no chat template; use /v1/completions.", "messages", "no_chat_template")
@@ -176,13 +174,13 @@ def spell(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _as_template_input(message: ChatMessage, roles: Mapping[str, str]) -> dict[str, Any]:
+def _as_template_input(message: BaseModel, roles: Mapping[str, str]) -> dict[str, Any]:
     """Templates test for absent keys, so nothing absent is passed; they want tool arguments as objects.
 
     `roles`: what the template calls roles that it does not know.
     """
     data = message.model_dump(exclude_none=True)
-    data["role"] = roles.get(message.role, message.role)
+    data["role"] = roles.get(data["role"], data["role"])
     data.setdefault("content", "")
     for call in data.get("tool_calls", ()):
         call["function"]["arguments"] = _parse_arguments(call["function"]["arguments"])

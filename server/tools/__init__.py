@@ -1,1 +1,6 @@
-"""server/tools."""
+"""What a chat template, tools and structured output make of a request and of an answer.
+
+Owns: tool formats and their parsers, JSON schema and grammar fields, template variables.
+May import: text/ and what lies below it.
+Never: talks to the engine; executes a tool.
+"""

@@ -16,14 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from weft.engine.demo import MODEL_PATH
 from weft.engine.errors import RequestError
-from weft.engine.scheduling import grammar as grammars
+from weft.engine.scheduling import grammars
 from weft.engine.wire import grammar_text
 from weft.engine.wire.messages import Finish
 from weft.engine.wire.sampling import SamplingParams
 from weft.kernels import sampling
 
-MODEL = Path(grammars.__file__).parent / "demo/model"
+MODEL = MODEL_PATH
 TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
 PROMPT = TOKENIZER.encode("<|begin|><|user|>What is 12 + 30?<|end|><|assistant|>", add_special_tokens=False).ids
 SCHEMA = {

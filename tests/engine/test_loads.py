@@ -130,7 +130,8 @@ def test_a_model_is_known_by_its_content(tmp_path: Path) -> None:
     def identity(path: Path, **options: object) -> str:
         config = EngineConfig(model=str(path), num_pages=8, **options)  # type: ignore[arg-type]
         spec = read_spec(path)
-        return model_id(config, spec, resolve(config, spec))
+        options = resolve(config, spec)
+        return model_id(config, spec, options.page_size, options.dtype)
 
     a = save_tiny("yi", tmp_path / "a")
     first = identity(a)

@@ -17,8 +17,7 @@ from transformers.generation import (
 )
 
 from weft.engine.errors import RequestError
-from weft.engine.runner.batch import uniform_draw
-from weft.engine.runner.runner import PROMPT_LOGPROB_ROWS
+from weft.engine.runner.batch import PROMPT_LOGPROB_ROWS, uniform_draw
 from weft.engine.wire.sampling import SamplingParams
 from weft.kernels import sampling
 

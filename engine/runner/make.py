@@ -1,0 +1,28 @@
+"""`make_runner`: the runner of the device that was chosen."""
+
+from __future__ import annotations
+
+from weft import install_hint
+from weft.engine.errors import ConfigError
+from weft.engine.model.spec import ModelSpec
+from weft.engine.model.weights import Weights
+from weft.engine.progress import Progress
+from weft.engine.runner.products import prepare_products
+from weft.engine.runner.resolve import DevicePlan
+from weft.engine.runner.runner import Runner
+
+
+def make_runner(spec: ModelSpec, weights: Weights, plan: DevicePlan, progress: Progress | None = None) -> Runner:
+    """The runner for the plan's device, its KV pool allocated. Raises `OutOfMemory`."""
+    if plan.device.type == "cuda":
+        try:
+            from weft.engine.runner.cuda_runner import CudaRunner
+        except ModuleNotFoundError as error:
+            if error.name != "triton":
+                raise
+            raise ConfigError(f"a GPU needs Triton: {install_hint('gpu')}, or use --device cpu") from None
+        prepare_products(spec, plan.device, plan.max_num_batched_tokens, plan.cache_dir, plan.tuning_seconds, progress)
+        return CudaRunner(spec, weights, plan, progress)
+    from weft.engine.runner.cpu_runner import CpuRunner
+
+    return CpuRunner(spec, weights, plan)
