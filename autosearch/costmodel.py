@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 from weft.autosearch.accelerators import Accelerator
+from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.spec import ModelSpec, Resource
 
 
@@ -107,7 +110,7 @@ def operation_costs(spec: ModelSpec, usage: Usage, gpus: int = 1, itemsize: int 
     """
     layers, tokens = spec.num_layers, usage.dense_batch
     width = spec.num_heads * spec.head_dim
-    kv_bytes = spec.kv_bytes_per_token(itemsize)
+    kv_bytes = KvLayout.of(spec, 1, torch.bfloat16).token_values * itemsize
     out = []
     for op in spec.layer_operations():
         if op.resource is Resource.NETWORK:

@@ -14,6 +14,7 @@ import torch
 
 from weft.autosearch.bench_protocol import Load, Timing
 from weft.engine.errors import OutOfMemory
+from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import load_weights
 from weft.engine.plans.plan import MAX_NANO_BATCHES, NanoOperation, Period
@@ -79,6 +80,7 @@ class GpuBench:
         properties = torch.cuda.get_device_properties(device)
         self.num_sms, self.memory = properties.multi_processor_count, properties.total_memory
         self.page_size, self.seconds, self._layers = page_size, seconds, layers
+        self.layout = KvLayout.of(self.spec, page_size, dtype)
         weights = load_weights(self.spec, Path(), device=device, dtype=dtype, max_positions=max_context, dummy_seed=0)
         layout = Layout.of(max_tokens, max_tokens, spec.heads_per_kv, MAX_NANO_BATCHES)
         with torch.inference_mode():
@@ -180,9 +182,8 @@ class GpuBench:
             if self._kv.numel() == 0 or self._kv.shape[0] < pages:
                 self._kv = torch.empty(0, device=self._start.device)
                 torch.cuda.empty_cache()
-                shape = (pages, spec.num_layers, 2, self.page_size, spec.num_kv_heads, spec.head_dim)
                 try:
-                    self._kv = torch.empty(shape, device=self._start.device, dtype=self._start.dtype)
+                    self._kv = torch.empty(self.layout.shape(pages), device=self._start.device, dtype=self.layout.dtype)
                 except torch.OutOfMemoryError:
                     raise OutOfMemory(
                         f"no room on the GPU for {load.kv_tokens:,} KV tokens of {spec.num_layers} layers: "

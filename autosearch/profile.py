@@ -15,17 +15,19 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
+import torch
 
 from weft.autosearch.bench_protocol import Load
 from weft.engine.errors import ConfigError
+from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.spec import ModelSpec, Operation, Resource
 from weft.engine.plans.plan import Target
 from weft.kernels.gemm_config import SPECIAL, GemmConfig
 
 VERSION = 1
 MEMORY_SHARE = 0.9
-KV_ITEMSIZE = 2
-"""bytes of bf16 and fp16"""
+KV_DTYPE = torch.bfloat16
+"""or any other of two bytes, of weights and pages alike"""
 SHIPPED = Path(__file__).with_name("profiles")
 
 
@@ -88,8 +90,8 @@ def kv_capacity(memory: int, spec: ModelSpec) -> int | None:
     """Tokens of KV that fit beside the weights at the engine's default share of `memory` bytes; None: 0 bytes."""
     if not memory:
         return None
-    room = MEMORY_SHARE * memory - spec.num_parameters * KV_ITEMSIZE
-    return max(1, int(room / spec.kv_bytes_per_token(KV_ITEMSIZE)))
+    room = MEMORY_SHARE * memory - spec.num_parameters * KV_DTYPE.itemsize
+    return max(1, int(room / KvLayout.of(spec, 1, KV_DTYPE).token_bytes))
 
 
 def load_profile(path: Path) -> Profile:

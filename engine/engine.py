@@ -46,22 +46,22 @@ class Engine:
         begin = time.perf_counter()
         self.config = config
         self.spec = read_spec(config.model_path)
-        plan = resolve(config, self.spec)
+        resolved = resolve(config, self.spec)
         # The vocabulary is read while the model loads.
         self.grammars = Grammars(config.model_path, self.spec.vocab_size, self.spec.eos_token_ids)
         phases = Phases(progress)
-        model = model_id(config, self.spec, plan.page_size, plan.dtype)
+        model = model_id(config, resolved.kv)
         # a path that is taken is known before the model loads
-        store = open_store(config, self.spec, plan.page_size, plan.dtype, model)
+        store = open_store(config, resolved.kv, model)
 
         def load() -> Weights:
-            torch.set_num_threads(plan.cpu_threads)
+            torch.set_num_threads(resolved.cpu_threads)
             return load_weights(
                 self.spec,
                 config.model_path,
-                device=plan.device,
-                dtype=plan.dtype,
-                max_positions=plan.max_model_len,
+                device=resolved.device,
+                dtype=resolved.weight_dtype,
+                max_positions=resolved.max_model_len,
                 dummy_seed=config.seed if config.load_format == "dummy" else None,
                 progress=phases,
             )
@@ -71,7 +71,7 @@ class Engine:
             with ThreadPoolExecutor(1) as loader:
                 weights = loader.submit(load).result()
             phases.end()
-            self.runner: Runner = make_runner(self.spec, weights, plan, phases)
+            self.runner: Runner = make_runner(self.spec, weights, resolved, phases)
         except torch.OutOfMemoryError:
             raise OutOfMemory(
                 "the model and its buffers do not fit the GPU: use a smaller model, "
@@ -79,17 +79,17 @@ class Engine:
             ) from None
         num_pages = self.runner.num_pages
         # A request that can never fit is refused at the door: the context limit is what the pool can hold.
-        longest = min(plan.max_model_len, (num_pages - 1) * config.page_size)
-        self.plan = plan = replace(plan, num_pages=num_pages, max_model_len=longest)
+        longest = min(resolved.max_model_len, (num_pages - 1) * config.page_size)
+        self.resolved = resolved = replace(resolved, num_pages=num_pages, max_model_len=longest)
         pool = PagePool(num_pages, config.page_size, PrefixIndex(model))
-        self.tiers = make_tiers(config, self.runner.kv, pool, store, self.runner.copy_gates)
+        self.tiers = make_tiers(config, resolved.kv, pool, store, self.runner.copy_engine)
         self.scheduler = Scheduler(
-            SlotTable(plan.max_num_seqs, plan.max_model_len, config.page_size),
+            SlotTable(resolved.max_num_seqs, resolved.max_model_len, config.page_size),
             pool,
-            max_num_batched_tokens=plan.max_num_batched_tokens,
+            max_num_batched_tokens=resolved.max_num_batched_tokens,
             prefix_caching=config.prefix_caching,
             tiers=self.tiers,
-            chunk_step=INVARIANT_CHUNK if plan.batch_invariant else 1,
+            chunk_step=INVARIANT_CHUNK if resolved.batch_invariant else 1,
         )
         self._depth = 1 if config.async_scheduling else 0
         self._in_flight: deque[InFlight] = deque()
@@ -111,18 +111,18 @@ class Engine:
         self.load_seconds = time.perf_counter() - begin
 
     def describe(self) -> EngineReady:
-        plan = self.plan
+        resolved = self.resolved
         return EngineReady(
             model_type=self.spec.architecture,
             num_parameters=self.spec.num_parameters,
-            dtype=str(plan.dtype).removeprefix("torch."),
-            device=str(plan.device),
+            dtype=str(resolved.compute_dtype).removeprefix("torch."),
+            device=str(resolved.device),
             vocab_size=self.spec.vocab_size,
-            max_model_len=plan.max_model_len,
+            max_model_len=resolved.max_model_len,
             page_size=self.config.page_size,
             num_pages=self.runner.num_pages,
-            max_num_seqs=plan.max_num_seqs,
-            max_num_batched_tokens=plan.max_num_batched_tokens,
+            max_num_seqs=resolved.max_num_seqs,
+            max_num_batched_tokens=resolved.max_num_batched_tokens,
             eos_token_ids=self.spec.eos_token_ids,
             load_seconds=self.load_seconds,
         )
@@ -134,7 +134,7 @@ class Engine:
         limit = check_request(
             tokens,
             params,
-            max_model_len=self.plan.max_model_len,
+            max_model_len=self.resolved.max_model_len,
             vocab_size=self.spec.vocab_size,
             max_tokens_in_pool=self.scheduler.pool.capacity * self.config.page_size,
         )

@@ -172,17 +172,19 @@ def run_multiround(config: EngineConfig, arguments: argparse.Namespace) -> int:
     for name in ("tiers",) if arguments.no_baseline else ("tiers", "plain"):
         plain = {"host_kv_gib": 0.0, "ssd_kv_path": None}
         engine = Engine(config if name == "tiers" else config.model_copy(update=plain))
-        if longest > engine.plan.max_model_len:
-            raise ConfigError(f"the longest history has {longest} tokens, a request takes {engine.plan.max_model_len}")
+        if longest > engine.resolved.max_model_len:
+            raise ConfigError(
+                f"the longest history has {longest} tokens, a request takes {engine.resolved.max_model_len}"
+            )
         pool_tokens = engine.scheduler.pool.capacity * config.page_size
         if count is None:
             count = max(1, round(OVERCOMMIT * pool_tokens / (rounds * (turn + output))))
         if name == "tiers":
             figures |= {
                 "model": config.model_name,
-                "dtype": str(engine.plan.dtype).removeprefix("torch."),
+                "dtype": str(engine.resolved.compute_dtype).removeprefix("torch."),
                 "workload": f"{count} conversations of {rounds} rounds, {turn} new tokens and {output} out",
-                "gpu_pool_gib": engine.runner.kv.nbytes / GIB,
+                "gpu_pool_gib": engine.runner.num_pages * engine.resolved.kv.page_bytes / GIB,
                 "host_pool_gib": config.host_kv_gib,
                 "last_rounds_exceed_the_pool": count * rounds * (turn + output) / pool_tokens,
             }

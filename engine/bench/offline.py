@@ -111,7 +111,7 @@ def _run_engine(engine: Engine, prompts: list[np.ndarray], lengths: Lengths, rec
         "schedule_and_commit_ms_per_iteration": 1e3 * schedule / max(stats.iterations, 1),
         "first_token_seconds": first_token,
     }
-    if engine.plan.device.type == "cuda":
+    if engine.resolved.device.type == "cuda":
         figures["device_idle_between_iterations_us_median"] = 1e6 * float(np.median(idle))
         figures["device_idle_between_iterations_us_p99"] = 1e6 * float(np.quantile(idle, 0.99))
     return figures
@@ -169,7 +169,7 @@ def _run_transformers(engine: Engine, prompts: list[np.ndarray], lengths: Length
     """`generate` over batches of the same requests, left-padded, each batch as long as its longest output."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(engine.config.model_path, dtype=engine.plan.dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(engine.config.model_path, dtype=engine.resolved.compute_dtype)
     begin = time.perf_counter()
     with Progress(transient=True, console=Console(stderr=True)) as bar, torch.inference_mode():
         for start in bar.track(range(0, len(prompts), batch), description="transformers"):
@@ -200,12 +200,12 @@ def run_offline(config: EngineConfig, arguments: argparse.Namespace) -> int:
     with ProgressBar() as bar:
         engine = Engine(config, bar)
     longest = max(a + b for a, b in lengths)
-    if longest > engine.plan.max_model_len:
+    if longest > engine.resolved.max_model_len:
         raise ConfigError(
-            f"the workload's longest request has {longest} tokens, the model takes {engine.plan.max_model_len}"
+            f"the workload's longest request has {longest} tokens, the model takes {engine.resolved.max_model_len}"
         )
     prompts = _prompts(lengths, engine.spec.vocab_size, config.seed)
-    on_gpu = engine.plan.device.type == "cuda"
+    on_gpu = engine.resolved.device.type == "cuda"
     if arguments.trace and not on_gpu:
         raise ConfigError("--trace records a GPU; this engine runs on the CPU")
     recorder = Recorder(
@@ -213,12 +213,12 @@ def run_offline(config: EngineConfig, arguments: argparse.Namespace) -> int:
     )
     figures: Figures = {
         "model": config.model_name,
-        "dtype": str(engine.plan.dtype).removeprefix("torch."),
-        "attention_backend": engine.plan.attention,
+        "dtype": str(engine.resolved.compute_dtype).removeprefix("torch."),
+        "attention_backend": engine.resolved.attention,
         "workload": str(arguments.lengths or arguments.workload),
         "requests": len(lengths),
-        "max_num_seqs": engine.plan.max_num_seqs,
-        "max_num_batched_tokens": engine.plan.max_num_batched_tokens,
+        "max_num_seqs": engine.resolved.max_num_seqs,
+        "max_num_batched_tokens": engine.resolved.max_num_batched_tokens,
     }
     if on_gpu:
         with PowerMonitor() as monitor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from weft.engine.errors import OutOfMemory
+from weft.engine.memory.kv_layout import page_rows
 from weft.engine.memory.transfer import GIB, Copy, Gate, Pairs, map_host_pool
 
 PIN_CHUNK = GIB
@@ -86,7 +87,7 @@ class CudaCopyEngine:
 
     def __init__(self, kv: Tensor, slots: int, gates: Sequence[Gate] = ()) -> None:
         self._gates = gates
-        self._kv = kv.view(kv.shape[0], -1).view(torch.uint8)
+        self._kv = page_rows(kv)
         self.page_bytes = self._kv.shape[1]
         self.host = map_host_pool(slots, self.page_bytes)
         _pin(self.host, kv.device)

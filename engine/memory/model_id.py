@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 import xxhash
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ModelError
-from weft.engine.model.spec import ModelSpec
+from weft.engine.memory.kv_layout import KvLayout
 
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16
 """of each weights file, evenly spaced, beside its header, size and time of change"""
 
 
-def model_id(config: EngineConfig, spec: ModelSpec, page_size: int, dtype: torch.dtype) -> str:
+def model_id(config: EngineConfig, layout: KvLayout) -> str:
     """A digest of configuration and weights, and the layout of a page. Raises `ModelError`.
 
     Weights are hundreds of gigabytes at times: of each file the header, the size, the time of its last change and
@@ -32,8 +31,7 @@ def model_id(config: EngineConfig, spec: ModelSpec, page_size: int, dtype: torch
                 _add_file(digest, file)
     except OSError as error:
         raise ModelError(f"cannot read the model in {path}: {error.strerror}") from None
-    layout = (spec.num_layers, 2, page_size, spec.num_kv_heads, spec.head_dim)
-    return f"{digest.hexdigest()}|{dtype}|{'x'.join(map(str, layout))}"
+    return f"{digest.hexdigest()}|{layout.id}"
 
 
 def _add_file(digest: xxhash.xxh3_128, file: Path) -> None:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-import torch
 import xxhash
-from torch import Tensor
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError
 from weft.engine.memory.extent import Geometry
+from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.ssd_store import SsdStore, StoreFile, StoreUnavailable
 from weft.engine.memory.tiers import Tiers
-from weft.engine.memory.transfer import GIB, CopyEngine, CpuCopyEngine, Gate, aligned
-from weft.engine.model.spec import ModelSpec
+from weft.engine.memory.transfer import GIB, CopyEngine, aligned
 
 LOCK_PATIENCE_SECONDS = 6.0
 """for the engine of a daemon that was killed: it stores what it can for a few seconds, then it ends"""
@@ -25,21 +23,18 @@ MEMORY_SHARE = 0.9
 """of the memory that is free, at most, for the host pool: the system dies of more"""
 
 
-def open_store(
-    config: EngineConfig, spec: ModelSpec, page_size: int, dtype: torch.dtype, model_id: str
-) -> StoreFile | None:
+def open_store(config: EngineConfig, layout: KvLayout, model_id: str) -> StoreFile | None:
     """The file of the SSD tier, or None when it is not asked for, or cannot be had (one line says why).
 
     Raises `ConfigError` when another daemon has it, or when it is too small for a page.
     """
     if config.ssd_kv_path is None:
         return None
-    page_bytes = page_size * spec.kv_bytes_per_token(dtype.itemsize)
     owner = xxhash.xxh3_128_digest(model_id.encode())
-    geometry = Geometry.fitting(page_size, page_bytes, owner, int(config.ssd_kv_gib * GIB))
+    geometry = Geometry.fitting(layout.page_size, layout.page_bytes, owner, int(config.ssd_kv_gib * GIB))
     if geometry.num_extents < 1:
         raise ConfigError(
-            f"--ssd-kv-gib {config.ssd_kv_gib:g} has no room for one page of {page_bytes / 2**20:.1f} MiB"
+            f"--ssd-kv-gib {config.ssd_kv_gib:g} has no room for one page of {layout.page_bytes / 2**20:.1f} MiB"
         )
     try:
         return StoreFile(Path(config.ssd_kv_path).expanduser(), geometry, LOCK_PATIENCE_SECONDS)
@@ -49,16 +44,19 @@ def open_store(
 
 
 def make_tiers(
-    config: EngineConfig, kv: Tensor, pool: PagePool, file: StoreFile | None, gates: Sequence[Gate] = ()
+    config: EngineConfig,
+    layout: KvLayout,
+    pool: PagePool,
+    file: StoreFile | None,
+    copy_engine: Callable[[int], CopyEngine],
 ) -> Tiers | None:
-    """The tiers below a GPU pool `kv [pages, layers, 2, page_size, Hkv, D]`; None when there are none.
+    """The tiers below a device's pool; None when there are none.
 
-    gates: `Runner.copy_gates`.
-    Raises `ConfigError` or `OutOfMemory`.
+    copy_engine: `Runner.copy_engine`. Raises `ConfigError` or `OutOfMemory`.
     """
     if not config.host_kv_gib:
         return None
-    page_bytes = kv[0].numel() * kv.element_size()
+    page_bytes = layout.page_bytes
     slots = int(config.host_kv_gib * GIB) // aligned(page_bytes)
     if slots < 2:
         raise ConfigError(
@@ -71,24 +69,12 @@ def make_tiers(
             f"--host-kv-gib {config.host_kv_gib:g} is more than {MEMORY_SHARE:.0%} of the "
             f"{available / GIB:.1f} GiB of memory that are free"
         )
-    copies = make_copy_engine(kv, slots, gates)
+    copies = copy_engine(slots)
     store = SsdStore(file, copies.host) if file is not None else None
     tiers = Tiers(pool, copies, slots, store, asked_for_ssd=config.ssd_kv_path is not None)
     if store is not None:
         store.on_done = tiers.ssd.wake
     return tiers
-
-
-def make_copy_engine(kv: Tensor, slots: int, gates: Sequence[Gate] = ()) -> CopyEngine:
-    """The copy engine of the device that holds `kv [pages, layers, 2, page_size, Hkv, D]`. Raises `OutOfMemory`.
-
-    gates: `Runner.copy_gates`.
-    """
-    if kv.device.type == "cuda":
-        from weft.engine.memory.cuda_transfer import CudaCopyEngine
-
-        return CudaCopyEngine(kv, slots, gates)
-    return CpuCopyEngine(kv, slots)
 
 
 def _available_bytes() -> int:

@@ -1,7 +1,7 @@
-"""`CopyEngine`: moves whole KV pages between the device's pool and the host pool, beside the computation.
+"""`CopyEngine`: moves whole KV pages between a device's pool and the host pool, beside the computation.
 
-A page is one contiguous extent on both sides, so a copy is one DMA. Two implementations: threads and `memcpy` on the
-CPU (here), pinned memory, streams and events on a GPU (`cuda_transfer.py`).
+A page is one contiguous extent on both sides, so a copy is one DMA. Two implementations: a thread on the CPU
+(`cpu_transfer.py`), pinned memory, streams and events on a GPU (`cuda_transfer.py`).
 
 Who starts a copy guarantees that what it reads is complete and what it overwrites has no reader left. The scheduler
 does: it copies only pages of committed iterations, whose end event the host has awaited, and allocates only pages
@@ -12,16 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import queue
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from weft.engine.errors import OutOfMemory
 
@@ -97,71 +92,3 @@ def map_host_pool(slots: int, page_bytes: int) -> Bytes:
     with contextlib.suppress(OSError, ValueError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8).reshape(slots, stride)
-
-
-class CpuCopy:
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work = work
-        self._done = threading.Event()
-        self.failed = False
-        self.seconds = 0.0
-
-    def run(self) -> None:
-        begin = time.perf_counter()
-        try:
-            self._work()
-        except (RuntimeError, ValueError):
-            self.failed = True
-        self.seconds = time.perf_counter() - begin
-        self._done.set()
-
-    def done(self) -> bool:
-        return self._done.is_set()
-
-    def wait(self, seconds: float) -> None:
-        self._done.wait(seconds)
-
-
-class CpuCopyEngine:
-    """One thread that copies in the order asked; numpy releases the interpreter lock while it copies."""
-
-    def __init__(self, kv: Tensor, slots: int) -> None:
-        pages = kv.shape[0]
-        self._kv: Bytes = kv.view(pages, -1).view(torch.uint8).numpy()
-        self.page_bytes = self._kv.shape[1]
-        self.host = map_host_pool(slots, self.page_bytes)
-        self._queue: queue.SimpleQueue[CpuCopy | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="weft-copies", daemon=True)
-        self._thread.start()
-
-    def out(self, pairs: Pairs) -> Copy:
-        return self._start(lambda: self._copy(pairs, to_host=True))
-
-    def back(self, pairs: Pairs) -> Copy:
-        return self._start(lambda: self._copy(pairs, to_host=False))
-
-    def _copy(self, pairs: Pairs, to_host: bool) -> None:
-        for page, slot in pairs:
-            there, here = self._kv[page], self.host[slot, : self.page_bytes]
-            if to_host:
-                np.copyto(here, there)
-            else:
-                np.copyto(there, here)
-
-    def _start(self, work: Callable[[], None]) -> Copy:
-        copy = CpuCopy(work)
-        self._queue.put(copy)
-        return copy
-
-    def _run(self) -> None:
-        while (copy := self._queue.get()) is not None:
-            copy.run()
-
-    def wait(self, copies: Sequence[Copy], seconds: float) -> None:
-        first = copies[0]
-        assert isinstance(first, CpuCopy)
-        first.wait(seconds)
-
-    def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join()

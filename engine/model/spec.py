@@ -91,9 +91,6 @@ class ModelSpec:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         return per_layer * self.num_layers + embeddings + self.hidden_size
 
-    def kv_bytes_per_token(self, itemsize: int) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
-
     def layer_operations(self) -> Iterator[Operation]:
         """The operations of one layer in order, with dependencies inside the layer."""
         h, i, a = self.hidden_size, self.intermediate_size, self.num_heads * self.head_dim

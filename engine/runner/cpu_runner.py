@@ -6,36 +6,33 @@ overlaps with computing; torch releases the interpreter lock inside its kernels.
 
 from __future__ import annotations
 
-import math
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from weft.engine.errors import OutOfMemory
-from weft.engine.memory.transfer import Gate
+from weft.engine.memory.cpu_transfer import CpuCopyEngine
 from weft.engine.model.model import Model, ModelInputs
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.runner.batch import PROMPT_LOGPROB_ROWS, Batch, Logprobs, PromptLogprobs, SamplingInputs, StepResult
-from weft.engine.runner.resolve import GIB, DevicePlan
+from weft.engine.runner.resolve import GIB, ResolvedConfig
 from weft.kernels import sampling
 from weft.kernels.attention_backends import make_host_attention
 
 
-def _allocate(spec: ModelSpec, plan: DevicePlan) -> Tensor:
-    """The pool `[pages, layers, 2, page_size, Hkv, D]`, zeroed. Raises `OutOfMemory`."""
-    assert plan.num_pages is not None
-    shape = (plan.num_pages, spec.num_layers, 2, plan.page_size, spec.num_kv_heads, spec.head_dim)
-    size = math.prod(shape) * plan.dtype.itemsize
+def _allocate(config: ResolvedConfig) -> Tensor:
+    """The pool, zeroed. Raises `OutOfMemory`."""
+    assert config.num_pages is not None
+    size = config.num_pages * config.kv.page_bytes
     try:
         # Pages of zeros that the system maps on first touch: starting costs nothing, idle memory is not taken.
-        return torch.from_numpy(np.zeros(size, np.uint8)).view(plan.dtype).view(shape)
+        return config.kv.view(torch.from_numpy(np.zeros(size, np.uint8)))
     except (MemoryError, ValueError):  # ValueError: more than an address can say
         raise OutOfMemory(f"{size / GIB:.1f} GiB of KV pages do not fit: lower --kv-cache-gib or --num-pages") from None
 
@@ -77,17 +74,15 @@ class _Counts:
 class CpuRunner:
     """The runner of a CPU (see `runner.Runner`)."""
 
-    copy_gates: Sequence[Gate] = ()
-
-    def __init__(self, spec: ModelSpec, weights: Weights, plan: DevicePlan) -> None:
-        self.kv = _allocate(spec, plan)
-        self._attention = make_host_attention(plan.attention, plan.attention_shape(spec))
+    def __init__(self, spec: ModelSpec, weights: Weights, config: ResolvedConfig) -> None:
+        self.kv = _allocate(config)
+        self._attention = make_host_attention(config.attention, config.attention_shape(spec))
         self.model = Model(spec, weights, self.kv, self._attention)
-        self._num_slots = plan.max_num_seqs
-        self._device = plan.device
+        self._num_slots = config.max_num_seqs
+        self._device = config.device
         self._last_token = torch.zeros(self._num_slots, dtype=torch.int64, device=self._device)
         self._counts: _Counts | None = None
-        self._num_threads = plan.cpu_threads
+        self._num_threads = config.cpu_threads
         self._last_end = 0.0
         self._queue: queue.SimpleQueue[CpuInFlight | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="weft-runner", daemon=True)
@@ -98,6 +93,9 @@ class CpuRunner:
     @property
     def num_pages(self) -> int:
         return self.kv.shape[0]
+
+    def copy_engine(self, slots: int) -> CpuCopyEngine:
+        return CpuCopyEngine(self.kv, slots)
 
     def launch(self, batch: Batch) -> CpuInFlight:
         in_flight = CpuInFlight(batch)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.engine.errors import OutOfMemory
-from weft.engine.memory.transfer import Gate
+from weft.engine.memory.cuda_transfer import CudaCopyEngine
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.plans.plan import Period, serial_period
@@ -22,7 +22,7 @@ from weft.engine.progress import Progress
 from weft.engine.runner.batch import PROMPT_LOGPROB_ROWS, Batch, Logprobs, PromptLogprobs, StepResult
 from weft.engine.runner.cuda_inputs import DeviceInputs, Layout
 from weft.engine.runner.executor import INVARIANT_PART_TOKENS, Executor
-from weft.engine.runner.resolve import GIB, DevicePlan
+from weft.engine.runner.resolve import GIB, ResolvedConfig
 from weft.kernels import reference, resident, sampling
 from weft.kernels.attention import AttentionBackend, HostAttention
 from weft.kernels.attention_backends import make_host_attention
@@ -93,37 +93,38 @@ def _columns(extras: _Extras) -> Logprobs:
 class CudaRunner:
     """The runner of one GPU (see `runner.Runner`). Everything a graph points at is allocated here, once."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, plan: DevicePlan, progress: Progress | None = None) -> None:
-        self.spec, self.weights, self.plan = spec, weights, plan
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, config: ResolvedConfig, progress: Progress | None = None
+    ) -> None:
+        self.spec, self.weights, self.config = spec, weights, config
         report = progress or _no_progress
-        device = plan.device
+        device = config.device
         self._device = device
         self.stream = torch.cuda.Stream(device)
         """where iterations run, one behind the other"""
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        t, s = plan.max_num_batched_tokens, plan.max_num_seqs
+        t, s = config.max_num_batched_tokens, config.max_num_seqs
         sizes = token_buckets(t)
         self._serial = [serial_period(spec, size, num_sms) for size in sizes]
         self._decoding = [serial_period(spec, size, num_sms, decode_only=True) for size in sizes if size <= 64]
-        pipelines = plan.pipelines.periods if plan.pipelines is not None else ()
+        pipelines = config.pipelines.periods if config.pipelines is not None else ()
         nano_batches = max((len(p.nano_batches) for p in pipelines), default=1)
         with torch.cuda.device(device), torch.cuda.stream(self.stream), torch.inference_mode():
-            self._part_tokens = INVARIANT_PART_TOKENS if plan.batch_invariant else 0
-            parts = s * -(-plan.max_model_len // INVARIANT_PART_TOKENS) if plan.batch_invariant else 1024
+            self._part_tokens = INVARIANT_PART_TOKENS if config.batch_invariant else 0
+            parts = s * -(-config.max_model_len // INVARIANT_PART_TOKENS) if config.batch_invariant else 1024
             layout = Layout.of(t, s, spec.heads_per_kv, nano_batches, parts)
-            self._inputs = DeviceInputs(layout, device, s, -(-plan.max_model_len // plan.page_size))
-            shape = plan.attention_shape(spec)
+            self._inputs = DeviceInputs(layout, device, s, -(-config.max_model_len // config.kv.page_size))
+            shape = config.attention_shape(spec)
             self._host_attention: HostAttention[Any] | None = None
-            if plan.attention == "triton":
+            if config.attention == "triton":
                 attention: AttentionBackend[Any] = TritonAttention(shape, num_sms)
             else:
                 attention = self._host_attention = make_host_attention(
-                    plan.attention, shape, batch_invariant=plan.batch_invariant
+                    config.attention, shape, batch_invariant=config.batch_invariant
                 )
             self._executor = Executor(
-                spec, weights, self._inputs, plan.dtype, attention, invariant=plan.batch_invariant
+                spec, weights, self._inputs, config.compute_dtype, attention, invariant=config.batch_invariant
             )
-            self.copy_gates: Sequence[Gate] = self._executor.gates
             self._tokens = torch.zeros(s, dtype=torch.int64, device=device)
             self._candidates = sample_scratch(s, device)
             self._last_end: torch.cuda.Event | None = None
@@ -144,25 +145,25 @@ class CudaRunner:
     def num_pages(self) -> int:
         return self.kv.shape[0]
 
+    def copy_engine(self, slots: int) -> CudaCopyEngine:
+        return CudaCopyEngine(self.kv, slots, self._executor.gates)
+
     def _allocate(self, pages: int) -> Tensor:
-        spec = self.spec
-        shape = (pages, spec.num_layers, 2, self.plan.page_size, spec.num_kv_heads, spec.head_dim)
         try:
-            return torch.zeros(shape, dtype=self.plan.dtype, device=self._device)
+            return torch.zeros(self.config.kv.shape(pages), dtype=self.config.kv.dtype, device=self._device)
         except torch.OutOfMemoryError:
             raise OutOfMemory(
                 f"{pages} KV pages do not fit the GPU: lower --num-pages, --kv-cache-gib or --gpu-memory-utilization"
             ) from None
 
     def _measure_pages(self) -> int:
-        plan, spec = self.plan, self.spec
-        page_bytes = plan.page_size * spec.kv_bytes_per_token(plan.dtype.itemsize)
+        config, page_bytes = self.config, self.config.kv.page_bytes
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
-        room = int(total * plan.gpu_memory_utilization) - (total - free) - RESERVE_BYTES
+        room = int(total * config.gpu_memory_utilization) - (total - free) - RESERVE_BYTES
         # Pages that the running requests could never fill are of use as prefix cache alone; they are kept all the same.
-        pages = plan.num_pages or room // page_bytes
+        pages = config.num_pages or room // page_bytes
         if pages < 2 or pages * page_bytes > free:
             raise OutOfMemory(
                 f"after weights and buffers {max(room, 0) / GIB:.1f} GiB are left for KV pages of "
@@ -187,10 +188,10 @@ class CudaRunner:
         return graphs
 
     def _model(self, period: Period) -> None:
-        self._executor.forward(period, self.kv, min(period.tokens, self.plan.max_num_seqs))
+        self._executor.forward(period, self.kv, min(period.tokens, self.config.max_num_seqs))
 
     def _sample(self, period: Period) -> None:
-        n = min(period.tokens, self.plan.max_num_seqs)
+        n = min(period.tokens, self.config.max_num_seqs)
         c = {k: v[:n] for k, v in self._inputs.column.items()}
         tokens = self._tokens[:n]
         sample(self._executor.logits[:n], c["temperature"], c["top_k"], c["top_p"], c["min_p"], c["uniform"],
@@ -199,9 +200,9 @@ class CudaRunner:
 
     def _period(self, batch: Batch) -> Period:
         """The plan's pipeline for this iteration, or the serial plan where the search found no better."""
-        if self.plan.pipelines is not None:
+        if self.config.pipelines is not None:
             kv_tokens = int(batch.kv_len[: batch.num_decodes].sum())
-            if (period := self.plan.pipelines.period_for(batch.num_tokens, kv_tokens)) is not None:
+            if (period := self.config.pipelines.period_for(batch.num_tokens, kv_tokens)) is not None:
                 return period
         if batch.num_decodes == batch.num_requests and batch.num_tokens <= self._decoding[-1].tokens:
             return next(p for p in self._decoding if p.tokens >= batch.num_tokens)
@@ -281,7 +282,7 @@ class CudaRunner:
     def _resident_counts(self) -> tuple[Tensor, Tensor]:
         """(prompt_seen bool, output counts int32) `[slots, V]`, made when the first request with penalties comes."""
         if self._seen is None or self._counts is None:
-            shape = (self.plan.max_num_seqs, self.spec.vocab_size)
+            shape = (self.config.max_num_seqs, self.spec.vocab_size)
             self._seen = torch.zeros(shape, dtype=torch.bool, device=self._device)
             self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
         return self._seen, self._counts

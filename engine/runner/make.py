@@ -8,21 +8,23 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.progress import Progress
 from weft.engine.runner.products import prepare_products
-from weft.engine.runner.resolve import DevicePlan
+from weft.engine.runner.resolve import ResolvedConfig
 from weft.engine.runner.runner import Runner
 
 
-def make_runner(spec: ModelSpec, weights: Weights, plan: DevicePlan, progress: Progress | None = None) -> Runner:
-    """The runner for the plan's device, its KV pool allocated. Raises `OutOfMemory`."""
-    if plan.device.type == "cuda":
+def make_runner(spec: ModelSpec, weights: Weights, config: ResolvedConfig, progress: Progress | None = None) -> Runner:
+    """The runner for the configuration's device, its KV pool allocated. Raises `OutOfMemory`."""
+    if config.device.type == "cuda":
         try:
             from weft.engine.runner.cuda_runner import CudaRunner
         except ModuleNotFoundError as error:
             if error.name != "triton":
                 raise
             raise ConfigError(f"a GPU needs Triton: {install_hint('gpu')}, or use --device cpu") from None
-        prepare_products(spec, plan.device, plan.max_num_batched_tokens, plan.cache_dir, plan.tuning_seconds, progress)
-        return CudaRunner(spec, weights, plan, progress)
+        prepare_products(
+            spec, config.device, config.max_num_batched_tokens, config.cache_dir, config.tuning_seconds, progress
+        )
+        return CudaRunner(spec, weights, config, progress)
     from weft.engine.runner.cpu_runner import CpuRunner
 
-    return CpuRunner(spec, weights, plan)
+    return CpuRunner(spec, weights, config)

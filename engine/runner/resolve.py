@@ -1,4 +1,4 @@
-"""What the device offers, and what the engine takes of it: dtype, batch bounds, the size of the KV pool."""
+"""`ResolvedConfig`: what the device offers and what the engine takes of it: dtypes, batch bounds, size of the pool."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, OutOfMemory
+from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.pipelines import choose_pipelines, target_of
 from weft.engine.plans.plan import Plan
@@ -26,15 +27,18 @@ INVARIANT_CHUNK = 128
 
 
 @dataclass(frozen=True, slots=True)
-class DevicePlan:
+class ResolvedConfig:
     """The engine's options with every open choice made."""
 
     device: torch.device
-    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    """of activations"""
+    kv: KvLayout
+    """a page, with a dtype of its own"""
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    page_size: int
     num_pages: int | None
     """None: as many as the GPU has room for once everything else is there"""
     gpu_memory_utilization: float
@@ -49,7 +53,7 @@ class DevicePlan:
     """plans of overlapped nano-batches; None: the serial plan alone"""
 
     def attention_shape(self, spec: ModelSpec) -> AttentionShape:
-        return AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, self.page_size, self.dtype, self.device)
+        return _attention_shape(spec, self.kv, self.compute_dtype, self.device)
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -71,7 +75,7 @@ def _cpu_dtype(spec: ModelSpec) -> torch.dtype:
     return torch.bfloat16 if native and spec.dtype == "bfloat16" else torch.float32
 
 
-def resolve(config: EngineConfig, spec: ModelSpec) -> DevicePlan:
+def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     """Decide what the configuration leaves open. Raises `ConfigError` or `OutOfMemory`, one line."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: no CUDA device is visible; use --device cpu")
@@ -91,7 +95,8 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> DevicePlan:
     if max_model_len > spec.max_positions:
         raise ConfigError(f"--max-model-len {max_model_len} is more than the model's {spec.max_positions} positions")
     max_num_seqs = config.max_num_seqs or (1024 if cuda else 256)
-    backend = _attention(config, spec, device, dtype)
+    kv = KvLayout.of(spec, config.page_size, dtype)
+    backend = _attention(config, _attention_shape(spec, kv, dtype, device))
     pipelines = _pipelines(config, spec, device, dtype, backend) if cuda else None
     dense = pipelines.dense_batch if pipelines is not None else 0
     max_num_batched_tokens = config.max_num_batched_tokens or dense or (2048 if cuda else 512)
@@ -99,8 +104,6 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> DevicePlan:
         raise ConfigError(f"--batch-invariant needs --max-num-batched-tokens {INVARIANT_CHUNK} or more")
     if cuda:
         _check_kernels(spec)
-    page_size = config.page_size
-    page_bytes = page_size * spec.kv_bytes_per_token(dtype.itemsize)
     weight_bytes = spec.num_parameters * dtype.itemsize
     if weight_bytes > 0.9 * memory_bytes(device):
         raise OutOfMemory(
@@ -108,29 +111,30 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> DevicePlan:
             f"the {'GPU' if cuda else 'machine'} has {memory_bytes(device) / GIB:.1f} GiB: "
             "use a smaller model or --dtype bfloat16"
         )
-    pages_per_request = -(-max_model_len // page_size)
+    pages_per_request = -(-max_model_len // kv.page_size)
     num_pages: int | None
     if config.num_pages is not None:
         num_pages = config.num_pages
     elif config.kv_cache_gib is not None:
-        num_pages = int(config.kv_cache_gib * GIB / page_bytes)
+        num_pages = kv.pages_in(config.kv_cache_gib * GIB)
     elif cuda:
         num_pages = None
     else:
         room = int(memory_bytes(device) * CPU_MEMORY_SHARE) - weight_bytes
-        num_pages = min(max_num_seqs * pages_per_request + 1, room // page_bytes)
+        num_pages = min(max_num_seqs * pages_per_request + 1, kv.pages_in(room))
     if num_pages is not None and num_pages < 2:
         raise OutOfMemory(
-            f"the KV pool has room for {max(num_pages, 0)} pages of {page_bytes / 2**20:.1f} MiB, it needs at least 2: "
-            "raise --kv-cache-gib or lower --page-size"
+            f"the KV pool has room for {max(num_pages, 0)} pages of {kv.page_bytes / 2**20:.1f} MiB, "
+            "it needs at least 2: raise --kv-cache-gib or lower --page-size"
         )
-    return DevicePlan(
+    return ResolvedConfig(
         device,
         dtype,
+        dtype,
+        kv,
         max_model_len,
         max_num_seqs,
         max_num_batched_tokens,
-        page_size,
         num_pages,
         config.gpu_memory_utilization,
         # One core is for the scheduler and the API: where their work takes a thread's core, all threads wait for it.
@@ -155,11 +159,14 @@ def _pipelines(
     return choose_pipelines(config.plan, spec, target_of(spec, device, dtype), config.max_num_batched_tokens)
 
 
-def _attention(config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> BackendName:
+def _attention_shape(spec: ModelSpec, kv: KvLayout, dtype: torch.dtype, device: torch.device) -> AttentionShape:
+    return AttentionShape(spec.num_heads, kv.num_kv_heads, kv.head_dim, kv.page_size, dtype, device)
+
+
+def _attention(config: EngineConfig, shape: AttentionShape) -> BackendName:
     """The attention back end, known to work here. Raises `ConfigError`."""
-    shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, config.page_size, dtype, device)
     try:
-        name = attention_backends.choose(config.attention_backend, device)
+        name = attention_backends.choose(config.attention_backend, shape.device)
         attention_backends.check(name, shape)
     except AttentionUnavailable as error:
         raise ConfigError(f"--attention-backend {config.attention_backend}: {error}") from None

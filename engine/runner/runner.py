@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
-from torch import Tensor
-
-from weft.engine.memory.transfer import Gate
+from weft.engine.memory.transfer import CopyEngine
 from weft.engine.runner.batch import Batch, StepResult
 
 
@@ -26,14 +23,8 @@ class Runner(Protocol):
     @property
     def num_pages(self) -> int: ...
 
-    @property
-    def kv(self) -> Tensor:
-        """`[pages, layers, 2, page_size, Hkv, D]`"""
-        ...
-
-    @property
-    def copy_gates(self) -> Sequence[Gate]:
-        """Where, in order, copies to the host have their place in the iteration launched last; open if it has none."""
+    def copy_engine(self, slots: int) -> CopyEngine:
+        """What moves pages between its pool and a new host pool of so many slots. Raises `OutOfMemory`."""
         ...
 
     def launch(self, batch: Batch) -> InFlight:

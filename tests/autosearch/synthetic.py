@@ -6,10 +6,12 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
+import torch
 
 from weft.autosearch.bench_protocol import Load, Timing
 from weft.autosearch.profile import PairPoint, Point, Profile, work_of
 from weft.autosearch.simulate import play, simulate
+from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.spec import ModelSpec, Operation, Resource, RopeScaling
 from weft.engine.plans.plan import NanoOperation, Period, Target, model_key
 
@@ -53,7 +55,9 @@ class SyntheticBench:
             return 0.003 + waves * 2 * 128 * 256 * op.inner / (660e12 / 132) * 1e3
         if op.resource is Resource.MEMORY:
             rate = float(np.interp(sms, *BANDWIDTH))
-            return 0.004 + work * self.spec.kv_bytes_per_token(2) / self.spec.num_layers / rate / 1e9
+            return (
+                0.004 + work * KvLayout.of(self.spec, 1, torch.bfloat16).token_bytes / self.spec.num_layers / rate / 1e9
+            )
         if op.resource is Resource.NETWORK:
             return 0.005 + work * self.spec.hidden_size * 4 / (400e6 * min(1.0, sms / 32))
         return 0.004 + work * 4 * self.spec.num_heads * self.spec.head_dim / (450e9 * sms / 132)

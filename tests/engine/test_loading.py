@@ -101,7 +101,7 @@ def test_context_longer_than_the_model(tiny_model: Callable[[str], Path]) -> Non
 
 def test_a_pool_smaller_than_the_context_lowers_the_limit(tiny_model: Callable[[str], Path]) -> None:
     harness = Harness(tiny_model("yi"), page_size=8, num_pages=5)
-    assert harness.engine.plan.max_model_len == 32
+    assert harness.engine.resolved.max_model_len == 32
     with pytest.raises(RequestError, match="at most 32 fit"):
         harness.add(range(3, 35))
     with pytest.raises(RequestError) as error:

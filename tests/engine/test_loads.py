@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from tiny import save_tiny
 
 from weft.engine.config import EngineConfig
+from weft.engine.memory.cpu_transfer import CpuCopyEngine
 from weft.engine.memory.loads import LoadSpeeds
 from weft.engine.memory.model_id import model_id
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.places import Places
 from weft.engine.memory.prefix_index import PrefixEntry, PrefixIndex
 from weft.engine.memory.tiers import Tiers
-from weft.engine.memory.transfer import CpuCopyEngine
 from weft.engine.model.spec import read_spec
 from weft.engine.runner.resolve import resolve
 from weft.engine.scheduling.fences import Fences
@@ -130,8 +130,7 @@ def test_a_model_is_known_by_its_content(tmp_path: Path) -> None:
     def identity(path: Path, **options: object) -> str:
         config = EngineConfig(model=str(path), num_pages=8, **options)  # type: ignore[arg-type]
         spec = read_spec(path)
-        options = resolve(config, spec)
-        return model_id(config, spec, options.page_size, options.dtype)
+        return model_id(config, resolve(config, spec).kv)
 
     a = save_tiny("yi", tmp_path / "a")
     first = identity(a)
