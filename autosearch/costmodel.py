@@ -8,7 +8,8 @@ import torch
 
 from weft.autosearch.accelerators import Accelerator
 from weft.engine.memory.kv_layout import KvLayout
-from weft.engine.model.spec import ModelSpec, Resource
+from weft.engine.model.operations import Resource, Role
+from weft.engine.model.spec import ModelSpec
 
 
 class Usage(NamedTuple):
@@ -109,24 +110,23 @@ def operation_costs(spec: ModelSpec, usage: Usage, gpus: int = 1, itemsize: int 
     what they move is added up.
     """
     layers, tokens = spec.num_layers, usage.dense_batch
-    width = spec.num_heads * spec.head_dim
     kv_bytes = KvLayout.of(spec, 1, torch.bfloat16).token_values * itemsize
     out = []
     for op in spec.layer_operations():
-        if op.resource is Resource.NETWORK:
-            continue
         gflop: float
         moved: float
-        if op.inner:
-            gflop = 2 * tokens * op.out * op.inner * layers
-            moved = (op.out * op.inner + tokens * (op.out + op.inner)) * itemsize * layers
-        elif op.resource is Resource.MEMORY:
-            gflop = 4 * usage.decodes * usage.context * width * layers
-            own = 2 * width * itemsize * layers + kv_bytes
-            moved = usage.decodes * (usage.context * kv_bytes + own)
-        else:
-            gflop = 4 * usage.prefills * usage.prompt * width * layers
-            moved = usage.prefills * (2 * width * itemsize * layers + kv_bytes)
+        match op.role:
+            case Role.PRODUCT:
+                gflop = op.flops * tokens * layers
+                moved = (op.parameters + tokens * op.moved) * itemsize * layers
+            case Role.DECODE_ATTENTION:
+                gflop = op.flops * usage.decodes * usage.context * layers
+                moved = usage.decodes * (usage.context * kv_bytes + op.moved * itemsize * layers + kv_bytes)
+            case Role.PREFILL_ATTENTION:
+                gflop = op.flops * usage.prefills * usage.prompt * layers
+                moved = usage.prefills * (op.moved * itemsize * layers + kv_bytes)
+            case Role.NETWORK:
+                continue  # all collectives of a layer are one row of the table, below
         out.append(Cost(op.name, gflop / 1e9, moved / 1e9, 0.0))
     if gpus > 1:
         traffic = 4 * (gpus - 1) * tokens * spec.hidden_size * itemsize * layers / 1e9

@@ -17,6 +17,7 @@ from weft.engine.errors import OutOfMemory
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import load_weights
+from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import MAX_NANO_BATCHES, NanoOperation, Period
 from weft.engine.runner.batch import Batch, SamplingInputs
 from weft.engine.runner.cuda_inputs import DeviceInputs, Layout
@@ -25,7 +26,6 @@ from weft.kernels.attention import AttentionShape
 from weft.kernels.attention_triton import PER_SM, TritonAttention
 from weft.kernels.measure import Meter, sustained
 
-ATTENTION = ("decode", "prefill")
 LAYERS = 16
 """of the model that is measured: at the first and the last of them a pipeline is not full, as in a whole model"""
 
@@ -97,15 +97,17 @@ class GpuBench:
         self._meter.close()
 
     def alone(self, op: NanoOperation, load: Load) -> Timing:
-        return self._sustain(_around(load, op), load, self._launch(_around(load, op), (op,)), self._layers)
+        pipeline = self._around(load, op)
+        return self._sustain(pipeline, load, self._launch(pipeline, (op,)), self._layers)
 
     def period(self, period: Period, load: Load) -> Timing:
-        return self._sustain(period, load, self._launch(period, None), self._layers)
+        pipeline = Pipeline(period, self.spec)
+        return self._sustain(pipeline, load, self._launch(pipeline, None), self._layers)
 
     def pair(self, a: NanoOperation, b: NanoOperation, load: Load) -> tuple[Timing, Timing]:
-        layout = _around(load, a, b)
-        self._send(layout, load)
-        graphs = [self._graph(self._launch(layout, (op,))) for op in (a, b)]
+        pipeline = self._around(load, a, b)
+        self._send(pipeline, load)
+        graphs = [self._graph(self._launch(pipeline, (op,))) for op in (a, b)]
         streams = [torch.cuda.Stream(priority=0), torch.cuda.Stream(priority=-1)]
         alone = []
         for graph, stream in zip(graphs, streams, strict=True):
@@ -147,11 +149,11 @@ class GpuBench:
 
     # -- how
 
-    def _launch(self, period: Period, only: tuple[NanoOperation, ...] | None) -> Callable[[], object]:
+    def _launch(self, pipeline: Pipeline, only: tuple[NanoOperation, ...] | None) -> Callable[[], object]:
         def launch() -> None:
             if only is None:  # the residual stream would grow from run to run
-                self._executor.x[: period.tokens].copy_(self._start[: period.tokens])
-            self._executor.layers(period, self._kv, only)
+                self._executor.x[: pipeline.tokens].copy_(self._start[: pipeline.tokens])
+            self._executor.layers(pipeline, self._kv, only)
 
         return launch
 
@@ -166,13 +168,13 @@ class GpuBench:
                 launch()
         return graph
 
-    def _sustain(self, layout: Period, load: Load, launch: Callable[[], object], layers: int) -> Timing:
-        self._send(layout, load)
+    def _sustain(self, pipeline: Pipeline, load: Load, launch: Callable[[], object], layers: int) -> Timing:
+        self._send(pipeline, load)
         with torch.inference_mode():
             s = sustained([launch], self._meter, self.seconds)
         return Timing(s.ms / layers, s.watts, s.mhz)
 
-    def _send(self, period: Period, load: Load) -> None:
+    def _send(self, pipeline: Pipeline, load: Load) -> None:
         if load not in self._batches:
             self._batches[load] = batch_of(load, self.page_size)
         batch = self._batches[load]
@@ -192,25 +194,21 @@ class GpuBench:
                 for part in self._kv.view(-1).chunk(64):
                     part.normal_()
             torch.cuda.synchronize()
-            self._executor.x.copy_(self._start)
-            self._executor._q.normal_()
-            self._executor._a.normal_()
-            self._executor._h.normal_()
-            self._executor._sumsq.fill_(spec.hidden_size)  # rows of unit variance
-            self._inputs.send(batch, period, num_kv_heads=spec.num_kv_heads, group=spec.heads_per_kv, per_sm=PER_SM)
+            self._executor.fill(self._start)
+            self._inputs.send(batch, pipeline, num_kv_heads=spec.num_kv_heads, group=spec.heads_per_kv, per_sm=PER_SM)
             # in an engine the graph itself applies the updates
             table = torch.from_numpy(batch.page_table)
             self._inputs.page_table[: table.shape[0], : table.shape[1]].copy_(table)
             torch.cuda.synchronize()
 
-
-def _around(load: Load, *ops: NanoOperation) -> Period:
-    """A period that contains `ops` and attention for the rest of the dense batch, so that tokens have their places."""
-    ranges = {(o.begin, o.end) for o in ops if o.operation in ATTENTION}
-    edges = sorted({0, load.tokens} | {e for r in ranges for e in r})
-    filled = list(ops)
-    for begin, end in pairwise(edges):
-        for name in ATTENTION:
-            if not any(o.operation == name and (o.begin, o.end) == (begin, end) for o in ops):
-                filled.append(NanoOperation(name, begin, end, 1))
-    return Period(load.tokens, tuple(filled))
+    def _around(self, load: Load, *ops: NanoOperation) -> Pipeline:
+        """Contains `ops` and attention for the rest of the dense batch, so that tokens have their places."""
+        attention = [o.name for o in self.spec.layer_operations() if o.role.attends]
+        ranges = {(o.begin, o.end) for o in ops if o.operation in attention}
+        edges = sorted({0, load.tokens} | {e for r in ranges for e in r})
+        filled = list(ops)
+        for begin, end in pairwise(edges):
+            for name in attention:
+                if not any(o.operation == name and (o.begin, o.end) == (begin, end) for o in ops):
+                    filled.append(NanoOperation(name, begin, end, 1))
+        return Pipeline(Period(load.tokens, tuple(filled)), self.spec)

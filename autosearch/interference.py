@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from weft.autosearch.profile import Curves, Profile
-from weft.engine.model.spec import Resource
+from weft.engine.model.operations import Resource
 
 
 class Sample(NamedTuple):

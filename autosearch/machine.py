@@ -7,7 +7,8 @@ from weft.autosearch.interference import Interference
 from weft.autosearch.profile import Curves, Profile, work_of
 from weft.autosearch.simulate import Timeline, simulate
 from weft.engine.errors import ConfigError
-from weft.engine.model.spec import ModelSpec, Resource
+from weft.engine.model.operations import Resource
+from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.plan import NanoOperation, Period
 
 
@@ -29,7 +30,8 @@ class Machine:
 
     def works(self, period: Period, load: Load) -> list[float]:
         """The work of each nano-operation of the period."""
-        dealt = dict(zip(period.nano_batches, load.dealt(period.nano_batches), strict=True))
+        ranges = period.nano_batches(self.spec)
+        dealt = dict(zip(ranges, load.dealt(ranges), strict=True))
         works = []
         for op in period.operations:
             tokens = max(0, min(op.end, load.tokens) - op.begin)

@@ -11,7 +11,8 @@ from weft.autosearch.accelerators import ACCELERATORS, accelerator
 from weft.autosearch.options import OneLineParser
 from weft.autosearch.workload import workload_pair
 from weft.engine.errors import ConfigError, WeftError
-from weft.engine.model.spec import Resource, read_spec
+from weft.engine.model.directory import read_spec
+from weft.engine.model.operations import Resource
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,7 +20,8 @@ import torch
 from weft.autosearch.bench_protocol import Load
 from weft.engine.errors import ConfigError
 from weft.engine.memory.kv_layout import KvLayout
-from weft.engine.model.spec import ModelSpec, Operation, Resource
+from weft.engine.model.operations import Operation, Role
+from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.plan import Target
 from weft.kernels.gemm_config import SPECIAL, GemmConfig
 
@@ -139,11 +140,13 @@ def recorded_profiles() -> Iterator[tuple[Path, Profile]]:
 
 def work_of(operation: Operation, load: Load) -> float:
     """The work of one operation on a nano-batch of this load."""
-    if operation.inner or operation.resource is Resource.NETWORK:
-        return float(load.tokens)
-    if operation.resource is Resource.MEMORY:
-        return float(load.kv_tokens)
-    return load.prefill_tokens * max(1, load.prompt) / 2
+    match operation.role:
+        case Role.DECODE_ATTENTION:
+            return float(load.kv_tokens)
+        case Role.PREFILL_ATTENTION:
+            return load.prefill_tokens * max(1, load.prompt) / 2
+        case _:
+            return float(load.tokens)
 
 
 class Curves:

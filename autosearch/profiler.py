@@ -16,7 +16,9 @@ from weft.autosearch.profile import PairPoint, Point, Profile, cache_path, kv_ca
 from weft.autosearch.structure import LANES
 from weft.autosearch.workload import workload_load
 from weft.engine.errors import ConfigError, WeftError
-from weft.engine.model.spec import ModelSpec, Operation, Resource, read_spec
+from weft.engine.model.directory import read_spec
+from weft.engine.model.operations import Operation, Resource, Role
+from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.plan import TOKEN_STEP, NanoOperation, Target
 from weft.kernels.gemm_config import SPECIAL, GemmConfig
 
@@ -132,13 +134,13 @@ class Profiler:
         guests = grid.guest_sms
         some = self._bench.num_sms - guests[len(guests) // 2 - 1]
         for op in self._operations.values():
-            if op.inner:
+            if op.role is Role.PRODUCT:
                 tokens = grid.tokens[len(grid.tokens) // 2]
                 yield f"{op.name} configurations", lambda op=op, n=tokens: self._choose(op, n, some)  # type: ignore[misc]
 
     def _alone_on_few(self, grid: Grid) -> Iterator[tuple[str, Callable[[], None]]]:
         for op in self._operations.values():
-            is_product, amounts = bool(op.inner), self._amounts(op, grid, grid.few_tokens)
+            is_product, amounts = op.role is Role.PRODUCT, self._amounts(op, grid, grid.few_tokens)
             if is_product:
                 for amount in amounts:
                     yield f"{op.name} alone", self._task(op, amount, self._bench.num_sms, op.name)
@@ -149,7 +151,7 @@ class Profiler:
 
     def _beside(self, grid: Grid) -> Iterator[tuple[str, Callable[[], None]]]:
         present = [o for o in self._operations.values() if work_of(o, self._load)]
-        computes = sorted((o for o in present if o.resource is Resource.COMPUTE), key=lambda o: -o.out * o.inner)
+        computes = sorted((o for o in present if o.resource is Resource.COMPUTE), key=lambda o: -o.parameters)
         guests = [o for o in present if o.resource is not Resource.COMPUTE]
         for guest in guests:
             for op in computes:
@@ -159,9 +161,9 @@ class Profiler:
     def _amounts(self, op: Operation, grid: Grid, tokens: tuple[int, ...]) -> tuple[Load, ...]:
         """Loads that hold more and more of this operation's work and, for attention, of nothing else."""
         load = self._load
-        if op.inner or op.resource is Resource.NETWORK:
+        if not op.role.attends:
             return tuple(load._replace(tokens=t) for t in tokens)
-        if op.resource is Resource.MEMORY:
+        if op.role is Role.DECODE_ATTENTION:
             counts = sorted({max(1, round(load.decodes * s)) for s in grid.shares})
             return tuple(load._replace(tokens=n, decodes=n) for n in counts)
         counts = sorted({max(1, round(load.prefill_tokens * s)) for s in grid.shares})
@@ -188,7 +190,7 @@ class Profiler:
     ) -> tuple[NanoOperation, Load]:  # fmt: skip
         """A product runs on the first tokens of the dense batch, attention on the whole of a batch of its own."""
         nano = NanoOperation(op.name, 0, amount.tokens, sms, LANES[op.resource], config=config)
-        return nano, self._load if op.inner or op.resource is Resource.NETWORK else amount
+        return nano, amount if op.role.attends else self._load
 
     def _choose(self, op: Operation, tokens: int, sms: int) -> None:
         """The configuration of this product's nano-operations: the fastest on half of the tokens and most SMs."""
@@ -209,7 +211,7 @@ class Profiler:
         def task() -> None:
             own, load = self._bench.num_sms - sms, self._load
             amounts = self._amounts(op, grid, grid.few_tokens)
-            amount = amounts[len(amounts) // 2 if op.inner else -1]
+            amount = amounts[len(amounts) // 2 if op.role is Role.PRODUCT else -1]
             other = self._amounts(guest, grid, grid.few_tokens)[-1]
             works = work_of(op, amount), work_of(guest, other)
             if any(
@@ -220,7 +222,7 @@ class Profiler:
             config = self._configs.get(op.name)
             self._alone(op, amount, own, config)  # the pair is judged against these
             self._alone(guest, other, sms, None)
-            tokens = amount.tokens if op.inner else load.tokens
+            tokens = amount.tokens if op.role is Role.PRODUCT else load.tokens
             a = NanoOperation(op.name, 0, tokens, own, "compute", config=config)
             b = NanoOperation(guest.name, 0, load.tokens, sms, LANES[guest.resource])
             first, second = self._bench.pair(a, b, load)
@@ -306,7 +308,7 @@ def open_gpu(
         raise ConfigError("there is no GPU to measure on: give a recorded profile with --profile FILE")
     from weft.autosearch.gpu_bench import GpuBench
     from weft.engine.config import EngineConfig
-    from weft.engine.plans.pipelines import target_of
+    from weft.engine.plans.choose import target_of
     from weft.engine.runner.products import prepare_products
 
     context = max(load.prompt, 2 * load.context)

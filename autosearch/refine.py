@@ -9,13 +9,15 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import msgspec
 
 from weft.autosearch.bench_protocol import Bench, Load, Timing
 from weft.engine.errors import ConfigError
-from weft.engine.model.spec import ModelSpec, Resource
+from weft.engine.model.operations import Resource, Role
+from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.plan import TOKEN_STEP, Edge, Period, serial_period
 from weft.kernels.gemm_config import GemmConfig
 
@@ -50,6 +52,8 @@ class Refiner:
         self._bench, self._spec, self._load, self._configs = bench, spec, load, configs
         self._progress, self._clock = progress, clock
         self._resource = {o.name: o.resource for o in spec.layer_operations()}
+        self._movable = [o.name for o in spec.layer_operations() if o.role is Role.PREFILL_ATTENTION]
+        """bound by compute and yet at home on either lane"""
         self._tried: dict[bytes, float] = {}
 
     def run(self, candidates: Sequence[Period], budget_s: float) -> Refined | None:
@@ -114,9 +118,9 @@ class Refiner:
             waits = tuple(e for e in period.waits if e != edge)
             yield "one wait less", msgspec.structs.replace(period, waits=waits)
         yield from self._other_configs(period)
-        for other in ("compute", "memory"):
-            if any(o.operation == "prefill" and o.lane != other for o in period.operations):
-                yield f"prefill on the {other} lane", _changed(period, "prefill", lane=other)
+        for name, other in product(self._movable, ("compute", "memory")):
+            if any(o.operation == name and o.lane != other for o in period.operations):
+                yield f"{name} on the {other} lane", _changed(period, name, lane=other)
 
     def _shares(self, period: Period) -> Iterator[Move]:
         total = self._bench.num_sms

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from weft.autosearch.bench_protocol import Timing
 from weft.autosearch.interference import Row
-from weft.engine.model.spec import Resource
+from weft.engine.model.operations import Resource
 from weft.engine.plans.plan import Plan
 
 if TYPE_CHECKING:

@@ -28,7 +28,9 @@ from weft.autosearch.stages import Choice, Stages, StagesFile, predict, read_sta
 from weft.autosearch.structure import transformations
 from weft.autosearch.workload import workload_load
 from weft.engine.errors import ConfigError, WeftError
-from weft.engine.model.spec import ModelSpec, Resource, read_spec
+from weft.engine.model.directory import read_spec
+from weft.engine.model.operations import Resource, Role
+from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.plan import TOKEN_STEP, Period, Plan, Target, load_plan, model_key
 
 REFINED = 3
@@ -228,7 +230,8 @@ class Search:
 
 def offload_beside(spec: ModelSpec) -> str:
     """The largest product, where memory is idlest for longest: gate-up of the FFN (paper §4.2.2)."""
-    return max(spec.layer_operations(), key=lambda o: o.out * o.inner).name
+    products = [o for o in spec.layer_operations() if o.role is Role.PRODUCT]
+    return max(products, key=lambda o: o.parameters).name
 
 
 def _key(name: str, load: Load) -> str:

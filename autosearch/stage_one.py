@@ -15,7 +15,7 @@ from weft.autosearch.bench_protocol import Load
 from weft.autosearch.machine import Machine
 from weft.autosearch.profile import work_of
 from weft.autosearch.structure import Structure, attention, can_grow, first_structures
-from weft.engine.model.spec import Resource
+from weft.engine.model.operations import Resource
 from weft.engine.plans.plan import TOKEN_STEP, NanoOperation, Period
 
 TICKS = 6000

@@ -16,7 +16,7 @@ from ortools.sat.python import cp_model
 
 from weft.autosearch.bench_protocol import Load
 from weft.autosearch.machine import Machine
-from weft.engine.model.spec import Resource
+from weft.engine.model.operations import Resource
 from weft.engine.plans.plan import Edge, NanoOperation, Period
 
 TICKS = 6000

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import NamedTuple
 
-from weft.engine.model.spec import ModelSpec, Operation, Resource
+from weft.engine.model.operations import ALL_REDUCE, Operation, Resource, Role, all_gather
+from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.plan import MAX_NANO_BATCHES, Lane, NanoOperation, Period
 
 LANES: dict[Resource, Lane] = {
@@ -49,14 +50,14 @@ class Structure(NamedTuple):
 
 def attention(spec: ModelSpec) -> tuple[str, ...]:
     """The operations that must be cut alike: attention, whose requests are dealt to nano-batches together."""
-    return tuple(o.name for o in spec.layer_operations() if o.name in ("decode", "prefill"))
+    return tuple(o.name for o in spec.layer_operations() if o.role.attends)
 
 
 def first_structures(spec: ModelSpec) -> Iterator[Structure]:
     """Two nano-batches: everything cut, then every choice of products that are kept whole."""
     operations = list(spec.layer_operations())
-    free = [o.name for o in operations if o.name not in attention(spec) and o.resource is not Resource.NETWORK]
-    by_size = {o.name: o.out * o.inner for o in operations}
+    free = [o.name for o in operations if o.role is Role.PRODUCT]
+    by_size = {o.name: o.parameters for o in operations}
     choices = product((True, False), repeat=len(free))
     # fewest whole matrices first
     for choice in sorted(choices, key=lambda c: sum(by_size[n] for n, cut in zip(free, c, strict=True) if not cut)):
@@ -90,25 +91,23 @@ def transformations(spec: ModelSpec) -> list[ModelSpec]:
     needs its whole input, gathered by `X_gather_in`, and leaves pieces of its output, gathered by `X_gather_out`.
     """
     operations = list(spec.layer_operations())
-    reduces = [o.name for o in operations if o.resource is Resource.NETWORK and o.name.endswith("_reduce")]
+    # all-reduces, each with the product whose partial sums it adds up
+    reduces = {o.name: o.parents[0] for o in operations if o.kernel == ALL_REDUCE}
     out: list[ModelSpec] = [spec]
     for chosen in product((False, True), repeat=len(reduces)):
-        gathered = {r.removesuffix("_reduce") for r, c in zip(reduces, chosen, strict=True) if c}
+        gathered = {r: reduces[r] for r, c in zip(reduces, chosen, strict=True) if c}
         if gathered:
             out.append(with_operations(spec, [v for o in operations for v in _gathered(o, gathered)]))
     return out
 
 
-def _gathered(op: Operation, products: set[str]) -> Iterator[Operation]:
-    parents = tuple(
-        p.removesuffix("_reduce") + "_gather_out" if p.removesuffix("_reduce") in products and p.endswith("_reduce")
-        else p
-        for p in op.parents
-    )  # fmt: skip
-    if op.name in products:
-        yield Operation(f"{op.name}_gather_in", Resource.NETWORK, parents)
-        yield Operation(op.name, op.resource, (f"{op.name}_gather_in",), op.out, op.inner)
-    elif op.name.endswith("_reduce") and op.name.removesuffix("_reduce") in products:
-        yield Operation(op.name.removesuffix("_reduce") + "_gather_out", Resource.NETWORK, parents)
+def _gathered(op: Operation, reduces: Mapping[str, str]) -> Iterator[Operation]:
+    """What stands for `op` where these all-reduces (of these products) have become all-gathers."""
+    parents = tuple(f"{reduces[p]}_gather_out" if p in reduces else p for p in op.parents)
+    if op.name in reduces.values():
+        yield all_gather(f"{op.name}_gather_in", parents, op.inner)
+        yield replace(op, parents=(f"{op.name}_gather_in",))
+    elif op.name in reduces:
+        yield all_gather(f"{reduces[op.name]}_gather_out", parents, op.moved // 2)
     else:
-        yield Operation(op.name, op.resource, parents, op.out, op.inner)
+        yield replace(op, parents=parents)

@@ -19,7 +19,7 @@ from weft.engine.memory.model_id import model_id
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
 from weft.engine.memory.tier_setup import make_tiers, open_store
-from weft.engine.model.spec import read_spec
+from weft.engine.model.directory import read_spec
 from weft.engine.model.weights import Weights, load_weights
 from weft.engine.progress import Phases, Progress
 from weft.engine.runner.make import make_runner

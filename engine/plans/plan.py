@@ -14,7 +14,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from weft.engine.errors import ConfigError
-from weft.engine.model.spec import ModelSpec, Resource
+from weft.engine.model.operations import Operation, Resource, Role
+from weft.engine.model.spec import ModelSpec
 from weft.kernels.gemm_config import GemmConfig
 
 VERSION = 1
@@ -26,11 +27,16 @@ Lane = Literal["compute", "memory", "network"]
 """a stream; the row of the pipeline picture"""
 
 
+def by_name(spec: ModelSpec) -> dict[str, Operation]:
+    """The operations of a layer, in order."""
+    return {o.name: o for o in spec.layer_operations()}
+
+
 class NanoOperation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One operation on one token range."""
 
     operation: str
-    """a name of `ModelSpec.layer_operations`: qkv, decode, prefill, o, gate_up, down"""
+    """a name of `ModelSpec.layer_operations`"""
     begin: int
     end: int
     """tokens `[begin, end)` of the dense batch"""
@@ -63,15 +69,13 @@ class Period(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     figures: dict[str, float] = {}
     """what the search predicted and measured: milliseconds a layer, joules, gain over the serial plan"""
 
-    @property
-    def nano_batches(self) -> tuple[tuple[int, int], ...]:
-        """The token ranges that decode attention is cut into, in token order."""
-        return tuple(sorted((o.begin, o.end) for o in self.operations if o.operation == "decode"))
+    def ranges(self, operation: str) -> tuple[tuple[int, int], ...]:
+        """The token ranges that an operation is cut into, in token order."""
+        return tuple(sorted((o.begin, o.end) for o in self.operations if o.operation == operation))
 
-    @property
-    def decode_sms(self) -> tuple[int, ...]:
-        """SMs of decode attention for each of the `nano_batches`."""
-        return tuple(o.sms for o in sorted(self.operations, key=lambda o: o.begin) if o.operation == "decode")
+    def nano_batches(self, spec: ModelSpec) -> tuple[tuple[int, int], ...]:
+        """The token ranges that attention is cut into, in token order; all attention of a layer is cut alike."""
+        return self.ranges(next((o.name for o in spec.layer_operations() if o.role.attends), ""))
 
     @property
     def gate(self) -> NanoOperation | None:
@@ -83,29 +87,20 @@ class Period(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         """Where the token ranges begin, in order."""
         return tuple(sorted({o.begin for o in self.operations}))
 
-    def unrolled(self, num_layers: int) -> Iterator[tuple[int, NanoOperation]]:
-        """(layer, nano-operation) in the order of launch over the whole model."""
-        for period in range(-1, num_layers):
-            for op in self.operations:
-                layer = period + op.next_layer
-                if 0 <= layer < num_layers:
-                    yield layer, op
-
     def dependencies(self, spec: ModelSpec) -> Iterator[Edge]:
         """What each operation of the period waits for: parents whose token ranges intersect (paper §4.1.2).
 
         Prefill attention also reads keys that earlier tokens of the same iteration wrote, so it waits for the QKV
         product of every range up to its own end. The first operation waits for the last of the layer before.
         """
-        parents = {o.name: o.parents for o in spec.layer_operations()}
-        first = next(iter(parents))
-        last = list(parents)[-1]
+        known = by_name(spec)
+        first, *_, last = known
         for i, op in enumerate(self.operations):
             for j, other in enumerate(self.operations):
                 wraps = op.operation == first and other.operation == last
-                if other.operation not in parents[op.operation] and not wraps:
+                if other.operation not in known[op.operation].parents and not wraps:
                     continue
-                begin = 0 if op.operation == "prefill" else op.begin
+                begin = 0 if known[op.operation].role is Role.PREFILL_ATTENTION else op.begin
                 if other.begin < op.end and begin < other.end:
                     # layers between the two, in periods: 0 when both are of the same unrolled period
                     yield Edge(j, i, int(op.next_layer) - int(other.next_layer) - int(wraps))
@@ -113,7 +108,7 @@ class Period(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
     def check(self, spec: ModelSpec, num_sms: int | None = None) -> None:
         """Raise `ConfigError` unless this computes every operation on every token once, in a possible order."""
-        operations = {o.name: o for o in spec.layer_operations()}
+        operations = by_name(spec)
         for op in self.operations:
             if op.operation not in operations:
                 raise ConfigError(
@@ -127,18 +122,17 @@ class Period(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
                 raise ConfigError(f"{op.label}: {op.sms} SMs, the GPU has {num_sms}")
             if op.lane == "network" and operations[op.operation].resource is not Resource.NETWORK:
                 raise ConfigError(f"{op.label}: only operations of the network belong to the network lane")
-        if self.offload and self.offload not in {o.name for o in operations.values() if o.inner}:
+        if self.offload and self.offload not in {o.name for o in operations.values() if o.role is Role.PRODUCT}:
             raise ConfigError(f"a plan copies to the host beside {self.offload!r}, which is no product of this model")
         for name in operations:
             at = 0
-            for begin, end in sorted((o.begin, o.end) for o in self.operations if o.operation == name):
+            for begin, end in self.ranges(name):
                 if begin != at:
                     raise ConfigError(f"a plan must compute {name} once for every token; [{at}, {begin}) is not")
                 at = end
             if at != self.tokens:
                 raise ConfigError(f"a plan must compute {name} once for every token; [{at}, {self.tokens}) is not")
-        prefill = sorted((o.begin, o.end) for o in self.operations if o.operation == "prefill")
-        if tuple(prefill) != self.nano_batches:
+        if len({self.ranges(o.name) for o in operations.values() if o.role.attends}) > 1:
             raise ConfigError("a plan must cut decode and prefill attention into the same token ranges")
         if len(self.begins) > MAX_NANO_BATCHES:
             raise ConfigError(
@@ -231,5 +225,6 @@ def serial_period(spec: ModelSpec, tokens: int, num_sms: int, *, decode_only: bo
 
     decode_only: for iterations without prefill chunks; the launch of an empty prefill attention costs small batches.
     """
-    names = [o.name for o in spec.layer_operations() if not (decode_only and o.name == "prefill")]
+    left_out = Role.PREFILL_ATTENTION if decode_only else None
+    names = [o.name for o in spec.layer_operations() if o.role is not left_out]
     return Period(tokens, tuple(NanoOperation(name, 0, tokens, num_sms) for name in names))

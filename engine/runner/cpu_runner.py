@@ -17,10 +17,10 @@ from torch import Tensor
 
 from weft.engine.errors import OutOfMemory
 from weft.engine.memory.cpu_transfer import CpuCopyEngine
-from weft.engine.model.model import Model, ModelInputs
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.runner.batch import PROMPT_LOGPROB_ROWS, Batch, Logprobs, PromptLogprobs, SamplingInputs, StepResult
+from weft.engine.runner.cpu_executor import CpuExecutor, CpuInputs
 from weft.engine.runner.resolve import GIB, ResolvedConfig
 from weft.kernels import sampling
 from weft.kernels.attention_backends import make_host_attention
@@ -77,7 +77,7 @@ class CpuRunner:
     def __init__(self, spec: ModelSpec, weights: Weights, config: ResolvedConfig) -> None:
         self.kv = _allocate(config)
         self._attention = make_host_attention(config.attention, config.attention_shape(spec))
-        self.model = Model(spec, weights, self.kv, self._attention)
+        self._executor = CpuExecutor(spec, weights, self.kv, self._attention)
         self._num_slots = config.max_num_seqs
         self._device = config.device
         self._last_token = torch.zeros(self._num_slots, dtype=torch.int64, device=self._device)
@@ -125,13 +125,13 @@ class CpuRunner:
         # Decodes read the token that an earlier iteration left on the device.
         d = batch.num_decodes
         token_ids[:d] = self._last_token[torch.from_numpy(batch.slots[:d].astype(np.int64))]
-        inputs = ModelInputs(
+        inputs = CpuInputs(
             token_ids,
             torch.from_numpy(batch.positions.astype(np.int64)),
             torch.from_numpy(batch.slot_mapping),
             self._attention.prepare(batch),
         )
-        x, sumsq = self.model.forward(inputs)
+        x, sumsq = self._executor.forward(inputs)
         prompt_logprobs = tuple(self._prompt_logprobs(x, sumsq, asked) for asked in batch.prompt_logprobs)
         self._reset_counts(batch)
         tokens, logprobs = self._sample(x, sumsq, batch.sampling)
@@ -142,7 +142,7 @@ class CpuRunner:
         if not len(s.slots):
             return np.zeros(0, np.int32), None
         slots = torch.from_numpy(s.slots.astype(np.int64))
-        raw = self.model.logits(x, sumsq, torch.from_numpy(s.logit_tokens.astype(np.int64)))
+        raw = self._executor.logits(x, sumsq, torch.from_numpy(s.logit_tokens.astype(np.int64)))
         logits = raw
         if s.counted.any():
             logits = self._penalized(raw, s)
@@ -194,7 +194,7 @@ class CpuRunner:
 
     def _resident_counts(self) -> _Counts:
         if self._counts is None:
-            self._counts = _Counts(self._num_slots, self.model.spec.vocab_size, self._device)
+            self._counts = _Counts(self._num_slots, self._executor.spec.vocab_size, self._device)
         return self._counts
 
     def _reset_counts(self, batch: Batch) -> None:
@@ -203,14 +203,14 @@ class CpuRunner:
             counts.prompt_seen[reset.slot] = False
             counts.prompt_seen[reset.slot, torch.from_numpy(reset.prompt.astype(np.int64))] = True
             output = torch.from_numpy(reset.output.astype(np.int64))
-            counts.output[reset.slot] = torch.bincount(output, minlength=self.model.spec.vocab_size)
+            counts.output[reset.slot] = torch.bincount(output, minlength=self._executor.spec.vocab_size)
 
     def _prompt_logprobs(self, x: Tensor, sumsq: Tensor, asked: PromptLogprobs) -> Logprobs:
         parts = []
         for start in range(0, len(asked.tokens), PROMPT_LOGPROB_ROWS):
             rows = torch.from_numpy(asked.tokens[start : start + PROMPT_LOGPROB_ROWS].astype(np.int64))
             targets = torch.from_numpy(asked.targets[start : start + PROMPT_LOGPROB_ROWS].astype(np.int64))
-            logits = self.model.logits(x, sumsq, rows)
+            logits = self._executor.logits(x, sumsq, rows)
             parts.append(self._logprobs(logits, targets, asked.top, np.arange(start, start + len(rows))))
         return Logprobs(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 

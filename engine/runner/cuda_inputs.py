@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.engine.plans.plan import MAX_NANO_BATCHES, Period
+from weft.engine.plans.pipeline import Pipeline
+from weft.engine.plans.plan import MAX_NANO_BATCHES
 from weft.engine.runner.batch import Batch
 from weft.engine.runner.nano import Deal, deal
 from weft.kernels.work_lists import ITEM_FIELDS, TILE_FIELDS, TILE_ROWS, plan_decode, plan_prefill
@@ -109,22 +110,22 @@ class DeviceInputs:
         items = self.column["prefill_items"].view(self.layout.nano_batches, -1, TILE_FIELDS)[nano]
         return items, self.column["counts"][_PREFILL + nano : _PREFILL + nano + 1]
 
-    def live(self, period: Period, begin: int) -> Tensor:
+    def live(self, pipeline: Pipeline, begin: int) -> Tensor:
         """`[1]`: the iteration's tokens from place `begin` on; zero when it ends before."""
-        at = _LIVE + period.begins.index(begin)
+        at = _LIVE + pipeline.begins.index(begin)
         return self.column["counts"][at : at + 1]
 
     def send(
-        self, batch: Batch, period: Period, *, num_kv_heads: int, group: int, per_sm: int, part_tokens: int = 0
+        self, batch: Batch, pipeline: Pipeline, *, num_kv_heads: int, group: int, per_sm: int, part_tokens: int = 0
     ) -> Deal:
         """Write the batch into the next ring slot and start its transfer on the current stream.
 
-        Padding tokens up to the period's bucket point into the dummy page. per_sm: decode programs on each SM;
+        Padding tokens up to the token bucket point into the dummy page. per_sm: decode programs on each SM;
         part_tokens: see `plan_decode`. Returns where the tokens stand.
         """
         self._turn = (self._turn + 1) % RING
-        host, t, d, bucket = self._host[self._turn], batch.num_tokens, batch.num_decodes, period.tokens
-        dealt = deal(batch, period.nano_batches)
+        host, t, d, bucket = self._host[self._turn], batch.num_tokens, batch.num_decodes, pipeline.tokens
+        dealt = deal(batch, pipeline.nano_batches)
         order = slice(None) if dealt.order is None else dealt.order
         token_slots = np.full(t, -1, np.int32)
         token_slots[:d] = batch.slots[:d]
@@ -138,7 +139,7 @@ class DeviceInputs:
             host[name][:t] = values[order]
             host[name][t:bucket] = filler
         counts = host["counts"]
-        for k, (nano, sms) in enumerate(zip(dealt.nano_batches, period.decode_sms, strict=True)):
+        for k, (nano, sms) in enumerate(zip(dealt.nano_batches, pipeline.decode_sms, strict=True)):
             decode = plan_decode(
                 batch.kv_len[nano.decodes], num_kv_heads=num_kv_heads, num_programs=sms * per_sm,
                 max_slots=self.layout.max_part_slots, part_tokens=part_tokens,
@@ -152,7 +153,7 @@ class DeviceInputs:
                 first = k * (host[name].size // self.layout.nano_batches)
                 host[name][first : first + items.size] = items.reshape(-1)
                 counts[at + k] = len(items)
-        for j, begin in enumerate(period.begins):
+        for j, begin in enumerate(pipeline.begins):
             counts[_LIVE + j] = max(0, t - begin)
         s = batch.sampling
         n = len(s.slots)

@@ -17,7 +17,8 @@ from weft.engine.errors import OutOfMemory
 from weft.engine.memory.cuda_transfer import CudaCopyEngine
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
-from weft.engine.plans.plan import Period, serial_period
+from weft.engine.plans.pipeline import Pipeline
+from weft.engine.plans.plan import serial_period
 from weft.engine.progress import Progress
 from weft.engine.runner.batch import PROMPT_LOGPROB_ROWS, Batch, Logprobs, PromptLogprobs, StepResult
 from weft.engine.runner.cuda_inputs import DeviceInputs, Layout
@@ -105,9 +106,13 @@ class CudaRunner:
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         t, s = config.max_num_batched_tokens, config.max_num_seqs
         sizes = token_buckets(t)
-        self._serial = [serial_period(spec, size, num_sms) for size in sizes]
-        self._decoding = [serial_period(spec, size, num_sms, decode_only=True) for size in sizes if size <= 64]
-        pipelines = config.pipelines.periods if config.pipelines is not None else ()
+        self._serial = [Pipeline(serial_period(spec, size, num_sms), spec) for size in sizes]
+        self._decoding = [
+            Pipeline(serial_period(spec, size, num_sms, decode_only=True), spec) for size in sizes if size <= 64
+        ]
+        planned = config.plan.periods if config.plan is not None else ()
+        self._planned = {id(period): Pipeline(period, spec) for period in planned}
+        pipelines = tuple(self._planned.values())
         nano_batches = max((len(p.nano_batches) for p in pipelines), default=1)
         with torch.cuda.device(device), torch.cuda.stream(self.stream), torch.inference_mode():
             self._part_tokens = INVARIANT_PART_TOKENS if config.batch_invariant else 0
@@ -134,11 +139,11 @@ class CudaRunner:
             self.kv = self._allocate(2)
             self._warm_up((*self._serial, *self._decoding, *pipelines), report)
             self.kv = self._allocate(self._measure_pages())
-            periods = (*reversed(self._serial), *self._decoding, *pipelines)
+            every = (*reversed(self._serial), *self._decoding, *pipelines)
             self._graphs = {}
-            for done, period in enumerate(periods):
-                report("capturing graphs", done, len(periods))
-                self._graphs[id(period)] = self._capture(period)
+            for done, pipeline in enumerate(every):
+                report("capturing graphs", done, len(every))
+                self._graphs[id(pipeline)] = self._capture(pipeline)
             self.stream.synchronize()
 
     @property
@@ -171,59 +176,59 @@ class CudaRunner:
             )
         return int(pages)
 
-    def _warm_up(self, periods: Sequence[Period], report: Progress) -> None:
-        for done, period in enumerate(periods):
-            report("compiling kernels", done, len(periods))
+    def _warm_up(self, pipelines: Sequence[Pipeline], report: Progress) -> None:
+        for done, pipeline in enumerate(pipelines):
+            report("compiling kernels", done, len(pipelines))
             if self._host_attention is None:
-                self._model(period)
-            self._sample(period)
+                self._model(pipeline)
+            self._sample(pipeline)
 
-    def _capture(self, period: Period) -> _Graphs:
+    def _capture(self, pipeline: Pipeline) -> _Graphs:
         graphs = _Graphs(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph())
         if self._host_attention is None:
             with torch.cuda.graph(graphs.model, stream=self.stream):
-                self._model(period)
+                self._model(pipeline)
         with torch.cuda.graph(graphs.sample, stream=self.stream):
-            self._sample(period)
+            self._sample(pipeline)
         return graphs
 
-    def _model(self, period: Period) -> None:
-        self._executor.forward(period, self.kv, min(period.tokens, self.config.max_num_seqs))
+    def _model(self, pipeline: Pipeline) -> None:
+        self._executor.forward(pipeline, self.kv, min(pipeline.tokens, self.config.max_num_seqs))
 
-    def _sample(self, period: Period) -> None:
-        n = min(period.tokens, self.config.max_num_seqs)
+    def _sample(self, pipeline: Pipeline) -> None:
+        n = min(pipeline.tokens, self.config.max_num_seqs)
         c = {k: v[:n] for k, v in self._inputs.column.items()}
         tokens = self._tokens[:n]
         sample(self._executor.logits[:n], c["temperature"], c["top_k"], c["top_p"], c["min_p"], c["uniform"],
                out=tokens, scratch=self._candidates[:n])  # fmt: skip
         resident.remember(tokens, c["slots"], self._inputs.count["sampled"], self._executor.last_token)
 
-    def _period(self, batch: Batch) -> Period:
+    def _pipeline(self, batch: Batch) -> Pipeline:
         """The plan's pipeline for this iteration, or the serial plan where the search found no better."""
-        if self.config.pipelines is not None:
+        if self.config.plan is not None:
             kv_tokens = int(batch.kv_len[: batch.num_decodes].sum())
-            if (period := self.config.pipelines.period_for(batch.num_tokens, kv_tokens)) is not None:
-                return period
+            if (period := self.config.plan.period_for(batch.num_tokens, kv_tokens)) is not None:
+                return self._planned[id(period)]
         if batch.num_decodes == batch.num_requests and batch.num_tokens <= self._decoding[-1].tokens:
             return next(p for p in self._decoding if p.tokens >= batch.num_tokens)
         return next(p for p in self._serial if p.tokens >= batch.num_tokens)
 
     def launch(self, batch: Batch) -> CudaInFlight:
-        period = self._period(batch)
-        graphs, s, logits = self._graphs[id(period)], batch.sampling, self._executor.logits
+        pipeline = self._pipeline(batch)
+        graphs, s, logits = self._graphs[id(pipeline)], batch.sampling, self._executor.logits
         n = len(s.slots)
         with torch.cuda.stream(self.stream), torch.inference_mode():
-            in_flight = CudaInFlight(batch, self._last_end, len(period.nano_batches))
+            in_flight = CudaInFlight(batch, self._last_end, len(pipeline.nano_batches))
             in_flight.begin.record()
             dealt = self._inputs.send(
-                batch, period, num_kv_heads=self.spec.num_kv_heads, group=self.spec.heads_per_kv, per_sm=PER_SM,
+                batch, pipeline, num_kv_heads=self.spec.num_kv_heads, group=self.spec.heads_per_kv, per_sm=PER_SM,
                 part_tokens=self._part_tokens,
             )  # fmt: skip
             if self._host_attention is None:
                 graphs.model.replay()
             else:
                 self._executor.steps = [self._host_attention.prepare(batch)]
-                self._model(period)
+                self._model(pipeline)
             in_flight.prompts = [self._prompt_logprobs(asked, dealt.places) for asked in batch.prompt_logprobs]
             asked = np.flatnonzero(s.logprobs >= 0)
             raw = logits[self._up(asked)].clone() if len(asked) else None

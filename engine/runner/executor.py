@@ -1,4 +1,4 @@
-"""`Executor`: turns a period of nano-operations into streams, events and kernel launches over the whole model.
+"""`Executor`: turns a pipeline of nano-operations into streams, events and kernel launches over the whole model.
 
 It owns the activations. Everything it launches has a fixed grid and reads counts and work lists from device memory, so
 a captured run serves every iteration of its token bucket.
@@ -6,17 +6,20 @@ a captured run serves every iteration of its token bucket.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from weft.engine.errors import ConfigError
+from weft.engine.model.operations import Operation
 from weft.engine.model.spec import ModelSpec
-from weft.engine.model.weights import Weights
-from weft.engine.plans.plan import TOKEN_STEP, Edge, NanoOperation, Period
+from weft.engine.model.weights import ProductWeights, Weights
+from weft.engine.plans.pipeline import Pipeline
+from weft.engine.plans.plan import TOKEN_STEP, Edge, NanoOperation
 from weft.engine.runner.cuda_inputs import DeviceInputs
+from weft.engine.runner.launchers import launchers_of
 from weft.kernels import resident
 from weft.kernels.attention import AttentionBackend
 from weft.kernels.attention_triton import TritonStep
@@ -32,11 +35,39 @@ INVARIANT_PART_TOKENS = 1024
 """with batch invariance, a request's decode attention is always cut here"""
 
 
+class Launch(NamedTuple):
+    """One nano-operation of one layer, about to be launched on the current stream."""
+
+    nano: NanoOperation
+    operation: Operation
+    layer: int
+    weights: ProductWeights | None
+    """None for an operation that is no product"""
+    kv: Tensor
+    pipeline: Pipeline
+    parts: list[int]
+    """rows of `sumsq` that hold sums, by block of tokens: a product leaves one per feature tile"""
+
+    @property
+    def product(self) -> ProductWeights:
+        assert self.weights is not None
+        return self.weights
+
+    @property
+    def tokens(self) -> slice:
+        return slice(self.nano.begin, self.nano.end)
+
+    @property
+    def blocks(self) -> slice:
+        return slice(self.nano.begin // TOKEN_STEP, -(-self.nano.end // TOKEN_STEP))
+
+
 class Executor:
     """The layers of one model on one GPU. Launches on the current stream and, for other lanes, on its own.
 
     attention: the back end; one that plans on the host must have its `steps` set before each run.
     invariant: one accumulation order for every product, sum of squares and attention, whatever shares the batch.
+    Raises `ModelError` for a model with an operation that it cannot launch.
     """
 
     def __init__(
@@ -51,6 +82,7 @@ class Executor:
     ) -> None:
         self.spec, self.weights, self.inputs = spec, weights, inputs
         self.attention, self.invariant = attention, invariant
+        self._launchers = launchers_of(spec, TABLE, "a GPU")
         device = inputs.slab.device
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         t, s = inputs.layout.max_tokens, inputs.layout.max_sampled
@@ -65,9 +97,12 @@ class Executor:
         self.logits = buffer(s, spec.vocab_size, kind=torch.float32)
         self._ids = buffer(t, kind=torch.int32)
         self._sumsq = sumsq_buffer(spec.hidden_size, t, device)
-        self._q = buffer(t, spec.num_heads, spec.head_dim)
-        self._a = buffer(t, spec.num_heads * spec.head_dim)
-        self._h = buffer(t, spec.intermediate_size)
+        self._activations = {
+            "x": self.x,
+            "q": buffer(t, spec.num_heads, spec.head_dim),
+            "a": buffer(t, spec.num_heads * spec.head_dim),
+            "h": buffer(t, spec.intermediate_size),
+        }
         self._rows = buffer(s, spec.hidden_size)
         self._gemm_space = workspace(device, elements=1 << 26)
         self.steps: list[Any] = [self._work(k) for k in range(inputs.layout.nano_batches)]
@@ -87,16 +122,27 @@ class Executor:
         decode, prefill = self.inputs.decode_work(nano), self.inputs.prefill_work(nano)
         return TritonStep(self.inputs.page_table, *decode, *prefill, space)
 
-    def forward(self, period: Period, kv: Tensor, num_rows: int) -> None:
+    def fill(self, x: Tensor) -> None:
+        """Activations as in the middle of a model, to time its layers: x `[T, H]`, rows of unit variance, the rest
+        random.
+        """
+        for name, activation in self._activations.items():
+            if name == "x":
+                activation.copy_(x)
+            else:
+                activation.normal_()
+        self._sumsq.fill_(self.spec.hidden_size)
+
+    def forward(self, pipeline: Pipeline, kv: Tensor, num_rows: int) -> None:
         """From the slab to `logits[:num_rows]` of the rows that sample."""
-        column, count = self.inputs.column, self.inputs.count
-        ids, x = self._ids[: period.tokens], self.x[: period.tokens]
+        column, count, tokens = self.inputs.column, self.inputs.count, pipeline.tokens
+        ids, x = self._ids[:tokens], self.x[:tokens]
         resident.prepare(
             column["token_ids"], column["token_slots"], self.last_token, self.inputs.page_table, column["update_at"],
             column["update_page"], count["updates"], out=ids,
         )  # fmt: skip
-        embed(ids, self.weights.embedding, out=x, sumsq=self._sumsq[:, : period.tokens])
-        sumsq = self._sumsq[: _same(self.layers(period, kv)), : period.tokens]
+        embed(ids, self.weights.embedding, out=x, sumsq=self._sumsq[:, :tokens])
+        sumsq = self._sumsq[: _same(self.layers(pipeline, kv)), :tokens]
         rows = self._rows[:num_rows]
         final_norm(x, sumsq, column["logit_tokens"][:num_rows], self.weights.norm, self.spec.rms_norm_eps, out=rows)
         matmul(
@@ -104,40 +150,40 @@ class Executor:
             num_tokens=count["sampled"], config=self._config(None, num_rows, self.weights.lm_head),
         )  # fmt: skip
 
-    def layers(self, period: Period, kv: Tensor, only: Collection[NanoOperation] | None = None) -> list[int]:
-        """All layers on `x[: period.tokens]`; returns, by block of tokens, how many partial sums of squares they leave.
+    def layers(self, pipeline: Pipeline, kv: Tensor, only: Collection[NanoOperation] | None = None) -> list[int]:
+        """All layers on `x[: pipeline.tokens]`; returns, by block of tokens, how many partial sums of squares they
+        leave.
 
         only: launch these operations of the period and no others, to time them.
         """
         main = torch.cuda.current_stream()
-        operations = period.operations
+        operations = pipeline.period.operations
         waits: list[list[Edge]] = [[] for _ in operations]
-        for edge in period.dependencies(self.spec):
+        for edge in pipeline.edges:
             if operations[edge.before].lane != operations[edge.after].lane:
                 waits[edge.after].append(edge)
         awaited = {edge.before for edges in waits for edge in edges}
-        lanes = {op.lane for op in operations if op.lane != "compute"}
+        lanes = {nano.lane for nano in operations if nano.lane != "compute"}
         for lane in lanes:
             self._streams[lane].wait_stream(main)
-        # rows of `sumsq` that hold sums, by block of tokens: the embedding writes one, a product one per feature tile
-        parts = [1] * -(-period.tokens // TOKEN_STEP)
+        # the embedding writes one partial sum of squares
+        parts = [1] * -(-pipeline.tokens // TOKEN_STEP)
         events: dict[tuple[int, int], torch.cuda.Event] = {}
-        index = {id(op): i for i, op in enumerate(operations)}
-        gate = period.gate
-        for layer, op in period.unrolled(self.spec.num_layers):
-            if only is not None and op not in only:
+        for layer, i in pipeline.unrolled():
+            nano, op = pipeline.operations[i]
+            if only is not None and nano not in only:
                 continue
-            i = index[id(op)]
-            turn = layer - int(op.next_layer)
-            stream = main if op.lane == "compute" else self._streams[op.lane]
+            turn = layer - int(nano.next_layer)
+            stream = main if nano.lane == "compute" else self._streams[nano.lane]
             for edge in waits[i]:
                 if (event := events.get((edge.before, turn + edge.distance))) is not None:
                     stream.wait_event(event)
-            if op is gate:
+            if i == pipeline.gate:
                 self.gates[layer].record(stream)
+            launch = Launch(nano, op, layer, self.weights.layers[layer].get(op.name), kv, pipeline, parts)
             # Launched early, the waiting programs of one lane would sit on the SMs that another lane is to have.
             with torch.cuda.stream(stream), dependent_launch(not lanes):
-                self._launch(op, layer, kv, parts, period)
+                self._launchers[op.name](self, launch)
             if i in awaited:
                 event = events[i, turn] = torch.cuda.Event()
                 event.record(stream)
@@ -145,44 +191,58 @@ class Executor:
             main.wait_stream(self._streams[lane])
         return parts
 
-    def _launch(self, op: NanoOperation, layer: int, kv: Tensor, parts: list[int], period: Period) -> None:
-        spec, w = self.spec, self.weights.layers[layer]
-        own = slice(op.begin, op.end)
-        blocks = slice(op.begin // TOKEN_STEP, -(-op.end // TOKEN_STEP))
-        x, a, h, space = self.x[own], self._a[own], self._h[own], self._gemm_space
-        column, live = self.inputs.column, self.inputs.live(period, op.begin)
+    # -- launchers
 
-        def config(weight: Tensor) -> GemmConfig | None:
-            return self._config(op.config, op.end - op.begin, weight)
+    def _qkv(self, it: Launch) -> None:
+        own, w, column = it.tokens, it.product, self.inputs.column
+        qkv_project(
+            self._activations[it.operation.source][own], self._sumsq[: _same(it.parts[it.blocks]), own], w.weight,
+            w.bias, self.spec.rms_norm_eps, self.weights.rotary, column["positions"][own], column["slot_mapping"][own],
+            it.kv, it.layer, self.spec.num_heads, w.q_norm, w.k_norm, out=self._activations[it.operation.target][own],
+            **self._common(it),
+        )  # fmt: skip
 
-        match op.operation:
-            case "qkv":
-                qkv_project(
-                    x, self._sumsq[: _same(parts[blocks]), own], w.qkv, w.qkv_bias, spec.rms_norm_eps,
-                    self.weights.rotary, column["positions"][own], column["slot_mapping"][own], kv, layer,
-                    spec.num_heads, out=self._q[own], num_sms=op.sms, space=space, num_tokens=live,
-                    config=config(w.qkv),
-                )  # fmt: skip
-            case "decode" | "prefill":
-                step = self.steps[period.nano_batches.index((op.begin, op.end))]
-                attend = self.attention.decode if op.operation == "decode" else self.attention.prefill
-                attend(self._q, kv, layer, step, out=self._a, num_sms=op.sms)
-            case "o" | "down":
-                if op.operation == "o" and w.o_bias is not None:
-                    x.add_(w.o_bias)
-                value, weight = (a, w.o) if op.operation == "o" else (h, w.down)
-                _, sums = residual_project(
-                    value, weight, x, out=x, sumsq=self._sumsq[:, own], num_sms=op.sms, space=space, num_tokens=live,
-                    config=config(weight),
-                )  # fmt: skip
-                if self.invariant:  # the parts follow the tiles of the product, and these the token count
-                    sums = row_sumsq(x, out=self._sumsq[:1, own])
-                parts[blocks] = [sums.shape[0]] * len(parts[blocks])
-            case "gate_up":
-                gate_up_project(
-                    x, self._sumsq[: _same(parts[blocks]), own], w.gate_up, spec.rms_norm_eps, out=h, num_sms=op.sms,
-                    space=space, num_tokens=live, config=config(w.gate_up),
-                )  # fmt: skip
+    def _decode(self, it: Launch) -> None:
+        self._attend(self.attention.decode, it)
+
+    def _prefill(self, it: Launch) -> None:
+        self._attend(self.attention.prefill, it)
+
+    def _attend(self, attend: Callable[..., Tensor], it: Launch) -> None:
+        """On the whole activations: work lists say whose rows."""
+        step = self.steps[it.pipeline.nano_batches.index((it.nano.begin, it.nano.end))]
+        q, out = self._activations[it.operation.source], self._activations[it.operation.target]
+        attend(q, it.kv, it.layer, step, out=out, num_sms=it.nano.sms)
+
+    def _residual(self, it: Launch) -> None:
+        own, w = it.tokens, it.product
+        x = self._activations[it.operation.target][own]
+        if w.bias is not None:
+            x.add_(w.bias)
+        _, sums = residual_project(
+            self._activations[it.operation.source][own], w.weight, x, out=x, sumsq=self._sumsq[:, own],
+            **self._common(it),
+        )  # fmt: skip
+        if self.invariant:  # the parts follow the tiles of the product, and these the token count
+            sums = row_sumsq(x, out=self._sumsq[:1, own])
+        it.parts[it.blocks] = [sums.shape[0]] * len(it.parts[it.blocks])
+
+    def _gate_up(self, it: Launch) -> None:
+        own = it.tokens
+        gate_up_project(
+            self._activations[it.operation.source][own], self._sumsq[: _same(it.parts[it.blocks]), own],
+            it.product.weight, self.spec.rms_norm_eps, out=self._activations[it.operation.target][own],
+            **self._common(it),
+        )  # fmt: skip
+
+    def _common(self, it: Launch) -> dict[str, Any]:
+        """What every product is told beside its operands."""
+        return {
+            "num_sms": it.nano.sms,
+            "space": self._gemm_space,
+            "num_tokens": self.inputs.live(it.pipeline, it.nano.begin),
+            "config": self._config(it.nano.config, it.nano.end - it.nano.begin, it.product.weight),
+        }
 
     def _config(self, given: GemmConfig | None, tokens: int, weight: Tensor) -> GemmConfig | None:
         """The configuration of a product: the plan's, or None for the kernel's own choice; unsplit for invariance."""
@@ -197,3 +257,12 @@ def _same(parts: list[int]) -> int:
     if len(set(parts)) != 1:
         raise ConfigError("a plan gives nano-operations that one operation reads together different feature tiles")
     return parts[0]
+
+
+TABLE: Mapping[str, Callable[[Executor, Launch], None]] = {
+    "qkv": Executor._qkv,
+    "decode": Executor._decode,
+    "prefill": Executor._prefill,
+    "residual": Executor._residual,
+    "gate_up": Executor._gate_up,
+}

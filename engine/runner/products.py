@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from weft.engine.model.spec import ModelSpec, Resource
+from weft.engine.model.operations import Role
+from weft.engine.model.spec import ModelSpec
 from weft.engine.progress import Progress
 from weft.kernels import tuned
 from weft.kernels.tuned import Shape
@@ -16,12 +17,7 @@ TUNING = "tuning matrix products"
 
 def product_shapes(spec: ModelSpec) -> list[Shape]:
     """The products of a layer, by the names of their kernels' epilogues."""
-    kinds = {"o": "residual", "down": "residual"}
-    return [
-        Shape(kinds.get(op.name, op.name), op.out, op.inner)
-        for op in spec.layer_operations()
-        if op.resource is Resource.COMPUTE and op.out
-    ]
+    return [Shape(op.kernel, op.out, op.inner) for op in spec.layer_operations() if op.role is Role.PRODUCT]
 
 
 def prepare_products(

@@ -12,7 +12,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, OutOfMemory
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.spec import ModelSpec
-from weft.engine.plans.pipelines import choose_pipelines, target_of
+from weft.engine.plans.choose import choose_plan, target_of
 from weft.engine.plans.plan import Plan
 from weft.kernels import attention_backends
 from weft.kernels.attention import AttentionShape, AttentionUnavailable
@@ -49,7 +49,7 @@ class ResolvedConfig:
     cache_dir: Path
     """of what was tuned on this machine"""
     tuning_seconds: float
-    pipelines: Plan | None = None
+    plan: Plan | None = None
     """plans of overlapped nano-batches; None: the serial plan alone"""
 
     def attention_shape(self, spec: ModelSpec) -> AttentionShape:
@@ -97,8 +97,8 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     max_num_seqs = config.max_num_seqs or (1024 if cuda else 256)
     kv = KvLayout.of(spec, config.page_size, dtype)
     backend = _attention(config, _attention_shape(spec, kv, dtype, device))
-    pipelines = _pipelines(config, spec, device, dtype, backend) if cuda else None
-    dense = pipelines.dense_batch if pipelines is not None else 0
+    plan = _plan(config, spec, device, dtype, backend) if cuda else None
+    dense = plan.dense_batch if plan is not None else 0
     max_num_batched_tokens = config.max_num_batched_tokens or dense or (2048 if cuda else 512)
     if config.batch_invariant and max_num_batched_tokens < INVARIANT_CHUNK:
         raise ConfigError(f"--batch-invariant needs --max-num-batched-tokens {INVARIANT_CHUNK} or more")
@@ -143,20 +143,18 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         config.batch_invariant,
         config.cache_path,
         config.tuning_seconds,
-        pipelines,
+        plan,
     )
 
 
-def _pipelines(
-    config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype, backend: str
-) -> Plan | None:
+def _plan(config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype, backend: str) -> Plan | None:
     if backend != "triton" or config.batch_invariant:
         if config.plan not in ("auto", "serial"):
             raise ConfigError(
                 f"--plan {config.plan}: pipelines need the triton attention back end and no batch invariance"
             )
         return None
-    return choose_pipelines(config.plan, spec, target_of(spec, device, dtype), config.max_num_batched_tokens)
+    return choose_plan(config.plan, spec, target_of(spec, device, dtype), config.max_num_batched_tokens)
 
 
 def _attention_shape(spec: ModelSpec, kv: KvLayout, dtype: torch.dtype, device: torch.device) -> AttentionShape:

@@ -12,7 +12,9 @@ from weft.autosearch.bench_protocol import Load, Timing
 from weft.autosearch.profile import PairPoint, Point, Profile, work_of
 from weft.autosearch.simulate import play, simulate
 from weft.engine.memory.kv_layout import KvLayout
-from weft.engine.model.spec import ModelSpec, Operation, Resource, RopeScaling
+from weft.engine.model.operations import Operation, Resource, Role
+from weft.engine.model.rope import RopeScaling
+from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.plan import NanoOperation, Period, Target, model_key
 
 # TB/s of decode attention on so many SMs
@@ -50,15 +52,15 @@ class SyntheticBench:
     def ms(self, op: Operation, work: float, sms: int) -> float:
         if work <= 0:
             return 0.0
-        if op.inner:
+        if op.role is Role.PRODUCT:
             waves = -(-(-(-int(work) // 128) * -(-op.out // 256)) // sms)
             return 0.003 + waves * 2 * 128 * 256 * op.inner / (660e12 / 132) * 1e3
-        if op.resource is Resource.MEMORY:
+        if op.role is Role.DECODE_ATTENTION:
             rate = float(np.interp(sms, *BANDWIDTH))
             return (
                 0.004 + work * KvLayout.of(self.spec, 1, torch.bfloat16).token_bytes / self.spec.num_layers / rate / 1e9
             )
-        if op.resource is Resource.NETWORK:
+        if op.role is Role.NETWORK:
             return 0.005 + work * self.spec.hidden_size * 4 / (400e6 * min(1.0, sms / 32))
         return 0.004 + work * 4 * self.spec.num_heads * self.spec.head_dim / (450e9 * sms / 132)
 
@@ -68,7 +70,8 @@ class SyntheticBench:
         return ms * (self._slow[self._operations[op.operation].resource is Resource.COMPUTE] if beside else 1.0)
 
     def _works(self, period: Period, load: Load) -> list[float]:
-        dealt = dict(zip(period.nano_batches, load.dealt(period.nano_batches), strict=True))
+        ranges = period.nano_batches(self.spec)
+        dealt = dict(zip(ranges, load.dealt(ranges), strict=True))
         return [
             work_of(
                 self._operations[op.operation],

@@ -9,7 +9,7 @@ from weft.autosearch.interference import Interference
 from weft.autosearch.machine import Machine
 from weft.autosearch.profile import Curves, PairPoint, Point, Profile, work_of
 from weft.autosearch.profiler import Grid, Profiler
-from weft.engine.model.spec import Resource
+from weft.engine.model.operations import Resource
 
 RESOURCES = {o.name: o.resource for o in LLAMA_8B.layer_operations()}
 

@@ -13,10 +13,10 @@ from weft.autosearch import gantt, profile, search, stage_one, stage_two
 from weft.autosearch.machine import Machine
 from weft.autosearch.profile import Profile, load_profile
 from weft.autosearch.structure import first_structures
-from weft.engine.plans import pipelines
+from weft.engine.plans import choose
 from weft.engine.plans.plan import Target, load_plan, model_key
 
-PLAN = pipelines.SHIPPED / "llama-3-8b-h200.json"
+PLAN = choose.SHIPPED / "llama-3-8b-h200.json"
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +53,8 @@ def test_the_stages_predict_overlap_in_whole_waves_of_tiles(recorded: Profile) -
 
 def test_the_shipped_plan_is_chosen_on_its_card_possible_there_and_can_be_drawn() -> None:
     # kernels that change need a new search: until there is one, their commit removes the plan
-    here = Target("NVIDIA H200", 132, model_key(LLAMA_8B), "bfloat16", pipelines.kernels_digest())
-    plan = pipelines.choose_pipelines("auto", LLAMA_8B, here, None)
+    here = Target("NVIDIA H200", 132, model_key(LLAMA_8B), "bfloat16", choose.kernels_digest())
+    plan = choose.choose_plan("auto", LLAMA_8B, here, None)
     assert plan == load_plan(PLAN)
     assert plan.dense_batch == 2048
     for period in plan.periods:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -10,11 +12,11 @@ from synthetic import LLAMA_8B, assert_schedule_is_possible
 
 from weft.autosearch.simulate import simulate
 from weft.autosearch.structure import with_operations
-from weft.engine.model.spec import Operation, Resource
+from weft.engine.model.operations import Resource, product
 from weft.engine.plans.plan import Edge, NanoOperation, Period, serial_period
 
 TWO = with_operations(
-    LLAMA_8B, [Operation("mix", Resource.COMPUTE, (), 1, 1), Operation("read", Resource.MEMORY, ("mix",), 1, 1)]
+    LLAMA_8B, [product("mix", (), 1, 1), replace(product("read", ("mix",), 1, 1), resource=Resource.MEMORY)]
 )
 
 

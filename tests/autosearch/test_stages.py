@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import combinations, pairwise, permutations, product
 
 import msgspec
@@ -18,7 +19,9 @@ from weft.autosearch.profiler import Grid, Profiler
 from weft.autosearch.simulate import simulate
 from weft.autosearch.structure import Structure, first_structures, transformations, with_operations
 from weft.engine.errors import ConfigError
-from weft.engine.model.spec import ModelSpec, Operation, Resource
+from weft.engine.model.operations import Resource, all_gather, all_reduce
+from weft.engine.model.operations import product as dense
+from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.plan import Edge, NanoOperation, Period
 
 Formula = Callable[[str, float, int], float]
@@ -26,11 +29,13 @@ Formula = Callable[[str, float, int], float]
 
 def chain(*resources: Resource) -> ModelSpec:
     """A layer of operations a, b, c … each of which needs the one before."""
-    names = "abcdef"
-    return with_operations(
-        LLAMA_8B,
-        [Operation(names[i], r, (names[i - 1],) if i else (), 1, 1) for i, r in enumerate(resources)],
-    )
+    operations = []
+    for i, resource in enumerate(resources):
+        name, parents = "abcdef"[i], ("abcdef"[i - 1],) if i else ()
+        network = resource is Resource.NETWORK
+        operation = all_gather(name, parents, 1) if network else dense(name, parents, 1, 1)
+        operations.append(replace(operation, resource=resource))
+    return with_operations(LLAMA_8B, operations)
 
 
 def orders(period: Period, spec: ModelSpec) -> Iterator[Period]:
@@ -259,14 +264,13 @@ def test_models_never_seen_need_no_manual_step(spec: ModelSpec, monkeypatch: pyt
 
 
 def test_an_all_reduce_may_be_two_all_gathers() -> None:
-    compute, network = Resource.COMPUTE, Resource.NETWORK
     spec = with_operations(
         LLAMA_8B,
         [
-            Operation("o", compute, (), 4, 4),
-            Operation("o_reduce", network, ("o",)),
-            Operation("down", compute, ("o_reduce",), 4, 4),
-            Operation("down_reduce", network, ("down",)),
+            dense("o", (), 4, 4),
+            all_reduce("o_reduce", ("o",), 4),
+            dense("down", ("o_reduce",), 4, 4),
+            all_reduce("down_reduce", ("down",), 4),
         ],
     )
     variants = transformations(spec)

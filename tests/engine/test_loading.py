@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError, ModelError, OutOfMemory, RequestError, WeftError
-from weft.engine.model.spec import read_spec
+from weft.engine.model.directory import read_spec
 
 
 @pytest.fixture

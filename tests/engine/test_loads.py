@@ -18,7 +18,7 @@ from weft.engine.memory.pages import PagePool
 from weft.engine.memory.places import Places
 from weft.engine.memory.prefix_index import PrefixEntry, PrefixIndex
 from weft.engine.memory.tiers import Tiers
-from weft.engine.model.spec import read_spec
+from weft.engine.model.directory import read_spec
 from weft.engine.runner.resolve import resolve
 from weft.engine.scheduling.fences import Fences
 from weft.engine.scheduling.prefix_reuse import Prefixes

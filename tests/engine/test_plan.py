@@ -11,7 +11,9 @@ import msgspec
 import pytest
 
 from weft.engine.errors import ConfigError
-from weft.engine.model.spec import ModelSpec, RopeScaling
+from weft.engine.model.rope import RopeScaling
+from weft.engine.model.spec import ModelSpec
+from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import Edge, NanoOperation, Period, Plan, Target, load_plan, model_key, serial_period
 from weft.kernels.gemm_config import SPECIAL
 
@@ -125,7 +127,7 @@ def test_every_layer_of_every_operation_runs_once_and_in_order() -> None:
     ordered = tuple(sorted(ahead, key=lambda o: o.operation == "qkv"))
     period = msgspec.structs.replace(two_halves(), operations=ordered, waits=())
     period.check(SPEC, 132)
-    runs = list(period.unrolled(3))
+    runs = [(layer, period.operations[i]) for layer, i in Pipeline(period, replace(SPEC, num_layers=3)).unrolled()]
     assert sorted((layer, o.label) for layer, o in runs) == sorted((n, o.label) for n in range(3) for o in ordered)
     done: set[tuple[int, str]] = set()
     for layer, op in runs:

@@ -7,7 +7,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 _BASE: dict[str, Any] = {
     "vocab_size": 199,
@@ -64,6 +73,12 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
             "attention_bias": True,
             "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
         },
+    ),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"num_attention_heads": 4, "num_key_value_heads": 2}),
+    "qwen3": (
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True},
     ),
 }
 

@@ -19,8 +19,10 @@ from triton.runtime import interpreter
 
 from weft.autosearch.bench_protocol import Load
 from weft.autosearch.gpu_bench import batch_of
-from weft.engine.model.spec import ModelSpec, RopeScaling
+from weft.engine.model.rope import RopeScaling
+from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import load_weights
+from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import NanoOperation, Period, serial_period
 from weft.engine.runner.batch import Batch
 from weft.engine.runner.cuda_inputs import DeviceInputs, Layout
@@ -100,16 +102,16 @@ class Machine:
     def logits(self, period: Period, part_tokens: int = 2048) -> Tensor:
         """`[requests, V]`. part_tokens: where decode attention is cut."""
         period.check(self.spec, self.sms)
-        kv, inputs = self._kv.clone(), self.executor.inputs
+        kv, inputs, pipeline = self._kv.clone(), self.executor.inputs, Pipeline(period, self.spec)
         inputs._sent_pages[:] = 0
         inputs.page_table.zero_()
         inputs.send(
-            self.batch, period, num_kv_heads=self.spec.num_kv_heads, group=self.spec.heads_per_kv, per_sm=PER_SM,
+            self.batch, pipeline, num_kv_heads=self.spec.num_kv_heads, group=self.spec.heads_per_kv, per_sm=PER_SM,
             part_tokens=part_tokens,
         )  # fmt: skip
         rows = len(self.batch.sampled_rows)
         self.executor.logits.fill_(float("nan"))
-        self.executor.forward(period, kv, rows)
+        self.executor.forward(pipeline, kv, rows)
         return self.executor.logits[:rows].clone()
 
 

@@ -13,8 +13,9 @@ from conversations import Conversations
 from harness import GREEDY, Harness
 
 from weft.engine.config import EngineConfig
-from weft.engine.model.spec import ModelSpec, read_spec
-from weft.engine.plans.pipelines import target_of
+from weft.engine.model.directory import read_spec
+from weft.engine.model.spec import ModelSpec
+from weft.engine.plans.choose import target_of
 from weft.engine.plans.plan import NanoOperation, Period, Plan
 from weft.engine.runner.resolve import resolve
 

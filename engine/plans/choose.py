@@ -36,7 +36,7 @@ def _mismatch(made_for: Target, here: Target) -> str | None:
     return None
 
 
-def choose_pipelines(plan: str, spec: ModelSpec, here: Target, max_num_batched_tokens: int | None) -> Plan | None:
+def choose_plan(plan: str, spec: ModelSpec, here: Target, max_num_batched_tokens: int | None) -> Plan | None:
     """The plan to run, checked; None: the serial plan alone.
 
     plan: `EngineConfig.plan`. max_num_batched_tokens: the operator's; None leaves it to the plan. A file made for

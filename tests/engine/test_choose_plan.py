@@ -9,8 +9,8 @@ import pytest
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError
-from weft.engine.model.spec import read_spec
-from weft.engine.plans.pipelines import choose_pipelines
+from weft.engine.model.directory import read_spec
+from weft.engine.plans.choose import choose_plan
 from weft.engine.plans.plan import Period, Plan, Target, model_key, serial_period
 
 SPEC = read_spec(EngineConfig().model_path)
@@ -29,16 +29,16 @@ def _tokens(plan: Plan | None) -> list[int]:
 
 
 def test_without_an_operators_limit_the_plan_names_the_dense_batch(tmp_path: Path) -> None:
-    plan = choose_pipelines(_file(tmp_path, 1792, 2048, dense=2048), SPEC, HERE, None)
+    plan = choose_plan(_file(tmp_path, 1792, 2048, dense=2048), SPEC, HERE, None)
     assert _tokens(plan) == [1792, 2048]
     assert plan is not None
     assert plan.dense_batch == 2048
 
 
 def test_with_a_limit_the_pipelines_for_more_tokens_are_left_out(tmp_path: Path) -> None:
-    assert _tokens(choose_pipelines(_file(tmp_path, 1792, 2048), SPEC, HERE, 1792)) == [1792]
+    assert _tokens(choose_plan(_file(tmp_path, 1792, 2048), SPEC, HERE, 1792)) == [1792]
     with pytest.raises(ConfigError, match="--max-num-batched-tokens 1024"):
-        choose_pipelines(_file(tmp_path, 1792), SPEC, HERE, 1024)
+        choose_plan(_file(tmp_path, 1792), SPEC, HERE, 1024)
 
 
 @pytest.mark.parametrize(
@@ -49,19 +49,19 @@ def test_a_plan_for_something_else_is_refused_with_a_line_and_the_serial_plan_ru
     field: str, other: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     theirs = msgspec.structs.replace(HERE, **{field: other})
-    assert choose_pipelines(_file(tmp_path, 1792, target=theirs), SPEC, HERE, None) is None
+    assert choose_plan(_file(tmp_path, 1792, target=theirs), SPEC, HERE, None) is None
     assert f"it was made for {field} {other!r}" in caplog.text
     assert "the serial plan runs" in caplog.text
 
 
 def test_a_plan_without_pipelines_and_no_plan_mean_the_serial_plan(tmp_path: Path) -> None:
-    assert choose_pipelines(_file(tmp_path), SPEC, HERE, None) is None
-    assert choose_pipelines("serial", SPEC, HERE, None) is None
-    assert choose_pipelines("auto", SPEC, HERE, None) is None
+    assert choose_plan(_file(tmp_path), SPEC, HERE, None) is None
+    assert choose_plan("serial", SPEC, HERE, None) is None
+    assert choose_plan("auto", SPEC, HERE, None) is None
 
 
 def test_an_impossible_pipeline_is_an_error(tmp_path: Path) -> None:
     whole = serial_period(SPEC, 1792, 132)
     Plan(HERE, "1024:512", (Period(1792, whole.operations[1:]),)).save(tmp_path / "plan.json")
     with pytest.raises(ConfigError, match="must compute qkv once"):
-        choose_pipelines(str(tmp_path / "plan.json"), SPEC, HERE, None)
+        choose_plan(str(tmp_path / "plan.json"), SPEC, HERE, None)

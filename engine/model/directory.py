@@ -1,0 +1,53 @@
+"""`read_spec`: what a Hugging Face model directory says of its model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from weft.engine.errors import ModelError
+from weft.engine.model.families import family_of
+from weft.engine.model.spec import ModelSpec
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path.parent} has no {path.name}: give a Hugging Face model directory, or 'demo'") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return value
+
+
+def _eos_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
+    # generation_config.json wins: Llama 3 lists its end-of-turn token only there.
+    ids = config.get("eos_token_id")
+    generation = path / "generation_config.json"
+    if generation.exists():
+        ids = _read_json(generation).get("eos_token_id", ids)
+    if ids is None:
+        return ()
+    return tuple(int(i) for i in ids) if isinstance(ids, list) else (int(ids),)
+
+
+def read_spec(path: Path) -> ModelSpec:
+    """Read `config.json` (and `generation_config.json`) of a model directory.
+
+    Raises `ModelError`, one line, for a missing or malformed file, an unsupported architecture or option.
+    """
+    if not path.is_dir():
+        raise ModelError(f"no model directory at {path}: give a Hugging Face model directory, or 'demo'")
+    config = _read_json(path / "config.json")
+    family = family_of((config.get("architectures") or ["(none)"])[0])
+    if config.get("quantization_config"):
+        raise ModelError("quantized checkpoints are not supported: use a bf16, fp16 or fp32 one")
+    try:
+        return family.spec(config, _eos_ids(path, config))
+    except KeyError as error:
+        raise ModelError(f"{path / 'config.json'} lacks {error.args[0]}") from None
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"{path / 'config.json'} has a value of the wrong kind: {error}") from None
