@@ -20,8 +20,8 @@ from weft.engine.model.weights import load_weights
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import MAX_NANO_BATCHES, NanoOperation, Period
 from weft.engine.runner.batch import Batch, SamplingInputs
+from weft.engine.runner.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda_inputs import DeviceInputs, Layout
-from weft.engine.runner.executor import Executor
 from weft.kernels.attention import AttentionShape
 from weft.kernels.attention_triton import PER_SM, TritonAttention
 from weft.kernels.measure import Meter, sustained
@@ -87,7 +87,7 @@ class GpuBench:
             self._inputs = DeviceInputs(layout, device, max_tokens, -(-max_context // page_size))
             shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size, dtype, device)
             attention = TritonAttention(shape, self.num_sms)
-            self._executor = Executor(self.spec, weights, self._inputs, dtype, attention)
+            self._executor = CudaExecutor(self.spec, weights, self._inputs, dtype, attention)
             self._start = torch.randn(max_tokens, spec.hidden_size, device=device, dtype=dtype)
         self._kv = torch.zeros(0, device=device, dtype=dtype)
         self._batches: dict[Load, Batch] = {}

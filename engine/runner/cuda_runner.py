@@ -21,8 +21,8 @@ from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import serial_period
 from weft.engine.progress import Progress
 from weft.engine.runner.batch import PROMPT_LOGPROB_ROWS, Batch, Logprobs, PromptLogprobs, StepResult
+from weft.engine.runner.cuda_executor import INVARIANT_PART_TOKENS, CudaExecutor
 from weft.engine.runner.cuda_inputs import DeviceInputs, Layout
-from weft.engine.runner.executor import INVARIANT_PART_TOKENS, Executor
 from weft.engine.runner.resolve import GIB, ResolvedConfig
 from weft.kernels import reference, resident, sampling
 from weft.kernels.attention import AttentionBackend, HostAttention
@@ -127,7 +127,7 @@ class CudaRunner:
                 attention = self._host_attention = make_host_attention(
                     config.attention, shape, batch_invariant=config.batch_invariant
                 )
-            self._executor = Executor(
+            self._executor = CudaExecutor(
                 spec, weights, self._inputs, config.compute_dtype, attention, invariant=config.batch_invariant
             )
             self._tokens = torch.zeros(s, dtype=torch.int64, device=device)

@@ -25,8 +25,8 @@ from weft.engine.model.weights import load_weights
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import NanoOperation, Period, serial_period
 from weft.engine.runner.batch import Batch
+from weft.engine.runner.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda_inputs import DeviceInputs, Layout
-from weft.engine.runner.executor import Executor
 from weft.kernels import attention_triton
 from weft.kernels.attention import AttentionShape
 from weft.kernels.attention_triton import PER_SM, TritonAttention
@@ -94,7 +94,7 @@ class Machine:
         layout = Layout.of(load.tokens, load.tokens, spec.heads_per_kv, nano_batches=3)
         inputs = DeviceInputs(layout, torch.device(device), requests, pages)
         shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, PAGE, dtype, torch.device(device))
-        self.executor = Executor(spec, weights, inputs, dtype, TritonAttention(shape, self.sms))
+        self.executor = CudaExecutor(spec, weights, inputs, dtype, TritonAttention(shape, self.sms))
         pool = (int(self.batch.page_table.max()) + 1, spec.num_layers, 2, PAGE, spec.num_kv_heads, spec.head_dim)
         self._kv = torch.randn(pool, device=device).to(dtype)
         self.executor.last_token.copy_(torch.arange(load.tokens) % spec.vocab_size)

@@ -1,4 +1,4 @@
-"""The Llama-3-8B shape with 4 layers against `transformers` on the GPU, in bf16: logits and teacher-forced tokens."""
+"""4 layers of the Llama-3-8B shape and of Qwen shapes against `transformers` on the GPU in bf16: logits and tokens."""
 
 from __future__ import annotations
 
@@ -24,26 +24,40 @@ def _make_confident(model: torch.nn.Module) -> None:
     head[torch.randperm(head.shape[0], device=head.device)] += 0.0125 * embedding
 
 
-@pytest.fixture(scope="module", params=["random", "confident"])
+LLAMA = {
+    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN = {**LLAMA, "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16}
+
+
+@pytest.fixture(
+    scope="module", params=["Llama random", "Llama confident", "Qwen2 confident", "Qwen3 confident"], ids=str
+)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = transformers.LlamaConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=4, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=8192, rms_norm_eps=1e-5, rope_theta=500000.0,
-        tie_word_embeddings=False,
-    )  # fmt: skip
+    family, kind = request.param.split()
+    sizes = LLAMA if family == "Llama" else QWEN
+    config = getattr(transformers, f"{family}Config")(**sizes)
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
-    if request.param == "confident":
+        model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_(0, 0.1)
+        elif family != "Llama" and "norm" in name:
+            parameter.data.uniform_(0.5, 1.5)
+    if kind == "confident":
         _make_confident(model)
-    path = tmp_path_factory.mktemp(request.param)
+    path = tmp_path_factory.mktemp(kind)
     model.save_pretrained(path)
     return path
 
 
 def test_logits_and_tokens_agree_on_64_prompts(checkpoint: Path) -> None:
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, 128256, int(n)).astype(np.int32) for n in rng.integers(16, 512, 64)]
+    rng, config = np.random.default_rng(0), transformers.AutoConfig.from_pretrained(checkpoint)
+    vocabulary = config.vocab_size
+    prompts = [rng.integers(0, vocabulary, int(n)).astype(np.int32) for n in rng.integers(16, 512, 64)]
     harness = Harness(
         checkpoint, device="cuda", dtype="bfloat16", max_num_seqs=64, max_num_batched_tokens=2048, num_pages=1000
     )
@@ -54,7 +68,7 @@ def test_logits_and_tokens_agree_on_64_prompts(checkpoint: Path) -> None:
         harness.run()
         last.append(runner._executor.logits[0].clone())
     models = [
-        transformers.LlamaForCausalLM.from_pretrained(checkpoint, dtype=dtype).cuda()
+        transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).cuda()
         for dtype in (torch.float32, torch.bfloat16)
     ]
     worst, agree, total = np.zeros(3), np.zeros(3), 0

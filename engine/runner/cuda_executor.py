@@ -1,4 +1,4 @@
-"""`Executor`: turns a pipeline of nano-operations into streams, events and kernel launches over the whole model.
+"""`CudaExecutor`: turns a pipeline of nano-operations into streams, events and kernel launches over the whole model.
 
 It owns the activations. Everything it launches has a fixed grid and reads counts and work lists from device memory, so
 a captured run serves every iteration of its token bucket.
@@ -62,7 +62,7 @@ class Launch(NamedTuple):
         return slice(self.nano.begin // TOKEN_STEP, -(-self.nano.end // TOKEN_STEP))
 
 
-class Executor:
+class CudaExecutor:
     """The layers of one model on one GPU. Launches on the current stream and, for other lanes, on its own.
 
     attention: the back end; one that plans on the host must have its `steps` set before each run.
@@ -259,10 +259,10 @@ def _same(parts: list[int]) -> int:
     return parts[0]
 
 
-TABLE: Mapping[str, Callable[[Executor, Launch], None]] = {
-    "qkv": Executor._qkv,
-    "decode": Executor._decode,
-    "prefill": Executor._prefill,
-    "residual": Executor._residual,
-    "gate_up": Executor._gate_up,
+TABLE: Mapping[str, Callable[[CudaExecutor, Launch], None]] = {
+    "qkv": CudaExecutor._qkv,
+    "decode": CudaExecutor._decode,
+    "prefill": CudaExecutor._prefill,
+    "residual": CudaExecutor._residual,
+    "gate_up": CudaExecutor._gate_up,
 }
