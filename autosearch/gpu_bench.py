@@ -55,7 +55,7 @@ def batch_of(load: Load, page_size: int) -> Batch:
         step=1, num_decodes=load.decodes, slots=slots, epochs=slots, query_len=query_len, kv_len=kv_len,
         token_ids=np.zeros(load.tokens, np.int32), positions=positions,
         slot_mapping=table[rows, positions // page_size].astype(np.int64) * page_size + positions % page_size,
-        page_table=table, sampled_rows=none, sampling=SamplingInputs(*[none] * len(SamplingInputs._fields)),
+        page_table=table, sampled_rows=none, sampling=SamplingInputs.none(),
         count_resets=(), prompt_logprobs=(),
     )  # fmt: skip
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from weft.engine.wire.sampling import COLUMNS
 
 PROMPT_LOGPROB_ROWS = 256
 """rows of logits at once: bounds memory for long prompts with a large vocabulary"""
@@ -14,27 +17,21 @@ I32 = npt.NDArray[np.int32]
 F32 = npt.NDArray[np.float32]
 
 
+def sampler_names() -> list[str]:
+    """The arguments of the samplers in `kernels/` beside the logits: some of the columns, and each token's draw."""
+    return [*(column.name for column in COLUMNS if column.sampler), "uniform"]
+
+
 class SamplingInputs(NamedTuple):
-    """Sampling columns of the S requests that get a token from this iteration."""
+    """What the S requests that get a token from this iteration want of it."""
 
     slots: I32
     logit_tokens: I32
     """[S] the row of the iteration's tokens whose logits are sampled"""
-    temperature: F32
-    """0: greedy"""
-    top_k: I32
-    """0: off"""
-    top_p: F32
-    min_p: F32
+    columns: Mapping[str, np.ndarray]
+    """[S] each: `wire.sampling.COLUMNS` by name"""
     uniform: F32
-    """in (0, 1): the draw, a function of the request's seed and the token's index alone"""
-    presence: F32
-    frequency: F32
-    repetition: F32
-    counted: npt.NDArray[np.bool_]
-    """rows with a penalty: their token counts are resident"""
-    logprobs: I32
-    """k best log-probabilities asked for; -1: none"""
+    """[S] in (0, 1): the draw, a function of the request's seed and the token's index alone"""
     bias_rows: I32
     bias_ids: I32
     bias_values: F32
@@ -43,6 +40,17 @@ class SamplingInputs(NamedTuple):
     """rows with a grammar"""
     masks: I32
     """`[len(mask_rows), ceil(V / 32)]`: bit i of word w allows token 32 w + i; the others get -inf, after all else"""
+
+    @classmethod
+    def none(cls) -> SamplingInputs:
+        """Of an iteration that samples nothing."""
+        i, f = np.zeros(0, np.int32), np.zeros(0, np.float32)
+        columns = {column.name: np.zeros(0, column.dtype) for column in COLUMNS}
+        return cls(i, i, columns, f, i, i, f, i, i.reshape(0, 0))
+
+    def sampler_arguments(self) -> dict[str, np.ndarray]:
+        """What the samplers take beside the logits, by name, `[S]` each."""
+        return {name: self.uniform if name == "uniform" else self.columns[name] for name in sampler_names()}
 
 
 class CountReset(NamedTuple):

@@ -19,9 +19,10 @@ from weft.engine.errors import OutOfMemory
 from weft.engine.memory.cpu_transfer import CpuCopyEngine
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
-from weft.engine.runner.batch import PROMPT_LOGPROB_ROWS, Batch, Logprobs, PromptLogprobs, SamplingInputs, StepResult
+from weft.engine.runner.batch import Batch, PromptLogprobs, StepResult
 from weft.engine.runner.cpu_executor import CpuExecutor, CpuInputs
 from weft.engine.runner.resolve import GIB, ResolvedConfig
+from weft.engine.runner.sampling import Sampling, Scores
 from weft.kernels import sampling
 from weft.kernels.attention_backends import make_host_attention
 
@@ -63,14 +64,6 @@ class CpuInFlight:
         return self._result
 
 
-class _Counts:
-    """Resident token counts of requests with penalties, one row a slot. Made when the first such request comes."""
-
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        self.prompt_seen = torch.zeros(num_slots, vocab_size, dtype=torch.bool, device=device)
-        self.output = torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device)
-
-
 class CpuRunner:
     """The runner of a CPU (see `runner.Runner`)."""
 
@@ -78,10 +71,8 @@ class CpuRunner:
         self.kv = _allocate(config)
         self._attention = make_host_attention(config.attention, config.attention_shape(spec))
         self._executor = CpuExecutor(spec, weights, self.kv, self._attention)
-        self._num_slots = config.max_num_seqs
-        self._device = config.device
-        self._last_token = torch.zeros(self._num_slots, dtype=torch.int64, device=self._device)
-        self._counts: _Counts | None = None
+        self._last_token = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=config.device)
+        self._sampling = Sampling(config.device, config.max_num_seqs, spec.vocab_size)
         self._num_threads = config.cpu_threads
         self._last_end = 0.0
         self._queue: queue.SimpleQueue[CpuInFlight | None] = queue.SimpleQueue()
@@ -132,89 +123,31 @@ class CpuRunner:
             self._attention.prepare(batch),
         )
         x, sumsq = self._executor.forward(inputs)
-        prompt_logprobs = tuple(self._prompt_logprobs(x, sumsq, asked) for asked in batch.prompt_logprobs)
-        self._reset_counts(batch)
-        tokens, logprobs = self._sample(x, sumsq, batch.sampling)
+        prompt_scores = [self._prompt_scores(x, sumsq, asked) for asked in batch.prompt_logprobs]
+        tokens, scores = self._sample(x, sumsq, batch)
         self._last_end = time.perf_counter()
-        return StepResult(batch, tokens, logprobs, prompt_logprobs, self._last_end - begin, idle_seconds)
+        return StepResult(
+            batch,
+            tokens.numpy().astype(np.int32),
+            None if scores is None else scores.read(),
+            tuple(s.read() for s in prompt_scores),
+            self._last_end - begin,
+            idle_seconds,
+        )
 
-    def _sample(self, x: Tensor, sumsq: Tensor, s: SamplingInputs) -> tuple[np.ndarray, Logprobs | None]:
-        if not len(s.slots):
-            return np.zeros(0, np.int32), None
-        slots = torch.from_numpy(s.slots.astype(np.int64))
-        raw = self._executor.logits(x, sumsq, torch.from_numpy(s.logit_tokens.astype(np.int64)))
-        logits = raw
-        if s.counted.any():
-            logits = self._penalized(raw, s)
-        if len(s.bias_rows):
-            # Log-probabilities are the model's own: taken before anything is added to the logits.
-            logits = raw.clone() if logits is raw else logits
-            where = (torch.from_numpy(s.bias_rows.astype(np.int64)), torch.from_numpy(s.bias_ids.astype(np.int64)))
-            logits.index_put_(where, torch.from_numpy(s.bias_values), accumulate=True)
-        if len(s.mask_rows):
-            logits = raw.clone() if logits is raw else logits
-            sampling.allow_only(logits, torch.from_numpy(s.mask_rows.astype(np.int64)), torch.from_numpy(s.masks))
-        if s.temperature.any():
-            tokens = sampling.sample(
-                logits,
-                torch.from_numpy(s.temperature),
-                torch.from_numpy(s.top_k),
-                torch.from_numpy(s.top_p),
-                torch.from_numpy(s.min_p),
-                torch.from_numpy(s.uniform),
-            )
+    def _sample(self, x: Tensor, sumsq: Tensor, batch: Batch) -> tuple[Tensor, Scores | None]:
+        """The tokens `[S]` int64 and what was asked beside them."""
+        s, up = batch.sampling, self._sampling.up
+        logits = self._executor.logits(x, sumsq, up(s.logit_tokens.astype(np.int64)))
+        raw = self._sampling.asked(logits, s)
+        self._sampling.adjust(logits, batch)
+        if s.columns["temperature"].any():
+            tokens = sampling.sample(logits, **{name: up(values) for name, values in s.sampler_arguments().items()})
         else:
             tokens = logits.argmax(-1)
-        self._last_token[slots] = tokens
-        if s.counted.any():
-            counts = self._resident_counts()
-            rows = torch.from_numpy(np.flatnonzero(s.counted))
-            one = torch.ones((), dtype=torch.int32)
-            counts.output.index_put_((slots[rows], tokens[rows]), one, accumulate=True)
-        logprobs = None
-        if (s.logprobs >= 0).any():
-            rows = torch.from_numpy(np.flatnonzero(s.logprobs >= 0))
-            logprobs = self._logprobs(raw[rows], tokens[rows], int(s.logprobs.max()), rows.numpy())
-        return tokens.numpy().astype(np.int32), logprobs
+        self._last_token[up(s.slots.astype(np.int64))] = tokens
+        self._sampling.count(tokens, s)
+        return tokens, self._sampling.scores(tokens, s, raw)
 
-    def _penalized(self, logits: Tensor, s: SamplingInputs) -> Tensor:
-        counts = self._resident_counts()
-        rows = torch.from_numpy(np.flatnonzero(s.counted))
-        slots = torch.from_numpy(s.slots.astype(np.int64))[rows]
-        out = logits.clone()
-        out[rows] = sampling.apply_penalties(
-            logits[rows],
-            counts.prompt_seen[slots],
-            counts.output[slots],
-            torch.from_numpy(s.presence)[rows],
-            torch.from_numpy(s.frequency)[rows],
-            torch.from_numpy(s.repetition)[rows],
-        )
-        return out
-
-    def _resident_counts(self) -> _Counts:
-        if self._counts is None:
-            self._counts = _Counts(self._num_slots, self._executor.spec.vocab_size, self._device)
-        return self._counts
-
-    def _reset_counts(self, batch: Batch) -> None:
-        for reset in batch.count_resets:
-            counts = self._resident_counts()
-            counts.prompt_seen[reset.slot] = False
-            counts.prompt_seen[reset.slot, torch.from_numpy(reset.prompt.astype(np.int64))] = True
-            output = torch.from_numpy(reset.output.astype(np.int64))
-            counts.output[reset.slot] = torch.bincount(output, minlength=self._executor.spec.vocab_size)
-
-    def _prompt_logprobs(self, x: Tensor, sumsq: Tensor, asked: PromptLogprobs) -> Logprobs:
-        parts = []
-        for start in range(0, len(asked.tokens), PROMPT_LOGPROB_ROWS):
-            rows = torch.from_numpy(asked.tokens[start : start + PROMPT_LOGPROB_ROWS].astype(np.int64))
-            targets = torch.from_numpy(asked.targets[start : start + PROMPT_LOGPROB_ROWS].astype(np.int64))
-            logits = self._executor.logits(x, sumsq, rows)
-            parts.append(self._logprobs(logits, targets, asked.top, np.arange(start, start + len(rows))))
-        return Logprobs(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
-
-    @staticmethod
-    def _logprobs(logits: Tensor, tokens: Tensor, top: int, rows: np.ndarray) -> Logprobs:
-        ranks, ids, values = sampling.logprobs_of(logits, tokens, top)
-        return Logprobs(rows.astype(np.int32), ranks.numpy(), ids.numpy(), values.numpy())
+    def _prompt_scores(self, x: Tensor, sumsq: Tensor, asked: PromptLogprobs) -> Scores:
+        return self._sampling.prompt_scores(asked, asked.tokens, lambda rows: self._executor.logits(x, sumsq, rows))

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import MAX_NANO_BATCHES
-from weft.engine.runner.batch import Batch
+from weft.engine.runner.batch import Batch, sampler_names
 from weft.engine.runner.nano import Deal, deal
+from weft.engine.wire.sampling import COLUMNS
 from weft.kernels.work_lists import ITEM_FIELDS, TILE_FIELDS, TILE_ROWS, plan_decode, plan_prefill
 
 RING = 4
@@ -58,10 +59,7 @@ class Layout(NamedTuple):
             "update_page": (self.max_updates, False),
             "logit_tokens": (s, False),
             "slots": (s, False),
-            "top_k": (s, False),
-            "temperature": (s, True),
-            "top_p": (s, True),
-            "min_p": (s, True),
+            **{c.name: (s, c.dtype is np.float32) for c in COLUMNS if c.sampler},
             "uniform": (s, True),
         }
 
@@ -110,6 +108,10 @@ class DeviceInputs:
         items = self.column["prefill_items"].view(self.layout.nano_batches, -1, TILE_FIELDS)[nano]
         return items, self.column["counts"][_PREFILL + nano : _PREFILL + nano + 1]
 
+    def sampler_arguments(self, rows: int) -> dict[str, Tensor]:
+        """What the samplers take beside the logits, by name, `[rows]` each."""
+        return {name: self.column[name][:rows] for name in sampler_names()}
+
     def live(self, pipeline: Pipeline, begin: int) -> Tensor:
         """`[1]`: the iteration's tokens from place `begin` on; zero when it ends before."""
         at = _LIVE + pipeline.begins.index(begin)
@@ -157,11 +159,12 @@ class DeviceInputs:
             counts[_LIVE + j] = max(0, t - begin)
         s = batch.sampling
         n = len(s.slots)
-        for name in ("slots", "top_k", "temperature", "top_p", "min_p", "uniform"):
-            host[name][:n] = getattr(s, name)
+        host["slots"][:n] = s.slots
+        for name, values in s.sampler_arguments().items():
+            host[name][:n] = values
         host["logit_tokens"][:n] = s.logit_tokens if dealt.places is None else dealt.places[s.logit_tokens]
         host["logit_tokens"][n:] = 0
-        host["temperature"][n:] = 0.0
+        host["temperature"][n:] = 0.0  # rows of nobody take the best of whatever is there: the least work
         counts[: len(_COUNTS)] = (t, n, self._page_updates(batch, host))
         self.slab.copy_(self._ring[self._turn], non_blocking=True)
         return dealt

@@ -20,11 +20,12 @@ from weft.engine.model.weights import Weights
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import serial_period
 from weft.engine.progress import Progress
-from weft.engine.runner.batch import PROMPT_LOGPROB_ROWS, Batch, Logprobs, PromptLogprobs, StepResult
+from weft.engine.runner.batch import Batch, PromptLogprobs, StepResult
 from weft.engine.runner.cuda_executor import INVARIANT_PART_TOKENS, CudaExecutor
 from weft.engine.runner.cuda_inputs import DeviceInputs, Layout
 from weft.engine.runner.resolve import GIB, ResolvedConfig
-from weft.kernels import reference, resident, sampling
+from weft.engine.runner.sampling import Sampling, Scores
+from weft.kernels import reference, resident
 from weft.kernels.attention import AttentionBackend, HostAttention
 from weft.kernels.attention_backends import make_host_attention
 from weft.kernels.attention_triton import PER_SM, TritonAttention
@@ -53,13 +54,6 @@ class _Graphs(NamedTuple):
     sample: torch.cuda.CUDAGraph
 
 
-class _Extras(NamedTuple):
-    """Device tensors that come back after the tokens, for batches that asked."""
-
-    rows: np.ndarray
-    columns: tuple[Tensor, Tensor, Tensor]
-
-
 class CudaInFlight:
     """An iteration on the GPU's stream: an event and the pinned buffers that its results arrive in."""
 
@@ -67,8 +61,8 @@ class CudaInFlight:
         self.batch = batch
         self._nano_batches = nano_batches
         self.tokens = torch.empty(len(batch.sampled_rows), dtype=torch.int64, pin_memory=True)
-        self.extras: _Extras | None = None
-        self.prompts: list[_Extras] = []
+        self.scores: Scores | None = None
+        self.prompt_scores: list[Scores] = []
         self.begin = torch.cuda.Event(enable_timing=True)
         self.end = torch.cuda.Event(enable_timing=True)
         self._before = before
@@ -78,17 +72,12 @@ class CudaInFlight:
         return StepResult(
             self.batch,
             self.tokens.numpy().astype(np.int32),
-            None if self.extras is None else _columns(self.extras),
-            tuple(_columns(p) for p in self.prompts),
+            None if self.scores is None else self.scores.read(),
+            tuple(scores.read() for scores in self.prompt_scores),
             self.begin.elapsed_time(self.end) / 1e3,
             self._before.elapsed_time(self.begin) / 1e3 if self._before is not None else 0.0,
             self._nano_batches,
         )
-
-
-def _columns(extras: _Extras) -> Logprobs:
-    ranks, ids, values = (t.numpy() for t in extras.columns)
-    return Logprobs(extras.rows.astype(np.int32), ranks, ids, values)
 
 
 class CudaRunner:
@@ -133,8 +122,7 @@ class CudaRunner:
             self._tokens = torch.zeros(s, dtype=torch.int64, device=device)
             self._candidates = sample_scratch(s, device)
             self._last_end: torch.cuda.Event | None = None
-            self._seen: Tensor | None = None
-            self._counts: Tensor | None = None
+            self._sampling = Sampling(device, s, spec.vocab_size)
             # A pool of two pages serves the warm-up, which loads every kernel; what is left then is measured.
             self.kv = self._allocate(2)
             self._warm_up((*self._serial, *self._decoding, *pipelines), report)
@@ -197,11 +185,10 @@ class CudaRunner:
 
     def _sample(self, pipeline: Pipeline) -> None:
         n = min(pipeline.tokens, self.config.max_num_seqs)
-        c = {k: v[:n] for k, v in self._inputs.column.items()}
-        tokens = self._tokens[:n]
-        sample(self._executor.logits[:n], c["temperature"], c["top_k"], c["top_p"], c["min_p"], c["uniform"],
-               out=tokens, scratch=self._candidates[:n])  # fmt: skip
-        resident.remember(tokens, c["slots"], self._inputs.count["sampled"], self._executor.last_token)
+        tokens, arguments = self._tokens[:n], self._inputs.sampler_arguments(n)
+        sample(self._executor.logits[:n], **arguments, out=tokens, scratch=self._candidates[:n])
+        slots = self._inputs.column["slots"][:n]
+        resident.remember(tokens, slots, self._inputs.count["sampled"], self._executor.last_token)
 
     def _pipeline(self, batch: Batch) -> Pipeline:
         """The plan's pipeline for this iteration, or the serial plan where the search found no better."""
@@ -229,19 +216,13 @@ class CudaRunner:
             else:
                 self._executor.steps = [self._host_attention.prepare(batch)]
                 self._model(pipeline)
-            in_flight.prompts = [self._prompt_logprobs(asked, dealt.places) for asked in batch.prompt_logprobs]
-            asked = np.flatnonzero(s.logprobs >= 0)
-            raw = logits[self._up(asked)].clone() if len(asked) else None
-            self._adjust(batch)
+            in_flight.prompt_scores = [self._prompt_scores(asked, dealt.places) for asked in batch.prompt_logprobs]
+            raw = self._sampling.asked(logits, s)
+            self._sampling.adjust(logits, batch)
             graphs.sample.replay()
-            if s.counted.any():
-                rows = self._up(np.flatnonzero(s.counted))
-                slots = self._up(s.slots[s.counted].astype(np.int64))
-                one = torch.ones((), dtype=torch.int32, device=self._device)
-                self._resident_counts()[1].index_put_((slots, self._tokens[rows]), one, accumulate=True)
+            self._sampling.count(self._tokens, s)
             in_flight.tokens.copy_(self._tokens[:n], non_blocking=True)
-            if raw is not None:
-                in_flight.extras = self._down(asked, raw, self._tokens[self._up(asked)], int(s.logprobs.max()))
+            in_flight.scores = self._sampling.scores(self._tokens, s, raw)
             in_flight.end.record()
         self._last_end = in_flight.end
         return in_flight
@@ -249,64 +230,13 @@ class CudaRunner:
     def close(self) -> None:
         self.stream.synchronize()
 
-    # -- what only some batches ask for
-
-    def _up(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).pin_memory().to(self._device, non_blocking=True)
-
-    def _down(self, rows: np.ndarray, logits: Tensor, tokens: Tensor, top: int) -> _Extras:
-        columns = []
-        for tensor in sampling.logprobs_of(logits, tokens, top):
-            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            pinned.copy_(tensor, non_blocking=True)
-            columns.append(pinned)
-        return _Extras(rows, (columns[0], columns[1], columns[2]))
-
-    def _adjust(self, batch: Batch) -> None:
-        """Penalties, biases and the masks of grammars, in place on the logits."""
-        s, logits = batch.sampling, self._executor.logits
-        for reset in batch.count_resets:
-            seen, counts = self._resident_counts()
-            seen[reset.slot] = False
-            seen[reset.slot, self._up(reset.prompt.astype(np.int64))] = True
-            output = self._up(reset.output.astype(np.int64))
-            counts[reset.slot] = torch.bincount(output, minlength=self.spec.vocab_size).int() if len(output) else 0
-        if s.counted.any():
-            seen, counts = self._resident_counts()
-            rows, slots = self._up(np.flatnonzero(s.counted)), self._up(s.slots[s.counted].astype(np.int64))
-            logits[rows] = sampling.apply_penalties(
-                logits[rows], seen[slots], counts[slots], self._up(s.presence[s.counted]),
-                self._up(s.frequency[s.counted]), self._up(s.repetition[s.counted]),
-            )  # fmt: skip
-        if len(s.bias_rows):
-            where = (self._up(s.bias_rows.astype(np.int64)), self._up(s.bias_ids.astype(np.int64)))
-            logits.index_put_(where, self._up(s.bias_values), accumulate=True)
-        if len(s.mask_rows):
-            sampling.allow_only(logits, self._up(s.mask_rows.astype(np.int64)), self._up(s.masks))
-
-    def _resident_counts(self) -> tuple[Tensor, Tensor]:
-        """(prompt_seen bool, output counts int32) `[slots, V]`, made when the first request with penalties comes."""
-        if self._seen is None or self._counts is None:
-            shape = (self.config.max_num_seqs, self.spec.vocab_size)
-            self._seen = torch.zeros(shape, dtype=torch.bool, device=self._device)
-            self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
-        return self._seen, self._counts
-
-    def _prompt_logprobs(self, asked: PromptLogprobs, places: np.ndarray | None) -> _Extras:
+    def _prompt_scores(self, asked: PromptLogprobs, places: np.ndarray | None) -> Scores:
         """Eager: the graph computed logits of sampled rows only."""
         w, eps, x = self.weights, self.spec.rms_norm_eps, self._executor.x
-        tokens = asked.tokens if places is None else places[asked.tokens]
-        parts: list[tuple[Tensor, Tensor, Tensor]] = []
-        for start in range(0, len(asked.tokens), PROMPT_LOGPROB_ROWS):
-            rows = self._up(tokens[start : start + PROMPT_LOGPROB_ROWS].astype(np.int64))
-            targets = self._up(asked.targets[start : start + PROMPT_LOGPROB_ROWS].astype(np.int64))
+
+        def logits_of(rows: Tensor) -> Tensor:
             picked = x[rows]
-            logits = reference.lm_head(picked, picked.float().square().sum(-1), w.norm, w.lm_head, eps)
-            parts.append(sampling.logprobs_of(logits, targets, asked.top))
-        columns = []
-        for tensors in zip(*parts, strict=True):
-            tensor = torch.cat(tensors)
-            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            pinned.copy_(tensor, non_blocking=True)
-            columns.append(pinned)
-        return _Extras(np.arange(len(asked.tokens)), (columns[0], columns[1], columns[2]))
+            return reference.lm_head(picked, picked.float().square().sum(-1), w.norm, w.lm_head, eps)
+
+        rows = asked.tokens if places is None else places[asked.tokens]
+        return self._sampling.prompt_scores(asked, rows, logits_of)

@@ -46,7 +46,7 @@ def token_logprobs(slots: SlotTable, result: StepResult, sampled: np.ndarray) ->
     out: dict[int, TokenLogprobs] = {}
     for i, row in enumerate(columns.rows.tolist()):
         if sampled[row]:
-            width = 1 + int(sampling.logprobs[row])
+            width = 1 + int(sampling.columns["logprobs"][row])
             out[int(slots.handle[sampling.slots[row]])] = TokenLogprobs(
                 int(columns.ranks[i]),
                 tuple(columns.ids[i, :width].tolist()),

@@ -16,6 +16,7 @@ from enum import IntEnum
 import numpy as np
 
 from weft.engine.scheduling.request import Request
+from weft.engine.wire.sampling import COLUMNS, SamplingParams
 
 
 class Phase(IntEnum):
@@ -56,20 +57,13 @@ class SlotTable:
         self.tokens = np.zeros((n, max_model_len), np.int32)
         self.page_table = np.zeros((n, max_pages), np.int32)
         self.num_pages = np.zeros(n, np.int32)
-        self.temperature = np.zeros(n, np.float32)
-        self.top_p = np.ones(n, np.float32)
-        self.top_k = np.zeros(n, np.int32)
-        self.min_p = np.zeros(n, np.float32)
-        self.presence = np.zeros(n, np.float32)
-        self.frequency = np.zeros(n, np.float32)
-        self.repetition = np.ones(n, np.float32)
-        self.counted = np.zeros(n, np.bool_)
-        """has a penalty: its token counts are resident on the device"""
+        none = SamplingParams()
+        self.columns = {column.name: np.full(n, column.of(none), column.dtype) for column in COLUMNS}
+        """what follows each request to the sampling, by name"""
         self.biased = np.zeros(n, np.bool_)
         self.constrained = np.zeros(n, np.bool_)
         """has a grammar"""
         self.seed = np.zeros(n, np.uint64)
-        self.logprobs = np.full(n, -1, np.int32)
         self.prompt_logprobs = np.full(n, -1, np.int32)
         self.exact_output = np.zeros(n, np.bool_)
         """cannot stop before its limit (ignore_eos and no stop token): its length needs no prediction"""
@@ -103,18 +97,11 @@ class SlotTable:
         self.tokens[slot, :known] = request.tokens
         self.num_pages[slot] = self.published[slot] = len(cached_pages)
         self.page_table[slot, : len(cached_pages)] = cached_pages
-        self.temperature[slot] = 0.0 if params.greedy else params.temperature
-        self.top_p[slot] = params.top_p
-        self.top_k[slot] = max(params.top_k, 0)
-        self.min_p[slot] = params.min_p
-        self.presence[slot] = params.presence_penalty
-        self.frequency[slot] = params.frequency_penalty
-        self.repetition[slot] = params.repetition_penalty
-        self.counted[slot] = params.needs_counts
+        for column in COLUMNS:
+            self.columns[column.name][slot] = column.of(params)
         self.biased[slot] = bool(params.logit_bias)
         self.constrained[slot] = request.grammar is not None
         self.seed[slot] = request.seed
-        self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self.prompt_logprobs[slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
         self.exact_output[slot] = not request.stop_ids
         self.min_total[slot] = request.prompt_len + params.min_tokens

@@ -1,8 +1,17 @@
-"""`SamplingParams`: how a request wants its tokens chosen. Crosses the socket as is."""
+"""`SamplingParams`: how a request wants its tokens chosen; `COLUMNS`: what of it follows the request to the sampling.
+
+`SamplingParams` crosses the socket as is. In the engine its numbers become columns with a row for each running
+request. Slots, batches, the GPU's slab and both runners are made from `COLUMNS`: a new field is declared here, and in
+the HTTP body, and nowhere else; what it does belongs to `engine/runner/sampling.py`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import msgspec
+import numpy as np
 
 from weft.engine.errors import RequestError
 from weft.engine.wire.grammar_text import MAX_GRAMMAR_CHARS
@@ -78,3 +87,33 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def needs_counts(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One number of each running request. A row that nobody holds is as of a request with default parameters."""
+
+    name: str
+    dtype: type[np.generic]
+    of: Callable[[SamplingParams], float]
+    """its value for a request"""
+    sampler: bool = False
+    """The samplers in `kernels/` take it as the argument of this name, so it goes to the GPU with every iteration, as
+    int32 or float32. Other columns stay on the host: `runner.sampling` brings the rows over that ask for something."""
+
+    def __post_init__(self) -> None:
+        if self.sampler and self.dtype not in (np.int32, np.float32):
+            raise ValueError(f"column {self.name}: the samplers take int32 and float32, not {self.dtype.__name__}")
+
+
+COLUMNS = (
+    Column("temperature", np.float32, lambda p: 0.0 if p.greedy else p.temperature, sampler=True),  # 0: greedy
+    Column("top_k", np.int32, lambda p: max(p.top_k, 0), sampler=True),  # 0: off
+    Column("top_p", np.float32, lambda p: p.top_p, sampler=True),
+    Column("min_p", np.float32, lambda p: p.min_p, sampler=True),
+    Column("presence", np.float32, lambda p: p.presence_penalty),
+    Column("frequency", np.float32, lambda p: p.frequency_penalty),
+    Column("repetition", np.float32, lambda p: p.repetition_penalty),
+    Column("counted", np.bool_, lambda p: p.needs_counts),  # has a penalty: its token counts are resident
+    Column("logprobs", np.int32, lambda p: -1 if p.logprobs is None else p.logprobs),  # k best; -1: none
+)

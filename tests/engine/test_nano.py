@@ -18,7 +18,7 @@ def _batch(kv: list[int], chunks: list[tuple[int, int]]) -> Batch:
     kv_len = np.array(kv + [c + n for c, n in chunks], np.int32)
     rows, tokens = len(query_len), int(query_len.sum())
     none = np.zeros(0, np.int32)
-    sampling = SamplingInputs(*[none] * len(SamplingInputs._fields))
+    sampling = SamplingInputs.none()
     ids = np.arange(tokens, dtype=np.int32)
     slots = np.arange(rows, dtype=np.int32)
     return Batch(
