@@ -130,9 +130,9 @@ class Engine:
     def add(self, message: AddRequest) -> None:
         """Queue a request. Raises `RequestError` when it can never be served."""
         params = message.params
-        tokens = np.frombuffer(message.prompt, np.int32)
-        limit = check_request(
-            tokens,
+        token_ids = np.frombuffer(message.prompt_token_ids, np.int32)
+        max_total_tokens = check_request(
+            token_ids,
             params,
             max_model_len=self.resolved.max_model_len,
             vocab_size=self.spec.vocab_size,
@@ -143,10 +143,10 @@ class Engine:
         self._arrivals += 1
         request = Request(
             handle=message.handle,
-            tokens=tokens,
-            prompt_len=len(tokens),
+            token_ids=token_ids,
+            prompt_len=len(token_ids),
             params=params,
-            limit=limit,
+            max_total_tokens=max_total_tokens,
             priority=message.priority,
             order=self._arrivals,
             arrival=time.monotonic(),

@@ -103,7 +103,7 @@ class LLM:
         self._next_handle += len(ids)
         try:
             for handle, (prompt, wanted) in enumerate(zip(ids, each, strict=True), start=base):
-                self.engine.add(AddRequest(handle=handle, prompt=_as_bytes(prompt), params=wanted))
+                self.engine.add(AddRequest(handle=handle, prompt_token_ids=_as_bytes(prompt), params=wanted))
             return self._collect(base, ids, progress)
         except BaseException:
             # A refused prompt, or Ctrl-C: the next call finds an idle engine.

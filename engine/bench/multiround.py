@@ -34,7 +34,9 @@ class _Driver:
     def send(self, tokens: np.ndarray, output_tokens: int) -> int:
         self._handle += 1
         params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
-        self.engine.add(AddRequest(handle=self._handle, prompt=tokens.astype(np.int32).tobytes(), params=params))
+        self.engine.add(
+            AddRequest(handle=self._handle, prompt_token_ids=tokens.astype(np.int32).tobytes(), params=params)
+        )
         return self._handle
 
     def tokens(self, count: int) -> np.ndarray:

@@ -74,7 +74,7 @@ def _prompts(lengths: Lengths, vocab_size: int, seed: int) -> list[np.ndarray]:
 def _run_engine(engine: Engine, prompts: list[np.ndarray], lengths: Lengths, recorder: Recorder) -> Figures:
     for i, (prompt, (_, out)) in enumerate(zip(prompts, lengths, strict=True)):
         params = SamplingParams(max_tokens=out, temperature=0.0, ignore_eos=True)
-        engine.add(AddRequest(handle=i, prompt=prompt.tobytes(), params=params))
+        engine.add(AddRequest(handle=i, prompt_token_ids=prompt.tobytes(), params=params))
     schedule = busy = 0.0
     idle: list[float] = []
     widest = finished = 0
@@ -259,10 +259,10 @@ def run_scheduler(arguments: argparse.Namespace) -> int:
         scheduler.add(
             Request(
                 handle=i,
-                tokens=rng.integers(0, 1000, length).astype(np.int32),
+                token_ids=rng.integers(0, 1000, length).astype(np.int32),
                 prompt_len=length,
                 params=SamplingParams(max_tokens=max_len - length),
-                limit=max_len,
+                max_total_tokens=max_len,
                 priority=0,
                 order=i,
                 arrival=0.0,

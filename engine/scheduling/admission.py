@@ -18,9 +18,10 @@ PRIOR_WEIGHT = 4.0
 class OutputLengths:
     """Running mean of finished output lengths, with a prior that a few requests outweigh."""
 
-    def __init__(self) -> None:
-        self._sum = PRIOR_OUTPUT_TOKENS * PRIOR_WEIGHT
-        self._count = PRIOR_WEIGHT
+    def __init__(self, mean: float = PRIOR_OUTPUT_TOKENS, weight: float = PRIOR_WEIGHT) -> None:
+        """The prior: this mean, as if of `weight` requests."""
+        self._sum = mean * weight
+        self._count = weight
 
     def add(self, tokens: int) -> None:
         # Old lengths fade, so that the mean follows a workload that changes.
@@ -62,10 +63,10 @@ def fits(
     `held` pages belong to running requests; `new_pages` more would be held with this one.
     """
     running = s.running()
-    length = len(request.tokens)
+    length = len(request.token_ids)
     now = np.append(np.maximum(s.scheduled[running], s.target[running]), length)
     decoded = np.append(now[:-1] - s.prompt_len[running], length - request.prompt_len)
-    room = np.append(s.limit[running], request.limit) - now
+    room = np.append(s.max_total_tokens[running], request.max_total_tokens) - now
     exact = np.append(s.exact_output[running], not request.stop_ids)
     remaining = np.where(exact, room, lengths.remaining(decoded, room))
     pages = -(-now // page_size)

@@ -35,7 +35,7 @@ def build_batch(
     asked: list[PromptLogprobs] = []
     for row, (slot, length) in enumerate(chunks, start=num_decodes):
         first = int(start[row])
-        token_ids[at : at + length] = s.tokens[slot, first : first + length]
+        token_ids[at : at + length] = s.token_ids[slot, first : first + length]
         positions[at : at + length] = np.arange(first, first + length, dtype=np.int32)
         if s.prompt_logprobs[slot] >= 0 and (part := _prompt_logprobs(s, row, slot, first, length, at)):
             asked.append(part)
@@ -47,7 +47,7 @@ def build_batch(
     s.last_step[rows] = step
     # A chunk that completes the prefill samples the next token, unless no output was asked for.
     target = s.target.take(rows)
-    samples = (np.arange(len(rows)) < num_decodes) | ((end == target) & (target < s.limit.take(rows)))
+    samples = (np.arange(len(rows)) < num_decodes) | ((end == target) & (target < s.max_total_tokens.take(rows)))
     sampled_rows = np.flatnonzero(samples).astype(np.int32)
     s.phase[rows[end >= target]] = Phase.DECODE
     return Batch(
@@ -77,7 +77,7 @@ def _prompt_logprobs(s: SlotTable, row: int, slot: int, first: int, length: int,
     if low >= high:
         return None
     tokens = np.arange(at + low - first, at + high - first, dtype=np.int32)
-    return PromptLogprobs(row, tokens, s.tokens[slot, low + 1 : high + 1].copy(), int(s.prompt_logprobs[slot]))
+    return PromptLogprobs(row, tokens, s.token_ids[slot, low + 1 : high + 1].copy(), int(s.prompt_logprobs[slot]))
 
 
 def _sampling(s: SlotTable, slots: I32, logit_tokens: np.ndarray, index: I32) -> SamplingInputs:

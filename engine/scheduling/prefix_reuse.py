@@ -13,7 +13,7 @@ from weft.engine.memory.prefix_stats import PrefixStats
 from weft.engine.memory.tiers import Tiers
 from weft.engine.runner.batch import I32
 from weft.engine.scheduling.fences import Fences
-from weft.engine.scheduling.request import Request, State
+from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.slots import Phase, SlotTable
 
 
@@ -36,7 +36,7 @@ class Prefixes:
     def reusable(self, request: Request) -> bool:
         """Can another request's pages be of use to this one?"""
         may = self._enabled and request.params.prompt_logprobs is None
-        return may and len(request.tokens) > self._pool.page_size
+        return may and len(request.token_ids) > self._pool.page_size
 
     def find(self, request: Request) -> Found:
         """The part of the request's beginning that is cached, and worth loading where it is not on the GPU."""
@@ -44,10 +44,10 @@ class Prefixes:
             return Found([], 0, 0)
         index, page_size, ref = self._pool.index, self._pool.page_size, self._pool.ref
         # At least one token is left to compute: its logits are what the request came for.
-        reusable = (len(request.tokens) - 1) // page_size
+        reusable = (len(request.token_ids) - 1) // page_size
         if not request.keys:
-            request.keys = index.keys(request.tokens[: reusable * page_size], page_size, request.salt)
-        entries = index.match(request.tokens, request.keys, page_size, request.salt)
+            request.keys = index.keys(request.token_ids[: reusable * page_size], page_size, request.salt)
+        entries = index.match(request.token_ids, request.keys, page_size, request.salt)
         if self._tiers is not None and any(e.page == NOWHERE for e in entries):
             busy = self._tiers.busy_pages(), self._busy_tokens()
             entries = entries[: self._tiers.speeds.worthwhile(entries, *busy)]
@@ -81,7 +81,6 @@ class Prefixes:
         self._slots.page_table[slot, len(entries) : len(entries) + len(rest)] = rest
         self._slots.num_pages[slot] += len(rest)
         pool.index.use(entries)
-        request.state = State.RUNNING
         request.last_entry = entries[-1] if entries else None
         request.last_key = entries[-1].key if entries else pool.index.root(request.salt)
         request.hits = Hits.of(entries, pool.page_size)
@@ -92,7 +91,7 @@ class Prefixes:
                 if load is not None:
                     waiting.wait_for(load)
             self._tiers.load(to_load, targets, waiting)
-            request.loading, request.state = waiting, State.LOADING
+            request.loading = waiting
             self._slots.phase[slot] = Phase.LOADING
         return slot
 
@@ -105,7 +104,7 @@ class Prefixes:
                 # Another request computed the page meanwhile.
                 s.page_table[slot, i] = pool.pin([entry])[0]
                 pool.release(np.array([page], np.int32))
-        request.loading, request.state = None, State.RUNNING
+        request.loading = None
         s.phase[slot] = Phase.PREFILL
 
     def publish(self, slots: I32) -> None:
@@ -118,7 +117,7 @@ class Prefixes:
                 s.published[slot] = i + 1
                 if not request.publishable:
                     continue
-                tokens = s.tokens[slot, i * page_size : (i + 1) * page_size].tobytes()
+                tokens = s.token_ids[slot, i * page_size : (i + 1) * page_size].tobytes()
                 parent, page = request.last_entry, int(s.page_table[slot, i])
                 key = pool.index.chain(request.last_key, tokens)
                 entry = None

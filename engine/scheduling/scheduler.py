@@ -19,7 +19,7 @@ from weft.engine.scheduling.build import Chunk, build_batch
 from weft.engine.scheduling.events import Events, prompt_logprobs, token_logprobs
 from weft.engine.scheduling.fences import Fences
 from weft.engine.scheduling.prefix_reuse import Prefixes
-from weft.engine.scheduling.request import Request, State
+from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.slots import Phase, SlotTable
 from weft.engine.scheduling.waiting import WaitingQueue
 from weft.engine.wire.messages import EngineStats, Finish, Started
@@ -70,12 +70,12 @@ class Scheduler:
 
     def abort(self, handle: int) -> None:
         """End a request. Idempotent; an unknown handle is ignored. Its pages are freed behind the fence."""
-        request = self._requests.pop(handle, None)
+        request = self._requests.get(handle)
         if request is None:
             return
+        self._end(request)
         if request.slot >= 0:
             self._retire(request.slot)
-            request.state = State.FINISHED
         else:
             self._waiting.end(request)
         self._waiting.release_siblings(request)
@@ -114,7 +114,7 @@ class Scheduler:
         """Slots that decode one token each, their pages grown; preempts when memory is short."""
         s, page_size = self.slots, self.pool.page_size
         # scheduled + 1 tokens exist once all launched steps are done: at the limit the request needs no more.
-        ready = np.flatnonzero((s.phase == Phase.DECODE) & (s.scheduled + 1 < s.limit)).astype(np.int32)
+        ready = np.flatnonzero((s.phase == Phase.DECODE) & (s.scheduled + 1 < s.max_total_tokens)).astype(np.int32)
         ready = ready[constraints.may_decode(s, ready)]
         if len(ready) > self.max_num_batched_tokens:
             first = np.lexsort((s.order[ready], s.priority[ready]))[: self.max_num_batched_tokens]
@@ -144,7 +144,7 @@ class Scheduler:
         victim = int(running[np.lexsort((s.order[running], s.priority[running]))[-1]])
         request = s.request[victim]
         assert request is not None
-        request.tokens = s.tokens[victim, : s.known[victim]].copy()
+        request.token_ids = s.token_ids[victim, : s.known[victim]].copy()
         request.keys, request.last_entry, request.publishable = [], None, True
         self._retire(victim)
         self._waiting.push(request)
@@ -198,7 +198,7 @@ class Scheduler:
 
         A prefix that is not all on the GPU starts to load; the slot is LOADING until it is there.
         """
-        pool, length = self.pool, len(request.tokens)
+        pool, length = self.pool, len(request.token_ids)
         found = self.prefixes.find(request)
         needed = -(-length // pool.page_size) - found.num_there
         # Pinning makes idle pages unavailable.
@@ -211,7 +211,7 @@ class Scheduler:
         self._waiting.pop()
         slot = self.prefixes.attach(request, found, needed)
         if request.params.needs_counts:
-            prompt, output = request.tokens[: request.prompt_len], request.tokens[request.prompt_len :]
+            prompt, output = request.token_ids[: request.prompt_len], request.token_ids[request.prompt_len :]
             self._count_resets.append(CountReset(slot, prompt, output))
         if request.loading is None:
             self._begin(request)
@@ -261,14 +261,14 @@ class Scheduler:
         sampled = live[batch.sampled_rows]
         token_slots, tokens = batch.slots.take(batch.sampled_rows)[sampled], result.tokens[sampled]
         index = s.known.take(token_slots)
-        s.tokens[token_slots, index] = tokens
+        s.token_ids[token_slots, index] = tokens
         s.known[token_slots] = index + 1
         self.generation_tokens += len(tokens)
         self.decode_tokens += batch.num_decodes
         self.prefill_tokens += batch.num_tokens - batch.num_decodes
         # Laid out by column: numpy is slow at reducing many short rows.
         stopped = np.equal(s.stop_ids.take(token_slots, 0).T, tokens, order="C").any(0)
-        ended = index + 1 >= s.limit.take(token_slots)
+        ended = index + 1 >= s.max_total_tokens.take(token_slots)
         finish = np.where(stopped, np.uint8(Finish.STOP), np.where(ended, np.uint8(Finish.LENGTH), np.uint8(0)))
         grammar_errors = constraints.advance(s, token_slots, tokens, finish)
         handles = s.handle.take(token_slots)
@@ -281,7 +281,7 @@ class Scheduler:
         for slot in token_slots[finish != 0].tolist():
             self._finish(slot)
         # Scored prompts (max_tokens 0) end with their prefill, without a token.
-        scored = slots[s.limit.take(slots) == s.prompt_len.take(slots)]
+        scored = slots[s.max_total_tokens.take(slots) == s.prompt_len.take(slots)]
         scored = scored[s.confirmed[scored] >= s.target[scored]]
         ends = s.handle[scored]
         for slot in scored.tolist():
@@ -316,9 +316,13 @@ class Scheduler:
         request = self.slots.request[slot]
         assert request is not None
         self.output_lengths.add(int(self.slots.known[slot]) - request.prompt_len)
-        request.state = State.FINISHED
-        del self._requests[request.handle]
+        self._end(request)
         self._retire(slot)
+
+    def _end(self, request: Request) -> None:
+        """Its terminal event is due; what it holds is given back by the caller."""
+        request.ended = True
+        del self._requests[request.handle]
 
     def _retire(self, slot: int) -> None:
         request = self.slots.request[slot]

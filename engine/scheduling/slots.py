@@ -20,6 +20,8 @@ from weft.engine.wire.sampling import COLUMNS, SamplingParams
 
 
 class Phase(IntEnum):
+    """Of a row, and so of the request that holds it (see `Request`): LOADING -> PREFILL -> DECODE -> ENDING -> FREE."""
+
     FREE = 0
     PREFILL = 1
     DECODE = 2
@@ -37,6 +39,7 @@ class SlotTable:
         max_pages = -(-max_model_len // page_size)
         self.request: list[Request | None] = [None] * n
         self.phase = np.zeros(n, np.uint8)
+        """`Phase`: the one place that says how far a request with a slot is"""
         self.handle = np.zeros(n, np.int64)
         self.epoch = np.zeros(n, np.int32)
         """bumped when the row's request ends or is preempted: results of an older epoch are stale"""
@@ -45,7 +48,7 @@ class SlotTable:
         self.prompt_len = np.zeros(n, np.int32)
         self.target = np.zeros(n, np.int32)
         """tokens to prefill before the next sample"""
-        self.limit = np.zeros(n, np.int32)
+        self.max_total_tokens = np.zeros(n, np.int32)
         self.known = np.zeros(n, np.int32)
         self.scheduled = np.zeros(n, np.int32)
         self.in_flight = np.zeros(n, np.int32)
@@ -54,7 +57,7 @@ class SlotTable:
         """pages of the row entered in the prefix index (or found there)"""
         self.last_step = np.zeros(n, np.int64)
         # Only what is written takes memory: pages of zeros are mapped on first touch.
-        self.tokens = np.zeros((n, max_model_len), np.int32)
+        self.token_ids = np.zeros((n, max_model_len), np.int32)
         self.page_table = np.zeros((n, max_pages), np.int32)
         self.num_pages = np.zeros(n, np.int32)
         none = SamplingParams()
@@ -66,7 +69,7 @@ class SlotTable:
         self.seed = np.zeros(n, np.uint64)
         self.prompt_logprobs = np.full(n, -1, np.int32)
         self.exact_output = np.zeros(n, np.bool_)
-        """cannot stop before its limit (ignore_eos and no stop token): its length needs no prediction"""
+        """cannot stop before `max_total_tokens` (ignore_eos and no stop token): its length needs no prediction"""
         self.stop_ids = np.full((n, 4), -1, np.int32)
         self.min_total = np.zeros(n, np.int32)
         """no stop token is sampled at an index below this"""
@@ -83,7 +86,7 @@ class SlotTable:
     def occupy(self, request: Request, cached_pages: np.ndarray, cached_tokens: int) -> int:
         """Give the request a row; its first `cached_tokens` positions are confirmed already."""
         slot = self._free.pop()
-        params, known = request.params, len(request.tokens)
+        params, known = request.params, len(request.token_ids)
         request.slot = slot
         self.request[slot] = request
         self.phase[slot] = Phase.PREFILL
@@ -91,10 +94,10 @@ class SlotTable:
         self.priority[slot], self.order[slot] = request.sort_key
         self.prompt_len[slot] = request.prompt_len
         self.target[slot] = self.known[slot] = known
-        self.limit[slot] = request.limit
+        self.max_total_tokens[slot] = request.max_total_tokens
         self.scheduled[slot] = self.confirmed[slot] = cached_tokens
         self.in_flight[slot] = 0
-        self.tokens[slot, :known] = request.tokens
+        self.token_ids[slot, :known] = request.token_ids
         self.num_pages[slot] = self.published[slot] = len(cached_pages)
         self.page_table[slot, : len(cached_pages)] = cached_pages
         for column in COLUMNS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from typing import Literal
 
-from weft.engine.scheduling.request import Request, State
+from weft.engine.scheduling.request import Request
 
 Blocked = Literal["slots", "pages", "tokens"]
 
@@ -38,14 +38,13 @@ class WaitingQueue:
         self._count(request)
 
     def _count(self, request: Request) -> None:
-        request.state = State.WAITING
         self.num_requests += 1
-        self.num_tokens += len(request.tokens)
+        self.num_tokens += len(request.token_ids)
 
     def head(self) -> Request | None:
         while self._heap:
             request = self._heap[0][1]
-            if request.state is State.WAITING:
+            if request.waiting:
                 return request
             heapq.heappop(self._heap)
         return None
@@ -57,21 +56,20 @@ class WaitingQueue:
 
     def _leave(self, request: Request) -> None:
         self.num_requests -= 1
-        self.num_tokens -= len(request.tokens)
+        self.num_tokens -= len(request.token_ids)
         self.num_held -= request.held
         request.held = False
 
     def end(self, request: Request) -> None:
-        """A waiting request ends."""
-        request.state = State.FINISHED
+        """A waiting request has ended."""
         self._leave(request)
         if len(self._heap) > 2 * self.num_requests + 64:
-            self._heap = [entry for entry in self._heap if entry[1].state is State.WAITING]
+            self._heap = [entry for entry in self._heap if entry[1].waiting]
             heapq.heapify(self._heap)
 
     def release_siblings(self, request: Request) -> None:
         """Queue those held for this prompt: all once it is computed, else one that the others are held for."""
-        siblings = [s for s in request.siblings if s.state is State.WAITING]
+        siblings = [s for s in request.siblings if s.waiting]
         request.siblings = []
         if siblings and not request.begun:
             siblings[0].siblings += siblings[1:]

@@ -45,8 +45,8 @@ class AddRequest(msgspec.Struct, tag="add", frozen=True, kw_only=True):
     """One sequence to generate. `handle` is chosen by the sender, among its own, and unique among its open requests."""
 
     handle: int
-    prompt: bytes
-    """int32 token ids"""
+    prompt_token_ids: bytes
+    """int32"""
     params: SamplingParams
     priority: int = 0
     cache_salt: str = ""

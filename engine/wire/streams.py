@@ -142,11 +142,10 @@ class Streams:
         self._next_handle += 1
         stream = TokenStream(self, handle)
         self._streams[handle] = stream
-        prompt = np.asarray(prompt_token_ids, np.int32).tobytes()
         self._send(
             AddRequest(
                 handle=handle,
-                prompt=prompt,
+                prompt_token_ids=np.asarray(prompt_token_ids, np.int32).tobytes(),
                 params=params,
                 priority=priority,
                 cache_salt=cache_salt,

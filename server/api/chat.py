@@ -146,7 +146,7 @@ class ChatShape:
     def extras(self, generation: Generation) -> dict[str, Any]:
         out: dict[str, Any] = {}
         if self._body.return_token_ids:
-            out["prompt_token_ids"] = generation.prompts[0].ids
+            out["prompt_token_ids"] = generation.prompts[0].token_ids
         if (top := self._body.prompt_logprobs) is not None:
             out["prompt_logprobs"] = prompt_logprobs(
                 self._tokenizer.token_text, generation.choices[0].prompt_logprobs, top

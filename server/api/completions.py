@@ -39,7 +39,7 @@ async def completions(body: CompletionBody, request: Request, service: ServiceOf
     grammar = await write_grammar(writer) if writer is not None else None
     params = [
         body.sampling(
-            max_tokens=output_limit(service, body.max_tokens, DEFAULT_MAX_TOKENS, len(prompt.ids), "prompt"),
+            max_tokens=output_limit(service, body.max_tokens, DEFAULT_MAX_TOKENS, len(prompt.token_ids), "prompt"),
             logprobs=body.logprobs,
             prompt_logprobs=max(asked, default=None),
             grammar=grammar,
@@ -61,8 +61,8 @@ async def _prompts(service: Service, body: CompletionBody) -> list[Prompt]:
         id_lists = [prompt for prompt in body.prompt if isinstance(prompt, list)]
         prompts = [Prompt(ids if cut is None else cut.ids(ids)) for ids in id_lists]
         for prompt in prompts:
-            service.check_ids(prompt.ids, "prompt")
-    if not all(prompt.ids for prompt in prompts):
+            service.check_ids(prompt.token_ids, "prompt")
+    if not all(prompt.token_ids for prompt in prompts):
         raise bad_request("prompt: must have at least one token.", "prompt")
     return prompts
 
@@ -106,7 +106,7 @@ class CompletionShape:
         if self._body.return_token_ids:
             out["token_ids"] = piece.token_ids
             if first:
-                out["prompt_token_ids"] = prompt.ids
+                out["prompt_token_ids"] = prompt.token_ids
         return out
 
     def whole(self, choice: Choice, piece: Piece) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class CompletionShape:
         return {}
 
     def _echo(self, prompt: Prompt) -> str:
-        return prompt.text if prompt.text is not None else self._tokenizer.decode(prompt.ids)
+        return prompt.text if prompt.text is not None else self._tokenizer.decode(prompt.token_ids)
 
     def _logprobs(self, choice: Choice, piece: Piece, first: bool) -> CompletionLogprobs:
         """Arrays of the piece's tokens; under `echo` those of the prompt come first."""
@@ -127,7 +127,7 @@ class CompletionShape:
         if first and self._body.echo:
             detokenizer, offset = self._tokenizer.detokenizer(), 0
             entries = [None, *choice.prompt_logprobs]
-            for token_id, entry in zip(self._prompts[choice.prompt].ids, entries, strict=True):
+            for token_id, entry in zip(self._prompts[choice.prompt].token_ids, entries, strict=True):
                 out.add(token_id, entry, offset)
                 offset += len(detokenizer.feed(token_id))
         base = self._echo_length[choice.index]

@@ -24,7 +24,7 @@ from weft.server.text.stops import StopStrings
 class Prompt:
     """A tokenized prompt, and its text when the client sent text."""
 
-    ids: Sequence[int]
+    token_ids: Sequence[int]
     text: str | None = None
 
 
@@ -69,7 +69,7 @@ class Generation:
     def submit(self) -> None:
         """Hand every sequence to the engine. Raises `ApiError` 503 when too much is waiting."""
         engine, body = self._engine, self.body
-        num_tokens = body.n * sum(len(prompt.ids) for prompt in self.prompts)
+        num_tokens = body.n * sum(len(prompt.token_ids) for prompt in self.prompts)
         with engine.admission.admit(body.n * len(self.prompts), num_tokens):
             for i, prompt in enumerate(self.prompts):
                 leader = -1
@@ -84,13 +84,13 @@ class Generation:
         if k and params.seed is not None:
             params = msgspec.structs.replace(params, seed=_next_seed(params.seed, k))
         stream = engine.client.submit(
-            prompt.ids, params, priority=body.priority, cache_salt=body.cache_salt, leader=leader
+            prompt.token_ids, params, priority=body.priority, cache_salt=body.cache_salt, leader=leader
         )
         choice = Choice(
             len(self.choices),
             i,
             stream,
-            engine.tokenizer.detokenizer(prompt.ids, show=self._show),
+            engine.tokenizer.detokenizer(prompt.token_ids, show=self._show),
             StopStrings(body.stop, include=body.include_stop_str_in_output) if body.stop else None,
             min_tokens=body.min_tokens,
             stop_token_ids=body.stop_token_ids,
@@ -99,8 +99,8 @@ class Generation:
             include_stop=body.include_stop_str_in_output,
         )
         self.choices.append(choice)
-        self._prefilling[choice.index] = len(prompt.ids)
-        engine.admission.prefill_tokens += len(prompt.ids)
+        self._prefilling[choice.index] = len(prompt.token_ids)
+        engine.admission.prefill_tokens += len(prompt.token_ids)
         return stream.handle
 
     async def updates(self, silence: float | None = None) -> AsyncGenerator[tuple[Choice, Piece] | None, None]:
@@ -190,7 +190,7 @@ class Generation:
 
     def usage(self) -> dict[str, Any]:
         """Token counts so far; every prompt counts once."""
-        prompt_tokens = sum(len(prompt.ids) for prompt in self.prompts)
+        prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
         completion_tokens = sum(choice.num_tokens for choice in self.choices)
         cached = sum(choice.cached_tokens for choice in self.choices[:: self.body.n])
         return {

@@ -318,24 +318,23 @@ class GenerationBody(Body):
         self, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None, grammar: str | None = None
     ) -> SamplingParams:
         """Raises `RequestError` for what only the engine's rules refuse."""
+        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
         return SamplingParams(
+            **given,
             max_tokens=max_tokens,
-            min_tokens=self.min_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            logit_bias=self.logit_bias,
-            seed=self.seed,
             stop_token_ids=tuple(self.stop_token_ids),
-            ignore_eos=self.ignore_eos,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             grammar=grammar,
         )
+
+
+_SAMPLING_FIELDS = (set(SamplingParams.__struct_fields__) & set(GenerationBody.model_fields)) - {
+    "max_tokens",
+    "stop_token_ids",
+    "prompt_logprobs",
+}
+"""fields that the engine takes as the client sent them, under the same name"""
 
 
 class CompletionBody(GenerationBody):

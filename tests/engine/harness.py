@@ -10,6 +10,7 @@ import torch
 
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
+from weft.engine.scheduling.admission import OutputLengths
 from weft.engine.wire.messages import AddRequest, Finish, Outputs, TokenLogprobs
 from weft.engine.wire.sampling import SamplingParams
 
@@ -33,7 +34,7 @@ class Harness:
         self.engine.add(
             AddRequest(
                 handle=handle,
-                prompt=np.asarray(prompt, np.int32).tobytes(),
+                prompt_token_ids=np.asarray(prompt, np.int32).tobytes(),
                 params=SamplingParams(**{"max_tokens": 16, **params}),
                 cache_salt=salt,
                 priority=priority,
@@ -79,9 +80,8 @@ class Harness:
         assert set(self.finish) == set(self.tokens), "a request without its terminal event"
 
     def expect_short_outputs(self) -> None:
-        """Make admission believe that outputs are one token long, so that it admits too many and must preempt."""
-        self.engine.scheduler.output_lengths._sum = 1.0
-        self.engine.scheduler.output_lengths._count = 1e9
+        """Make admission believe that outputs are next to nothing, so that it admits too many and must preempt."""
+        self.engine.scheduler.output_lengths = OutputLengths(mean=0.0, weight=1e9)
 
     def poison_pages(self) -> None:
         """Fill every page with NaN: nothing may read what it did not write."""

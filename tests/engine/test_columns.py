@@ -55,7 +55,7 @@ def _declared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def request(order: int, params: SamplingParams, tokens: int = 5) -> Request:
     return Request(
-        handle=order, tokens=np.arange(tokens, dtype=np.int32), prompt_len=tokens, params=params, limit=tokens + 9,
+        handle=order, token_ids=np.arange(tokens, dtype=np.int32), prompt_len=tokens, params=params, max_total_tokens=tokens + 9,
         priority=0, order=order, arrival=0.0, salt="", stop_ids=(), seed=order,
     )  # fmt: skip
 
@@ -137,7 +137,7 @@ def test_an_added_column_reaches_the_sampling_of_the_cpu_runner(
     harness = Harness(tiny_model("yi"), page_size=8, num_pages=64)
     for handle, params in enumerate((Wider(max_tokens=3, **GREEDY), Wider(max_tokens=3, lift=1e6, top_n=4))):
         prompt = np.array([5, 6, 7], np.int32).tobytes()
-        harness.engine.add(AddRequest(handle=handle, prompt=prompt, params=params))
+        harness.engine.add(AddRequest(handle=handle, prompt_token_ids=prompt, params=params))
         harness.tokens[handle] = []
     harness.run()
     last = harness.engine.spec.vocab_size - 1

@@ -76,7 +76,7 @@ from weft.engine.engine import Engine
 from weft.engine.wire.messages import AddRequest
 from weft.engine.wire.sampling import SamplingParams
 engine = Engine(EngineConfig())
-engine.add(AddRequest(handle=1, prompt=b"\\5\\0\\0\\0" * 400, params=SamplingParams(max_tokens=500)))
+engine.add(AddRequest(handle=1, prompt_token_ids=b"\\5\\0\\0\\0" * 400, params=SamplingParams(max_tokens=500)))
 engine.step()
 """
     assert subprocess.run([sys.executable, "-P", "-c", code], check=False, timeout=60).returncode == 0

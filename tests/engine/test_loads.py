@@ -98,8 +98,8 @@ def test_prompts_that_others_compute_first_are_time_to_load() -> None:
     tiers = Tiers(pool, copies, 4, None)
     prefixes = Prefixes(slots, pool, Fences(slots, pool), tiers, enabled=True)
     asked, parent = request(3 * PAGE_SIZE + 1, 0), None
-    for i, key in enumerate(pool.index.keys(asked.tokens, PAGE_SIZE, asked.salt)):
-        tokens = asked.tokens[i * PAGE_SIZE : (i + 1) * PAGE_SIZE].tobytes()
+    for i, key in enumerate(pool.index.keys(asked.token_ids, PAGE_SIZE, asked.salt)):
+        tokens = asked.token_ids[i * PAGE_SIZE : (i + 1) * PAGE_SIZE].tobytes()
         parent = pool.index.publish(parent, key, tokens, asked.salt)
         slot = tiers.host.take()
         assert parent is not None

@@ -19,6 +19,7 @@ from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
 from weft.engine.memory.tiers import Tiers
 from weft.engine.runner.batch import Batch, StepResult
+from weft.engine.scheduling.admission import OutputLengths
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.scheduler import Events, Scheduler
 from weft.engine.scheduling.slots import SlotTable
@@ -50,7 +51,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             slots, pool, max_num_batched_tokens=6, prefix_caching=True, tiers=self.make_tiers(pool)
         )
         # Believe in short outputs: admission errs, memory runs out, requests are preempted.
-        self.scheduler.output_lengths._sum, self.scheduler.output_lengths._count = 1.0, 1e9
+        self.scheduler.output_lengths = OutputLengths(mean=0.0, weight=1e9)
         self.launched: deque[Batch] = deque()
         self.computed: deque[StepResult] = deque()
         self.step_number = 0
@@ -85,10 +86,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.add(
             Request(
                 handle=handle,
-                tokens=np.array(prompt, np.int32),
+                token_ids=np.array(prompt, np.int32),
                 prompt_len=len(prompt),
                 params=SamplingParams(max_tokens=max_tokens),
-                limit=min(len(prompt) + max_tokens, MAX_LEN),
+                max_total_tokens=min(len(prompt) + max_tokens, MAX_LEN),
                 priority=priority,
                 order=handle,
                 arrival=0.0,

@@ -33,7 +33,7 @@ def follow(harness: Harness, leader: int) -> int:
     handle = len(harness.tokens)
     harness.tokens[handle] = []
     params = SamplingParams(max_tokens=6, ignore_eos=True, **GREEDY)
-    harness.engine.add(AddRequest(handle=handle, prompt=PROMPT.tobytes(), params=params, leader=leader))
+    harness.engine.add(AddRequest(handle=handle, prompt_token_ids=PROMPT.tobytes(), params=params, leader=leader))
     return handle
 
 

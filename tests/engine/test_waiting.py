@@ -50,7 +50,7 @@ def test_siblings_are_counted_apart(tiny_model: Callable[[str], Path], ended: tu
         params = SamplingParams(max_tokens=4, ignore_eos=True, **GREEDY)
         prompt = np.array(LONG, np.int32).tobytes()
         leader = 0 if handle else -1
-        harness.engine.add(AddRequest(handle=handle, prompt=prompt, params=params, leader=leader))
+        harness.engine.add(AddRequest(handle=handle, prompt_token_ids=prompt, params=params, leader=leader))
     for handle in ended:
         harness.engine.abort(handle)
     left = 3 - len(ended)

@@ -90,7 +90,7 @@ class Stub(Streams):
         )
 
     def prompt(self, i: int = -1) -> list[int]:
-        return np.frombuffer(self.added[i].prompt, np.int32).tolist()
+        return np.frombuffer(self.added[i].prompt_token_ids, np.int32).tolist()
 
     def _send(self, message: ToEngine) -> None:
         match message:
@@ -133,7 +133,7 @@ class Stub(Streams):
         handle, params = request.handle, request.params
         if script.gate is not None:
             await script.gate.wait()
-        prompt = np.frombuffer(request.prompt, np.int32).tolist()
+        prompt = np.frombuffer(request.prompt_token_ids, np.int32).tolist()
         k = params.prompt_logprobs
         scored = {handle: [logprobs(token, k) for token in prompt[1:]]} if k is not None else {}
         started = [Started(handle, script.cached_tokens, 0.001, 0.002)]
