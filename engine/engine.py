@@ -30,7 +30,7 @@ from weft.engine.scheduling.grammars import Grammars
 from weft.engine.scheduling.request import Request, check_request
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.slots import SlotTable
-from weft.engine.wire.messages import AddRequest, EngineReady, EngineStats, Finish, Outputs
+from weft.engine.wire.messages import AddRequest, EngineReady, EngineStats, Finish, IterationStats, Outputs
 
 TIER_WAIT_SECONDS = 0.005
 """while nothing can be computed: how long to wait for a load before looking for messages again"""
@@ -104,7 +104,7 @@ class Engine:
         """requests have been open ever since the device last worked"""
         self._first_step = 0
         """the first one of that time: the device did not idle before it, it had nothing to do"""
-        self._last: EngineStats = EngineStats()
+        self._last = IterationStats()
         phases.end()
         self.start_seconds = phases.seconds
         """of each phase of the start that reports progress"""
@@ -214,31 +214,24 @@ class Engine:
         self._busy = self.scheduler.num_requests > 0 or bool(self._in_flight)
         if result.batch.step != self._first_step:
             self._idle_seconds += result.idle_seconds
-        self._last = EngineStats(
-            iteration_tokens=result.batch.num_tokens,
-            iteration_requests=result.batch.num_requests,
-            iteration_seconds=result.seconds,
-            iteration_idle_seconds=result.idle_seconds,
+        self._last = IterationStats(
+            tokens=result.batch.num_tokens,
+            requests=result.batch.num_requests,
+            seconds=result.seconds,
+            idle_seconds=result.idle_seconds,
             schedule_seconds=busy + time.perf_counter() - begin,
         )
         return self._outputs(events, self.stats())
 
     def stats(self) -> EngineStats:
         """The scheduler's state and the last committed iteration's figures."""
-        s, last = self.scheduler.stats(), self._last
-        s.queue["grammar"] = self.grammars.num_compiling
-        loads = self.tiers.take_load_seconds() if self.tiers is not None else []
         return EngineStats(
-            **{f: getattr(s, f) for f in s.__struct_fields__ if not f.startswith(("iteration", "schedule", "load"))},
-            load_seconds=loads,
+            scheduler=self.scheduler.stats(compiling=self.grammars.num_compiling),
+            iteration=self._last,
+            load_seconds=self.tiers.take_load_seconds() if self.tiers is not None else [],
             iterations=self._iterations,
             iterations_pipelined=self._pipelined,
             iterations_idle_seconds=self._idle_seconds,
-            iteration_tokens=last.iteration_tokens,
-            iteration_requests=last.iteration_requests,
-            iteration_seconds=last.iteration_seconds,
-            iteration_idle_seconds=last.iteration_idle_seconds,
-            schedule_seconds=last.schedule_seconds,
         )
 
     def _outputs(self, events: Events, stats: EngineStats) -> Outputs:

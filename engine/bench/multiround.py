@@ -34,9 +34,8 @@ class _Driver:
     def send(self, tokens: np.ndarray, output_tokens: int) -> int:
         self._handle += 1
         params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
-        self.engine.add(
-            AddRequest(handle=self._handle, prompt_token_ids=tokens.astype(np.int32).tobytes(), params=params)
-        )
+        prompt = tokens.astype(np.int32).tobytes()
+        self.engine.add(AddRequest(handle=self._handle, prompt_token_ids=prompt, params=params))
         return self._handle
 
     def tokens(self, count: int) -> np.ndarray:
@@ -82,7 +81,8 @@ class _Driver:
         total = prompt_tokens + conversations * rounds * output
         stats = self.engine.stats()
         iterations = stats.iterations - before.iterations
-        prefilled, decoded = stats.prefill_tokens - before.prefill_tokens, stats.decode_tokens - before.decode_tokens
+        end, was = stats.scheduler, before.scheduler
+        prefilled, decoded = end.prefill_tokens - was.prefill_tokens, end.decode_tokens - was.decode_tokens
         return {
             "seconds": seconds,
             "total_tokens_per_second": total / seconds,
@@ -93,7 +93,7 @@ class _Driver:
             "mean_tokens_of_an_iteration": (prefilled + decoded) / max(1, iterations),
             "mean_ttft_s_of_the_first_round": float(np.mean(first_token[0])),
             "mean_ttft_s_of_the_last_round": float(np.mean(first_token[-1])),
-            "preemptions": stats.preemptions - before.preemptions,
+            "preemptions": end.preemptions - was.preemptions,
             **_tier_figures(self.engine, before),
         }
 
@@ -115,8 +115,8 @@ def _tier_figures(engine: Engine, before: EngineStats) -> Figures:
     figures: Figures = {}
     if engine.tiers is None:
         return figures
-    for name, stats in engine.stats().tiers.items():
-        was = before.tiers[name]
+    for name, stats in engine.stats().scheduler.tiers.items():
+        was = before.scheduler.tiers[name]
         figures[f"{name}_hit_tokens"] = stats.hit_tokens - was.hit_tokens
         figures[f"{name}_evicted_pages"] = stats.evictions - was.evictions
         if name != "gpu":
@@ -128,7 +128,7 @@ def _tier_figures(engine: Engine, before: EngineStats) -> Figures:
 
 def _speeds(engine: Engine) -> Figures:
     assert engine.tiers is not None
-    speeds, names = engine.tiers.speeds.bytes_per_second, engine.stats().tiers
+    speeds, names = engine.tiers.speeds.bytes_per_second, engine.stats().scheduler.tiers
     below = {"host": "gpu", "ssd": "host"}
     return {f"{name}_to_{below[name]}_gb_per_second": speeds[name] / 1e9 for name in below if name in names}
 

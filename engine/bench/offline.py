@@ -89,11 +89,11 @@ def _run_engine(engine: Engine, prompts: list[np.ndarray], lengths: Lengths, rec
             stats = outputs.stats
             if first_token is None and (outputs.columns()[1] >= 0).any():
                 first_token = time.perf_counter() - begin
-            recorder.step(stats.iterations, stats.iteration_tokens)
-            schedule += stats.schedule_seconds
-            busy += stats.iteration_seconds
-            idle.append(stats.iteration_idle_seconds)
-            widest = max(widest, stats.iteration_requests)
+            recorder.step(stats.iterations, stats.iteration.tokens)
+            schedule += stats.iteration.schedule_seconds
+            busy += stats.iteration.seconds
+            idle.append(stats.iteration.idle_seconds)
+            widest = max(widest, stats.iteration.requests)
             if ended := int(np.count_nonzero(outputs.columns()[2])):
                 finished += ended
                 bar.update(task, completed=finished)
@@ -106,7 +106,7 @@ def _run_engine(engine: Engine, prompts: list[np.ndarray], lengths: Lengths, rec
         "output_tokens_per_second": sum(b for _, b in lengths) / seconds,
         "iterations": stats.iterations,
         "requests_in_the_widest_iteration": widest,
-        "preemptions": stats.preemptions,
+        "preemptions": stats.scheduler.preemptions,
         "device_busy_share": busy / seconds,
         "schedule_and_commit_ms_per_iteration": 1e3 * schedule / max(stats.iterations, 1),
         "first_token_seconds": first_token,

@@ -22,7 +22,7 @@ from weft.engine.scheduling.prefix_reuse import Prefixes
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.slots import Phase, SlotTable
 from weft.engine.scheduling.waiting import WaitingQueue
-from weft.engine.wire.messages import EngineStats, Finish, Started
+from weft.engine.wire.messages import Finish, SchedulerStats, Started
 
 
 class Scheduler:
@@ -337,13 +337,14 @@ class Scheduler:
 
     # -- what is true now
 
-    def stats(self) -> EngineStats:
-        pool = self.pool
-        return EngineStats(
+    def stats(self, compiling: int = 0) -> SchedulerStats:
+        """`compiling`: requests that are not here yet, because their grammar is not."""
+        pool, loading = self.pool, int((self.slots.phase == Phase.LOADING).sum())
+        return SchedulerStats(
             running=self.num_running,
             waiting=self.num_waiting,
             waiting_tokens=self._waiting.num_tokens,
-            queue={**self._waiting.by_reason(), "load": int((self.slots.phase == Phase.LOADING).sum())},
+            queue={**self._waiting.by_reason(), "load": loading, "grammar": compiling},
             pages_held=pool.num_held,
             pages_cached=pool.num_cached,
             pages_total=pool.capacity,

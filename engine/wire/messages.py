@@ -113,8 +113,8 @@ class TierStats(msgspec.Struct, kw_only=True):
     """pages that could not be stored or loaded, and the failure that switched the tier off"""
 
 
-class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """State after an iteration; counters are totals since start."""
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What the scheduler knows; counters are totals since start."""
 
     running: int = 0
     waiting: int = 0
@@ -129,8 +129,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hit_tokens: int = 0
     tiers: dict[str, TierStats] = {}
     """by name: gpu, host, ssd, as far as they are on"""
-    load_seconds: list[tuple[str, float]] = []
-    """(tier, seconds) of page loads that ended since the message before"""
     preemptions: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -138,19 +136,33 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """computed, one for each running request of an iteration"""
     prefill_tokens: int = 0
     """computed, after a preemption again"""
+
+
+class IterationStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The iteration committed last."""
+
+    tokens: int = 0
+    requests: int = 0
+    seconds: float = 0.0
+    """device time"""
+    idle_seconds: float = 0.0
+    """device idle before it"""
+    schedule_seconds: float = 0.0
+    """CPU time of schedule + commit"""
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """State after an iteration; counters are totals since start."""
+
+    scheduler: SchedulerStats = msgspec.field(default_factory=SchedulerStats)
+    iteration: IterationStats = msgspec.field(default_factory=IterationStats)
+    load_seconds: list[tuple[str, float]] = []
+    """(tier, seconds) of page loads that ended since the message before"""
     iterations: int = 0
     iterations_pipelined: int = 0
     """of more than one nano-batch"""
     iterations_idle_seconds: float = 0.0
     """device idle between iterations while requests were open"""
-    iteration_tokens: int = 0
-    """tokens in the last iteration"""
-    iteration_requests: int = 0
-    iteration_seconds: float = 0.0
-    iteration_idle_seconds: float = 0.0
-    """device idle before the last iteration"""
-    schedule_seconds: float = 0.0
-    """CPU time of schedule + commit for the last iteration"""
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True):

@@ -69,7 +69,7 @@ class Admission:
         if num_open == 0:
             return None
         # Behind a queue everything waits; without one, what exceeds the engine's seats will.
-        waiting = self._client.stats.waiting
+        waiting = self._client.stats.scheduler.waiting
         behind = waiting + num_sequences if waiting else 0
         if max(behind, num_open + num_sequences - self._max_num_seqs) > self._max_requests:
             return unavailable("Too many requests are waiting.", "queue_full", RETRY_AFTER)

@@ -27,7 +27,7 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/chat/completions", summary="Answer a conversation", responses=STREAMED)
 async def chat_completions(body: ChatBody, request: Request, service: ServiceOf) -> Response:
-    engine = service.engine
+    loaded = service.loaded
     model = service.model_name(body.model)
     body.check()
     service.check_ids(body.stop_token_ids, "stop_token_ids")
@@ -37,14 +37,14 @@ async def chat_completions(body: ChatBody, request: Request, service: ServiceOf)
     form, writer = None, body.grammar()
     if tools:
         form = _tool_format(service, body)
-        call = required_call(tools, body.tool_choice, form, engine.tokenizer, parallel=body.parallel_tool_calls)
+        call = required_call(tools, body.tool_choice, form, loaded.tokenizer, parallel=body.parallel_tool_calls)
         writer = call or writer
     grammar = await write_grammar(writer) if writer is not None else None
     ids = await service.encode_chat(
         body.messages,
         body.template_arguments(tools),
         add_special_tokens=bool(body.add_special_tokens),
-        cut=body.cut(engine.ready.max_model_len, body.output_limit),
+        cut=body.cut(loaded.ready.max_model_len, body.output_limit),
     )
     if not ids:
         raise bad_request("messages: nothing is left of them.", "truncate_prompt_tokens")
@@ -54,13 +54,13 @@ async def chat_completions(body: ChatBody, request: Request, service: ServiceOf)
         prompt_logprobs=body.prompt_logprobs,
         grammar=grammar,
     )
-    show = _marker_ids(form, engine.tokenizer)
+    show = _marker_ids(form, loaded.tokenizer)
     generation = Generation(service, body, [Prompt(ids)], [params], request.scope, show=show)
-    return Answer(generation, ChatShape(engine.tokenizer, body, form), model, int(time.time()))
+    return Answer(generation, ChatShape(loaded.tokenizer, body, form), model, int(time.time()))
 
 
 def _tool_format(service: Service, body: ChatBody) -> ToolFormat:
-    form = tool_format(service.config.tool_call_parser, service.engine.tokenizer)
+    form = tool_format(service.config.tool_call_parser, service.loaded.tokenizer)
     if form is None and body.tool_choice == "auto":
         raise bad_request(
             "This model's chat template knows no tools, so it cannot choose to call one; "

@@ -26,7 +26,7 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/completions", summary="Continue a prompt", responses=STREAMED)
 async def completions(body: CompletionBody, request: Request, service: ServiceOf) -> Response:
-    engine = service.engine
+    loaded = service.loaded
     model = service.model_name(body.model)
     body.check()
     service.check_ids(body.stop_token_ids, "stop_token_ids")
@@ -47,12 +47,12 @@ async def completions(body: CompletionBody, request: Request, service: ServiceOf
         for prompt in prompts
     ]
     generation = Generation(service, body, prompts, params, request.scope)
-    return Answer(generation, CompletionShape(engine.tokenizer, body, prompts), model, int(time.time()))
+    return Answer(generation, CompletionShape(loaded.tokenizer, body, prompts), model, int(time.time()))
 
 
 async def _prompts(service: Service, body: CompletionBody) -> list[Prompt]:
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
-    cut = body.cut(service.engine.ready.max_model_len, body.max_tokens)
+    cut = body.cut(service.loaded.ready.max_model_len, body.max_tokens)
     if texts:
         special = body.add_special_tokens is not False
         ids = await service.encode(texts, add_special_tokens=special, param="prompt", cut=cut)

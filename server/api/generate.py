@@ -55,8 +55,8 @@ class Generation:
         """`time.perf_counter()` when the request came"""
         self.choices: list[Choice] = []
         self._params = params
-        self._engine = service.engine
-        self._show = show if body.skip_special_tokens else self._engine.tokenizer.skip_ids
+        self._loaded = service.loaded
+        self._show = show if body.skip_special_tokens else self._loaded.tokenizer.skip_ids
         self._charge: Callable[[int], None] = scope["weft.charge"]
         self._charged = 0
         """tokens that were paid for"""
@@ -68,9 +68,9 @@ class Generation:
 
     def submit(self) -> None:
         """Hand every sequence to the engine. Raises `ApiError` 503 when too much is waiting."""
-        engine, body = self._engine, self.body
+        loaded, body = self._loaded, self.body
         num_tokens = body.n * sum(len(prompt.token_ids) for prompt in self.prompts)
-        with engine.admission.admit(body.n * len(self.prompts), num_tokens):
+        with loaded.admission.admit(body.n * len(self.prompts), num_tokens):
             for i, prompt in enumerate(self.prompts):
                 leader = -1
                 for k in range(body.n):
@@ -80,27 +80,27 @@ class Generation:
 
     def _submit_one(self, i: int, prompt: Prompt, params: SamplingParams, k: int, leader: int) -> int:
         """Start the k-th sequence of prompt i, which shares the pages of the `leader`; returns its handle."""
-        engine, body = self._engine, self.body
+        loaded, body = self._loaded, self.body
         if k and params.seed is not None:
             params = msgspec.structs.replace(params, seed=_next_seed(params.seed, k))
-        stream = engine.client.submit(
+        stream = loaded.client.submit(
             prompt.token_ids, params, priority=body.priority, cache_salt=body.cache_salt, leader=leader
         )
         choice = Choice(
             len(self.choices),
             i,
             stream,
-            engine.tokenizer.detokenizer(prompt.token_ids, show=self._show),
+            loaded.tokenizer.detokenizer(prompt.token_ids, show=self._show),
             StopStrings(body.stop, include=body.include_stop_str_in_output) if body.stop else None,
             min_tokens=body.min_tokens,
             stop_token_ids=body.stop_token_ids,
-            hidden_ids=engine.tokenizer.skip_ids - self._show,
-            end_ids=engine.ready.eos_token_ids,
+            hidden_ids=loaded.tokenizer.skip_ids - self._show,
+            end_ids=loaded.ready.eos_token_ids,
             include_stop=body.include_stop_str_in_output,
         )
         self.choices.append(choice)
         self._prefilling[choice.index] = len(prompt.token_ids)
-        engine.admission.prefill_tokens += len(prompt.token_ids)
+        loaded.admission.prefill_tokens += len(prompt.token_ids)
         return stream.handle
 
     async def updates(self, silence: float | None = None) -> AsyncGenerator[tuple[Choice, Piece] | None, None]:
@@ -170,7 +170,7 @@ class Generation:
         return piece
 
     def _prefilled(self, choice: Choice) -> None:
-        self._engine.admission.prefill_tokens -= self._prefilling.pop(choice.index, 0)
+        self._loaded.admission.prefill_tokens -= self._prefilling.pop(choice.index, 0)
 
     def close(self, cause: str) -> None:
         """Abort what has not finished, for this reason. Idempotent."""
@@ -224,7 +224,7 @@ def output_limit(service: Service, asked: int | None, default: int | None, promp
 
     `default` None means: what the context leaves.
     """
-    limit = service.engine.ready.max_model_len
+    limit = service.loaded.ready.max_model_len
     room = limit - prompt_len
     if asked is not None:
         if asked > room:

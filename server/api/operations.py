@@ -35,7 +35,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "owned_by": "weft",
         "root": service.config.model_names[0],
         "parent": None,
-        "max_model_len": service.engine.ready.max_model_len,
+        "max_model_len": service.loaded.ready.max_model_len,
     }
 
 
@@ -80,14 +80,14 @@ class ProfileBody(Body):
 
 @router.post("/admin/profile", summary="Record the engine for some seconds: a Chrome trace (admin key)")
 async def profile(body: ProfileBody, service: ServiceOf) -> Response:
-    engine = service.engine
+    loaded = service.loaded
     directory = Path(tempfile.mkdtemp(prefix="weft-profile-"))
     trace = directory / "trace.json"
     try:
-        engine.client.profile(str(trace), body.seconds)
+        loaded.client.profile(str(trace), body.seconds)
         async with asyncio.timeout(body.seconds + PROFILE_PATIENCE):
             while not trace.exists():
-                if not engine.client.alive:
+                if not loaded.client.alive:
                     raise EngineDead
                 await asyncio.sleep(PROFILE_POLL)
         return Response(await service.offload(trace.read_bytes), media_type="application/json")
@@ -99,5 +99,5 @@ async def profile(body: ProfileBody, service: ServiceOf) -> Response:
 
 @router.post("/admin/reset_prefix_cache", summary="Forget all cached prefixes (admin key)")
 async def reset_prefix_cache(service: ServiceOf) -> dict[str, str]:
-    service.engine.client.reset_prefix_cache()
+    service.loaded.client.reset_prefix_cache()
     return {"status": "ok"}

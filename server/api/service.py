@@ -51,8 +51,8 @@ class OpenAnswer(Protocol):
         ...
 
 
-class Engine(NamedTuple):
-    """A loaded model: everything that exists only once the engine is ready."""
+class LoadedModel(NamedTuple):
+    """Everything that exists only once an engine is ready."""
 
     client: Streams
     ready: EngineReady
@@ -76,7 +76,7 @@ class Service:
         self.created = int(time.time())
         self.open: set[OpenAnswer] = set()
         self._row = row
-        self._engine: Engine | None = None
+        self._loaded: LoadedModel | None = None
         self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
 
     def attach(self, client: Streams, ready: EngineReady, tokenizer: Tokenizer) -> None:
@@ -90,7 +90,7 @@ class Service:
             max_requests=self.config.max_queued_requests,
             max_tokens=self.config.max_queued_tokens,
         )
-        self._engine = Engine(client, ready, tokenizer, admission)
+        self._loaded = LoadedModel(client, ready, tokenizer, admission)
         self.metrics.engine_loaded(self.config.model_names[0], ready)
         client.on_stats = self.metrics.engine_stats
         if self.phase is Phase.LOADING:
@@ -110,13 +110,13 @@ class Service:
             answer.interrupt(error, cause)
 
     @property
-    def engine(self) -> Engine:
-        """The loaded engine. Raises `ApiError` while there is none to work with."""
-        if self._engine is None or self.phase is not Phase.SERVING:
+    def loaded(self) -> LoadedModel:
+        """The loaded model. Raises `ApiError` while there is none to work with."""
+        if self._loaded is None or self.phase is not Phase.SERVING:
             self.metrics.rejected.labels(self.phase.value).inc()
             message, retry_after = _REFUSALS[self.phase]
             raise unavailable(message, self.phase.value, retry_after)
-        return self._engine
+        return self._loaded
 
     @property
     def unready(self) -> ApiError | None:
@@ -124,7 +124,7 @@ class Service:
         if self.phase is not Phase.SERVING:
             message, retry_after = _REFUSALS[self.phase]
             return unavailable(message, self.phase.value, retry_after)
-        return self.engine.admission.refusal(1, 1)
+        return self.loaded.admission.refusal(1, 1)
 
     def model_name(self, asked: str | None) -> str:
         """The name an answer carries. Raises `ApiError` 404 for a model that is not served."""
@@ -152,16 +152,16 @@ class Service:
 
         `cut`: shortens what is too long instead.
         """
-        engine = self.engine
+        loaded = self.loaded
         if cut is not None:
             texts = [cut.text(text, self._longest_text) for text in texts]
         for text in texts:
             self._check_length(len(text), param)
-        encode = engine.tokenizer.encode
+        encode = loaded.tokenizer.encode
         ids = await self.offload(lambda: [encode(text, add_special_tokens=add_special_tokens) for text in texts])
         if cut is None:
             return ids
-        return [cut.ids(i, engine.tokenizer.bos_token_id if add_special_tokens else None) for i in ids]
+        return [cut.ids(i, loaded.tokenizer.bos_token_id if add_special_tokens else None) for i in ids]
 
     async def encode_chat(
         self,
@@ -175,7 +175,7 @@ class Service:
 
         `arguments`: of the template.
         """
-        render = self.engine.tokenizer.render_chat
+        render = self.loaded.tokenizer.render_chat
         if cut is None:
             self._check_length(sum(len(message.content or "") for message in messages), "messages")
         text = await self._in_time(lambda: render(messages, arguments))
@@ -204,17 +204,17 @@ class Service:
     @property
     def _longest_text(self) -> int:
         """Characters that as many tokens as the context has can stand for."""
-        engine = self.engine
-        return engine.ready.max_model_len * max(engine.tokenizer.longest_token, 8)
+        loaded = self.loaded
+        return loaded.ready.max_model_len * max(loaded.tokenizer.longest_token, 8)
 
     def _check_length(self, characters: int, param: str) -> None:
         if characters > self._longest_text:
             what = f"the {param} has {characters} characters, more than that many tokens hold"
-            raise too_long(self.engine.ready.max_model_len, what, param)
+            raise too_long(self.loaded.ready.max_model_len, what, param)
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raises `ApiError` for ids outside the vocabulary."""
-        size = self.engine.ready.vocab_size
+        size = self.loaded.ready.vocab_size
         if ids and not (min(ids) >= 0 and max(ids) < size):
             raise bad_request(f"{param}: token ids must be between 0 and {size - 1}.", param)
 

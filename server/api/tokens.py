@@ -15,7 +15,7 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/tokenize", summary="Token ids of a text or a conversation")
 async def tokenize(body: TokenizeBody, service: ServiceOf) -> dict[str, Any]:
-    engine = service.engine
+    loaded = service.loaded
     service.model_name(body.model)
     body.check_template()
     if body.messages is not None and body.prompt is None:
@@ -27,19 +27,19 @@ async def tokenize(body: TokenizeBody, service: ServiceOf) -> dict[str, Any]:
         (ids,) = await service.encode([body.prompt], add_special_tokens=special, param="prompt")
     else:
         raise bad_request("Give either prompt or messages.", "prompt")
-    names = [engine.tokenizer.token_name(token_id) for token_id in ids] if body.return_token_strs else None
-    return {"count": len(ids), "max_model_len": engine.ready.max_model_len, "tokens": ids, "token_strs": names}
+    names = [loaded.tokenizer.token_name(token_id) for token_id in ids] if body.return_token_strs else None
+    return {"count": len(ids), "max_model_len": loaded.ready.max_model_len, "tokens": ids, "token_strs": names}
 
 
 @router.post("/detokenize", summary="Text of token ids")
 async def detokenize(body: DetokenizeBody, service: ServiceOf) -> dict[str, str]:
-    engine = service.engine
+    loaded = service.loaded
     service.model_name(body.model)
     service.check_ids(body.tokens, "tokens")
-    return {"prompt": await service.offload(lambda: engine.tokenizer.decode(body.tokens))}
+    return {"prompt": await service.offload(lambda: loaded.tokenizer.decode(body.tokens))}
 
 
 @router.get("/tokenizer_info", summary="Special tokens and chat template")
 async def tokenizer_info(service: ServiceOf) -> dict[str, Any]:
-    engine = service.engine
-    return {**engine.tokenizer.info(), "max_model_len": engine.ready.max_model_len}
+    loaded = service.loaded
+    return {**loaded.tokenizer.info(), "max_model_len": loaded.ready.max_model_len}

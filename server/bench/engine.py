@@ -23,7 +23,9 @@ from weft.engine.wire.messages import (
     EngineStats,
     Finish,
     Hello,
+    IterationStats,
     Outputs,
+    SchedulerStats,
     Started,
     ToEngine,
     TokenLogprobs,
@@ -93,11 +95,9 @@ class StubEngine:
                 started=started,
                 logprobs={handle: scores[k] for handle, k in self._scored.items()},
                 stats=EngineStats(
-                    running=len(self._left),
+                    scheduler=SchedulerStats(running=len(self._left), generation_tokens=self._tokens),
+                    iteration=IterationStats(tokens=len(handles), requests=len(handles)),
                     iterations=self._ticks,
-                    iteration_tokens=len(handles),
-                    iteration_requests=len(handles),
-                    generation_tokens=self._tokens,
                 ),
             )
         )

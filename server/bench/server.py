@@ -141,10 +141,11 @@ class _Bench:
     async def _measure(self, watcher: EngineClient, apis: list[ApiProcess]) -> dict[str, Any]:
         await asyncio.sleep(WARM_UP_SECONDS)
         lag = self._metrics.event_loop_lag
-        cpu, begun, tokens, lags = _cpu_seconds(apis), time.monotonic(), watcher.stats.generation_tokens, lag.counts()
+        cpu, begun, lags = _cpu_seconds(apis), time.monotonic(), lag.counts()
+        tokens = watcher.stats.scheduler.generation_tokens
         tokenizing = asyncio.create_task(self._tokenize()) if self._arguments.tokenize else None
         await asyncio.sleep(self._arguments.seconds)
-        seconds, tokens = time.monotonic() - begun, watcher.stats.generation_tokens - tokens
+        seconds, tokens = time.monotonic() - begun, watcher.stats.scheduler.generation_tokens - tokens
         cpu = _cpu_seconds(apis) - cpu
         tokenized = 0
         if tokenizing is not None:

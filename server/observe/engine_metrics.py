@@ -45,7 +45,8 @@ class EngineFigures:
         return self._shown[1]
 
     def _metrics(self) -> Iterable[str]:
-        stats, hits, queried = self.stats, "weft_prefix_cache_hit_tokens_total", "weft_prefix_cache_queried_tokens"
+        stats, engine = self.stats.scheduler, self.stats
+        hits, queried = "weft_prefix_cache_hit_tokens_total", "weft_prefix_cache_queried_tokens"
         usage = stats.pages_held / stats.pages_total if stats.pages_total else 0.0
         queue = {reason: stats.queue.get(reason, 0) for reason in _QUEUE}
         yield _gauge("weft_engine_up", "1 while the engine lives and its model is loaded", self.up)
@@ -60,11 +61,11 @@ class EngineFigures:
         yield _counter("weft_preemptions", "Requests that lost their pages", stats.preemptions)
         computed = {"decode": stats.decode_tokens, "prefill": stats.prefill_tokens}
         yield _family("weft_computed_tokens_total", "counter", "Tokens that went through the model", "phase", computed)
-        pipelined = stats.iterations_pipelined
-        plans = {"serial": stats.iterations - pipelined, "pipelined": pipelined}
+        pipelined = engine.iterations_pipelined
+        plans = {"serial": engine.iterations - pipelined, "pipelined": pipelined}
         yield _family("weft_iterations_total", "counter", "Iterations, by the plan that ran them", "plan", plans)
         idle = "Device idle between iterations while requests were open"
-        yield _counter("weft_device_idle_seconds", idle, stats.iterations_idle_seconds)
+        yield _counter("weft_device_idle_seconds", idle, engine.iterations_idle_seconds)
 
         yield _gauge("vllm:num_requests_running", "weft_requests_running", stats.running)
         yield _gauge("vllm:num_requests_waiting", "weft_requests_waiting", stats.waiting)
@@ -75,7 +76,7 @@ class EngineFigures:
         yield from self._constants()
 
     def _tiers(self) -> Iterable[str]:
-        tiers = self.stats.tiers or {"gpu": TierStats()}
+        tiers = self.stats.scheduler.tiers or {"gpu": TierStats()}
         for name, field, help in _TIER_COUNTERS:
             figures = {tier: getattr(stats, field) for tier, stats in tiers.items()}
             yield _family(f"{name}_total", "counter", help, "tier", figures)

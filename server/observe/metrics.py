@@ -88,10 +88,11 @@ class Metrics:
         if stats.iterations == self._iterations:
             return  # brought aborts, no iteration
         self._iterations = stats.iterations
-        self.iteration_tokens.observe(stats.iteration_tokens)
-        self.iteration_seconds.observe(stats.iteration_seconds)
-        self.batch_requests.observe(stats.iteration_requests)
-        self.schedule_seconds.observe(stats.schedule_seconds)
+        last = stats.iteration
+        self.iteration_tokens.observe(last.tokens)
+        self.iteration_seconds.observe(last.seconds)
+        self.batch_requests.observe(last.requests)
+        self.schedule_seconds.observe(last.schedule_seconds)
 
     def sequence_started(self, started: Started, ttft: float) -> None:
         self.ttft.observe(ttft)

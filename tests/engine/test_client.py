@@ -88,7 +88,7 @@ async def test_an_aborted_request_frees_its_pages(client: EngineClient) -> None:
     stream.abort()
     for _ in range(100):
         await _drain(client.submit([9], SamplingParams(max_tokens=1)))
-        if client.stats.pages_held == 0 and client.stats.running == 0:
+        if client.stats.scheduler.pages_held == 0 and client.stats.scheduler.running == 0:
             return
     pytest.fail("the aborted request still holds pages")
 
@@ -102,9 +102,9 @@ async def test_clients_get_their_own_tokens_and_all_see_the_statistics(
     together = await asyncio.gather(*(_drain(c.submit([5 + i, 9], LONG)) for i, c in enumerate(clients)))
     assert [tokens for tokens, _, _ in together] == alone
     async with asyncio.timeout(5):
-        while len({client.stats.generation_tokens for client in clients}) > 1:
+        while len({client.stats.scheduler.generation_tokens for client in clients}) > 1:
             await asyncio.sleep(0.01)
-    assert clients[2].stats.generation_tokens == 6 * 200
+    assert clients[2].stats.scheduler.generation_tokens == 6 * 200
 
 
 async def test_requests_of_a_client_that_is_gone_are_dropped_and_others_go_on(
@@ -121,7 +121,7 @@ async def test_requests_of_a_client_that_is_gone_are_dropped_and_others_go_on(
     assert (len(tokens), finish) == (200, Finish.LENGTH)
     await _drain(other.submit([9], SamplingParams(max_tokens=2)))
     async with asyncio.timeout(5):
-        while watcher.stats.pages_held or watcher.stats.running:
+        while watcher.stats.scheduler.pages_held or watcher.stats.scheduler.running:
             await _drain(other.submit([9], SamplingParams(max_tokens=1)))
 
 
@@ -133,13 +133,14 @@ async def test_what_comes_from_a_client_after_it_has_gone_is_dropped(
     watcher.client_gone(2)
     await _drain(watcher.submit([5], SamplingParams(max_tokens=1)))  # the engine knows by now
     gone.submit([5, 6], LONG)
-    done = watcher.stats.generation_tokens
+    done = watcher.stats.scheduler.generation_tokens
     await _drain(other.submit([5, 7], LONG))
     async with asyncio.timeout(5):
-        while watcher.stats.generation_tokens < done + 200:
+        while watcher.stats.scheduler.generation_tokens < done + 200:
             await asyncio.sleep(0.01)
-    assert (watcher.stats.running, watcher.stats.waiting, watcher.stats.pages_held) == (0, 0, 0)
-    assert watcher.stats.generation_tokens == done + 200
+    stats = watcher.stats.scheduler
+    assert (stats.running, stats.waiting, stats.pages_held) == (0, 0, 0)
+    assert stats.generation_tokens == done + 200
 
 
 async def test_killing_the_engine_ends_every_stream_of_every_client_within_two_seconds() -> None:

@@ -55,8 +55,8 @@ def _declared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def request(order: int, params: SamplingParams, tokens: int = 5) -> Request:
     return Request(
-        handle=order, token_ids=np.arange(tokens, dtype=np.int32), prompt_len=tokens, params=params, max_total_tokens=tokens + 9,
-        priority=0, order=order, arrival=0.0, salt="", stop_ids=(), seed=order,
+        handle=order, token_ids=np.arange(tokens, dtype=np.int32), prompt_len=tokens, params=params,
+        max_total_tokens=tokens + 9, priority=0, order=order, arrival=0.0, salt="", stop_ids=(), seed=order,
     )  # fmt: skip
 
 

@@ -28,8 +28,8 @@ def test_chunks_end_at_multiples_of_the_step_or_with_the_prompt(step: int, budge
         scheduler.add(
             Request(
                 handle=i, token_ids=np.arange(length, dtype=np.int32), prompt_len=length,
-                params=SamplingParams(max_tokens=1), max_total_tokens=length + 1, priority=0, order=i, arrival=0.0, salt="",
-                stop_ids=(), seed=i,
+                params=SamplingParams(max_tokens=1), max_total_tokens=length + 1, priority=0, order=i,
+                arrival=0.0, salt="", stop_ids=(), seed=i,
             )
         )  # fmt: skip
     done: dict[int, int] = {}

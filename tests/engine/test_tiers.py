@@ -51,7 +51,7 @@ def sink_to_ssd(harness: Harness) -> None:
     tiers_of(harness).sink(60)
     harness.engine.scheduler.check()
     entries = harness.engine.scheduler.pool.index.entries()
-    assert all(e.page < 0 and e.host < 0 and e.extent >= 0 for e in entries), harness.engine.stats().tiers
+    assert all(e.page < 0 and e.host < 0 and e.extent >= 0 for e in entries), harness.engine.stats().scheduler.tiers
 
 
 @pytest.fixture(scope="module")
@@ -81,12 +81,12 @@ def test_64_conversations_stay_right_after_every_page_has_been_on_the_ssd(tmp_pa
         expected, answers = talk.ask(plain), talk.ask(harness)
         assert answers.tokens == expected.tokens
         assert answers.right >= 62
-        assert answers.cached == kept, harness.engine.stats().tiers
+        assert answers.cached == kept, harness.engine.stats().scheduler.tiers
         sink_to_ssd(harness)
         # The last token of an answer is not in the KV cache.
         kept = [(len(p) + len(t) - 1) // PAGE * PAGE for p, t in zip(talk.prompts, answers.tokens, strict=True)]
         talk.go_on(answers)
-    stats = harness.engine.stats().tiers
+    stats = harness.engine.stats().scheduler.tiers
     assert stats["gpu"].hit_tokens == stats["host"].hit_tokens == 0, stats
     assert not any(s.failures for s in stats.values()), stats
 
@@ -103,14 +103,14 @@ def test_a_disk_that_falls_behind_costs_hits_and_nothing_else(tmp_path: Path, mo
     while harness.engine.has_work:
         harness.step()
     assert [harness.tokens[h] for h in handles] == expected.tokens
-    stats = harness.engine.stats().tiers
+    stats = harness.engine.stats().scheduler.tiers
     assert stats["host"].evictions > 0, stats
     assert stats["ssd"].bytes_in == 0, stats
     go_on.set()
     sink_to_ssd(harness)
     again = talk.ask(harness)
     assert again.tokens == expected.tokens
-    stats = harness.engine.stats().tiers
+    stats = harness.engine.stats().scheduler.tiers
     assert 0 < stats["ssd"].hit_tokens < sum((len(p) - 1) // PAGE * PAGE for p in talk.prompts), stats
     assert stats["ssd"].up, stats
     assert not any(s.failures for s in stats.values()), stats
@@ -156,7 +156,7 @@ def test_a_preempted_request_resumes_from_the_host(tokenizer: Tokenizer) -> None
     for handle, tokens in zip(handles, expected, strict=True):
         assert harness.tokens[handle][: len(tokens)] == tokens
     assert harness.engine.scheduler.preemptions > 0
-    assert harness.engine.stats().tiers["host"].bytes_out > 0
+    assert harness.engine.stats().scheduler.tiers["host"].bytes_out > 0
 
 
 def test_corrupted_pages_are_computed_again(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_corrupted_pages_are_computed_again(tokenizer: Tokenizer, tmp_path: Path
     again, cached = ask(harness, prompts)
     assert again == answers
     assert all(0 <= c < len(p) for c, p in zip(cached, prompts, strict=True))
-    stats = harness.engine.stats().tiers["ssd"]
+    stats = harness.engine.stats().scheduler.tiers["ssd"]
     assert stats.failures > 0
     assert stats.up
 
@@ -197,7 +197,7 @@ def test_a_failing_disk_switches_the_tier_off_with_one_line(
     monkeypatch.setattr(StoreFile, "write_extent", refuse)
     again, _ = ask(harness, prompts)
     assert again == answers
-    assert not harness.engine.stats().tiers["ssd"].up
+    assert not harness.engine.stats().scheduler.tiers["ssd"].up
     lines = [line for line in capfd.readouterr().err.splitlines() if "SSD" in line]
     assert len(lines) == 1
     assert "EIO" in lines[0]
@@ -215,7 +215,7 @@ def test_a_full_disk_switches_the_tier_off_with_one_line(
     monkeypatch.setattr(StoreFile, "write_extent", refuse)
     answers, _ = ask(harness, prompts)
     tiers_of(harness).flush(60)
-    assert not harness.engine.stats().tiers["ssd"].up
+    assert not harness.engine.stats().scheduler.tiers["ssd"].up
     lines = [line for line in capfd.readouterr().err.splitlines() if "SSD" in line]
     assert len(lines) == 1
     assert "ENOSPC" in lines[0]
@@ -236,7 +236,7 @@ def test_a_disk_that_does_not_answer_is_given_up(
     monkeypatch.setattr("weft.engine.memory.ssd_tier.IO_TIMEOUT_SECONDS", 0.2)
     again, cached = ask(harness, [prompt])
     assert (again, cached) == (answers, [0])
-    assert not harness.engine.stats().tiers["ssd"].up
+    assert not harness.engine.stats().scheduler.tiers["ssd"].up
 
 
 def test_aborts_while_pages_load_lose_nothing(tokenizer: Tokenizer, tmp_path: Path) -> None:

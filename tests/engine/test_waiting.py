@@ -18,7 +18,7 @@ LONG = list(range(5, 45))
 
 def reasons(harness: Harness) -> dict[str, int]:
     """Without those that nobody waits for."""
-    stats = harness.engine.stats()
+    stats = harness.engine.stats().scheduler
     counted = {reason: count for reason, count in stats.queue.items() if count}
     assert sum(counted.values()) == stats.waiting
     return counted
@@ -67,8 +67,8 @@ def test_decodes_and_prefills_add_up(tiny_model: Callable[[str], Path], async_sc
         harness.add([50 + k, *LONG], max_tokens=6, ignore_eos=True, **GREEDY)
     harness.run()
     stats = harness.engine.stats()
-    assert stats.prefill_tokens == 3 * 41
-    assert stats.decode_tokens == 3 * 5
+    assert stats.scheduler.prefill_tokens == 3 * 41
+    assert stats.scheduler.decode_tokens == 3 * 5
     assert stats.iterations_pipelined == 0
 
 

@@ -95,7 +95,7 @@ def test_pages_leave_beside_the_products_of_a_pipeline(tmp_path: Path) -> None:
                 tiers.sink(60)
                 tiers.speeds.worthwhile = lambda entries, *_: len(entries)  # type: ignore[method-assign]
         if tiers is not None:
-            stats = harness.engine.stats().tiers["host"]
+            stats = harness.engine.stats().scheduler.tiers["host"]
             assert not stats.failures, stats
             assert stats.hit_tokens == sum((len(p) - 1) // 16 * 16 for p in prompts), stats
         harness.engine.close()

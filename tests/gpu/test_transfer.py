@@ -115,7 +115,7 @@ def test_recall_is_right_from_every_tier(tmp_path: Path, ssd: bool) -> None:
     kept = [0] * 64
     for _ in range(3):
         expected, answers = talk.ask(plain), talk.ask(harness)
-        stats = harness.engine.stats().tiers
+        stats = harness.engine.stats().scheduler.tiers
         assert answers.right >= max(62, expected.right - 1), (answers.right, expected.right, stats)
         assert answers.cached == kept, stats
         tiers.sink(120)
@@ -123,7 +123,7 @@ def test_recall_is_right_from_every_tier(tmp_path: Path, ssd: bool) -> None:
         assert all(e.page < 0 and (e.extent >= 0 > e.host if ssd else e.host >= 0) for e in entries), stats
         kept = [(len(p) + len(t) - 1) // 16 * 16 for p, t in zip(talk.prompts, answers.tokens, strict=True)]
         talk.go_on(answers)
-    stats = harness.engine.stats().tiers
+    stats = harness.engine.stats().scheduler.tiers
     assert not any(s.failures for s in stats.values()), stats
     assert stats["ssd" if ssd else "host"].hit_tokens > 100_000, stats
     for used in (plain, harness):

@@ -31,7 +31,7 @@ async def _serves_on(server: Server) -> AsyncIterator[None]:
     await server.settle(lambda: not server.service.open)
     assert (await server.complete(prompt="hi"))["choices"][0]["text"] == "hello world"
     assert server.engine.num_open == 0
-    assert server.service.engine.admission.prefill_tokens == 0
+    assert server.service.loaded.admission.prefill_tokens == 0
 
 
 async def exchange(server: Server, *parts: bytes, pause: float = 0.01, eof: bool = False) -> tuple[int, Any]:

@@ -13,7 +13,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from weft import __version__
-from weft.engine.wire.messages import EngineReady, EngineStats
+from weft.engine.wire.messages import EngineReady, EngineStats, IterationStats, SchedulerStats
 from weft.server.observe.board import Board
 from weft.server.observe.counters import Counter, Histogram, Store
 from weft.server.observe.metrics import Metrics
@@ -121,7 +121,7 @@ def test_a_scrape_tells_what_changed_since_the_last_one() -> None:
     for n in range(1, 4):
         other.aborted.labels("drain").inc()
         metrics.ttft.observe(0.2)
-        metrics.engine_stats(EngineStats(running=n))
+        metrics.engine_stats(EngineStats(scheduler=SchedulerStats(running=n)))
         assert metrics.render() == metrics.render()
         assert value_of(metrics, "weft_aborted_total", {"cause": "drain"}) == n
         assert value_of(metrics, "weft_time_to_first_token_seconds_count") == n
@@ -135,7 +135,8 @@ def test_a_scrape_tells_what_changed_since_the_last_one() -> None:
 def test_iterations_count_once() -> None:
     metrics = Metrics()
     for iterations in (1, 1, 2):  # the second brings aborts
-        stats = EngineStats(iterations=iterations, iteration_tokens=5, load_seconds=[("ssd", 0.01)])
+        last = IterationStats(tokens=5)
+        stats = EngineStats(iterations=iterations, iteration=last, load_seconds=[("ssd", 0.01)])
         metrics.engine_stats(stats)
         metrics.count_iteration(stats)
     value = partial(value_of, metrics)

@@ -235,7 +235,7 @@ async def vanish(url: str, rng: random.Random) -> str:
 
 async def test_two_thousand_clients_that_vanish_leave_nothing_behind(server: Server, engine_pid: int) -> None:
     rng, turns, url = random.Random(3), asyncio.Semaphore(64), server.url
-    engine = server.service.engine.client
+    engine = server.service.loaded.client
 
     async def one(seed: float) -> str:
         async with turns:
@@ -246,7 +246,7 @@ async def test_two_thousand_clients_that_vanish_leave_nothing_behind(server: Ser
         await server.settle(lambda: not server.service.open and not engine.num_open, 60)
         # The engine's figures come with an iteration.
         async with asyncio.timeout(60):
-            while engine.stats.running or engine.stats.waiting or engine.stats.pages_held:
+            while engine.stats.scheduler.running or engine.stats.scheduler.waiting or engine.stats.scheduler.pages_held:
                 assert (await ask(url, post({"prompt": [5], "max_tokens": 1}))).status == 200
         await server.settle(lambda: not server.service.open and not server.service.board.load.sum())
         await asyncio.sleep(0.1)  # connections that closed are forgotten in the loop's next rounds
@@ -260,5 +260,5 @@ async def test_two_thousand_clients_that_vanish_leave_nothing_behind(server: Ser
     assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
     engine.reset_prefix_cache()
     assert (await ask(url, post({"prompt": [5], "max_tokens": 1}))).status == 200
-    assert (engine.stats.pages_held, engine.stats.pages_cached) == (0, 0)
-    assert engine.stats.preemptions > 0, "memory was never short"
+    assert (engine.stats.scheduler.pages_held, engine.stats.scheduler.pages_cached) == (0, 0)
+    assert engine.stats.scheduler.preemptions > 0, "memory was never short"

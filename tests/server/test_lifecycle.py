@@ -66,7 +66,7 @@ async def test_a_client_that_leaves_ends_its_request(server: Server, stream: boo
     assert server.engine.num_open == 0
     await server.settle(lambda: not server.service.open)
     assert aborted(server, "disconnect") == before + 2
-    assert server.service.engine.admission.prefill_tokens == 0
+    assert server.service.loaded.admission.prefill_tokens == 0
 
 
 async def test_timeout_is_504_before_the_first_byte_and_an_event_after_it() -> None:
@@ -170,7 +170,7 @@ async def test_waiting_prompt_tokens_are_bounded() -> None:
         assert (response.status_code, response.json()["error"]["code"]) == (503, "queue_tokens_full")
         gate.set()
         assert (await first).status_code == 200
-        assert server.service.engine.admission.prefill_tokens == 0
+        assert server.service.loaded.admission.prefill_tokens == 0
 
 
 async def test_many_at_once_each_get_their_own_answer(server: Server) -> None:
