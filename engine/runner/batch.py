@@ -58,7 +58,9 @@ class CountReset(NamedTuple):
 
     slot: int
     prompt: I32
+    """token ids"""
     output: I32
+    """token ids"""
 
 
 class PromptLogprobs(NamedTuple):
@@ -66,10 +68,10 @@ class PromptLogprobs(NamedTuple):
 
     row: int
     """row of the batch"""
-    tokens: I32
+    token_rows: I32
     """rows of the iteration's tokens"""
     targets: I32
-    """the prompt tokens that follow them"""
+    """the prompt's token ids that follow them"""
     top: int
 
 
@@ -123,7 +125,7 @@ class StepResult(NamedTuple):
 
     batch: Batch
     tokens: I32
-    """[S]"""
+    """[S] ids of the sampled tokens"""
     logprobs: Logprobs | None
     prompt_logprobs: tuple[Logprobs, ...]
     """one for each of `batch.prompt_logprobs`"""

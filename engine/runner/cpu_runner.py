@@ -150,4 +150,4 @@ class CpuRunner:
         return tokens, self._sampling.scores(tokens, s, raw)
 
     def _prompt_scores(self, x: Tensor, sumsq: Tensor, asked: PromptLogprobs) -> Scores:
-        return self._sampling.prompt_scores(asked, asked.tokens, lambda rows: self._executor.logits(x, sumsq, rows))
+        return self._sampling.prompt_scores(asked, asked.token_rows, lambda rows: self._executor.logits(x, sumsq, rows))

@@ -238,5 +238,5 @@ class CudaRunner:
             picked = x[rows]
             return reference.lm_head(picked, picked.float().square().sum(-1), w.norm, w.lm_head, eps)
 
-        rows = asked.tokens if places is None else places[asked.tokens]
+        rows = asked.token_rows if places is None else places[asked.token_rows]
         return self._sampling.prompt_scores(asked, rows, logits_of)

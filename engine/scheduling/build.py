@@ -76,8 +76,8 @@ def _prompt_logprobs(s: SlotTable, row: int, slot: int, first: int, length: int,
     high = min(first + length, int(s.prompt_len[slot]) - 1)
     if low >= high:
         return None
-    tokens = np.arange(at + low - first, at + high - first, dtype=np.int32)
-    return PromptLogprobs(row, tokens, s.token_ids[slot, low + 1 : high + 1].copy(), int(s.prompt_logprobs[slot]))
+    token_rows = np.arange(at + low - first, at + high - first, dtype=np.int32)
+    return PromptLogprobs(row, token_rows, s.token_ids[slot, low + 1 : high + 1].copy(), int(s.prompt_logprobs[slot]))
 
 
 def _sampling(s: SlotTable, slots: I32, logit_tokens: np.ndarray, index: I32) -> SamplingInputs:

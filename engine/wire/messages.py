@@ -191,7 +191,7 @@ class Outputs(msgspec.Struct, tag="outputs", frozen=True, kw_only=True):
     handles: bytes = b""
     """int64"""
     tokens: bytes = b""
-    """int32; -1 for a terminal event that brings no token"""
+    """int32 ids of the sampled tokens; -1 for a terminal event that brings none"""
     finish: bytes = b""
     """uint8, `Finish`"""
     started: list[Started] = []

@@ -82,12 +82,12 @@ def test_names_are_unique_and_free_rows_ask_for_nothing() -> None:
 def test_every_declared_column_reaches_the_batch() -> None:
     s = schedule(SamplingParams(), SamplingParams(**PARAMS)).sampling
     assert set(s.columns) == {column.name for column in COLUMNS}
-    got = {name: values.tolist() for name, values in s.columns.items()}
-    assert got == {
+    expected = {
         "temperature": [1.0, 0.5], "top_k": [0, 7], "top_p": [1.0, 0.25], "min_p": [0.0, 0.125],
         "presence": [0.0, 1.5], "frequency": [0.0, -0.5], "repetition": [1.0, 1.25], "counted": [False, True],
         "logprobs": [-1, 3],
     }  # fmt: skip
+    assert {name: s.columns[name].tolist() for name in expected} == expected
     for column in COLUMNS:
         assert s.columns[column.name].dtype == column.dtype, column.name
     assert {k: v.dtype for k, v in SamplingInputs.none().columns.items()} == {k: v.dtype for k, v in s.columns.items()}
@@ -157,9 +157,10 @@ def test_an_added_column_reaches_the_slab_of_the_gpu(
     made = schedule(SamplingParams(), Wider(lift=2.0, top_n=9, **PARAMS))
     inputs.send(made, serial_period(spec, 64, 8), num_kv_heads=spec.num_kv_heads, group=spec.heads_per_kv, per_sm=1)
     arguments = inputs.sampler_arguments(2)
-    assert {name: values.tolist() for name, values in arguments.items() if name != "uniform"} == {
+    expected = {
         "temperature": [1.0, 0.5], "top_k": [0, 7], "top_p": [1.0, 0.25], "min_p": [0.0, 0.125], "top_n": [0, 9],
     }  # fmt: skip
+    assert {name: arguments[name].tolist() for name in expected} == expected
     assert arguments["uniform"].tolist() == made.sampling.uniform.tolist()
     assert arguments["top_n"].dtype == torch.int32
     assert "lift" not in inputs.column, "no sampler takes it: it stays on the host"
