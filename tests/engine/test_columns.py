@@ -13,7 +13,9 @@ from harness import GREEDY, Harness
 
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
-from weft.engine.model.spec import ModelSpec, read_spec
+from weft.engine.model.directory import read_spec
+from weft.engine.model.spec import ModelSpec
+from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import serial_period
 from weft.engine.runner import batch, cuda_inputs
 from weft.engine.runner.batch import Batch, SamplingInputs
@@ -155,7 +157,13 @@ def test_an_added_column_reaches_the_slab_of_the_gpu(
     monkeypatch.setattr(torch, "zeros", lambda *shape, **options: zeros(*shape, **{**options, "pin_memory": False}))
     inputs = DeviceInputs(Layout.of(64, 8, spec.heads_per_kv), torch.device("cpu"), 8, 4)
     made = schedule(SamplingParams(), Wider(lift=2.0, top_n=9, **PARAMS))
-    inputs.send(made, serial_period(spec, 64, 8), num_kv_heads=spec.num_kv_heads, group=spec.heads_per_kv, per_sm=1)
+    inputs.send(
+        made,
+        Pipeline(serial_period(spec, 64, 8), spec),
+        num_kv_heads=spec.num_kv_heads,
+        group=spec.heads_per_kv,
+        per_sm=1,
+    )
     arguments = inputs.sampler_arguments(2)
     expected = {
         "temperature": [1.0, 0.5], "top_k": [0, 7], "top_p": [1.0, 0.25], "min_p": [0.0, 0.125], "top_n": [0, 9],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.engine.plans.pipelines import kernels_digest
+from weft.engine.plans.choose import kernels_digest
 from weft.kernels import source_digest as module
 from weft.kernels.source_digest import code_words, source_digest
 

@@ -207,7 +207,7 @@ async def test_plain_text_needs_no_grammar(server: Server) -> None:
 async def test_a_grammar_is_checked_off_the_event_loop(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 
-    from weft.server.tools.tools import structured
+    from weft.server.tools import structured
 
     def slow(_: str) -> None:
         time.sleep(0.4)
