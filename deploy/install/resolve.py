@@ -19,7 +19,8 @@ from typing import NamedTuple
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 # glibc 2.31: Debian 11, Ubuntu 20.04, and what is newer.
 PLATFORM = "x86_64-manylinux_2_31"
-LOWEST_TORCH = ("torch==2.11.0", "triton==3.6.0")
+# Triton 3.6 interprets kernels with numpy up to 2.3 only.
+LOWEST_TORCH = ("torch==2.11.0", "triton==3.6.0", "numpy==2.3.5")
 # Installed without their requirements (see the Makefile).
 ALONE = ("litellm", "lm-eval")
 LIMIT_SECONDS = 300
