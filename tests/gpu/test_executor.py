@@ -118,9 +118,9 @@ class Machine:
 def _sampled(batch: Batch) -> Batch:
     rows = np.arange(batch.num_requests, dtype=np.int32)
     last = np.cumsum(batch.query_len, dtype=np.int32) - 1
+    columns = {name: np.zeros(len(rows), values.dtype) for name, values in batch.sampling.columns.items()}
     zeros = np.zeros(len(rows), np.float32)
-    sampling: Any = {"slots": batch.slots, "logit_tokens": last, "top_k": np.zeros(len(rows), np.int32)}
-    sampling |= dict.fromkeys(("temperature", "top_p", "min_p", "uniform"), zeros)
+    sampling: Any = {"slots": batch.slots, "logit_tokens": last, "columns": columns, "uniform": zeros}
     ids = np.where(np.arange(batch.num_tokens) < batch.num_decodes, -1, np.arange(batch.num_tokens) % 160)
     return batch._replace(
         sampled_rows=rows, sampling=batch.sampling._replace(**sampling), token_ids=ids.astype(np.int32)
