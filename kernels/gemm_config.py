@@ -31,5 +31,21 @@ class GemmConfig(NamedTuple):
     ahead: int = 0
     """steps of the weight that a program asks the L2 for while the kernel before still runs"""
 
+    @property
+    def staged(self) -> int:
+        """Numbers of both operands that lie in shared memory at once."""
+        return (self.tokens + self.features) * self.depth * self.stages
 
+    def widened(self, features: int) -> GemmConfig:
+        """With tiles of so many features and no more shared memory: in shorter steps, then in fewer of them."""
+        wide = self._replace(features=features)
+        while wide.staged > self.staged and wide.depth > MIN_DEPTH:
+            wide = wide._replace(depth=wide.depth // 2)
+        while wide.staged > self.staged and wide.stages > 2:
+            wide = wide._replace(stages=wide.stages - 1)
+        return wide
+
+
+MIN_DEPTH = 64
+"""a shorter step is no full line of shared memory"""
 SPECIAL = GemmConfig(128, 256, 64, 4, 4, special=True)

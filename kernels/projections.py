@@ -55,8 +55,8 @@ def qkv_project(
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
     sumsq = _parts(sumsq)
     launch = plan_launch(m, n, k, config, num_sms)
-    if q_norm is not None and launch.config.features < head_dim:
-        launch = plan_launch(m, n, k, launch.config._replace(features=head_dim), num_sms)
+    if q_norm is not None and launch.config.features < head_dim:  # the norm of a head needs all of it in one tile
+        launch = plan_launch(m, n, k, launch.config.widened(head_dim), num_sms)
     if launch.config.special and q_norm is not None and head_dim != 128:  # its tiles hold no whole head
         launch = launch._replace(config=launch.config._replace(special=False))
     product(

@@ -23,7 +23,7 @@ from weft.autosearch.refine import without_overlap
 from weft.autosearch.report import report
 from weft.engine.errors import ConfigError
 from weft.engine.plans.plan import Period, Plan, load_plan, serial_period
-from weft.server.daemon.daemon import cli
+from weft.server.daemon import cli
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,

@@ -12,6 +12,8 @@ from weft.kernels.gemm_config import SPECIAL, GemmConfig
 
 TINY = GemmConfig(16, 64, 64, 3, 4, 8, 2, True, 2, 1)
 WHOLE = GemmConfig(16, 128, 64, 3, 4, 8, 1, True, 1, 1)
+NARROW = GemmConfig(16, 64, 256, 5, 4, split=2, swap=True, per_sm=2)
+"""as tables have it for few tokens: widened to a head with all of its steps it would not fit an SM"""
 SQUARE = GemmConfig(128, 128, 64, 3, 8, 8, 1, False, 1, 1)
 WIDE = GemmConfig(128, 256, 64, 3, 8, 8, 1, False, 1, 2)
 EPS = 1e-5
@@ -58,7 +60,7 @@ def check_qkv(
     return out, kv
 
 
-@pytest.mark.parametrize(("norm", "config"), [(False, TINY), (True, WHOLE)])
+@pytest.mark.parametrize(("norm", "config"), [(False, TINY), (True, WHOLE), (True, NARROW)])
 def test_qkv_of_few_tokens(norm: bool, config: GemmConfig, device: str, num_sms: int) -> None:
     check_qkv(7, 4, 2, 64 if not norm else 128, 16, 128, torch.float16, not norm, norm, config, device, num_sms)
 
