@@ -19,7 +19,7 @@ INSTALL := $(BIN)/python deploy/install
 # Compile what is imported when it is imported: of these packages that is a small part.
 LAZY := --no-compile
 
-.PHONY: help serve test lint types format unit busy kernels gpu prometheus chromium bench resolve package clean
+.PHONY: help serve test quick brisk mutants lint types format unit busy kernels gpu prometheus chromium bench resolve package clean
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
@@ -36,6 +36,20 @@ test: lint ## lint, types and every test
 busy: $(VENV)/.test
 	@$(MAKE) --no-print-directory kernels; kernels=$$?; \
 	$(BIN)/python -m pytest tests/autosearch && test $$kernels = 0
+
+# Two lanes: the engine's tests beside lint and the rest of the tests. What starts a daemon is marked slow.
+quick: $(VENV)/.test ## lint, types and the fast tests: two minutes on two cores
+	@mkdir -p build; $(MAKE) --no-print-directory -k lint brisk >build/quick.log 2>&1 & rest=$$!; \
+	trap "kill $$rest 2>/dev/null" INT TERM; \
+	$(BIN)/python -m pytest -q -m "not slow" tests/engine tests/kernels $(ARGS); engine=$$?; \
+	wait $$rest; rest=$$?; cat build/quick.log; test $$engine = 0 && test $$rest = 0
+
+brisk: $(VENV)/.test
+	$(BIN)/python -m pytest -q -m "not slow" --ignore-glob='*/test_conformance_*' \
+	  tests/server tests/loadgen tests/autosearch tests/deploy
+
+mutants: $(VENV)/.test ## change the code in small ways and see that tests notice (ARGS="engine/memory/pages.py --sample 20")
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/mutate.py $(ARGS)
 
 lint: $(VENV)/.test ## ruff and mypy
 	$(BIN)/ruff check .

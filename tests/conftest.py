@@ -14,8 +14,13 @@ from hypothesis import Phase, settings
 for folder in ("engine", "kernels", "autosearch"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
+# A busy machine is no failure: how long an example may take is the test's own timeout.
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")
 # What a tool that only wants to know whether a test fails asks for: no search for the smallest example.
-settings.register_profile("unshrunk", phases=(Phase.explicit, Phase.reuse, Phase.generate), database=None)
+settings.register_profile(
+    "unshrunk", deadline=None, derandomize=True, phases=(Phase.explicit, Phase.reuse, Phase.generate), database=None
+)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -25,6 +25,8 @@ from weft.engine.errors import ConfigError
 from weft.engine.plans.plan import Period, Plan, load_plan, serial_period
 from weft.server.daemon import cli
 
+pytestmark = pytest.mark.slow
+
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,

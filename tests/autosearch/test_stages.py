@@ -24,6 +24,8 @@ from weft.engine.model.operations import product as dense
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.plan import Edge, NanoOperation, Period
 
+pytestmark = pytest.mark.slow
+
 Formula = Callable[[str, float, int], float]
 
 

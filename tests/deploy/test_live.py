@@ -25,6 +25,8 @@ from live import Daemon, running
 
 from weft.server.daemon.cli import main
 
+pytestmark = pytest.mark.slow
+
 LOAD_SECONDS = 8.0
 USERS = 6
 INTERVAL = "20s"

@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
 from files import DEPLOY
+
+pytestmark = pytest.mark.slow
 
 
 def run(*command: str | Path) -> None:

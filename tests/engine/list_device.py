@@ -123,10 +123,10 @@ class ListEngine:
         handle = len(self.requests)
         request = Request(
             handle=handle,
-            tokens=np.array(prompt, np.int32),
+            token_ids=np.array(prompt, np.int32),
             prompt_len=len(prompt),
             params=SamplingParams(max_tokens=max_tokens),
-            limit=len(prompt) + max_tokens,
+            max_total_tokens=len(prompt) + max_tokens,
             priority=priority,
             order=handle,
             arrival=0.0,
@@ -174,6 +174,6 @@ class ListEngine:
         self.scheduler.idle_events()
         assert self.pool.num_held == 0
         for request in self.requests:
-            prompt = request.tokens[: request.prompt_len].tolist()
+            prompt = request.token_ids[: request.prompt_len].tolist()
             got = self.output[request.handle]
             assert got == continuation(prompt, len(got)), "a token that the prompt does not explain"

@@ -22,6 +22,8 @@ from weft.engine.wire.sampling import SamplingParams
 from weft.engine.wire.spawn import EngineProcess
 from weft.engine.wire.streams import TokenStream
 
+pytestmark = pytest.mark.slow
+
 LONG = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.0)
 
 

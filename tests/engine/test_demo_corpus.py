@@ -150,6 +150,7 @@ def test_the_vocabulary_is_small_and_knows_the_words() -> None:
     assert len(encode("🌍")) == 4, "characters outside ASCII are split over tokens"
 
 
+@pytest.mark.slow
 def test_the_shipped_tokenizer_is_the_one_the_corpus_gives(tmp_path: Path) -> None:
     demo_tokenizer.write_tokenizer(tmp_path, max_tokens=2048)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -206,6 +207,7 @@ def test_the_model_card_reports_every_skill_above_its_threshold() -> None:
     assert all(float(rows[task.name]) >= 100 * task.threshold for task in evaluate.TASKS)
 
 
+@pytest.mark.slow
 def test_the_shipped_model_answers_held_out_questions() -> None:
     answerer = evaluate.Answerer(MODEL_PATH, "cpu", "float32")
     short = ("add", "subtract", "copy", "reverse", "upper", "sort", "count", "chat", "memory")
@@ -217,6 +219,7 @@ def test_the_shipped_model_answers_held_out_questions() -> None:
 # --- the commands --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_training_writes_a_loadable_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM
 

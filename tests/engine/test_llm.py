@@ -69,6 +69,7 @@ def test_unknown_options_are_named() -> None:
         LLM("demo", foo=1)
 
 
+@pytest.mark.slow
 def test_a_script_may_end_while_the_engine_works() -> None:
     code = """
 from weft.engine.config import EngineConfig

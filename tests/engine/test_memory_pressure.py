@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from list_device import ListEngine
 
-from weft.engine.scheduling.request import State
 from weft.engine.wire.sampling import SamplingParams
 
 
@@ -25,7 +24,7 @@ def test_a_request_waits_for_the_last_page_that_it_needs() -> None:
     engine.add([5], 2)
     request = engine.add([6] * 7, 1)
     assert engine.step() == [0]
-    assert (engine.pool.num_available, request.state) == (3, State.WAITING)
+    assert (engine.pool.num_available, request.waiting) == (3, True)
     assert engine.step() == [0]
     assert engine.pool.num_available == 4
     assert engine.step() == [1]
@@ -53,7 +52,7 @@ def test_idle_pages_of_the_beginning_are_not_counted_as_room_beside_it() -> None
     # Three pages are idle. Two of them are its beginning, which it must not evict to get two more.
     request = engine.add([5] * 5 + [9] * 3, 1)
     assert engine.launch() == [other.handle]
-    assert request.state is State.WAITING
+    assert request.waiting
     engine.complete()
     engine.run()
 
@@ -88,7 +87,7 @@ def test_one_page_more_than_comes_back_costs_the_youngest_its_place() -> None:
     engine.scheduler.abort(2)
     assert engine.launch() == []
     assert engine.scheduler.preemptions == 1
-    assert [r.state for r in engine.requests[:2]] == [State.RUNNING, State.WAITING]
+    assert [r.waiting for r in engine.requests[:2]] == [False, True]
     engine.complete()
     assert engine.launch() == [0, 1], "its pages and the aborted one's suffice for both"
     engine.complete()
@@ -129,7 +128,7 @@ def test_no_more_are_preempted_than_it_takes() -> None:
     # All three want a third page and one is there. The youngest gives way; its two are behind the fence.
     assert engine.launch() == [0]
     assert engine.scheduler.preemptions == 1
-    assert [r.state for r in engine.requests] == [State.RUNNING, State.RUNNING, State.WAITING]
+    assert [r.waiting for r in engine.requests] == [False, False, True]
     while engine.launched:
         engine.complete()
     assert sorted(engine.step())[:2] == [0, 1]
@@ -157,7 +156,7 @@ def test_a_preempted_request_finds_all_its_published_pages_again() -> None:
         engine.step()
     assert len(engine.output[0]) == 5
     engine.scheduler._preempt_one()
-    assert len(request.tokens) == 10
+    assert len(request.token_ids) == 10
     assert engine.step() == [0]
     assert request.hits.gpu == 8, "four pages, two of them with tokens that it sampled"
     assert request.cached_tokens == 0, "it is told of what it found when it first ran"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from list_device import ListEngine
 
-from weft.engine.scheduling.request import Request, State
+from weft.engine.scheduling.request import Request
 
 
 def waiting(engine: ListEngine) -> list[int]:
-    return [r.handle for r in engine.requests if r.state is State.WAITING]
+    return [r.handle for r in engine.requests if r.waiting]
 
 
 def test_a_better_priority_is_served_first_and_equal_ones_as_they_came() -> None:
@@ -26,12 +26,12 @@ def test_a_prompt_under_way_goes_on_before_a_better_priority_begins() -> None:
     engine.add([1] * 5, 1)
     worse = engine.add([2] * 8, 1, priority=1)
     assert engine.step() == [0]
-    assert worse.state is State.RUNNING
+    assert worse.slot >= 0
     assert engine.step() == [1]  # four of its eight tokens; two are left of the budget
     better = engine.add([3] * 8, 1, priority=0)
     engine.launch()
     assert engine.launched.pop().query_len.tolist() == [4]
-    assert better.state is State.RUNNING
+    assert better.slot >= 0
 
 
 def test_prompts_under_way_go_on_in_order_of_priority_then_of_arrival() -> None:
@@ -50,7 +50,7 @@ def test_prompts_under_way_go_on_in_order_of_priority_then_of_arrival() -> None:
 def swap_rows(engine: ListEngine, a: Request, b: Request) -> None:
     """Let two requests that have not begun change places in the slot table, so that rows say nothing of arrival."""
     s = engine.scheduler.slots
-    for column in (s.handle, s.priority, s.order, s.page_table, s.num_pages, s.tokens):
+    for column in (s.handle, s.priority, s.order, s.page_table, s.num_pages, s.token_ids):
         column[[a.slot, b.slot]] = column[[b.slot, a.slot]]
     s.request[a.slot], s.request[b.slot] = b, a
     a.slot, b.slot = b.slot, a.slot
@@ -92,7 +92,8 @@ def test_when_memory_runs_out_the_worst_priority_goes_and_comes_back_last() -> N
     last = engine.add([5, 6, 7], 5, priority=3)
     engine.run()
     assert [len(tokens) for tokens in engine.output.values()] == [5, 5, 5, 5]
-    assert engine.requests[1].state is last.state is State.FINISHED
+    assert engine.requests[1].ended
+    assert last.ended
     assert engine.started[-1] == last.handle
 
 

@@ -298,6 +298,7 @@ def kill_a_writer(path: Path, seed: int) -> None:
     opened.close()
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_only_whole_pages(tmp_path: Path) -> None:
     for seed in range(int(os.environ.get("TEST_KILLS", "4"))):
         kill_a_writer(tmp_path, seed)

@@ -67,7 +67,9 @@ def _demo_workload() -> tuple[list[np.ndarray], list[list[int]]]:
     return prompts, [reference_tokens(model, p, MAX_TOKENS) for p in prompts]
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize(
+    "chunk", [pytest.param(1, marks=pytest.mark.slow), pytest.param(7, marks=pytest.mark.slow), 64]
+)
 @pytest.mark.parametrize("family", [*FAMILIES, "demo"])
 def test_tokens_survive_preemption_prefix_reuse_and_aborts(tiny_model, family: str, chunk: int) -> None:
     path = MODEL_PATH if family == "demo" else tiny_model(family)

@@ -17,6 +17,8 @@ from sse_server import serving
 from weft.loadgen.traces import read_trace
 from weft.server.daemon.cli import main
 
+pytestmark = pytest.mark.slow
+
 
 async def load(*arguments: str) -> int:
     """Run the command beside the server of this event loop."""

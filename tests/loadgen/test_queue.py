@@ -37,6 +37,7 @@ def test_the_schedule_alone_gives_the_mean_wait_of_the_closed_form() -> None:
     assert error < 0.02 * CLOSED_FORM
 
 
+@pytest.mark.slow
 async def test_the_measured_mean_wait_is_that_of_an_md1_queue() -> None:
     n = 240
     load = workload(ArrivalOptions("poisson", RATE, count=n), content(8, 1))

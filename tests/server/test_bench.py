@@ -9,6 +9,8 @@ import pytest
 
 from weft.server.daemon.cli import main
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     "more",

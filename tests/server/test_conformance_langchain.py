@@ -15,6 +15,8 @@ if find_spec("langchain_openai") is None:
     pytest.skip("the extra `conformance` is not installed", allow_module_level=True)
 import langchain_openai
 
+pytestmark = pytest.mark.slow
+
 QUESTION = "What is 12 + 30?"
 
 

@@ -13,6 +13,8 @@ import pydantic
 import pytest
 from live import Daemon, running
 
+pytestmark = pytest.mark.slow
+
 QUESTION: Any = [{"role": "user", "content": "What is 12 + 30?"}]
 GREEDY: dict[str, Any] = {"model": "demo", "temperature": 0}
 TOOLS: Any = [

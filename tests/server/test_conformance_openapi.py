@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from live import running
+
+pytestmark = pytest.mark.slow
 
 KEY = "root"
 CASES = 30

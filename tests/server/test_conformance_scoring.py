@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import weft.engine
 
+pytestmark = pytest.mark.slow
+
 MODEL = Path(weft.engine.__file__).parent / "demo/model"
 TASKS = Path(__file__).with_name("lm_eval_tasks")
 LENGTHS = (1, 2, 5, 64, 65, 300, 1500)

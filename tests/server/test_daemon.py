@@ -20,6 +20,8 @@ import httpx
 import pytest
 from live import Daemon, running
 
+pytestmark = pytest.mark.slow
+
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
 LONG = {"prompt": "What is 12 + 30?", "max_tokens": 400, "ignore_eos": True}
 

@@ -36,7 +36,7 @@ RECOVERY_SECONDS = 5
 TOKENS = 16
 VANISHING = 2000
 
-pytestmark = pytest.mark.timeout(300 + OVERLOAD_SECONDS)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300 + OVERLOAD_SECONDS)]
 
 
 @dataclass

@@ -26,6 +26,8 @@ from weft.engine.memory.prefix_index import PrefixIndex
 from weft.engine.memory.ssd_store import StoreFile, chains
 from weft.server.daemon.cli import main
 
+pytestmark = pytest.mark.slow
+
 PAGE, ANSWER = 16, 8
 KILLS = int(os.environ.get("TEST_KILLS", "2"))
 LOCK_WAIT_SECONDS = 60.0

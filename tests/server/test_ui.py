@@ -21,7 +21,7 @@ from stub import Script, Server, serving
 from weft.engine.wire.messages import Finish
 from weft.server.api import ui
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
 
 FOLDER = Path(ui.__file__).with_name("ui")

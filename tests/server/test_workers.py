@@ -19,6 +19,8 @@ from live import Daemon, running
 
 from weft.server.daemon.control import Channel, Drain, Idle
 
+pytestmark = pytest.mark.slow
+
 LONG = {"prompt": "What is 12 + 30?", "max_tokens": 400, "ignore_eos": True, "stream": True}
 SHORT = {"prompt": "What is 12 + 30?", "max_tokens": 3}
 EACH_ITS_OWN = httpx.Limits(max_keepalive_connections=0)
