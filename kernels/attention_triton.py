@@ -18,7 +18,7 @@ PER_SM = 4
 
 class TritonStep(NamedTuple):
     """Where the work of one nano-batch lies on the device. The tensors stay put; their owner fills the lists once an
-    iteration with `plan_decode` and `plan_prefill`.
+    iteration with `decode_items` and `prefill_items`.
     """
 
     page_table: Tensor
@@ -38,7 +38,7 @@ class TritonStep(NamedTuple):
 class TritonAttention(AttentionBackend[TritonStep]):
     """See `attention.AttentionBackend`. Raises `AttentionUnavailable` for a shape that the kernels do not take.
 
-    num_sms: SMs of the GPU. `plan_decode` cuts the work for `num_sms * PER_SM` programs.
+    num_sms: SMs of the GPU. `decode_items` cuts the work for `num_sms * PER_SM` programs.
     """
 
     captured = True

@@ -18,7 +18,7 @@ from weft.kernels.measure import burst
 from weft.kernels.prefill_attention import prefill_attention
 from weft.kernels.sampler import sample, sample_scratch
 from weft.kernels.tuned import Shape
-from weft.kernels.work_lists import plan_decode, plan_prefill
+from weft.kernels.work_lists import decode_items, prefill_items
 
 DEVICE = "cuda"
 DTYPE = torch.bfloat16
@@ -95,7 +95,9 @@ def decode_calls(
         piece.normal_()
     table = (torch.randperm(batch * per, device=DEVICE, dtype=torch.int32) + 1).view(batch, per)
     q = torch.randn(batch, heads, head_dim, device=DEVICE, dtype=DTYPE)
-    items = plan_decode(lengths, num_kv_heads=kv_heads, num_programs=num_sms * options.get("per_sm", 4), max_slots=1024)
+    items = decode_items(
+        lengths, num_kv_heads=kv_heads, num_programs=num_sms * options.get("per_sm", 4), max_slots=1024
+    )
     work = torch.from_numpy(items).to(DEVICE)
     count = torch.tensor([len(items)], dtype=torch.int32, device=DEVICE)
     space = decode_workspace(1024, batch, kv_heads, heads // kv_heads, head_dim, DEVICE)
@@ -119,7 +121,7 @@ def prefill_calls(
     table = (torch.randperm(batch * per, device=DEVICE, dtype=torch.int32) + 1).view(batch, per)
     q = torch.randn(batch * queries, heads, head_dim, device=DEVICE, dtype=DTYPE)
     rows = np.arange(batch)
-    items = plan_prefill(
+    items = prefill_items(
         rows * queries, np.full(batch, queries), np.full(batch, context), rows, group=heads // kv_heads
     )
     work = torch.from_numpy(items).to(DEVICE)

@@ -4,7 +4,7 @@ Memory decides: every K and V row is read once. K is the left operand of the MMA
 columns, so a group of up to 8 fills one instruction; pages arrive by TMA straight from the pool, seen as slabs
 `(page * layers + layer) * 2 + k_or_v` of `[page_size, Hkv * D]`. Nothing behind a request's last token is loaded.
 
-The work is planned on the host (`plan_decode`): one item per request or per part of a long one, longest first. Parts
+The work is planned on the host (`decode_items`): one item per request or per part of a long one, longest first. Parts
 leave their sums in a workspace; the last one to arrive adds them in order, so the result does not depend on timing.
 """
 
@@ -134,7 +134,7 @@ def decode_attention(
     """Attention of `q [T, Hq, D]` rows named by the work items over their pages -> the same rows of `out [T, Hq * D]`.
 
     kv `[pages, layers, 2, page_size, Hkv, D]`; page_table `[rows, max_pages]` int32; items `[max_items, 8]` int32 from
-    `plan_decode`; num_items `[1]` int32 in device memory. K and V of the query token itself are already in its page.
+    `decode_items`; num_items `[1]` int32 in device memory. K and V of the query token itself are already in its page.
     On Hopper a warp-specialised kernel does it, one program per SM (`decode_hopper`); `portable` forces the Triton
     kernel here, which alone heeds `per_sm`, `block`, `stages` and `warps`.
     """

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from weft.kernels import gemm_triton
 from weft.kernels.gemm_config import GemmConfig
-from weft.kernels.gemm_launch import Launch, Workspace, check_operands, plan_launch
+from weft.kernels.gemm_launch import Launch, Workspace, check_operands, launch_of
 
 
 def product(
@@ -40,8 +40,8 @@ def matmul(
     """
     check_operands(a, weight)
     m, n, k = a.shape[0], weight.shape[0], a.shape[1]
-    launch = plan_launch(m, n, k, config, num_sms)
+    launch = launch_of(m, n, k, config, num_sms)
     if launch.config.special and out.dtype != a.dtype:  # the warp-specialised kernel writes what it reads
-        launch = plan_launch(m, n, k, GemmConfig(128, 256, 64, 3, 8), num_sms)
+        launch = launch_of(m, n, k, GemmConfig(128, 256, 64, 3, 8), num_sms)
     product("plain", launch, a, weight, out, num_tokens, space)
     return out

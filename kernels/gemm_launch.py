@@ -62,7 +62,7 @@ class Launch(NamedTuple):
     options: dict[str, int | bool]
 
 
-def plan_launch(num_tokens: int, features: int, depth: int, config: GemmConfig | None, num_sms: int) -> Launch:
+def launch_of(num_tokens: int, features: int, depth: int, config: GemmConfig | None, num_sms: int) -> Launch:
     config = config or choose(num_tokens, features, depth, num_sms)
     steps = -(-depth // config.depth)  # on the host, triton.cdiv takes microseconds
     split = config.split

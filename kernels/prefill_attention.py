@@ -1,6 +1,6 @@
 """Paged causal attention of prefill chunks with a cached prefix (twin: `reference.paged_attention`).
 
-The work is planned on the host (`plan_prefill`): tiles of at most `rows_per_tile // group` query tokens, longest
+The work is planned on the host (`prefill_items`): tiles of at most `rows_per_tile // group` query tokens, longest
 context first. On Hopper a warp-specialised kernel does it (`prefill_hopper`); the plain Triton kernel here serves
 everything else and is what the interpreter can run.
 """
@@ -84,8 +84,8 @@ def prefill_attention(
     """Attention of the chunks' rows of `q [T, Hq, D]` over their pages -> the same rows of `out [T, Hq * D]`.
 
     kv `[pages, layers, 2, page_size, Hkv, D]`, page_size 16, 32, 64 or 128; page_table `[rows, max_pages]` int32; items
-    `[max_items, 4]` int32 from `plan_prefill`; num_items `[1]` int32 in device memory. K and V of the chunk are already
-    in their pages. `portable` forces the plain Triton kernel.
+    `[max_items, 4]` int32 from `prefill_items`; num_items `[1]` int32 in device memory. K and V of the chunk are in
+    their pages already. `portable` forces the plain Triton kernel.
     """
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
     group = q.shape[1] // num_kv_heads

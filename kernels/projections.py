@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.kernels.gemm import product
 from weft.kernels.gemm_config import GemmConfig
-from weft.kernels.gemm_launch import Workspace, check_operands, plan_launch
+from weft.kernels.gemm_launch import Workspace, check_operands, launch_of
 
 
 def _parts(sumsq: Tensor) -> Tensor:
@@ -54,9 +54,9 @@ def qkv_project(
     n = weight.shape[0]
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
     sumsq = _parts(sumsq)
-    launch = plan_launch(m, n, k, config, num_sms)
+    launch = launch_of(m, n, k, config, num_sms)
     if q_norm is not None and launch.config.features < head_dim:  # the norm of a head needs all of it in one tile
-        launch = plan_launch(m, n, k, launch.config.widened(head_dim), num_sms)
+        launch = launch_of(m, n, k, launch.config.widened(head_dim), num_sms)
     if launch.config.special and q_norm is not None and head_dim != 128:  # its tiles hold no whole head
         launch = launch._replace(config=launch.config._replace(special=False))
     product(
@@ -86,7 +86,7 @@ def residual_project(
     check_operands(a, weight)
     m, k = a.shape
     n = weight.shape[0]
-    launch = plan_launch(m, n, k, config, num_sms)
+    launch = launch_of(m, n, k, config, num_sms)
     parts = -(-n // launch.config.features)
     if not x.is_contiguous():
         raise ValueError("x must be contiguous")
@@ -111,7 +111,7 @@ def gate_up_project(
     """Norm, gate-up matrix `[2 I, H]` (rows alternate), SwiGLU -> `out [T, I]`. sumsq `[parts, T]` float32."""
     check_operands(x, weight)
     sumsq = _parts(sumsq)
-    launch = plan_launch(x.shape[0], weight.shape[0], x.shape[1], config, num_sms)
+    launch = launch_of(x.shape[0], weight.shape[0], x.shape[1], config, num_sms)
     product(
         "gate_up", launch, x, weight, out, num_tokens, space, sumsq=sumsq, stride_sumsq=sumsq.stride(0), eps=eps,
         PARTS=sumsq.shape[0],

@@ -13,7 +13,7 @@ TILE_FIELDS = 4
 """of a prefill item, int32: q row of the first query, queries, tokens before the first query, page-table row"""
 
 
-def plan_decode(
+def decode_items(
     lengths: NDArray[np.integer],
     *,
     num_kv_heads: int,
@@ -56,7 +56,7 @@ def plan_decode(
     return items[np.argsort(begin - end, kind="stable")]
 
 
-def plan_prefill(
+def prefill_items(
     first_rows: NDArray[np.integer],
     queries: NDArray[np.integer],
     context: NDArray[np.integer],

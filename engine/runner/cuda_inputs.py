@@ -13,7 +13,7 @@ from weft.engine.plans.plan import MAX_NANO_BATCHES
 from weft.engine.runner.batch import Batch, sampler_names
 from weft.engine.runner.nano import Deal, deal
 from weft.engine.wire.sampling import COLUMNS
-from weft.kernels.work_lists import ITEM_FIELDS, TILE_FIELDS, TILE_ROWS, plan_decode, plan_prefill
+from weft.kernels.work_lists import ITEM_FIELDS, TILE_FIELDS, TILE_ROWS, decode_items, prefill_items
 
 RING = 4
 """pinned copies: more than iterations in flight, so that none is rewritten before its transfer is done"""
@@ -123,7 +123,7 @@ class DeviceInputs:
         """Write the batch into the next ring slot and start its transfer on the current stream.
 
         Padding tokens up to the token bucket point into the dummy page. per_sm: decode programs on each SM;
-        part_tokens: see `plan_decode`. Returns where the tokens stand.
+        part_tokens: see `decode_items`. Returns where the tokens stand.
         """
         self._turn = (self._turn + 1) % RING
         host, t, d, bucket = self._host[self._turn], batch.num_tokens, batch.num_decodes, pipeline.tokens
@@ -142,13 +142,13 @@ class DeviceInputs:
             host[name][t:bucket] = filler
         counts = host["counts"]
         for k, (nano, sms) in enumerate(zip(dealt.nano_batches, pipeline.decode_sms, strict=True)):
-            decode = plan_decode(
+            decode = decode_items(
                 batch.kv_len[nano.decodes], num_kv_heads=num_kv_heads, num_programs=sms * per_sm,
                 max_slots=self.layout.max_part_slots, part_tokens=part_tokens,
             )  # fmt: skip
             decode[:, 1] = batch.slots[nano.decodes[decode[:, 1]]]  # page tables are kept by slot
             decode[:, 0] += nano.first_decode
-            prefill = plan_prefill(
+            prefill = prefill_items(
                 nano.chunk_start, nano.chunk_len, nano.chunk_context, batch.slots[nano.chunk_rows], group=group
             )
             for name, items, at in (("decode_items", decode, _DECODE), ("prefill_items", prefill, _PREFILL)):

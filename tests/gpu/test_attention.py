@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from weft.kernels.decode_attention import decode_attention
 from weft.kernels.decode_workspace import decode_workspace
 from weft.kernels.prefill_attention import prefill_attention
-from weft.kernels.work_lists import ITEM_FIELDS, TILE_FIELDS, plan_decode, plan_prefill
+from weft.kernels.work_lists import ITEM_FIELDS, TILE_FIELDS, decode_items, prefill_items
 
 LAYERS, LAYER = 3, 1
 PORTABLE = partial(decode_attention, portable=True)
@@ -67,7 +67,7 @@ def check_decode(
 ) -> None:  # fmt: skip
     kv, table = pool(lengths, page, kv_heads, d, dtype, device)
     q = torch.randn(len(lengths) + 2, heads, d, device=device).to(dtype)
-    items = plan_decode(
+    items = decode_items(
         np.array(lengths), num_kv_heads=kv_heads, num_programs=4 * num_sms, max_slots=256, part_tokens=part_tokens
     )
     assert sum(e - b for _, _, b, e, *_ in items.tolist()) == sum(lengths)
@@ -150,7 +150,7 @@ def test_hopper_decode_does_not_depend_on_timing(device: str, num_sms: int, hopp
     count, length, page = 16, 4096, 64
     kv, table = pool([length] * count, page, 8, 128, torch.bfloat16, device)
     q = torch.randn(count, 32, 128, device=device).to(torch.bfloat16)
-    items = plan_decode(np.full(count, length), num_kv_heads=8, num_programs=4 * num_sms, max_slots=256)
+    items = decode_items(np.full(count, length), num_kv_heads=8, num_programs=4 * num_sms, max_slots=256)
     work = upload(items, ITEM_FIELDS, device)
     space = decode_workspace(256, count, 8, 4, 128, device)
     outs = []
@@ -182,7 +182,7 @@ def check_prefill(
     queries = np.array([n for _, n in chunks])
     first = np.cumsum(queries) - queries + 3
     q = torch.randn(int(queries.sum()) + 6, heads, d, device=device).to(dtype)
-    items = plan_prefill(
+    items = prefill_items(
         first, queries, np.array([c for c, _ in chunks]), np.arange(len(chunks)), group=heads // kv_heads
     )
     out = torch.full((len(q), heads * d), float("nan"), dtype=dtype, device=device)
@@ -225,15 +225,15 @@ def test_prefill_of_many_long_chunks(page: int, device: str, num_sms: int) -> No
 
 def test_plans_of_nothing_are_empty() -> None:
     none = np.zeros(0, np.int64)
-    assert plan_decode(none, num_kv_heads=8, num_programs=132, max_slots=64).shape == (0, ITEM_FIELDS)
-    assert plan_prefill(none, none, none, none, group=4).shape == (0, TILE_FIELDS)
+    assert decode_items(none, num_kv_heads=8, num_programs=132, max_slots=64).shape == (0, ITEM_FIELDS)
+    assert prefill_items(none, none, none, none, group=4).shape == (0, TILE_FIELDS)
 
 
 def test_decode_parts_fit_the_workspace_and_cover_every_token_once() -> None:
     rng = np.random.default_rng(0)
     for _ in range(200):
         lengths = rng.integers(1, 40000, rng.integers(1, 80))
-        items = plan_decode(lengths, num_kv_heads=8, num_programs=396, max_slots=64)
+        items = decode_items(lengths, num_kv_heads=8, num_programs=396, max_slots=64)
         begin, end = items[:, 2], items[:, 3]
         assert (np.diff(end - begin) <= 0).all()
         split = items[items[:, 5] > 1]

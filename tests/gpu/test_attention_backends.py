@@ -14,7 +14,7 @@ from weft.kernels.attention import AttentionShape
 from weft.kernels.attention_backends import make_host_attention
 from weft.kernels.attention_triton import TritonAttention, TritonStep
 from weft.kernels.decode_workspace import decode_workspace
-from weft.kernels.work_lists import plan_decode, plan_prefill
+from weft.kernels.work_lists import decode_items, prefill_items
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DECODES, CHUNKS = [1, 64, 65, 300, 1000], [(0, 33), (100, 28), (256, 300), (640, 1)]
@@ -27,10 +27,12 @@ def shape_of(it: Iteration) -> AttentionShape:
 def triton_step(it: Iteration, num_sms: int) -> TritonStep:
     requests, shape = it.requests, shape_of(it)
     d, device = requests.num_decodes, it.q.device
-    decode = plan_decode(requests.kv_len[:d], num_kv_heads=shape.num_kv_heads, num_programs=4 * num_sms, max_slots=1024)
+    decode = decode_items(
+        requests.kv_len[:d], num_kv_heads=shape.num_kv_heads, num_programs=4 * num_sms, max_slots=1024
+    )
     starts = np.cumsum(requests.query_len) - requests.query_len
     rows = np.arange(len(requests.query_len))
-    prefill = plan_prefill(
+    prefill = prefill_items(
         starts[d:], requests.query_len[d:], (requests.kv_len - requests.query_len)[d:], rows[d:], group=shape.group
     )
     space = decode_workspace(1024, max(d, 1), shape.num_kv_heads, shape.group, shape.head_dim, device)

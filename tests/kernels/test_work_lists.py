@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.kernels.work_lists import TILE_ROWS, plan_decode, plan_prefill
+from weft.kernels.work_lists import TILE_ROWS, decode_items, prefill_items
 
 lengths = st.lists(st.integers(1, 5000), max_size=60)
 
@@ -15,7 +15,7 @@ lengths = st.lists(st.integers(1, 5000), max_size=60)
 def test_decode_items_cover_every_request_once_longest_first(
     requests: list[int], kv_heads: int, programs: int, part_tokens: int
 ) -> None:
-    items = plan_decode(
+    items = decode_items(
         np.array(requests), num_kv_heads=kv_heads, num_programs=programs, max_slots=512, part_tokens=part_tokens
     )
     covered: dict[int, list[tuple[int, int]]] = {}
@@ -40,7 +40,7 @@ def test_decode_items_cover_every_request_once_longest_first(
 @given(lengths.filter(len), st.integers(1, 4000))
 def test_with_fixed_parts_a_requests_cut_does_not_depend_on_its_neighbours(others: list[int], own: int) -> None:
     def cut(requests: list[int]) -> set[tuple[int, int]]:
-        items = plan_decode(np.array(requests), num_kv_heads=8, num_programs=528, max_slots=4096, part_tokens=1024)
+        items = decode_items(np.array(requests), num_kv_heads=8, num_programs=528, max_slots=4096, part_tokens=1024)
         return {(begin, end) for row, _, begin, end, *_ in items.tolist() if row == len(requests) - 1}
 
     assert cut([*others, own]) == cut([own])
@@ -57,7 +57,7 @@ def test_prefill_tiles_cover_every_query_once_and_begin_at_absolute_places(
     first = np.cumsum(queries) - queries
     per_tile = TILE_ROWS // group
     seen: dict[tuple[int, int], int] = {}
-    for row, count, start, page_row in plan_prefill(
+    for row, count, start, page_row in prefill_items(
         first, queries, context, np.arange(len(parts)), group=group
     ).tolist():
         assert count >= 1

@@ -24,7 +24,7 @@ from weft.server.api import ui
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
 
-FOLDER = Path(ui.__file__).with_name("ui")
+FOLDER = Path(ui.__file__).with_name("ui_files")
 SEND_SHOWN = "!document.querySelector('#send').hidden"
 
 
