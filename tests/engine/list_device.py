@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -16,6 +17,7 @@ import xxhash
 from weft.engine.memory.pages import DUMMY_PAGE, PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
 from weft.engine.runner.batch import Batch, StepResult
+from weft.engine.scheduling.admission import OutputLengths
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.slots import SlotTable
@@ -101,7 +103,7 @@ class ListEngine:
             prefix_caching=prefix_caching,
             chunk_step=chunk_step,
         )
-        self.scheduler.output_lengths._sum, self.scheduler.output_lengths._count = 0.0, 1e30
+        self.scheduler.output_lengths = OutputLengths(mean=0.0, weight=1e30)
         self.device = ListDevice(capacity + 1, page_size, slots)
         self.launched: deque[Batch] = deque()
         self.requests: list[Request] = []
@@ -119,13 +121,14 @@ class ListEngine:
         salt: str = "",
         stop: int | None = None,
         leader: int = -1,
+        **params: Any,
     ) -> Request:
         handle = len(self.requests)
         request = Request(
             handle=handle,
             token_ids=np.array(prompt, np.int32),
             prompt_len=len(prompt),
-            params=SamplingParams(max_tokens=max_tokens),
+            params=SamplingParams(max_tokens=max_tokens, **params),
             max_total_tokens=len(prompt) + max_tokens,
             priority=priority,
             order=handle,

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from list_device import ListEngine
 
+from weft.engine.scheduling.admission import OutputLengths
 from weft.engine.wire.sampling import SamplingParams
 
 
@@ -54,6 +55,16 @@ def test_idle_pages_of_the_beginning_are_not_counted_as_room_beside_it() -> None
     assert engine.launch() == [other.handle]
     assert request.waiting
     engine.complete()
+    engine.run()
+
+
+def test_a_request_that_is_expected_to_outgrow_the_pool_with_the_others_waits() -> None:
+    engine = ListEngine(8, prefix_caching=False)
+    engine.scheduler.output_lengths = OutputLengths(mean=7.0, weight=1e30)
+    engine.add([5, 6, 7], 9, stop=-9)
+    request = engine.add([6, 7, 8], 9, stop=-9)
+    assert engine.step() == [0]
+    assert request.waiting, "two times ten tokens are ten pages"
     engine.run()
 
 

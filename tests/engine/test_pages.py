@@ -112,6 +112,17 @@ def test_a_parent_outlives_a_child_that_was_used_later() -> None:
     assert len(entries(pool, 1, 2)) == 1
 
 
+def test_the_end_of_a_chain_goes_first_though_a_lower_tier_has_it_all() -> None:
+    pool = make(3)
+    cached(pool, 1, 2)
+    pages = pool.pin(entries(pool, 1, 2))
+    for slot, entry in enumerate(entries(pool, 1, 2)):
+        pool.index.set_host(entry, slot)
+    pool.release(pages)
+    pool.allocate(2)
+    assert [entry.page for entry in entries(pool, 1, 2)] == [pages[0], -1]
+
+
 def test_when_no_page_can_be_spared_the_oldest_goes() -> None:
     pool = make(2)
     pages = cached(pool, 1, 2)

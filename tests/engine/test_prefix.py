@@ -231,6 +231,24 @@ def test_a_tier_is_told_of_what_it_can_spare_now() -> None:
     index.check()
 
 
+@pytest.mark.parametrize("tier", ["host", "extent"])
+def test_a_tier_is_told_of_a_parent_whose_child_left_it(tier: str) -> None:
+    index = PrefixIndex("m")
+    parent, child = publish(index, 1, 2, 3, 4)
+    assert parent is not None
+    assert child is not None
+    move = {"host": index.set_host, "extent": index.set_extent}[tier]
+    if tier == "extent":
+        index.set_host(child, 0)  # so that it stays in a lower tier
+    move(parent, 1)
+    move(child, 2)
+    told: list[PrefixEntry] = []
+    index.on_spared = told.append
+    move(child, -1)
+    assert told == [parent, child]
+    index.check()
+
+
 def test_clearing_forgets_everything_once() -> None:
     index = PrefixIndex("m")
     chain = publish(index, 1, 2, 3, 4)
@@ -262,3 +280,12 @@ def publish_until_refused(index: PrefixIndex, tokens: list[int], salt: str) -> N
             return
         if not parent.anywhere:
             index.set_page(parent, 1 + len(index))
+
+
+def test_a_use_is_later_than_everything_before_it() -> None:
+    index = PrefixIndex("m")
+    first, second = publish(index, 1, 2, 3, 4), publish(index, 5, 6)
+    index.use(second)  # type: ignore[arg-type]
+    index.use(first)  # type: ignore[arg-type]
+    used = [entry.used for entry in (*first, *second) if entry is not None]
+    assert used[0] == used[1] == index.clock > used[2] > 0

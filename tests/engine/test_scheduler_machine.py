@@ -56,6 +56,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.computed: deque[StepResult] = deque()
         self.step_number = 0
         self.prompts: dict[int, tuple[list[int], int, int]] = {}
+        self.requests_made: dict[int, Request] = {}
         self.output: dict[int, list[int]] = {}
         self.salts: dict[int, str] = {}
         self.finish: dict[int, Finish] = {}
@@ -83,22 +84,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.prompts[handle] = (prompt, max_tokens, END if stops else -1)
         self.output[handle] = []
         self.salts[handle] = salt
-        self.scheduler.add(
-            Request(
-                handle=handle,
-                token_ids=np.array(prompt, np.int32),
-                prompt_len=len(prompt),
-                params=SamplingParams(max_tokens=max_tokens),
-                max_total_tokens=min(len(prompt) + max_tokens, MAX_LEN),
-                priority=priority,
-                order=handle,
-                arrival=0.0,
-                salt=salt,
-                stop_ids=(END,) if stops else (),
-                seed=handle,
-                leader=leader,
-            )
+        request = self.requests_made[handle] = Request(
+            handle=handle,
+            token_ids=np.array(prompt, np.int32),
+            prompt_len=len(prompt),
+            params=SamplingParams(max_tokens=max_tokens),
+            max_total_tokens=min(len(prompt) + max_tokens, MAX_LEN),
+            priority=priority,
+            order=handle,
+            arrival=0.0,
+            salt=salt,
+            stop_ids=(END,) if stops else (),
+            seed=handle,
+            leader=leader,
         )
+        self.scheduler.add(request)
         return handle
 
     @rule()
@@ -156,6 +156,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt, max_tokens, stop = self.prompts[handle]
             if token >= 0:
                 out = self.output[handle]
+                assert self.requests_made[handle].scheduled_at, "a token of a request that never began"
                 assert token == next_token(prompt + out), "a token that the prompt does not explain"
                 out.append(token)
                 at_limit = len(prompt) + len(out) >= min(len(prompt) + max_tokens, MAX_LEN)

@@ -135,6 +135,34 @@ def test_decodes_come_before_prompts_and_leave_them_the_rest_of_the_budget() -> 
     engine.run()
 
 
+def test_nobody_is_admitted_to_an_iteration_without_room() -> None:
+    engine = ListEngine(32, budget=4, prefix_caching=False)
+    first, second = engine.add([5, 6, 7, 8], 2), engine.add([6, 7, 8, 9], 2)
+    assert engine.step() == [first.handle]
+    assert (second.waiting, engine.pool.num_held) == (True, 2)
+    engine.run()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"capacity": 32, "slots": 1}, "slots"),
+        ({"capacity": 3}, "pages"),
+        ({"capacity": 32, "budget": 4}, "tokens"),
+        ({"capacity": 32, "budget": 6, "chunk_step": 4}, "tokens"),
+    ],
+)
+def test_the_queue_knows_what_its_head_lacked(options: dict[str, int], reason: str) -> None:
+    engine = ListEngine(prefix_caching=False, **options)  # type: ignore[arg-type]
+    for _ in range(4):
+        engine.add([5, 6, 7, 8], 2)
+    engine.step()
+    queue = engine.scheduler.stats().queue
+    assert {name for name, count in queue.items() if count} == {reason}
+    assert sum(queue.values()) == engine.scheduler.num_waiting > 0
+    engine.run()
+
+
 def test_siblings_wait_for_their_leader_only_while_its_prompt_is_not_computed() -> None:
     engine = ListEngine(32)
     engine.add([5, 6, 7, 8, 9], 4)

@@ -198,7 +198,6 @@ class TierMachine(SchedulerMachine):
             self.copies.under_way.pop(0).end(False)
         while self.store.under_way:
             self.store.end(self.store.under_way[0], Outcome.DONE)
-        self.scheduler._take_loaded()
         return self.tiers.num_transfers > 0
 
     def teardown(self) -> None:

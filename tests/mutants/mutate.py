@@ -2,7 +2,8 @@
 
 Each mutant runs in a process forked from one that has imported the libraries and nothing of weft; there the module's
 changed source is imported instead of the file, so the working tree stays as it is. Verdicts are kept in
-build/mutants.json and stay valid while the module and its tests do: a run that was broken off goes on.
+build/mutants.json, so that a run that was broken off goes on: they stand while the module stays as it is, and those
+that say "survived" while the tests do, too.
 
 Fails when a mutant survives that equivalent.md does not explain, and when that file explains one that is not there.
 """
@@ -49,7 +50,7 @@ MACHINE = "tests/engine/test_scheduler_machine.py"
 TIER_MACHINE = "tests/engine/test_tier_machine.py"
 NEAREST: dict[str, tuple[str, ...]] = {
     "engine/scheduling/scheduler.py": (
-        *ORDER, "tests/engine/test_scheduler_chunks.py", MACHINE, TIER_MACHINE,
+        *ORDER, "tests/engine/test_scheduler_chunks.py", "tests/engine/test_commit.py", MACHINE, TIER_MACHINE,
     ),
     "engine/memory/pages.py": ("tests/engine/test_pages.py", *ORDER, MACHINE),
     "engine/memory/prefix_index.py": (
@@ -60,7 +61,7 @@ NEAREST: dict[str, tuple[str, ...]] = {
     ),
     "engine/scheduling/fences.py": ("tests/engine/test_fences.py", *ORDER, MACHINE),
     "engine/scheduling/admission.py": ("tests/engine/test_admission.py", *ORDER),
-    "engine/scheduling/build.py": ("tests/engine/test_build.py", *ORDER, "tests/engine/test_sampling.py"),
+    "engine/scheduling/build.py": ("tests/engine/test_build.py", "tests/engine/test_grammar.py"),
     "engine/memory/tiers.py": ("tests/engine/test_loads.py", TIER_MACHINE, "tests/engine/test_tiers.py"),
     "server/text/stops.py": ("tests/server/test_stops.py",),
     "server/text/detokenizer.py": ("tests/server/test_detokenizer.py",),
@@ -72,6 +73,9 @@ class Task(NamedTuple):
     path: str
     mutant: Mutant
     key: str
+    """of the mutant and the module's source"""
+    tests: str
+    """of the tests that are run"""
 
     @property
     def text(self) -> str:
@@ -148,7 +152,7 @@ def run(tasks: list[Task], limits: dict[str, float], jobs: int, verdicts: dict[s
                     kill(child)
                 verdict = "timeout" if not ended else "killed" if status else "survived"
                 del running[child]
-                verdicts[task.key] = verdict
+                verdicts[task.key] = f"survived {task.tests}" if verdict == "survived" else verdict
                 done += 1
                 print(f"[{done}/{len(tasks)}] {verdict:8} {task.text.replace(chr(10), ' ')}", flush=True)
                 VERDICTS.write_text(json.dumps(verdicts, indent=0))
@@ -157,16 +161,19 @@ def run(tasks: list[Task], limits: dict[str, float], jobs: int, verdicts: dict[s
             kill(child)
 
 
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
 def collect(paths: list[str]) -> list[Task]:
     tasks = []
     helpers = sorted(path for folder in ("engine", "server") for path in (ROOT / "tests" / folder).glob("[!t]*.py"))
     for path in paths:
         source = (ROOT / path).read_text()
         read = [ROOT / test for test in NEAREST[path]] + helpers
-        version = hashlib.sha256(b"".join([source.encode(), *(p.read_bytes() for p in read)])).hexdigest()[:16]
+        tests = _digest(b"".join(p.read_bytes() for p in read))
         for mutant in mutants(source, skip=SKIPPED_FUNCTIONS):
-            key = hashlib.sha256(repr((version, path, *mutant[:4])).encode()).hexdigest()[:24]
-            tasks.append(Task(path, mutant, key))
+            tasks.append(Task(path, mutant, _digest(repr((source, path, *mutant[:4])).encode()), tests))
     return tasks
 
 
@@ -179,14 +186,20 @@ def explained() -> dict[str, str]:
     return reasons
 
 
+def verdict_of(task: Task, verdicts: dict[str, str]) -> str:
+    """ "" when there is none, or one that other tests gave."""
+    verdict, _, tests = verdicts.get(task.key, "").partition(" ")
+    return verdict if tests in ("", task.tests) else ""
+
+
 def report(tasks: list[Task], verdicts: dict[str, str], known: dict[str, str]) -> list[Task]:
     """Print the score of each module; returns the survivors that nobody explained."""
     print(f"\n| {'module':22} | mutants | run | killed | timed out | equivalent | unexplained |")
     print("|---|---|---|---|---|---|---|")
-    left = [t for t in tasks if verdicts.get(t.key) == "survived" and t.text not in known]
+    left = [t for t in tasks if verdict_of(t, verdicts) == "survived" and t.text not in known]
     for path in dict.fromkeys(t.path for t in tasks):
         of_module = [t for t in tasks if t.path == path]
-        counts = Counter(verdicts[t.key] for t in of_module if t.key in verdicts)
+        counts = Counter(verdict for t in of_module if (verdict := verdict_of(t, verdicts)))
         unknown = sum(t.path == path for t in left)
         cells = (counts.total(), counts["killed"], counts["timeout"], counts["survived"] - unknown, unknown)
         print(f"| {path:22} | {len(of_module)} | {' | '.join(map(str, cells))} |")
@@ -214,7 +227,7 @@ def main() -> int:
             of_module = [t for t in tasks if t.path == path]
             if args.sample is not None:
                 of_module = random.Random(args.seed).sample(of_module, min(args.sample, len(of_module)))
-            chosen += [t for t in of_module if t.key not in verdicts]
+            chosen += [t for t in of_module if not verdict_of(t, verdicts)]
         for name in LIBRARIES:
             importlib.import_module(name)
         limits = {path: 20 + 4 * baseline(path) for path in dict.fromkeys(t.path for t in chosen)}

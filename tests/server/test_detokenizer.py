@@ -143,6 +143,21 @@ def test_window_gives_no_text_for_tokens_that_have_none() -> None:
     assert [detokenizer.feed(i) for i in (1, 9, 2, 9, 1, 2)] == ["", "", "b", "", "", "b"]
 
 
+def test_window_keeps_its_context_over_tokens_that_have_no_text() -> None:
+    pieces = [" a", "", " b"]
+    # Like decoders that drop the first space of a text: without the token before, " b" would be "b".
+    detokenizer = WindowDetokenizer(lambda ids: "".join(pieces[i] for i in ids).removeprefix(" "), (), ())
+    assert [detokenizer.feed(i) for i in (0, 1, 2)] == ["a", "", " b"]
+
+
+def test_first_space_is_dropped_behind_tokens_that_have_no_bytes() -> None:
+    class Bytes(list[bytes]):
+        strips_space = True
+
+    detokenizer = ByteDetokenizer(Bytes([b"", b" a"]), (), at_start=True)  # type: ignore[arg-type]
+    assert [detokenizer.feed(i) for i in (0, 1, 1)] == ["", "a", " a"]
+
+
 def test_window_never_grows_on_endless_broken_bytes() -> None:
     lengths: list[int] = []
 

@@ -1,0 +1,164 @@
+"""What an iteration leaves behind: counters, states, and the events of those that ended."""
+
+from __future__ import annotations
+
+import pytest
+from list_device import ListEngine
+
+from weft.engine.scheduling.admission import OutputLengths
+from weft.engine.wire.messages import Finish
+
+
+def test_a_scheduler_that_has_done_nothing_has_counted_nothing() -> None:
+    stats = ListEngine(8).scheduler.stats()
+    counts = (
+        stats.preemptions,
+        stats.prompt_tokens,
+        stats.generation_tokens,
+        stats.decode_tokens,
+        stats.prefill_tokens,
+    )
+    assert counts == (0, 0, 0, 0, 0)
+    assert (stats.running, stats.waiting, stats.waiting_tokens, stats.pages_held, stats.pages_cached) == (0, 0, 0, 0, 0)
+
+
+def test_tokens_are_counted_as_they_are_committed() -> None:
+    engine = ListEngine(16)
+    engine.add([5, 6, 7], 4)
+    engine.add([6, 7, 8, 9], 2)
+    seen = []
+    while engine.scheduler.num_requests:
+        engine.launch()
+        before = engine.scheduler.stats()
+        engine.complete()
+        after = engine.scheduler.stats()
+        seen.append((after.prefill_tokens, after.decode_tokens, after.generation_tokens))
+        assert after.generation_tokens > before.generation_tokens
+    assert seen == [(7, 0, 2), (7, 2, 4), (7, 3, 5), (7, 4, 6)]
+    stats = engine.scheduler.stats()
+    assert (stats.prompt_tokens, stats.prefix_queried_tokens, stats.prefix_hit_tokens) == (7, 7, 0)
+    assert (stats.pages_total, stats.pages_cached) == (16, len(engine.pool.index))
+
+
+def test_requests_are_counted_where_they_are() -> None:
+    engine = ListEngine(16, slots=1)
+    engine.add([5, 6, 7], 4)
+    engine.add([6, 7, 8, 9], 2)
+    engine.launch()
+    stats = engine.scheduler.stats()
+    assert (stats.running, stats.waiting, stats.waiting_tokens) == (1, 1, 4)
+    assert stats.queue == {"slots": 1, "pages": 0, "tokens": 0, "sibling": 0, "load": 0, "grammar": 0}
+    assert stats.pages_held == 2
+    engine.complete()
+    engine.run()
+    assert engine.scheduler.stats().queue["slots"] == 0
+
+
+def test_a_prompt_is_accounted_for_once_whatever_preempts_it() -> None:
+    engine = ListEngine(16)
+    engine.add([5, 6, 7], 4)
+    engine.step()
+    engine.scheduler._preempt_one()
+    engine.run()
+    stats = engine.scheduler.stats()
+    assert (stats.preemptions, stats.prompt_tokens, stats.prefix_queried_tokens) == (1, 3, 3)
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_an_aborted_request_ends_once(launched: bool) -> None:
+    engine = ListEngine(16)
+    request = engine.add([5, 6, 7], 4)
+    engine.step()
+    if launched:
+        engine.launch()
+    engine.scheduler.abort(request.handle)
+    engine.scheduler.abort(request.handle)
+    assert request.ended
+    assert engine.scheduler.num_requests == 0
+    assert engine.scheduler.has_events()
+    events = engine.scheduler.idle_events()
+    assert (events.handles.tolist(), events.finish.tolist()) == ([request.handle], [Finish.ABORT])
+    assert not engine.scheduler.has_events()
+    assert engine.pool.num_held == (2 if launched else 0), "pages that a launched step reads stay"
+    if launched:
+        engine.complete()
+    assert engine.pool.num_held == 0
+    assert engine.output[request.handle] == engine.output[request.handle][:1], "what comes after the end is dropped"
+
+
+def test_an_aborted_waiting_request_leaves_the_queue() -> None:
+    engine = ListEngine(16, slots=1)
+    engine.add([5, 6, 7], 2)
+    second, third = engine.add([6, 7, 8], 2), engine.add([7, 8, 9], 2)
+    engine.step()
+    engine.scheduler.abort(second.handle)
+    assert (second.ended, engine.scheduler.num_waiting) == (True, 1)
+    engine.run()
+    assert engine.started == [0, third.handle]
+
+
+def test_output_lengths_are_learnt_from_what_finishes() -> None:
+    engine = ListEngine(16)
+    lengths = engine.scheduler.output_lengths = OutputLengths(mean=0.0, weight=1.0)
+    engine.add([5, 6, 7], 4)
+    engine.add([5, 6, 7], 2)
+    engine.run()
+    # the prior and the first fade; whichever of the two ends first
+    assert lengths.mean == pytest.approx((2 * 0.999 + 4) / ((0.999 + 1) * 0.999 + 1))
+
+
+def test_counts_of_a_penalty_are_set_when_its_request_starts_and_when_it_starts_again() -> None:
+    engine = ListEngine(16)
+    plain, counted = engine.add([5, 6, 7], 9), engine.add([6, 7, 8], 9, presence_penalty=0.5)
+    engine.launch()
+    (reset,) = engine.launched[0].count_resets
+    assert (reset.slot, reset.prompt.tolist(), reset.output.tolist()) == (counted.slot, [6, 7, 8], [])
+    engine.complete()
+    engine.launch()
+    assert engine.launched[0].count_resets == ()
+    engine.complete()
+    engine.scheduler._preempt_one()
+    engine.launch()
+    (reset,) = engine.launched[0].count_resets
+    assert (reset.prompt.tolist(), reset.output.tolist()) == ([6, 7, 8], engine.output[counted.handle])
+    assert plain.slot != counted.slot
+    engine.complete()
+
+
+def test_counts_of_a_request_that_ended_before_it_ran_are_not_set() -> None:
+    engine = ListEngine(16, slots=1)
+    request = engine.add([6, 7, 8], 9, presence_penalty=0.5)
+    # Admitted and not launched, as when its beginning is still being loaded.
+    assert engine.scheduler._admit(request) is not None
+    engine.scheduler.abort(request.handle)
+    engine.add([5, 6, 7], 9)
+    engine.launch()
+    assert engine.launched[0].count_resets == ()
+    engine.complete()
+
+
+def test_iterations_of_half_the_budget_and_more_tell_how_fast_prefill_is() -> None:
+    class Watched:
+        """Tiers that only note what they are told of an iteration."""
+
+        def __init__(self) -> None:
+            self.speeds, self.told = self, []  # type: ignore[var-annotated]
+
+        def pump(self) -> list[None]:
+            return []
+
+        def transfer_pages(self) -> list[int]:
+            return []
+
+        def check(self) -> None:
+            pass
+
+        def computed(self, tokens: int, _seconds: float, full: bool) -> None:
+            self.told.append((tokens, full))
+
+    engine = ListEngine(64, budget=8, prefix_caching=False)
+    engine.scheduler.tiers = tiers = Watched()  # type: ignore[assignment]
+    for length in (3, 4, 8):
+        engine.add([5] * length, 1)
+        engine.step()
+    assert tiers.told == [(3, False), (4, True), (8, True)]
