@@ -175,8 +175,12 @@ class ListEngine:
                 break
         assert not self.scheduler.num_requests, "the scheduler makes no progress"
         self.scheduler.idle_events()
+        self.settle()
         assert self.pool.num_held == 0
         for request in self.requests:
             prompt = request.token_ids[: request.prompt_len].tolist()
             got = self.output[request.handle]
             assert got == continuation(prompt, len(got)), "a token that the prompt does not explain"
+
+    def settle(self) -> None:
+        """Let what runs beside the iterations end."""

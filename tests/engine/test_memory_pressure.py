@@ -10,6 +10,21 @@ from weft.engine.scheduling.admission import OutputLengths
 from weft.engine.wire.sampling import SamplingParams
 
 
+def test_pages_that_another_request_holds_are_no_room_to_be_pinned() -> None:
+    engine = ListEngine(4)
+    engine.add([5, 6, 7, 8, 9], 1, stop=-9)
+    engine.add([5, 6, 7, 8, 4], 1, leader=0, stop=-9)
+    engine.launch()
+    engine.complete()
+    first = engine.add([5, 6, 7, 8, 9], 2, stop=-9)
+    engine.step()
+    request = engine.add([5, 6, 7, 8, 3], 1, stop=-9)
+    assert (first.waiting, engine.pool.num_held) == (False, 3)
+    # One page is left, and one is all it takes beside the two that the first holds.
+    assert request.handle in engine.step()
+    engine.run()
+
+
 @pytest.mark.parametrize("others", [0, 1, 2])
 def test_a_request_that_needs_all_pages_that_are_left_is_admitted(others: int) -> None:
     engine = ListEngine(4 + others, prefix_caching=False)

@@ -46,23 +46,24 @@ PYTEST_OPTIONS = (
 """Only the plugins that the tests need: whatever else is installed would be imported in every process."""
 
 ORDER = ("tests/engine/test_scheduling_order.py", "tests/engine/test_memory_pressure.py")
+REUSE = "tests/engine/test_prefix_reuse.py"
 MACHINE = "tests/engine/test_scheduler_machine.py"
 TIER_MACHINE = "tests/engine/test_tier_machine.py"
 NEAREST: dict[str, tuple[str, ...]] = {
     "engine/scheduling/scheduler.py": (
-        *ORDER, "tests/engine/test_scheduler_chunks.py", "tests/engine/test_commit.py", MACHINE, TIER_MACHINE,
+        *ORDER, "tests/engine/test_scheduler_chunks.py", "tests/engine/test_commit.py", REUSE, MACHINE, TIER_MACHINE,
     ),
     "engine/memory/pages.py": ("tests/engine/test_pages.py", *ORDER, MACHINE),
     "engine/memory/prefix_index.py": (
         "tests/engine/test_prefix.py", "tests/engine/test_pages.py", *ORDER, MACHINE, TIER_MACHINE,
     ),
     "engine/scheduling/prefix_reuse.py": (
-        "tests/engine/test_prefix.py", *ORDER, "tests/engine/test_loads.py", MACHINE, TIER_MACHINE,
+        "tests/engine/test_prefix.py", REUSE, *ORDER, "tests/engine/test_loads.py", MACHINE, TIER_MACHINE,
     ),
     "engine/scheduling/fences.py": ("tests/engine/test_fences.py", *ORDER, MACHINE),
     "engine/scheduling/admission.py": ("tests/engine/test_admission.py", *ORDER),
     "engine/scheduling/build.py": ("tests/engine/test_build.py", "tests/engine/test_grammar.py"),
-    "engine/memory/tiers.py": ("tests/engine/test_loads.py", TIER_MACHINE, "tests/engine/test_tiers.py"),
+    "engine/memory/tiers.py": (REUSE, "tests/engine/test_loads.py", TIER_MACHINE, "tests/engine/test_tiers.py"),
     "server/text/stops.py": ("tests/server/test_stops.py",),
     "server/text/detokenizer.py": ("tests/server/test_detokenizer.py",),
 }  # fmt: skip

@@ -1,0 +1,207 @@
+"""Requests whose beginning lies in a lower tier: what they wait for, what they get, and what an abort leaves behind."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from list_device import ListEngine
+from test_tier_machine import ListCopies
+
+from weft.engine.memory.prefix_index import NOWHERE, PrefixEntry
+from weft.engine.memory.tiers import Tiers
+from weft.engine.scheduling.slots import Phase
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11]  # three full pages and a token
+
+
+class TieredEngine(ListEngine):
+    """With a host pool whose copies end when the test says so. Every prefix is worth loading, up to `worthwhile`."""
+
+    def __init__(self, capacity: int, *, slots: int = 4) -> None:
+        super().__init__(capacity, slots=slots)
+        self.copies = ListCopies(self.device)
+        self.tiers = Tiers(self.pool, self.copies, 5, None)
+        self.worthwhile = 99
+        self.tiers.speeds.worthwhile = lambda entries, *_: min(len(entries), self.worthwhile)  # type: ignore[method-assign]
+        self.scheduler.tiers = self.scheduler.prefixes._tiers = self.tiers
+
+    def end_copies(self, *, failed: bool = False) -> None:
+        while self.copies.under_way:
+            self.copies.under_way.pop(0).end(failed)
+
+    def step(self) -> list[int]:
+        handles = super().step()
+        self.end_copies()
+        return handles
+
+    def settle(self) -> None:
+        self.tiers.pump()
+        while self.copies.under_way:
+            self.end_copies()
+            self.tiers.pump()
+
+    def store(self, prompt: list[int]) -> list[PrefixEntry]:
+        """Compute a prompt and leave its pages on the host alone; returns their entries."""
+        self.add(prompt, 1)
+        self.run()
+        self.pool.evict_all()
+        entries = list(self.pool.index.entries())
+        assert all(entry.page == NOWHERE and entry.host >= 0 for entry in entries)
+        stats = self.tiers.stats()["host"]
+        assert (stats.bytes_in, stats.bytes_out) == (len(entries) * self.copies.page_bytes, 0)
+        return entries
+
+
+def test_a_request_runs_once_its_beginning_has_been_loaded() -> None:
+    engine = TieredEngine(12)
+    engine.store(PROMPT)
+    before = engine.scheduler.prompt_tokens
+    request = engine.add(PROMPT, 3)
+    assert engine.launch() == []
+    assert (engine.scheduler.slots.phase[request.slot], request.scheduled_at) == (Phase.LOADING, 0.0)
+    assert request.loading is not None
+    assert request.loading.remaining == 3
+    assert engine.scheduler.stats().queue["load"] == 1
+    assert engine.scheduler.prompt_tokens == before
+    assert engine.launch() == [], "it is not started twice"
+    engine.end_copies()
+    assert engine.launch() == [request.handle]
+    assert engine.launched[0].query_len.tolist() == [1]
+    assert (engine.scheduler.slots.phase[request.slot], request.loading) == (Phase.DECODE, None)
+    assert (request.hits, request.cached_tokens) == ((0, 6, 0), 6)
+    assert engine.tiers.speeds.bytes_per_second["host"] == 3 * engine.copies.page_bytes, "each copy takes a second"
+    assert engine.tiers.stats()["host"].bytes_out == 3 * engine.copies.page_bytes
+    assert engine.scheduler.prompt_tokens == before + len(PROMPT)
+    engine.complete()
+    engine.run()
+
+
+def test_a_load_that_fails_is_a_miss_and_the_request_is_computed() -> None:
+    engine = TieredEngine(12)
+    engine.store(PROMPT)
+    request = engine.add(PROMPT, 3)
+    engine.launch()
+    speed = engine.tiers.speeds.bytes_per_second["host"]
+    engine.end_copies(failed=True)
+    assert engine.launch() == [request.handle]
+    assert engine.tiers.speeds.bytes_per_second["host"] == speed
+    assert engine.tiers.stats()["host"].failures == 3
+    assert engine.launched[0].query_len.tolist() == [7]
+    assert request.hits == (0, 0, 0)
+    engine.complete()
+    engine.run()
+
+
+def test_what_is_forgotten_while_it_is_loaded_serves_its_request_and_nobody_else() -> None:
+    engine = TieredEngine(12)
+    engine.store(PROMPT)
+    request = engine.add(PROMPT, 1)
+    engine.launch()
+    engine.scheduler.reset_cache()
+    engine.end_copies()
+    assert engine.launch() == [request.handle]
+    assert len(engine.pool.index) == 0
+    engine.complete()
+    engine.run()
+
+
+def test_an_abort_while_loading_leaves_the_slot_to_others_and_the_pages_to_the_copy() -> None:
+    engine = TieredEngine(12, slots=1)
+    engine.store(PROMPT)
+    request = engine.add(PROMPT, 3)
+    engine.launch()
+    loading = request.loading
+    assert loading is not None
+    engine.scheduler.abort(request.handle)
+    assert (loading.slot, request.loading, request.slot) == (-1, None, -1)
+    assert engine.pool.num_held == 3
+    other = engine.add([1, 2, 3], 4)
+    assert engine.launch() == [other.handle]
+    engine.complete()
+    engine.end_copies()
+    assert engine.launch() == [other.handle]
+    assert engine.scheduler.slots.phase[other.slot] == Phase.DECODE
+    engine.complete()
+    engine.run()
+
+
+def test_a_preemption_while_loading_is_served_by_the_same_load() -> None:
+    engine = TieredEngine(12)
+    engine.store(PROMPT)
+    request = engine.add(PROMPT, 3)
+    engine.launch()
+    engine.scheduler._preempt_one()
+    assert (request.waiting, len(engine.copies.under_way)) == (True, 1)
+    assert engine.launch() == []
+    assert len(engine.copies.under_way) == 1, "nothing is loaded twice"
+    engine.end_copies()
+    assert engine.launch() == [request.handle]
+    engine.complete()
+    engine.run()
+
+
+def test_a_page_that_is_on_the_gpu_already_is_not_waited_for() -> None:
+    engine = TieredEngine(14)
+    first, second, third = engine.store(PROMPT)
+    engine.worthwhile = 1
+    one = engine.add(PROMPT[:3], 1)
+    engine.launch()
+    assert one.loading is not None
+    # Somebody computes the page while it is being loaded.
+    (page,) = engine.pool.allocate(1)
+    engine.device.kv[page] = engine.copies.host[first.host]
+    engine.pool.adopt(first, int(page))
+    engine.worthwhile = 99
+    two = engine.add(PROMPT, 1)
+    engine.scheduler.schedule(99)
+    assert two.loading is not None
+    assert (two.loading.remaining, *(engine.tiers.coming(e) is not None for e in (second, third))) == (2, True, True)
+    engine.pool.release(np.array([page], np.int32))
+    engine.end_copies()
+    engine.run()
+
+
+def test_a_chain_is_cut_where_loading_its_rest_is_not_worth_it() -> None:
+    engine = TieredEngine(14)
+    engine.store(PROMPT)
+    engine.worthwhile = 1
+    engine.add(PROMPT[:3], 1)
+    engine.launch()
+    engine.end_copies()
+    engine.run()
+    # One page is on the GPU, two are on the host.
+    request = engine.add(PROMPT, 1)
+    assert engine.launch() == [request.handle]
+    assert request.hits == (2, 0, 0)
+    engine.complete()
+    engine.run()
+
+
+def test_a_page_is_used_when_it_is_published() -> None:
+    engine = TieredEngine(12)
+    engine.store([1, 2, 3])
+    request = engine.add(PROMPT, 4)
+    engine.launch()
+    engine.complete()
+    assert request.last_entry is not None
+    assert request.last_entry.used == engine.pool.index.clock > 0
+    engine.run()
+
+
+def test_only_prompts_that_are_not_computed_yet_make_the_processor_busy() -> None:
+    engine = TieredEngine(40)
+    slots = engine.scheduler.slots
+    for phase, scheduled in ((Phase.PREFILL, 3), (Phase.LOADING, 2), (Phase.DECODE, 20), (Phase.ENDING, 0)):
+        request = engine.add([5] * 10, 1)
+        slot = slots.occupy(request, np.zeros(0, np.int32), 0)
+        slots.phase[slot], slots.scheduled[slot] = phase, scheduled
+    assert engine.scheduler.prefixes._busy_tokens() == 7 + 8
+
+
+@pytest.mark.parametrize(("asked", "names"), [(False, {"host"}), (True, {"host", "ssd"})])
+def test_a_tier_that_was_asked_for_and_could_not_be_had_is_reported(asked: bool, names: set[str]) -> None:
+    engine = TieredEngine(4)
+    stats = Tiers(engine.pool, engine.copies, 5, None, asked_for_ssd=asked).stats()
+    assert set(stats) == names
+    assert not any(tier.failures for tier in stats.values())
+    assert "ssd" not in stats or not stats["ssd"].up
