@@ -27,7 +27,14 @@ class AttentionShape(NamedTuple):
     head_dim: int
     page_size: int
     dtype: torch.dtype
+    """of queries and outputs"""
     device: torch.device
+    kv_dtype: torch.dtype | None = None
+    """of keys and values in their pages; None: that of the queries"""
+
+    @property
+    def pool_dtype(self) -> torch.dtype:
+        return self.kv_dtype or self.dtype
 
     @property
     def group(self) -> int:

@@ -32,6 +32,8 @@ def check(name: BackendName, shape: AttentionShape) -> None:
     """Raise `AttentionUnavailable` when the back end cannot serve `shape`. Allocates nothing."""
     if name == "torch":
         return
+    if shape.pool_dtype != shape.dtype:
+        raise AttentionUnavailable(f"the {name} attention back end reads pages of the queries' dtype alone; use torch")
     if shape.device.type != "cuda":
         raise AttentionUnavailable(f"the {name} attention back end needs a GPU; on a CPU use auto or torch")
     if name == "triton":

@@ -42,8 +42,9 @@ class TorchAttention(HostAttention[TorchStep]):
 
     def __init__(self, shape: AttentionShape) -> None:
         self._page_size, self._group_size, self._device = shape.page_size, shape.group, shape.device
+        self._dtype = shape.dtype
         self._page_elements = shape.page_size * shape.num_kv_heads * shape.head_dim
-        self._scratch = torch.zeros(2, 0, dtype=shape.dtype, device=shape.device)
+        self._scratch = torch.zeros(2, 0, dtype=shape.pool_dtype, device=shape.device)
 
     def prepare(self, requests: AttentionRequests) -> TorchStep:
         num_pages = -(-requests.kv_len // self._page_size)
@@ -123,6 +124,6 @@ class TorchAttention(HostAttention[TorchStep]):
             unpad=None if real.all() else index(np.flatnonzero(real)),
             rows=index(tokens[real]),
             pages=index(pages.reshape(-1)),
-            mask=torch.from_numpy(mask.reshape(len(rows), 1, -1, len(key))).to(self._device, self._scratch.dtype),
+            mask=torch.from_numpy(mask.reshape(len(rows), 1, -1, len(key))).to(self._device, self._dtype),
             stale=index(stale),
         )

@@ -85,8 +85,8 @@ def qkv_project(
     q, k = _rotate(qk, rotary[positions]).split((num_heads, num_kv_heads), dim=1)
     page_size = kv.shape[3]
     page, offset = slot_mapping // page_size, slot_mapping % page_size
-    kv[page, layer, 0, offset] = k
-    kv[page, layer, 1, offset] = v
+    kv[page, layer, 0, offset] = k.to(kv.dtype)
+    kv[page, layer, 1, offset] = v.to(kv.dtype)
     return q
 
 
@@ -179,6 +179,7 @@ def paged_attention(q: Tensor, kv: Tensor, layer: int, work: AttentionWork, *, o
         k, v = gathered.view(2, -1, num_kv_heads * head_dim).unbind(0)
         k.index_fill_(0, group.stale, 0.0)
         v.index_fill_(0, group.stale, 0.0)
+        k, v = k.to(q.dtype), v.to(q.dtype)
         if queries == 1 and num_kv_heads <= MAX_DIAGONAL_HEADS:
             heads[group.rows] = _decode(
                 q[group.rows], k.view(size, -1, k.shape[1]), v.view(size, -1, v.shape[1]), group

@@ -158,7 +158,7 @@ def _plan(config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: to
 
 
 def _attention_shape(spec: ModelSpec, kv: KvLayout, dtype: torch.dtype, device: torch.device) -> AttentionShape:
-    return AttentionShape(spec.num_heads, kv.num_kv_heads, kv.head_dim, kv.page_size, dtype, device)
+    return AttentionShape(spec.num_heads, kv.num_kv_heads, kv.head_dim, kv.page_size, dtype, device, kv.dtype)
 
 
 def _attention(config: EngineConfig, shape: AttentionShape) -> BackendName:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from harness import GREEDY, Harness
 
+from weft.engine.config import EngineConfig
 from weft.engine.memory.cpu_transfer import CpuCopyEngine
 from weft.engine.memory.extent import Geometry
 from weft.engine.memory.kv_layout import KvLayout, page_rows
+from weft.engine.model.spec import ModelSpec
+from weft.engine.runner.resolve import ResolvedConfig, resolve
 
 LAYOUT = KvLayout(num_layers=3, planes=2, page_size=5, num_kv_heads=1, head_dim=24, dtype=torch.bfloat16)
 
@@ -52,3 +58,25 @@ def test_host_slots_and_extents_hold_a_page() -> None:
         copies.close()
     geometry = Geometry.fitting(LAYOUT.page_size, LAYOUT.page_bytes, b"x" * 16, 1 << 20)
     assert geometry.extent_bytes >= LAYOUT.page_bytes
+
+
+def test_pages_may_have_another_dtype_than_the_computation(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def narrow(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
+        resolved = resolve(config, spec)
+        return replace(resolved, kv=replace(resolved.kv, dtype=torch.float16))
+
+    scores, pages = [], []
+    for narrowed in (False, True):
+        if narrowed:
+            monkeypatch.setattr("weft.engine.engine.resolve", narrow)
+        harness = Harness(tiny_model("yi"), page_size=8, num_pages=32, dtype="float32", max_num_batched_tokens=16)
+        harness.poison_pages()
+        handle = harness.add(range(3, 60), max_tokens=4, prompt_logprobs=0, ignore_eos=True, **GREEDY)
+        harness.run()
+        scores.append(torch.tensor([float(entry.values[0]) for entry in harness.prompt_logprobs[handle]]))
+        pages.append(harness.engine.resolved.kv.page_bytes)
+    assert pages[0] == 2 * pages[1]
+    assert not torch.equal(*scores)
+    assert torch.allclose(*scores, atol=0.05)
