@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from list_device import ListEngine
-from test_tier_machine import ListCopies
+from test_tier_machine import ListCopies, ListStore
 
+from weft.engine.memory.cpu_transfer import CpuCopyEngine
+from weft.engine.memory.loads import Loading
 from weft.engine.memory.prefix_index import NOWHERE, PrefixEntry
+from weft.engine.memory.ssd_store import Outcome
 from weft.engine.memory.tiers import Tiers
 from weft.engine.scheduling.slots import Phase
 
@@ -17,10 +21,11 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11]  # three full pages and a token
 class TieredEngine(ListEngine):
     """With a host pool whose copies end when the test says so. Every prefix is worth loading, up to `worthwhile`."""
 
-    def __init__(self, capacity: int, *, slots: int = 4) -> None:
+    def __init__(self, capacity: int, *, slots: int = 4, ssd: bool = False) -> None:
         super().__init__(capacity, slots=slots)
         self.copies = ListCopies(self.device)
-        self.tiers = Tiers(self.pool, self.copies, 5, None)
+        self.ssd = ListStore(self.copies) if ssd else None
+        self.tiers = Tiers(self.pool, self.copies, 5, self.ssd)
         self.worthwhile = 99
         self.tiers.speeds.worthwhile = lambda entries, *_: min(len(entries), self.worthwhile)  # type: ignore[method-assign]
         self.scheduler.tiers = self.scheduler.prefixes._tiers = self.tiers
@@ -28,6 +33,8 @@ class TieredEngine(ListEngine):
     def end_copies(self, *, failed: bool = False) -> None:
         while self.copies.under_way:
             self.copies.under_way.pop(0).end(failed)
+        while self.ssd is not None and self.ssd.under_way:
+            self.ssd.end(self.ssd.under_way[0], Outcome.DONE)
 
     def step(self) -> list[int]:
         handles = super().step()
@@ -36,7 +43,7 @@ class TieredEngine(ListEngine):
 
     def settle(self) -> None:
         self.tiers.pump()
-        while self.copies.under_way:
+        while self.tiers.num_transfers:
             self.end_copies()
             self.tiers.pump()
 
@@ -205,3 +212,142 @@ def test_a_tier_that_was_asked_for_and_could_not_be_had_is_reported(asked: bool,
     assert set(stats) == names
     assert not any(tier.failures for tier in stats.values())
     assert "ssd" not in stats or not stats["ssd"].up
+
+
+def publish(engine: TieredEngine, *tokens: int) -> list[PrefixEntry]:
+    """A chain of pages that are held on the GPU, and that the tiers have not been told of."""
+    made: list[PrefixEntry] = []
+    key = engine.pool.index.root("")
+    for token, page in zip(tokens, engine.pool.allocate(len(tokens)).tolist(), strict=True):
+        raw = np.array([token, token], np.int32).tobytes()
+        key = engine.pool.index.chain(key, raw)
+        entry = engine.pool.index.publish(made[-1] if made else None, key, raw, "")
+        assert entry is not None
+        engine.pool.adopt(entry, page)
+        made.append(entry)
+    return made
+
+
+def stored(engine: TieredEngine) -> list[int]:
+    """Pages on their way to the host after those that were published have been looked at."""
+    engine.tiers.begin_stores()
+    return [page for copy in engine.copies.under_way for page, _ in copy.pairs]
+
+
+def test_a_page_goes_to_the_host_once() -> None:
+    engine = TieredEngine(12)
+    first, second = publish(engine, 1, 2)
+    for entry in (first, second, first):
+        engine.tiers.published(entry)
+    assert stored(engine) == [first.page, second.page]
+    engine.tiers.published(second)
+    assert stored(engine) == [first.page, second.page], "it is on its way"
+    engine.settle()
+    engine.tiers.published(second)
+    assert stored(engine) == [], "it is there"
+
+
+def test_a_page_without_its_parent_there_does_not_go_to_the_host() -> None:
+    engine = TieredEngine(12)
+    first, second = publish(engine, 1, 2)
+    engine.tiers.published(second)
+    assert stored(engine) == []
+    engine.tiers.published(first)
+    engine.settle()
+    engine.tiers.published(second)
+    assert stored(engine) == [second.page]
+    engine.settle()
+
+
+def test_a_page_that_was_evicted_before_its_turn_does_not_go_to_the_host() -> None:
+    engine = TieredEngine(12)
+    (only,) = publish(engine, 1)
+    engine.tiers.published(only)
+    engine.pool.release(np.array([only.page], np.int32))
+    engine.pool.evict_all()
+    assert stored(engine) == []
+
+
+def test_a_copy_to_the_host_that_fails_leaves_the_page_where_it_was() -> None:
+    engine = TieredEngine(12)
+    (only,) = publish(engine, 1)
+    engine.tiers.published(only)
+    assert stored(engine) == [only.page]
+    engine.end_copies(failed=True)
+    engine.tiers.pump()
+    assert (only.page >= 0, only.host) == (True, NOWHERE)
+    assert engine.tiers.stats()["host"].failures == 1
+    assert engine.tiers.host.num_free == 5
+    assert engine.pool.ref[only.page] == 1
+
+
+def test_a_load_is_timed_under_the_tier_that_it_comes_from() -> None:
+    engine = TieredEngine(12, ssd=True)
+    first, *_ = entries = engine.store(PROMPT)
+    assert engine.tiers.take_load_seconds() == []
+    while engine.tiers.ssd.unwritten:
+        engine.tiers.ssd.start_writes(everything=True)
+        engine.settle()
+    assert all(entry.extent >= 0 for entry in entries)
+    for entry in entries[1:]:
+        engine.tiers._lose_host(entry)
+    assert first.host >= 0
+    request = engine.add(PROMPT, 1)
+    engine.run()
+    assert request.hits == (0, 2, 4)
+    seconds = engine.tiers.take_load_seconds()
+    assert sorted(tier for tier, _ in seconds) == ["host", "ssd", "ssd"]
+    assert all(0 <= taken < 60 for _, taken in seconds)
+    assert engine.tiers.take_load_seconds() == [], "each is told of once"
+
+
+def test_the_first_place_of_a_tier_is_reconsidered_like_any_other() -> None:
+    engine = TieredEngine(12, ssd=True)
+    (only,) = publish(engine, 1)
+    asked: list[tuple[str, int]] = []
+    engine.tiers.host.reconsider = lambda _, place: asked.append(("host", place))  # type: ignore[method-assign]
+    engine.tiers.ssd.places.reconsider = lambda _, place: asked.append(("ssd", place))  # type: ignore[method-assign]
+    engine.tiers._reconsider(only)
+    assert asked == []
+    only.host = only.extent = 0
+    engine.tiers._reconsider(only)
+    assert asked == [("host", 0), ("ssd", 0)]
+
+
+def test_waiting_ends_with_the_copies_that_somebody_waits_for() -> None:
+    engine = TieredEngine(12)
+    (out,) = publish(engine, 1)
+    waits: list[tuple[list[bool], float]] = []
+    engine.copies.wait = lambda copies, seconds: waits.append(([c.to_host for c in copies], seconds))  # type: ignore
+    engine.tiers.wait(5.0)
+    assert waits == [], "nothing moves"
+    engine.tiers.published(out)
+    assert stored(engine)
+    engine.tiers.wait(5.0)
+    assert waits.pop() == ([True], 5.0)
+    engine.settle()
+    (other,) = publish(engine, 2)
+    engine.tiers.load([out], engine.pool.allocate(1).tolist(), Loading(0, [out]))
+    engine.tiers.wait(5.0)
+    assert waits.pop() == ([False], 5.0)
+    engine.tiers.published(other)
+    assert len(stored(engine)) == 2
+    engine.tiers.wait(5.0)
+    assert waits.pop() == ([False], 5.0), "what comes back has a request waiting"
+    engine.settle()
+
+
+def test_draining_returns_the_waits_that_are_over() -> None:
+    engine = TieredEngine(12)
+    copies = CpuCopyEngine(torch.zeros(13, 4, dtype=torch.int32), 5)
+    tiers = Tiers(engine.pool, copies, 5, None)
+    (only,) = publish(engine, 1)
+    tiers.published(only)
+    tiers.begin_stores()
+    assert tiers.drain() == []
+    assert (tiers.num_transfers, only.host >= 0) == (0, True)
+    waiting = Loading(0, [only])
+    tiers.load([only], engine.pool.allocate(1).tolist(), waiting)
+    assert tiers.drain() == [waiting]
+    assert (waiting.remaining, waiting.failed, tiers.num_transfers) == (0, False, 0)
+    copies.close()
