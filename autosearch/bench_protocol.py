@@ -38,8 +38,8 @@ class Load(NamedTuple):
         """
         return self if capacity is None else self._replace(decodes=min(self.decodes, capacity // self.context))
 
-    def dealt(self, ranges: Sequence[tuple[int, int]]) -> tuple[Load, ...]:
-        """The loads of the nano-batches `[begin, end)`, as the engine deals tokens (`engine/runner/nano.py`)."""
+    def assigned(self, ranges: Sequence[tuple[int, int]]) -> tuple[Load, ...]:
+        """The loads of the nano-batches `[begin, end)`, as the engine assigns tokens (`engine/runner/nano.py`)."""
         room = [max(0, min(end, self.tokens) - begin) for begin, end in ranges]
         counts = decode_counts(min(self.decodes, sum(room)), room)
         return tuple(self._replace(tokens=r, decodes=d) for r, d in zip(room, counts, strict=True))

@@ -31,11 +31,11 @@ class Machine:
     def works(self, period: Period, load: Load) -> list[float]:
         """The work of each nano-operation of the period."""
         ranges = period.nano_batches(self.spec)
-        dealt = dict(zip(ranges, load.dealt(ranges), strict=True))
+        assigned = dict(zip(ranges, load.assigned(ranges), strict=True))
         works = []
         for op in period.operations:
             tokens = max(0, min(op.end, load.tokens) - op.begin)
-            part = dealt.get((op.begin, op.end), load._replace(tokens=tokens))
+            part = assigned.get((op.begin, op.end), load._replace(tokens=tokens))
             works.append(work_of(self.operations[op.operation], part))
         return works
 

@@ -49,7 +49,7 @@ class Structure(NamedTuple):
 
 
 def attention(spec: ModelSpec) -> tuple[str, ...]:
-    """The operations that must be cut alike: attention, whose requests are dealt to nano-batches together."""
+    """The operations that must be cut alike: attention, whose requests are assigned to nano-batches together."""
     return tuple(o.name for o in spec.layer_operations() if o.role.attends)
 
 

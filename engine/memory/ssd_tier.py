@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from weft.engine.memory.block_allocator import BlockAllocator
 from weft.engine.memory.extent import Record
 from weft.engine.memory.loads import LoadSpeeds, PageLoad
-from weft.engine.memory.places import Places
 from weft.engine.memory.prefix_index import NOWHERE, PrefixEntry, PrefixIndex
 from weft.engine.memory.ssd_store import Job, Outcome, Store, chains
 from weft.engine.wire.messages import TierStats
@@ -47,7 +47,7 @@ class SsdTier:
     def __init__(
         self,
         index: PrefixIndex,
-        host: Places,
+        host: BlockAllocator,
         page_bytes: int,
         store: Store | None,
         speeds: LoadSpeeds,
@@ -57,7 +57,7 @@ class SsdTier:
         self.index, self.host, self.page_bytes, self.store = index, host, page_bytes, store
         self._speeds, self._keep_on_host, self._missed = speeds, keep_on_host, missed
         self.stats = TierStats()
-        self.places = Places(store.num_extents if store else 0, PrefixEntry.spared_by_ssd, self.lose)
+        self.places = BlockAllocator(store.num_extents if store else 0, PrefixEntry.spared_by_ssd, self.lose)
         self.unwritten: dict[PrefixEntry, None] = {}
         """on the host and not on the SSD, oldest first"""
         self.staged: list[tuple[PageLoad, int]] = []
@@ -267,7 +267,7 @@ class SsdTier:
         self.unwritten.clear()
         lost = [entry for _, entry in self.places.entries()]
         evictions = self.places.evictions
-        self.places = Places(0, PrefixEntry.spared_by_ssd, self.lose)
+        self.places = BlockAllocator(0, PrefixEntry.spared_by_ssd, self.lose)
         self.places.evictions = evictions
         for entry in lost:
             self.index.set_extent(entry, NOWHERE)

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from weft.engine.memory.block_allocator import BlockAllocator
 from weft.engine.memory.loads import Loading, LoadSpeeds, PageLoad
 from weft.engine.memory.pages import PagePool
-from weft.engine.memory.places import Places
 from weft.engine.memory.prefix_index import NOWHERE, PrefixEntry
 from weft.engine.memory.ssd_store import Store
 from weft.engine.memory.ssd_tier import SsdTier
@@ -51,7 +51,7 @@ class Tiers:
     ) -> None:
         self.pool, self.index, self.copies = pool, pool.index, copies
         self.speeds = LoadSpeeds(copies.page_bytes, pool.page_size)
-        self.host = Places(num_slots, PrefixEntry.spared_by_host, self._lose_host)
+        self.host = BlockAllocator(num_slots, PrefixEntry.spared_by_host, self._lose_host)
         self.ssd = SsdTier(
             self.index, self.host, copies.page_bytes, store, self.speeds, self._keep_on_host, self._missed
         )

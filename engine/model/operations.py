@@ -33,7 +33,7 @@ class Role(Enum):
 
     @property
     def attends(self) -> bool:
-        """Its requests are dealt to nano-batches together with those of every other attention of the layer."""
+        """Its requests are assigned to nano-batches together with those of every other attention of the layer."""
         return self in (Role.DECODE_ATTENTION, Role.PREFILL_ATTENTION)
 
 

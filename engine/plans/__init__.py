@@ -1,4 +1,4 @@
-"""Plans: how nano-operations are dealt to lanes, SMs and time.
+"""Plans: how nano-operations are assigned to lanes, SMs and time.
 
 Owns: the plan file and its checks, the shipped plans, the choice among them.
 May import: model/ and what lies below it.

@@ -1,4 +1,4 @@
-"""`Plan`: how the nano-operations of one layer are dealt to lanes, SMs and time (NanoFlow §4.1). A JSON file.
+"""`Plan`: how the nano-operations of one layer are assigned to lanes, SMs and time (NanoFlow §4.1). A JSON file.
 
 A plan describes one layer period. An operation that is marked `next_layer` already belongs to the layer after, so the
 pipeline wraps around: while one nano-batch is in its attention, another goes through the matrices of this layer and the

@@ -11,7 +11,7 @@ from torch import Tensor
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import MAX_NANO_BATCHES
 from weft.engine.runner.batch import Batch, sampler_names
-from weft.engine.runner.nano import Deal, deal
+from weft.engine.runner.nano import Assignment, assign
 from weft.engine.wire.sampling import COLUMNS
 from weft.kernels.work_lists import ITEM_FIELDS, TILE_FIELDS, TILE_ROWS, decode_items, prefill_items
 
@@ -119,7 +119,7 @@ class DeviceInputs:
 
     def send(
         self, batch: Batch, pipeline: Pipeline, *, num_kv_heads: int, group: int, per_sm: int, part_tokens: int = 0
-    ) -> Deal:
+    ) -> Assignment:
         """Write the batch into the next ring slot and start its transfer on the current stream.
 
         Padding tokens up to the token bucket point into the dummy page. per_sm: decode programs on each SM;
@@ -127,8 +127,8 @@ class DeviceInputs:
         """
         self._turn = (self._turn + 1) % RING
         host, t, d, bucket = self._host[self._turn], batch.num_tokens, batch.num_decodes, pipeline.tokens
-        dealt = deal(batch, pipeline.nano_batches)
-        order = slice(None) if dealt.order is None else dealt.order
+        assigned = assign(batch, pipeline.nano_batches)
+        order = slice(None) if assigned.order is None else assigned.order
         token_slots = np.full(t, -1, np.int32)
         token_slots[:d] = batch.slots[:d]
         columns = (
@@ -141,7 +141,7 @@ class DeviceInputs:
             host[name][:t] = values[order]
             host[name][t:bucket] = filler
         counts = host["counts"]
-        for k, (nano, sms) in enumerate(zip(dealt.nano_batches, pipeline.decode_sms, strict=True)):
+        for k, (nano, sms) in enumerate(zip(assigned.nano_batches, pipeline.decode_sms, strict=True)):
             decode = decode_items(
                 batch.kv_len[nano.decodes], num_kv_heads=num_kv_heads, num_programs=sms * per_sm,
                 max_slots=self.layout.max_part_slots, part_tokens=part_tokens,
@@ -162,12 +162,12 @@ class DeviceInputs:
         host["slots"][:n] = s.slots
         for name, values in s.sampler_arguments().items():
             host[name][:n] = values
-        host["logit_tokens"][:n] = s.logit_tokens if dealt.places is None else dealt.places[s.logit_tokens]
+        host["logit_tokens"][:n] = s.logit_tokens if assigned.places is None else assigned.places[s.logit_tokens]
         host["logit_tokens"][n:] = 0
         host["temperature"][n:] = 0.0  # rows of nobody take the best of whatever is there: the least work
         counts[: len(_COUNTS)] = (t, n, self._page_updates(batch, host))
         self.slab.copy_(self._ring[self._turn], non_blocking=True)
-        return dealt
+        return assigned
 
     def _page_updates(self, batch: Batch, host: dict[str, np.ndarray]) -> int:
         """Page-table entries that the device does not have yet; returns how many are in the slab."""

@@ -207,7 +207,7 @@ class CudaRunner:
         with torch.cuda.stream(self.stream), torch.inference_mode():
             in_flight = CudaInFlight(batch, self._last_end, len(pipeline.nano_batches))
             in_flight.begin.record()
-            dealt = self._inputs.send(
+            assigned = self._inputs.send(
                 batch, pipeline, num_kv_heads=self.spec.num_kv_heads, group=self.spec.heads_per_kv, per_sm=PER_SM,
                 part_tokens=self._part_tokens,
             )  # fmt: skip
@@ -216,7 +216,7 @@ class CudaRunner:
             else:
                 self._executor.steps = [self._host_attention.prepare(batch)]
                 self._model(pipeline)
-            in_flight.prompt_scores = [self._prompt_scores(asked, dealt.places) for asked in batch.prompt_logprobs]
+            in_flight.prompt_scores = [self._prompt_scores(asked, assigned.places) for asked in batch.prompt_logprobs]
             raw = self._sampling.asked(logits, s)
             self._sampling.adjust(logits, batch)
             graphs.sample.replay()

@@ -1,7 +1,7 @@
-"""Deals an iteration to nano-batches: which tokens stand where, and the attention work of each (NanoFlow §4.1.2).
+"""Assigns an iteration to nano-batches: which tokens stand where, and the attention work of each (NanoFlow §4.1.2).
 
-Nano-batches are token ranges, so dealing is an order of the tokens: each range gets its share of the decodes, then
-prefill tokens. Decodes are dealt in the order of their length, so that every nano-batch reads about as much KV.
+Nano-batches are token ranges, so assigning is an order of the tokens: each range gets its share of the decodes, then
+prefill tokens. Decodes are assigned in the order of their length, so that every nano-batch reads about as much KV.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class NanoBatch(NamedTuple):
     """[C] rows of the batch"""
 
 
-class Deal(NamedTuple):
+class Assignment(NamedTuple):
     """An order of the iteration's tokens, and what each nano-batch attends to."""
 
     order: Rows | None
@@ -57,15 +57,15 @@ def decode_counts(num_decodes: int, room: Sequence[int]) -> list[int]:
     return counts
 
 
-def deal(batch: Batch, ranges: Sequence[tuple[int, int]]) -> Deal:
-    """Deal the batch's T tokens to the token `ranges`, which cover at least `[0, T)` in order."""
+def assign(batch: Batch, ranges: Sequence[tuple[int, int]]) -> Assignment:
+    """Assignment the batch's T tokens to the token `ranges`, which cover at least `[0, T)` in order."""
     t, d = batch.num_tokens, batch.num_decodes
     starts = np.cumsum(batch.query_len, dtype=np.int64) - batch.query_len
     chunk_rows = np.arange(d, batch.num_requests)
     context = (batch.kv_len - batch.query_len).astype(np.int64)
     if len(ranges) == 1:
         whole = NanoBatch(0, np.arange(d), starts[d:], batch.query_len[d:].astype(np.int64), context[d:], chunk_rows)
-        return Deal(None, None, (whole,))
+        return Assignment(None, None, (whole,))
     room = [max(0, min(end, t) - begin) for begin, end in ranges]
     counts = decode_counts(d, room)
     # the j-th of a nano-batch's n decodes belongs at (j + 1/2) / n of the sorted list
@@ -97,4 +97,4 @@ def deal(batch: Batch, ranges: Sequence[tuple[int, int]]) -> Deal:
         at = last
     places = np.empty(t, np.int64)
     places[order] = np.arange(t)
-    return Deal(order, places, tuple(nano_batches))
+    return Assignment(order, places, tuple(nano_batches))

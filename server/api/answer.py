@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from weft.engine.errors import EngineDead
 from weft.server.api.choice import Choice, Piece
 from weft.server.api.events import Events, Shape
-from weft.server.api.express import EXTENSION, MARK, Composer, Express, Outlet, Template
+from weft.server.api.fast_path import EXTENSION, MARK, Composer, FastPath, Outlet, Template
 from weft.server.api.generate import Generation
 from weft.server.errors import ApiError, translate
 
@@ -42,7 +42,7 @@ class Answer(Response):
         }
         self._work: asyncio.Task[None] | None = None
         self._outlet: Outlet | None = None
-        self._express: list[Express] = []
+        self._fast_paths: list[FastPath] = []
         self._interruption: ApiError | None = None
         self._cause = "disconnect"
         self._started = False
@@ -142,7 +142,7 @@ class Answer(Response):
         async with aclosing(generation.updates(HEARTBEAT / 3)) as updates:
             async for update in updates:
                 if update is None:
-                    last = max([sent, *(express.sent_at for express in self._express)])
+                    last = max([sent, *(fast_path.sent_at for fast_path in self._fast_paths)])
                     if time.perf_counter() - last < HEARTBEAT:
                         continue
                 if not self._started:
@@ -160,11 +160,11 @@ class Answer(Response):
         itl = generation.service.metrics.itl.labels()
         idle = generation.idle if len(generation.choices) > 1 else None
         if events.plain:
-            express: Express = Template(events.of(choice, Piece(MARK)), choice, outlet, itl, idle)
+            fast_path: FastPath = Template(events.of(choice, Piece(MARK)), choice, outlet, itl, idle)
         else:
-            express = Composer(events.of, choice, outlet, itl, idle)
-        self._express.append(express)
-        choice.stream.sink = express
+            fast_path = Composer(events.of, choice, outlet, itl, idle)
+        self._fast_paths.append(fast_path)
+        choice.stream.sink = fast_path
 
     async def _start(self, send: Send, content_type: bytes, *, length: int | None = None) -> None:
         headers = [(b"content-type", content_type)]

@@ -44,7 +44,7 @@ async def chat_completions(body: ChatBody, request: Request, service: ServiceOf)
         body.messages,
         body.template_arguments(tools),
         add_special_tokens=bool(body.add_special_tokens),
-        cut=body.cut(loaded.ready.max_model_len, body.output_limit),
+        truncation=body.truncation(loaded.ready.max_model_len, body.output_limit),
     )
     if not ids:
         raise bad_request("messages: nothing is left of them.", "truncate_prompt_tokens")

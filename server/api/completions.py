@@ -52,14 +52,14 @@ async def completions(body: CompletionBody, request: Request, service: ServiceOf
 
 async def _prompts(service: Service, body: CompletionBody) -> list[Prompt]:
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
-    cut = body.cut(service.loaded.ready.max_model_len, body.max_tokens)
+    truncation = body.truncation(service.loaded.ready.max_model_len, body.max_tokens)
     if texts:
         special = body.add_special_tokens is not False
-        ids = await service.encode(texts, add_special_tokens=special, param="prompt", cut=cut)
-        prompts = [Prompt(i, text if cut is None else None) for i, text in zip(ids, texts, strict=True)]
+        ids = await service.encode(texts, add_special_tokens=special, param="prompt", truncation=truncation)
+        prompts = [Prompt(i, text if truncation is None else None) for i, text in zip(ids, texts, strict=True)]
     else:
         id_lists = [prompt for prompt in body.prompt if isinstance(prompt, list)]
-        prompts = [Prompt(ids if cut is None else cut.ids(ids)) for ids in id_lists]
+        prompts = [Prompt(ids if truncation is None else truncation.ids(ids)) for ids in id_lists]
         for prompt in prompts:
             service.check_ids(prompt.token_ids, "prompt")
     if not all(prompt.token_ids for prompt in prompts):

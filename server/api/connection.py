@@ -10,7 +10,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from weft.server.api.express import EXTENSION
+from weft.server.api.fast_path import EXTENSION
 from weft.server.errors import ApiError
 
 MAX_HEADER_BYTES = 64 * 1024
@@ -24,7 +24,7 @@ REST_SECONDS = 60.0
 
 
 class Outlet:
-    """The body of a response, for `express`."""
+    """The body of a response, for `fast_path`."""
 
     __slots__ = ("_cycle", "_flow", "_write")
 

@@ -11,8 +11,8 @@ from pydantic.json_schema import SkipJsonSchema
 from weft.engine.wire.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS, SamplingParams
 from weft.server.bodies import Body
 from weft.server.errors import bad_request, clip
-from weft.server.text.cut import Cut, Side
 from weft.server.text.tokenizer import Tokenizer
+from weft.server.text.truncation import Side, Truncation
 from weft.server.tools.structured import (
     Choices,
     GrammarText,
@@ -288,13 +288,13 @@ class GenerationBody(Body):
         writers = self._writers()
         return writers[0] if writers else None
 
-    def cut(self, max_model_len: int, output: int | None) -> Cut | None:
+    def truncation(self, max_model_len: int, output: int | None) -> Truncation | None:
         """How prompts are to be shortened, beside `output` tokens of output, if at all."""
         limit = self.truncate_prompt_tokens
         if limit is None:
             return None
         room = max_model_len - (1 if output is None else output)
-        return Cut(max(0, room) if limit < 0 else limit, self.truncation_side)
+        return Truncation(max(0, room) if limit < 0 else limit, self.truncation_side)
 
     def namer(self, tokenizer: Tokenizer) -> Callable[[int], str]:
         """How tokens are named beside their log-probabilities."""

@@ -20,8 +20,8 @@ from weft.server.keys import load_keys
 from weft.server.observe.board import Board
 from weft.server.observe.limits import RateLimits
 from weft.server.observe.metrics import Metrics
-from weft.server.text.cut import Cut
 from weft.server.text.tokenizer import Tokenizer
+from weft.server.text.truncation import Truncation
 
 T = TypeVar("T")
 
@@ -146,22 +146,22 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
 
     async def encode(
-        self, texts: Sequence[str], *, add_special_tokens: bool, param: str, cut: Cut | None = None
+        self, texts: Sequence[str], *, add_special_tokens: bool, param: str, truncation: Truncation | None = None
     ) -> list[list[int]]:
         """Token ids of texts, in a worker thread. Raises `ApiError` for what can never fit, before any work.
 
-        `cut`: shortens what is too long instead.
+        `truncation`: shortens what is too long instead.
         """
         loaded = self.loaded
-        if cut is not None:
-            texts = [cut.text(text, self._longest_text) for text in texts]
+        if truncation is not None:
+            texts = [truncation.text(text, self._longest_text) for text in texts]
         for text in texts:
             self._check_length(len(text), param)
         encode = loaded.tokenizer.encode
         ids = await self.offload(lambda: [encode(text, add_special_tokens=add_special_tokens) for text in texts])
-        if cut is None:
+        if truncation is None:
             return ids
-        return [cut.ids(i, loaded.tokenizer.bos_token_id if add_special_tokens else None) for i in ids]
+        return [truncation.ids(i, loaded.tokenizer.bos_token_id if add_special_tokens else None) for i in ids]
 
     async def encode_chat(
         self,
@@ -169,17 +169,19 @@ class Service:
         arguments: Mapping[str, Any],
         *,
         add_special_tokens: bool,
-        cut: Cut | None = None,
+        truncation: Truncation | None = None,
     ) -> list[int]:
         """Token ids of a conversation. The template writes the special tokens itself. Raises `ApiError`.
 
         `arguments`: of the template.
         """
         render = self.loaded.tokenizer.render_chat
-        if cut is None:
+        if truncation is None:
             self._check_length(sum(len(message.content or "") for message in messages), "messages")
         text = await self._in_time(lambda: render(messages, arguments))
-        (ids,) = await self.encode([text], add_special_tokens=add_special_tokens, param="messages", cut=cut)
+        (ids,) = await self.encode(
+            [text], add_special_tokens=add_special_tokens, param="messages", truncation=truncation
+        )
         return ids
 
     async def _in_time(self, render: Callable[[], str]) -> str:

@@ -71,11 +71,11 @@ class SyntheticBench:
 
     def _works(self, period: Period, load: Load) -> list[float]:
         ranges = period.nano_batches(self.spec)
-        dealt = dict(zip(ranges, load.dealt(ranges), strict=True))
+        assigned = dict(zip(ranges, load.assigned(ranges), strict=True))
         return [
             work_of(
                 self._operations[op.operation],
-                dealt.get((op.begin, op.end), load._replace(tokens=max(0, min(op.end, load.tokens) - op.begin))),
+                assigned.get((op.begin, op.end), load._replace(tokens=max(0, min(op.end, load.tokens) - op.begin))),
             )
             for op in period.operations
         ]

@@ -199,11 +199,11 @@ def test_a_workload_that_is_none_is_one_line(text: str) -> None:
 
 
 def test_nano_batches_get_the_decodes_that_the_engine_deals_them() -> None:
-    parts = TYPICAL.dealt([(0, 1280), (1280, 2048)])
+    parts = TYPICAL.assigned([(0, 1280), (1280, 2048)])
     assert [p.tokens for p in parts] == [1280, 768]
     assert sum(p.decodes for p in parts) == 683
     assert abs(parts[0].decodes - parts[1].decodes) <= 1
-    full = Load(512, 500, 100, 1).dealt([(0, 128), (128, 512)])
+    full = Load(512, 500, 100, 1).assigned([(0, 128), (128, 512)])
     assert [p.decodes for p in full] == [128, 372]
 
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from tiny import save_tiny
 
 from weft.engine.config import EngineConfig
+from weft.engine.memory.block_allocator import BlockAllocator
 from weft.engine.memory.cpu_transfer import CpuCopyEngine
 from weft.engine.memory.loads import LoadSpeeds
 from weft.engine.memory.model_id import model_id
 from weft.engine.memory.pages import PagePool
-from weft.engine.memory.places import Places
 from weft.engine.memory.prefix_index import PrefixEntry, PrefixIndex
 from weft.engine.memory.tiers import Tiers
 from weft.engine.model.directory import read_spec
@@ -155,7 +155,7 @@ def test_places_go_least_recently_used_first_and_never_while_held() -> None:
         lost.append(victim)
         places.forget(victim.host)
 
-    places = Places(3, lambda e: e is not pinned_parent, lose)
+    places = BlockAllocator(3, lambda e: e is not pinned_parent, lose)
     entries = [pinned_parent, entry("h"), entry("h")]
     for used, e in enumerate(entries):
         slot = places.take()

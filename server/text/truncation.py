@@ -1,4 +1,4 @@
-"""`Cut`: how a prompt that is too long is shortened, when its client asks for that."""
+"""`Truncation`: how a prompt that is too long is shortened, when its client asks for that."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Side = Literal["left", "right"]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Truncation:
     """Prompts have `limit` tokens at most; what is beyond is cut off at the `side`."""
 
     limit: int

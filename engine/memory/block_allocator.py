@@ -1,4 +1,4 @@
-"""`Places`: the numbered, equal places of one tier below the GPU (host slots, SSD extents) and whose they are."""
+"""`BlockAllocator`: the numbered places of one tier below the GPU (host slots, SSD extents), and whose they are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from weft.engine.memory.prefix_index import PrefixEntry
 
 
-class Places:
+class BlockAllocator:
     """A place is free, cached (an entry's, evictable) or held (a transfer reads or writes it).
 
     `spared(entry)` says whether the tier may lose its copy; `lose(entry)` takes the place away from the entry. Victims
@@ -40,7 +40,7 @@ class Places:
 
     @property
     def num_cached(self) -> int:
-        """Places that are an entry's, held ones among them."""
+        """BlockAllocator that are an entry's, held ones among them."""
         return len(self._entries)
 
     @property

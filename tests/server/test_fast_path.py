@@ -12,7 +12,7 @@ from stub import Script, Server, serving
 
 from weft.engine.wire.messages import TokenLogprobs
 from weft.server.api import connection
-from weft.server.api.express import Express
+from weft.server.api.fast_path import FastPath
 from weft.server.text.detokenizer import ByteDetokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -68,15 +68,15 @@ CASES = [
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens that went the short way."""
     tokens: list[int] = []
-    call = Express.__call__
+    call = FastPath.__call__
 
-    def counting(self: Express, token_id: int, entry: TokenLogprobs | None) -> bool:
+    def counting(self: FastPath, token_id: int, entry: TokenLogprobs | None) -> bool:
         done = call(self, token_id, entry)
         if done:
             tokens.append(token_id)
         return done
 
-    monkeypatch.setattr(Express, "__call__", counting)
+    monkeypatch.setattr(FastPath, "__call__", counting)
     return tokens
 
 

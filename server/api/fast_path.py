@@ -1,4 +1,4 @@
-"""`Express`: the tokens of a stream go from the engine's message straight to the socket.
+"""`FastPath`: the tokens of a stream go from the engine's message straight to the socket.
 
 A task that wakes up and a chain of ASGI layers touch so much memory per token that, with hundreds of streams, the
 caches hold none of it. So what a token is sent as is written in the call that brings it. The answer's task only begins
@@ -42,7 +42,7 @@ class Outlet(Protocol):
         ...
 
 
-class Express(ABC):
+class FastPath(ABC):
     """The sink of a `TokenStream` whose choice has begun.
 
     `sent_at`: when it last wrote something.
@@ -83,28 +83,28 @@ class Express(ABC):
         return True
 
 
-class Template(Express):
+class Template(FastPath):
     """For chunks that differ in their text alone, which most do."""
 
     __slots__ = ("_after", "_before")
 
-    def __init__(self, chunk: bytes, *express: Any) -> None:
+    def __init__(self, chunk: bytes, *rest: Any) -> None:
         """`chunk`: what a token whose text is `MARK` is sent as."""
-        super().__init__(*express)
+        super().__init__(*rest)
         self._before, _, self._after = chunk.partition(_encode(MARK))
 
     def _written(self, token_id: int, _: TokenLogprobs | None) -> bytes:
         return self._before + _encode(self._choice.take_text(token_id)) + self._after
 
 
-class Composer(Express):
+class Composer(FastPath):
     """For any chunk."""
 
     __slots__ = ("_events",)
 
-    def __init__(self, events: Callable[[Choice, Piece], bytes], *express: Any) -> None:
+    def __init__(self, events: Callable[[Choice, Piece], bytes], *rest: Any) -> None:
         """`events`: what a piece is sent as."""
-        super().__init__(*express)
+        super().__init__(*rest)
         self._events = events
 
     def _written(self, token_id: int, entry: TokenLogprobs | None) -> bytes:
