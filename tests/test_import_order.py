@@ -6,6 +6,7 @@ Every import counts, also one inside a function or under `TYPE_CHECKING`: who re
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -179,3 +180,13 @@ def test_a_wing_says_what_it_owns_what_it_may_import_and_what_it_never_does(wing
         pytest.skip("a file, no wing")
     text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
     assert [line.split(":")[0] for line in text.splitlines() if ":" in line][-3:] == ["Owns", "May import", "Never"]
+
+
+def test_every_wing_is_in_the_wheel() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
+    there = {"weft"} | {
+        ".".join(("weft", *init.parent.relative_to(ROOT).parts))
+        for folder in FOLDERS
+        for init in (ROOT / folder).rglob("__init__.py")
+    }
+    assert set(listed) == there
