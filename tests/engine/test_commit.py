@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from list_device import ListEngine
 
@@ -162,3 +164,31 @@ def test_iterations_of_half_the_budget_and_more_tell_how_fast_prefill_is() -> No
         engine.add([5] * length, 1)
         engine.step()
     assert tiers.told == [(3, False), (4, True), (8, True)]
+
+
+def test_a_prompt_that_asks_for_no_output_ends_with_its_last_chunk() -> None:
+    engine = ListEngine(16, budget=3)
+    request = engine.add([5, 6, 7, 8, 9], 1)
+    request.max_total_tokens = request.prompt_len  # as when it is only scored
+    engine.launch()
+    events = engine.scheduler.commit(engine.device.execute(engine.launched.popleft()))
+    assert (events.handles.tolist(), events.started) == ([], [])
+    assert engine.launch() == [request.handle]
+    events = engine.scheduler.commit(engine.device.execute(engine.launched.popleft()))
+    assert (events.handles.tolist(), events.tokens.tolist(), events.finish.tolist()) == (
+        [request.handle], [-1], [Finish.LENGTH],
+    )  # fmt: skip
+    assert [started.handle for started in events.started] == [request.handle]
+    assert (request.ended, engine.scheduler.num_requests, engine.pool.num_held) == (True, 0, 0)
+
+
+def test_a_start_tells_how_long_its_request_waited_and_how_long_its_prompt_took() -> None:
+    engine = ListEngine(16)
+    request = engine.add([5, 6, 7, 8, 9], 2)
+    request.arrival = time.monotonic() - 1000.0
+    engine.launch()
+    request.scheduled_at -= 100.0
+    events = engine.scheduler.commit(engine.device.execute(engine.launched.popleft()))
+    (started,) = events.started
+    assert 890 < started.queue_seconds < 960, "from its arrival until it was scheduled"
+    assert 100 <= started.prefill_seconds < 160, "from then until its first token"

@@ -83,6 +83,23 @@ def test_a_request_that_is_expected_to_outgrow_the_pool_with_the_others_waits() 
     engine.run()
 
 
+def test_pages_behind_a_fence_do_not_hide_that_others_are_shared() -> None:
+    engine = ListEngine(7)
+    engine.add([5, 6, 7, 8], 4, stop=-9)
+    engine.step()
+    engine.add([5, 6, 7, 8, 4], 3, stop=-9)
+    gone = engine.add([1], 3, stop=-9)
+    engine.launch()
+    engine.scheduler.abort(gone.handle)
+    # Two requests share two of their pages, and one page is behind the fence of the launched step.
+    assert (engine.pool.num_held, engine.scheduler.fences.num_pages) == (5, 1)
+    request = engine.add([2, 3, 4], 1, stop=-9)
+    assert request.handle in engine.launch()
+    while engine.launched:
+        engine.complete()
+    engine.run()
+
+
 def fill(engine: ListEngine, *prompts: int, max_tokens: int = 9) -> None:
     """Requests of so many tokens each, past their prefill. Their lengths are guesses: they have a stop token."""
     for length in prompts:

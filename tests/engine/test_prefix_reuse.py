@@ -83,6 +83,30 @@ def test_a_request_runs_once_its_beginning_has_been_loaded() -> None:
     engine.run()
 
 
+def test_a_request_whose_beginning_is_loaded_needs_its_own_pages_and_no_more() -> None:
+    engine = TieredEngine(4)
+    engine.store(PROMPT)
+    request = engine.add(PROMPT, 1)
+    engine.launch()
+    assert (engine.scheduler.slots.phase[request.slot], engine.pool.num_held) == (Phase.LOADING, 4)
+    engine.end_copies()
+    engine.run()
+
+
+def test_requests_that_wait_for_the_same_pages_share_them() -> None:
+    engine = TieredEngine(12)
+    engine.store(PROMPT)
+    both = [engine.add(PROMPT, 2), engine.add(PROMPT, 2)]
+    engine.launch()
+    assert [engine.scheduler.slots.phase[r.slot] for r in both] == [Phase.LOADING, Phase.LOADING]
+    assert len(engine.copies.under_way) == 1
+    assert engine.pool.num_held == 3 + 2, "each has a page of its own beside them"
+    engine.end_copies()
+    assert sorted(engine.launch()) == [r.handle for r in both]
+    engine.complete()
+    engine.run()
+
+
 def test_a_load_that_fails_is_a_miss_and_the_request_is_computed() -> None:
     engine = TieredEngine(12)
     engine.store(PROMPT)
@@ -351,3 +375,14 @@ def test_draining_returns_the_waits_that_are_over() -> None:
     assert tiers.drain() == [waiting]
     assert (waiting.remaining, waiting.failed, tiers.num_transfers) == (0, False, 0)
     copies.close()
+
+
+def test_a_beginning_is_used_when_its_request_is_admitted() -> None:
+    engine = TieredEngine(12)
+    entries = engine.store(PROMPT)
+    before = engine.pool.index.clock
+    engine.add(PROMPT, 1)
+    engine.launch()
+    assert [entry.used for entry in entries] == [before + 1] * 3
+    engine.end_copies()
+    engine.run()

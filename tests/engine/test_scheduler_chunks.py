@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from list_device import ListEngine
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError
@@ -43,6 +44,15 @@ def test_chunks_end_at_multiples_of_the_step_or_with_the_prompt(step: int, budge
             assert end % step == 0 or end == lengths[handle]
             done[handle] = end
     assert [done[i] for i in range(4)] == lengths
+
+
+def test_the_last_chunk_takes_all_that_is_left_when_it_just_fits() -> None:
+    engine = ListEngine(32, budget=5, chunk_step=4, prefix_caching=False)
+    engine.add([5] * 9, 1)
+    for length in (4, 5):
+        engine.launch()
+        assert engine.launched[0].query_len.tolist() == [length]
+        engine.complete()
 
 
 def test_a_dense_batch_smaller_than_a_chunk_is_refused() -> None:

@@ -148,6 +148,7 @@ def test_nobody_is_admitted_to_an_iteration_without_room() -> None:
     [
         ({"capacity": 32, "slots": 1}, "slots"),
         ({"capacity": 3}, "pages"),
+        ({"capacity": 3, "budget": 5}, "pages"),
         ({"capacity": 32, "budget": 4}, "tokens"),
         ({"capacity": 32, "budget": 6, "chunk_step": 4}, "tokens"),
     ],
@@ -174,6 +175,13 @@ def test_siblings_wait_for_their_leader_only_while_its_prompt_is_not_computed() 
     assert not late.held
     assert sorted(engine.step()) == [0, 1, 2]
     assert [held.hits.gpu, late.hits.gpu] == [4, 4]
+    engine.run()
+
+
+def test_without_prefix_caching_no_sibling_waits() -> None:
+    engine = ListEngine(32, prefix_caching=False)
+    engine.add([5, 6, 7, 8, 9], 4)
+    assert not engine.add([5, 6, 7, 8, 9], 1, leader=0).held
     engine.run()
 
 
