@@ -5,6 +5,7 @@ The engine process, the offline `LLM` and the benchmarks all drive this one.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,8 @@ from weft.engine.wire.messages import AddRequest, EngineReady, EngineStats, Fini
 
 TIER_WAIT_SECONDS = 0.005
 """while nothing can be computed: how long to wait for a load before looking for messages again"""
+NONFINITE_LINE_SECONDS = 60.0
+"""between lines in the log that say that logits were not finite"""
 
 
 class Engine:
@@ -105,6 +108,8 @@ class Engine:
         self._first_step = 0
         """the first one of that time: the device did not idle before it, it had nothing to do"""
         self._last = IterationStats()
+        self._warned_nonfinite = 0
+        self._quiet_until = 0.0
         phases.end()
         self.start_seconds = phases.seconds
         """of each phase of the start that reports progress"""
@@ -207,6 +212,7 @@ class Engine:
         result = self._in_flight.popleft().wait()
         begin = time.perf_counter()
         events = self.scheduler.commit(result)
+        self._warn_of_nonfinite(begin)
         if self.tiers is not None:
             self.tiers.begin_stores()  # while the iteration just launched computes
         self._iterations += 1
@@ -222,6 +228,19 @@ class Engine:
             schedule_seconds=busy + time.perf_counter() - begin,
         )
         return self._outputs(events, self.stats())
+
+    def _warn_of_nonfinite(self, now: float) -> None:
+        """One line in the log for all of a minute's requests that ended so."""
+        total = self.scheduler.nonfinite_logits
+        if total == self._warned_nonfinite or now < self._quiet_until:
+            return
+        print(
+            f"weft: {total - self._warned_nonfinite} request(s) ended with 500 nonfinite_logits ({total} so far): "
+            "the model computes NaN or inf; check the checkpoint, --dtype float16, and the device's memory",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._warned_nonfinite, self._quiet_until = total, now + NONFINITE_LINE_SECONDS
 
     def stats(self) -> EngineStats:
         """The scheduler's state and the last committed iteration's figures."""

@@ -217,8 +217,9 @@ def _kept(x, at, V, best, inverse, min_p, cut, limited, ties_left):
 
 @triton.jit
 def _sample_kernel(
-    logits, stride, temperature, top_k, top_p, min_p, uniform, out, scratch, counts, slots, V,
-    HAS_COUNTS: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
+    logits, stride, temperature, top_k, top_p, min_p, uniform, out, bad, scratch, counts, slots, V,
+    HAS_BAD: tl.constexpr, HAS_COUNTS: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr, CAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     release(PDL)
@@ -234,10 +235,14 @@ def _sample_kernel(
         at = start + lane
         x = tl.load(row + at, mask=at < V, other=float("-inf"))
         where = tl.where(x > best_of, at, where)
-        best_of = tl.maximum(best_of, x)
+        best_of = tl.maximum(best_of, x, propagate_nan=tl.PropagateNan.ALL)
         least_of = tl.minimum(least_of, tl.where(x > float("-inf"), x, float("inf")))
     best = tl.max(best_of, axis=0)
     token = tl.min(tl.where(best_of == best, where, V - 1), axis=0)
+    if HAS_BAD:
+        # A lane that met NaN or +inf is not below inf. What is drawn from such a row is some token, for nobody.
+        spoilt = tl.max(tl.where(best_of < float("inf"), 0, 1), axis=0)
+        tl.store(bad + index, tl.where(best > float("-inf"), spoilt, 1))
     if t > 0.0:
         inverse = 1.0 / t
         k = tl.load(top_k + index)
@@ -310,6 +315,7 @@ def sample(
     uniform: Tensor,
     *,
     out: Tensor,
+    bad: Tensor | None = None,
     scratch: Tensor | None = None,
     counts: Tensor | None = None,
     slots: Tensor | None = None,
@@ -317,7 +323,8 @@ def sample(
     """One token for each row of `logits [S, V]` float32 into `out [S]` int; all parameters `[S]`, float32 but top_k
     int32.
 
-    temperature 0 takes the best. `scratch` comes from `sample_scratch`; without it one is
+    temperature 0 takes the best. `bad [S]` int, when given, gets 1 for rows that are `sampling.nonfinite`, else 0; the
+    token of such a row is some id of the vocabulary. `scratch` comes from `sample_scratch`; without it one is
     allocated here (under capture from the graph's own memory). `counts [slots, V]` int32 of the rows' `slots
     [S]`, when given, counts the token.
     """
@@ -329,8 +336,9 @@ def sample(
     if scratch.shape[0] < rows:
         raise ValueError(f"scratch holds {scratch.shape[0]} rows, not {rows}")
     _sample_kernel[(rows,)](
-        logits, logits.stride(0), temperature, top_k, top_p, min_p, uniform, out, scratch, counts, slots, vocabulary,
-        HAS_COUNTS=counts is not None, WIDE=4096, BLOCKS=triton.next_power_of_2(triton.cdiv(vocabulary, 4096)),
+        logits, logits.stride(0), temperature, top_k, top_p, min_p, uniform, out, bad, scratch, counts, slots,
+        vocabulary, HAS_BAD=bad is not None, HAS_COUNTS=counts is not None, WIDE=4096,
+        BLOCKS=triton.next_power_of_2(triton.cdiv(vocabulary, 4096)),
         CAP=CANDIDATES, num_warps=16, **pdl_options(),
     )  # fmt: skip
     return out

@@ -37,6 +37,11 @@ def allow_only(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
         logits[part] = logits[part].masked_fill_(~allowed, -torch.inf)
 
 
+def nonfinite(logits: Tensor) -> Tensor:
+    """`[S]` bool: rows of `logits [S, V]` that hold NaN or +inf, or nothing above -inf (which masks leave)."""
+    return ~logits.amax(-1).isfinite()
+
+
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
     """One token for each row of `logits [S, V]` float32 -> `[S]` int64.
 

@@ -135,6 +135,8 @@ class StepResult(NamedTuple):
     """between the end of the iteration before and the beginning of this one"""
     nano_batches: int = 1
     """that the pipeline cut it into; 1: the serial plan"""
+    nonfinite: npt.NDArray[np.bool_] | None = None
+    """[S] rows whose logits were no numbers: their tokens mean nothing. None: no row's were"""
 
 
 def uniform_draw(seeds: npt.NDArray[np.uint64], index: I32) -> F32:

@@ -124,7 +124,7 @@ class CpuRunner:
         )
         x, sumsq = self._executor.forward(inputs)
         prompt_scores = [self._prompt_scores(x, sumsq, asked) for asked in batch.prompt_logprobs]
-        tokens, scores = self._sample(x, sumsq, batch)
+        tokens, nonfinite, scores = self._sample(x, sumsq, batch)
         self._last_end = time.perf_counter()
         return StepResult(
             batch,
@@ -133,21 +133,23 @@ class CpuRunner:
             tuple(s.read() for s in prompt_scores),
             self._last_end - begin,
             idle_seconds,
+            nonfinite=nonfinite.numpy(),
         )
 
-    def _sample(self, x: Tensor, sumsq: Tensor, batch: Batch) -> tuple[Tensor, Scores | None]:
-        """The tokens `[S]` int64 and what was asked beside them."""
+    def _sample(self, x: Tensor, sumsq: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Scores | None]:
+        """The tokens `[S]` int64, rows without numbers `[S]` bool, and what was asked beside them."""
         s, up = batch.sampling, self._sampling.up
         logits = self._executor.logits(x, sumsq, up(s.logit_tokens.astype(np.int64)))
         raw = self._sampling.asked(logits, s)
         self._sampling.adjust(logits, batch)
+        nonfinite = sampling.nonfinite(logits)
         if s.columns["temperature"].any():
             tokens = sampling.sample(logits, **{name: up(values) for name, values in s.sampler_arguments().items()})
         else:
             tokens = logits.argmax(-1)
         self._last_token[up(s.slots.astype(np.int64))] = tokens
         self._sampling.count(tokens, s)
-        return tokens, self._sampling.scores(tokens, s, raw)
+        return tokens, nonfinite, self._sampling.scores(tokens, s, raw)
 
     def _prompt_scores(self, x: Tensor, sumsq: Tensor, asked: PromptLogprobs) -> Scores:
         return self._sampling.prompt_scores(asked, asked.token_rows, lambda rows: self._executor.logits(x, sumsq, rows))

@@ -57,10 +57,11 @@ class _Graphs(NamedTuple):
 class CudaInFlight:
     """An iteration on the GPU's stream: an event and the pinned buffers that its results arrive in."""
 
-    def __init__(self, batch: Batch, before: torch.cuda.Event | None, nano_batches: int) -> None:
+    def __init__(self, batch: Batch, before: torch.cuda.Event | None, nano_batches: int, num_slots: int) -> None:
         self.batch = batch
         self._nano_batches = nano_batches
-        self.tokens = torch.empty(len(batch.sampled_rows), dtype=torch.int64, pin_memory=True)
+        self.sampled = torch.empty(2, num_slots, dtype=torch.int64, pin_memory=True)
+        """tokens, and 1 for rows whose logits were no numbers; the first rows are the batch's"""
         self.scores: Scores | None = None
         self.prompt_scores: list[Scores] = []
         self.begin = torch.cuda.Event(enable_timing=True)
@@ -69,14 +70,16 @@ class CudaInFlight:
 
     def wait(self) -> StepResult:
         self.end.synchronize()
+        tokens, bad = self.sampled[:, : len(self.batch.sampled_rows)].numpy()
         return StepResult(
             self.batch,
-            self.tokens.numpy().astype(np.int32),
+            tokens.astype(np.int32),
             None if self.scores is None else self.scores.read(),
             tuple(scores.read() for scores in self.prompt_scores),
             self.begin.elapsed_time(self.end) / 1e3,
             self._before.elapsed_time(self.begin) / 1e3 if self._before is not None else 0.0,
             self._nano_batches,
+            bad.astype(np.bool_),
         )
 
 
@@ -119,7 +122,9 @@ class CudaRunner:
             self._executor = CudaExecutor(
                 spec, weights, self._inputs, config.compute_dtype, attention, invariant=config.batch_invariant
             )
-            self._tokens = torch.zeros(s, dtype=torch.int64, device=device)
+            # together, so that they come to the host in one transfer
+            self._sampled = torch.zeros(2, s, dtype=torch.int64, device=device)
+            self._tokens, self._bad = self._sampled
             self._candidates = sample_scratch(s, device)
             self._last_end: torch.cuda.Event | None = None
             self._sampling = Sampling(device, s, spec.vocab_size)
@@ -186,7 +191,7 @@ class CudaRunner:
     def _sample(self, pipeline: Pipeline) -> None:
         n = min(pipeline.tokens, self.config.max_num_seqs)
         tokens, arguments = self._tokens[:n], self._inputs.sampler_arguments(n)
-        sample(self._executor.logits[:n], **arguments, out=tokens, scratch=self._candidates[:n])
+        sample(self._executor.logits[:n], **arguments, out=tokens, bad=self._bad[:n], scratch=self._candidates[:n])
         slots = self._inputs.column["slots"][:n]
         resident.remember(tokens, slots, self._inputs.count["sampled"], self._executor.last_token)
 
@@ -203,9 +208,8 @@ class CudaRunner:
     def launch(self, batch: Batch) -> CudaInFlight:
         pipeline = self._pipeline(batch)
         graphs, s, logits = self._graphs[id(pipeline)], batch.sampling, self._executor.logits
-        n = len(s.slots)
         with torch.cuda.stream(self.stream), torch.inference_mode():
-            in_flight = CudaInFlight(batch, self._last_end, len(pipeline.nano_batches))
+            in_flight = CudaInFlight(batch, self._last_end, len(pipeline.nano_batches), len(self._tokens))
             in_flight.begin.record()
             assigned = self._inputs.send(
                 batch, pipeline, num_kv_heads=self.spec.num_kv_heads, group=self.spec.heads_per_kv, per_sm=PER_SM,
@@ -221,7 +225,7 @@ class CudaRunner:
             self._sampling.adjust(logits, batch)
             graphs.sample.replay()
             self._sampling.count(self._tokens, s)
-            in_flight.tokens.copy_(self._tokens[:n], non_blocking=True)
+            in_flight.sampled.copy_(self._sampled, non_blocking=True)
             in_flight.scores = self._sampling.scores(self._tokens, s, raw)
             in_flight.end.record()
         self._last_end = in_flight.end

@@ -10,6 +10,8 @@ from weft.engine.runner.batch import StepResult
 from weft.engine.scheduling.slots import SlotTable
 from weft.engine.wire.messages import Finish, Started, TokenLogprobs
 
+NOT_FINITE = "the model's logits are not finite (NaN or inf): its weights or this device's results cannot be used"
+
 
 class Events(NamedTuple):
     """What one commit has to tell the world; columns as in `messages.Outputs`."""
@@ -36,6 +38,17 @@ class Events(NamedTuple):
             tokens=np.concatenate((self.tokens, np.full(n, -1, np.int32))),
             finish=np.concatenate((self.finish, np.full(n, reason, np.uint8))),
         )
+
+
+def spoilt_rows(result: StepResult) -> np.ndarray:
+    """`[R]` bool: rows of the batch whose logits, sampled or scored, were no numbers."""
+    batch = result.batch
+    spoilt = np.zeros(batch.num_requests, np.bool_)
+    if result.nonfinite is not None:
+        spoilt[batch.sampled_rows[result.nonfinite]] = True
+    for asked, columns in zip(batch.prompt_logprobs, result.prompt_logprobs, strict=True):
+        spoilt[asked.row] |= bool(np.isnan(columns.values).any())
+    return spoilt
 
 
 def token_logprobs(slots: SlotTable, result: StepResult, sampled: np.ndarray) -> dict[int, TokenLogprobs]:

@@ -7,6 +7,7 @@ an end token in the iteration still in flight is scheduled once more; the result
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from weft.engine.runner.batch import I32, Batch, CountReset, StepResult
 from weft.engine.scheduling import constraints
 from weft.engine.scheduling.admission import OutputLengths, fits
 from weft.engine.scheduling.build import Chunk, build_batch
-from weft.engine.scheduling.events import Events, prompt_logprobs, token_logprobs
+from weft.engine.scheduling.events import NOT_FINITE, Events, prompt_logprobs, spoilt_rows, token_logprobs
 from weft.engine.scheduling.fences import Fences
 from weft.engine.scheduling.prefix_reuse import Prefixes
 from weft.engine.scheduling.request import Request
@@ -57,6 +58,7 @@ class Scheduler:
         self.generation_tokens = 0
         self.decode_tokens = 0
         self.prefill_tokens = 0
+        self.nonfinite_logits = 0
 
     # -- what comes in
 
@@ -263,36 +265,69 @@ class Scheduler:
         index = s.known.take(token_slots)
         s.token_ids[token_slots, index] = tokens
         s.known[token_slots] = index + 1
-        self.generation_tokens += len(tokens)
+        spoilt = spoilt_rows(result) & live
+        bad = spoilt[batch.sampled_rows][sampled]
+        tokens = np.where(bad, np.int32(-1), tokens)
+        self.generation_tokens += len(tokens) - int(bad.sum())
         self.decode_tokens += batch.num_decodes
         self.prefill_tokens += batch.num_tokens - batch.num_decodes
         # Laid out by column: numpy is slow at reducing many short rows.
         stopped = np.equal(s.stop_ids.take(token_slots, 0).T, tokens, order="C").any(0)
         ended = index + 1 >= s.max_total_tokens.take(token_slots)
         finish = np.where(stopped, np.uint8(Finish.STOP), np.where(ended, np.uint8(Finish.LENGTH), np.uint8(0)))
-        grammar_errors = constraints.advance(s, token_slots, tokens, finish)
+        finish[bad] = Finish.NONFINITE
+        errors = constraints.advance(s, token_slots, tokens, finish)
         handles = s.handle.take(token_slots)
 
         scored_prompts = prompt_logprobs(s, result, live)
         logprobs = token_logprobs(s, result, sampled)
+        spoilt_slots = batch.slots[spoilt]
+        ends_spoilt = self._spoil(spoilt_slots, token_slots[bad], scored_prompts, errors)
         started = [self._start(int(slot)) for slot in token_slots[index == s.prompt_len.take(token_slots)]]
         if self.prefix_caching:
             self.prefixes.publish(slots)
-        for slot in token_slots[finish != 0].tolist():
+        for slot in token_slots[(finish != 0) & ~bad].tolist():
             self._finish(slot)
+        for slot in spoilt_slots.tolist():
+            self._give_up(slot)
         # Scored prompts (max_tokens 0) end with their prefill, without a token.
         scored = slots[s.max_total_tokens.take(slots) == s.prompt_len.take(slots)]
-        scored = scored[s.confirmed[scored] >= s.target[scored]]
+        scored = scored[(s.confirmed[scored] >= s.target[scored]) & ~np.isin(scored, spoilt_slots)]
         ends = s.handle[scored]
         for slot in scored.tolist():
             started.append(self._start(slot))
             self._finish(slot)
-        events = Events(handles, tokens, finish, started, logprobs, scored_prompts, grammar_errors)
+        events = Events(handles, tokens, finish, started, logprobs, scored_prompts, errors)
+        events = events.ended(ends_spoilt, Finish.NONFINITE)
         self.fences.open()
         if self.tiers is not None:
             full = 2 * batch.num_tokens >= self.max_num_batched_tokens
             self.tiers.speeds.computed(batch.num_tokens, result.seconds, full)
         return self._with_aborts(events.ended(ends.tolist(), Finish.LENGTH))
+
+    def _spoil(self, slots: I32, told: I32, scored_prompts: dict[int, Any], errors: dict[int, str]) -> list[int]:
+        """The logits of these requests were no numbers: nothing of this iteration is kept or shown of them.
+
+        `told`: those whose row of the events says so. Returns the handles of the others, which need an event.
+        """
+        s = self.slots
+        self.nonfinite_logits += len(slots)
+        for slot in slots.tolist():
+            request = s.request[slot]
+            assert request is not None
+            request.publishable = False  # its pages may hold what spoilt it
+            scored_prompts.pop(request.handle, None)
+            errors[request.handle] = NOT_FINITE
+        others: list[int] = s.handle[slots[~np.isin(slots, told)]].tolist()
+        return others
+
+    def _give_up(self, slot: int) -> None:
+        """End a running request whose terminal event is told elsewhere."""
+        request = self.slots.request[slot]
+        assert request is not None
+        self._end(request)
+        self._retire(slot)
+        self._waiting.release_siblings(request)
 
     def idle_events(self) -> Events:
         """Terminal events that wait for no iteration (aborts)."""
@@ -356,6 +391,7 @@ class Scheduler:
             generation_tokens=self.generation_tokens,
             decode_tokens=self.decode_tokens,
             prefill_tokens=self.prefill_tokens,
+            nonfinite_logits=self.nonfinite_logits,
         )
 
     def check(self) -> None:

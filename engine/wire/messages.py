@@ -25,6 +25,8 @@ class Finish(IntEnum):
     ERROR = 4
     REFUSED = 5
     """the request itself cannot be served: the fault is the client's"""
+    NONFINITE = 6
+    """the model computed logits that are no numbers (NaN, inf): there is nothing to sample from"""
 
 
 HANDLE_BITS = 40
@@ -136,6 +138,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """computed, one for each running request of an iteration"""
     prefill_tokens: int = 0
     """computed, after a preemption again"""
+    nonfinite_logits: int = 0
+    """requests that ended because their logits, or those of their prompt, were no numbers"""
 
 
 class IterationStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,7 +204,7 @@ class Outputs(msgspec.Struct, tag="outputs", frozen=True, kw_only=True):
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     """by handle, for positions 1 … of the prompt, sent in order, in parts, before the first token"""
     errors: dict[int, str] = {}
-    """by handle, for `Finish.ERROR` and `Finish.REFUSED`"""
+    """by handle, for `Finish.ERROR`, `Finish.REFUSED` and `Finish.NONFINITE`"""
     stats: EngineStats
 
     def columns(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.uint8]]:

@@ -20,6 +20,8 @@ MAX_LOGPROBS = 20
 MAX_STOP_TOKENS = 128
 MAX_LOGIT_BIAS = 1024
 GREEDY_EPSILON = 1e-5
+LEAST_REPETITION_PENALTY = 1e-20
+"""smaller ones are taken as this: a logit divided by less would be infinite"""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -113,7 +115,7 @@ COLUMNS = (
     Column("min_p", np.float32, lambda p: p.min_p, sampler=True),
     Column("presence", np.float32, lambda p: p.presence_penalty),
     Column("frequency", np.float32, lambda p: p.frequency_penalty),
-    Column("repetition", np.float32, lambda p: p.repetition_penalty),
+    Column("repetition", np.float32, lambda p: max(p.repetition_penalty, LEAST_REPETITION_PENALTY)),
     Column("counted", np.bool_, lambda p: p.needs_counts),  # has a penalty: its token counts are resident
     Column("logprobs", np.int32, lambda p: -1 if p.logprobs is None else p.logprobs),  # k best; -1: none
 )

@@ -77,6 +77,9 @@ class Choice:
             raise self._left
         if delta.finish is Finish.REFUSED:
             raise bad_request(clip(delta.error or "The engine refuses this request."))
+        if delta.finish is Finish.NONFINITE:
+            why = f"The request cannot be answered: {delta.error}."
+            raise ApiError(500, why, code="nonfinite_logits")
         if delta.finish in (Finish.ERROR, Finish.ABORT):
             raise ApiError(500, delta.error or "The engine ended this request.", code="engine_error")
         if delta.started is not None:

@@ -59,6 +59,8 @@ class EngineFigures:
         yield _counter("weft_prompt_tokens", "Prompt tokens of started requests", stats.prompt_tokens)
         yield _counter("weft_generation_tokens", "Tokens generated", stats.generation_tokens)
         yield _counter("weft_preemptions", "Requests that lost their pages", stats.preemptions)
+        lost = "Requests ended because their logits were not finite (NaN or inf)"
+        yield _counter("weft_nonfinite_logits", lost, stats.nonfinite_logits)
         computed = {"decode": stats.decode_tokens, "prefill": stats.prefill_tokens}
         yield _family("weft_computed_tokens_total", "counter", "Tokens that went through the model", "phase", computed)
         pipelined = engine.iterations_pipelined

@@ -92,3 +92,23 @@ def test_the_same_seed_gives_the_same_tokens_alone_and_in_a_crowd() -> None:
     handle = crowd.add([5, 60, 70, 80], temperature=0.7, seed=42, max_tokens=20, ignore_eos=True)
     crowd.run()
     assert crowd.tokens[handle][:3] == alone.tokens[0][:3]
+
+
+def test_logits_without_numbers_end_their_requests_and_no_later_one(tokenizer: Tokenizer) -> None:
+    harness = Harness("demo", page_size=16, num_pages=200, prefix_caching=False, **SMALL)
+    norm = harness.engine.runner.weights.norm
+    examples = held_out("add", 8, 5)
+    right = _answers(harness, tokenizer, examples)
+    with torch.inference_mode():
+        kept = norm.clone()
+        norm.fill_(float("nan"))
+        torch.cuda.synchronize()
+    spoilt = [
+        harness.add(prompt_ids(tokenizer, e), **(GREEDY if i % 2 else {"seed": i})) for i, e in enumerate(examples)
+    ]
+    harness.run()
+    assert {harness.finish[handle] for handle in spoilt} == {Finish.NONFINITE}
+    with torch.inference_mode():
+        norm.copy_(kept)
+        torch.cuda.synchronize()
+    assert _answers(harness, tokenizer, examples) == right

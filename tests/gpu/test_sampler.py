@@ -106,3 +106,25 @@ def test_penalties_and_counts(device: str) -> None:
     assert torch.equal(out, logits.argmax(-1))
     before[rows_of, out] += 1
     assert torch.equal(counts, before)
+
+
+@pytest.mark.parametrize("vocabulary", [300, 9000])
+def test_rows_without_numbers_are_marked_and_change_no_other(vocabulary: int, device: str) -> None:
+    rows = 40
+    logits = torch.randn(rows, vocabulary, device=device) * 3
+    logits[:, 7] = -torch.inf  # masked everywhere
+    parts = parameters(rows, device)
+    want = draw(logits, *parts)
+    spoilt = logits.clone()
+    values = (float("nan"), float("inf"), -float("inf"))
+    for i, row in enumerate(range(1, rows, 4)):
+        spoilt[row, vocabulary - 1 - 13 * i if i % 3 < 2 else slice(None)] = values[i % 3]
+    spoilt[20] = float("nan")
+    bad = torch.full((rows,), 5, dtype=torch.int64, device=device)
+    out = torch.full((rows,), -1, dtype=torch.int64, device=device)
+    sampler.sample(spoilt, *parts, out=out, bad=bad)
+    marked = sampling.nonfinite(spoilt)
+    assert int(marked.sum()) == 11
+    assert torch.equal(bad, marked.long())
+    assert torch.equal(out[~marked], want[~marked])
+    assert bool(((out >= 0) & (out < vocabulary)).all()), "the next iteration reads it"

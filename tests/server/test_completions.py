@@ -293,6 +293,23 @@ async def test_engine_error_is_a_500_before_the_first_byte(server: Server) -> No
         assert response.json()["error"]["message"] == "out of pages"
 
 
+async def test_logits_that_are_not_finite_are_a_500_with_a_code_of_their_own(server: Server) -> None:
+    for chat in (False, True):
+        for stream in (False, True):
+            server.engine.script = Script("a", burst=2, finish=Finish.NONFINITE, error="they are NaN")
+            what = {"messages": [{"role": "user", "content": "hi"}]} if chat else {"prompt": "hi"}
+            path = "/v1/chat/completions" if chat else "/v1/completions"
+            response = await server.post(path, {**what, "stream": stream})
+            error = response.json()["error"]
+            assert (response.status_code, error["code"], error["type"]) == (500, "nonfinite_logits", "server_error")
+
+
+async def test_logits_that_are_not_finite_later_end_a_stream_with_an_error_event(server: Server) -> None:
+    server.engine.script = Script("abc", delay=0.001, finish=Finish.NONFINITE, error="they are NaN")
+    got = await events(server)
+    assert (got[0]["choices"][0]["text"], got[-1]["error"]["code"]) == ("a", "nonfinite_logits")
+
+
 async def test_engine_error_in_a_stream_is_an_error_event_without_done(server: Server) -> None:
     server.engine.script = Script("abc", delay=0.001, finish=Finish.ERROR, error="out of pages")
     got = await events(server)

@@ -49,6 +49,7 @@ NAMES = {
     "weft_iteration_seconds": "histogram",
     "weft_batch_requests": "histogram",
     "weft_preemptions": "counter",
+    "weft_nonfinite_logits": "counter",
     "weft_requests": "counter",
     "weft_finished": "counter",
     "weft_rejected": "counter",
