@@ -31,6 +31,7 @@ from weft.engine.scheduling.grammars import Grammars
 from weft.engine.scheduling.request import Request, check_request
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.slots import SlotTable
+from weft.engine.wire.log_sink import dropped_lines
 from weft.engine.wire.messages import AddRequest, EngineReady, EngineStats, Finish, IterationStats, Outputs
 
 TIER_WAIT_SECONDS = 0.005
@@ -251,6 +252,7 @@ class Engine:
             iterations=self._iterations,
             iterations_pipelined=self._pipelined,
             iterations_idle_seconds=self._idle_seconds,
+            log_lines_dropped=dropped_lines(),
         )
 
     def _outputs(self, events: Events, stats: EngineStats) -> Outputs:

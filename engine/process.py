@@ -23,6 +23,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.errors import WeftError
 from weft.engine.progress import ProgressLines
 from weft.engine.wire.engine_socket import Clients
+from weft.engine.wire.log_sink import install, last_lines
 from weft.engine.wire.messages import (
     HANDLE_BITS,
     AbortRequests,
@@ -65,6 +66,7 @@ class _Ending(threading.Thread):
             pass
         self.begun.set()
         time.sleep(self.patience)
+        last_lines()
         os._exit(0)
 
 
@@ -157,6 +159,7 @@ class _Loop:
 
 
 def main() -> int:
+    install()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon decides when to end
     config = EngineConfig.model_validate_json(sys.stdin.buffer.readline())
     ending = _Ending()
@@ -172,8 +175,7 @@ def main() -> int:
     clients.close()
     context.term()
     # The runner's thread may be inside torch: leave without waiting for it.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    last_lines()
     os._exit(code)
 
 

@@ -1,26 +1,45 @@
-"""Logging to stderr, as text or as JSON. A record's `fields` (a mapping) become `key=value` pairs or JSON keys."""
+"""Logging to stderr, as text or as JSON. A record's `fields` (a mapping) become `key=value` pairs or JSON keys.
+
+Nobody who logs waits for stderr: see `weft.engine.wire.log_sink`.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
 import orjson
 
+from weft.engine.wire.log_sink import LogSink, install
 from weft.server.config import ServeConfig
 
 
 def configure(config: ServeConfig) -> None:
-    """Set up this process's logging."""
-    handler = logging.StreamHandler(sys.stderr)
+    """Set up this process's logging, its stderr and its stdout."""
+    sink = install()
+    handler = logging.StreamHandler(sink)
     handler.setFormatter(JsonFormatter() if config.log_format == "json" else TextFormatter())
     logging.basicConfig(level=config.log_level.upper(), handlers=[handler], force=True)
     # What uvicorn warns of is the doing of clients, who are answered.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     for name in ("asyncio", "httpx", "urllib3", "opentelemetry"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+    sink.told = lambda count: handler.format(_dropped(count))
+
+
+def _dropped(count: int) -> logging.LogRecord:
+    message = "%d log lines dropped: nobody took them in time"
+    return logging.LogRecord("weft", logging.WARNING, __file__, 0, message, (count,), None)
+
+
+def count_dropped(count: Callable[[], None]) -> None:
+    """Have each line counted that this process drops."""
+    if isinstance(sys.stderr, LogSink):
+        sys.stderr.on_drop = count
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

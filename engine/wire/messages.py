@@ -167,6 +167,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """of more than one nano-batch"""
     iterations_idle_seconds: float = 0.0
     """device idle between iterations while requests were open"""
+    log_lines_dropped: int = 0
+    """that this process wrote to stderr and nobody took"""
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True):

@@ -39,7 +39,7 @@ class Admission:
         self._max_num_seqs = max_num_seqs
         self._max_requests = max_requests
         self._max_tokens = max_tokens
-        board.load[row] = 0
+        board.load[row, :2] = 0
         client.on_open = self._set_open
 
     def _set_open(self, count: int) -> None:
@@ -65,7 +65,7 @@ class Admission:
 
     def refusal(self, num_sequences: int, num_tokens: int) -> ApiError | None:
         """Why work of this size is not taken now, or None."""
-        num_open, prefill_tokens = self._board.load.sum(axis=0).tolist()
+        num_open, prefill_tokens = self._board.load[:, :2].sum(axis=0).tolist()
         if num_open == 0:
             return None
         # Behind a queue everything waits; without one, what exceeds the engine's seats will.

@@ -68,13 +68,14 @@ class Trace:
                 message["headers"] = headers
             await send(message)
 
+        self._metrics.request_began()
         try:
             await self._app(scope, receive, traced_send)
         except Exception:
             status = 500
             raise
         finally:
-            self._metrics.requests.labels(_endpoint(scope), str(status)).inc()
+            self._metrics.request_ended(_endpoint(scope), status)
             self._tell(scope, status, context, span)
 
     def _tell(self, scope: Scope, status: int, context: tracing.TraceContext | None, span: Any) -> None:

@@ -22,7 +22,7 @@ from weft.server.daemon.api_process import ApiProcess
 from weft.server.daemon.control import Drain, EngineDown, EngineUp, Failed, Idle, Interrupt, Ready, Stop, ToWorker
 from weft.server.keys import load_keys
 from weft.server.listen import listen
-from weft.server.logs import configure
+from weft.server.logs import configure, count_dropped
 from weft.server.observe.board import Board
 from weft.server.observe.metrics import Metrics
 
@@ -65,6 +65,7 @@ class Daemon:
         self._listeners = listen(config.host, config.port, config.api_workers)
         self._board = Board(config.api_workers + 1, len(self._keys))
         self._metrics = Metrics(self._board, 0)
+        count_dropped(self._metrics.log_lines_dropped.labels().inc)
         self._numbers = itertools.count(1)
         """of clients, over all engines"""
         self._engine: EngineProcess | None = None
@@ -223,6 +224,7 @@ class Daemon:
         del self._api[i]
         self._serving.discard(i)
         self._no_longer_busy(i)
+        self._metrics.process_lost(*self._board.load[i + 1].tolist())
         self._board.load[i + 1] = 0
         if self._control is not None and i in self._clients:
             self._control.client_gone(self._clients[i])
@@ -261,7 +263,7 @@ class Daemon:
 
     async def _drain(self) -> None:
         """Take no new work, let open answers finish, then end those that did not."""
-        logger.info("draining")
+        logger.info("draining; another Ctrl-C or SIGTERM ends at once")
         self._tell_drain()
         idle = asyncio.create_task(self._idle.wait())
         twice = asyncio.create_task(self._asked_twice.wait())

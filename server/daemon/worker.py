@@ -20,6 +20,7 @@ import uvloop
 
 from weft.engine.errors import WeftError
 from weft.engine.wire.client import EngineClient
+from weft.engine.wire.log_sink import last_lines
 from weft.server.api.app import create_app
 from weft.server.api.connection import Connection
 from weft.server.api.service import Phase, Service
@@ -38,7 +39,7 @@ from weft.server.daemon.control import (
     ToWorker,
 )
 from weft.server.errors import ApiError
-from weft.server.logs import configure
+from weft.server.logs import configure, count_dropped
 from weft.server.observe.board import Board
 from weft.server.observe.scrape import scrape
 from weft.server.text.tokenizer import Tokenizer
@@ -87,6 +88,7 @@ class Worker:
         keys = [bytes.fromhex(key) for key in start.keys]
         board = Board(start.rows, len(keys), start.board_fd)
         self._service = Service(config, board, start.row, keys)
+        count_dropped(self._service.metrics.log_lines_dropped.labels().inc)
         self._listener = socket.socket(fileno=start.listener_fd)
         self._client: EngineClient | None = None
         self._tasks: set[asyncio.Future[None]] = set()
@@ -100,6 +102,7 @@ class Worker:
                 break
             self._take(message)
         else:
+            last_lines()
             os._exit(1)  # the daemon has died: nobody would watch this process
         server.should_exit = True
         await asyncio.wait((serving,), timeout=FAREWELL)
@@ -134,6 +137,7 @@ class Worker:
         if not task.cancelled() and (error := task.exception()) is not None:
             # A defect. Whoever waits for this process is better served by another one.
             sys.excepthook(type(error), error, error.__traceback__)
+            last_lines()
             os._exit(BROKEN)
 
     async def _load_tokenizer(self) -> Tokenizer:

@@ -19,7 +19,7 @@ class Board:
 
     Attributes:
         counts: [rows, CELLS] float64, laid out by `counters.Store`.
-        load: [rows, 2] int64, (open sequences, prompt tokens without a first output token).
+        load: [rows, 3] int64, (open sequences, prompt tokens without a first output token, open HTTP requests).
         buckets: [keys, 3] float64, by `limits.RateLimits`; change them under `lock()`.
     """
 
@@ -28,13 +28,13 @@ class Board:
         self.rows = rows
         self.fd = os.memfd_create("weft-board") if fd is None else fd
         keys = max(1, num_keys)
-        sizes = np.array([rows * CELLS, rows * 2, keys * 3]) * 8
+        sizes = np.array([rows * CELLS, rows * 3, keys * 3]) * 8
         if fd is None:
             os.ftruncate(self.fd, int(sizes.sum()))
         self._map = mmap.mmap(self.fd, int(sizes.sum()))
         at = np.concatenate(([0], np.cumsum(sizes))).tolist()
         self.counts = np.frombuffer(self._map, np.float64, rows * CELLS, at[0]).reshape(rows, CELLS)
-        self.load = np.frombuffer(self._map, np.int64, rows * 2, at[1]).reshape(rows, 2)
+        self.load = np.frombuffer(self._map, np.int64, rows * 3, at[1]).reshape(rows, 3)
         self.buckets = np.frombuffer(self._map, np.float64, keys * 3, at[2]).reshape(keys, 3)
 
     def row(self, row: int) -> memoryview[float]:

@@ -31,14 +31,16 @@ ENDPOINTS = (
 )
 _STATUSES = ["200", "400", "401", "404", "405", "408", "413", "429", "431", "499", "500", "501", "503", "504"]
 _REFUSALS = ["loading", "draining", "dead", "queue_full", "queue_tokens_full", "rate_limit_exceeded"]
-_CAUSES = ["disconnect", "timeout", "drain", "engine", "error"]
+_CAUSES = ["disconnect", "stall", "timeout", "drain", "engine", "error", "crash"]
 
 
 class Metrics:
     """The metrics of a daemon. A process counts in its own row of the board; `render` tells the sum of all rows."""
 
     def __init__(self, board: Board | None = None, row: int = 0) -> None:
-        self._store = store = Store(board or Board(1), row)
+        board = board or Board(1)
+        self._store = store = Store(board, row)
+        self._load = board.load[row]
 
         def histogram(name: str, help: str, buckets: tuple[float, ...], **labels: Sequence[str]) -> Histogram:
             return Histogram(store, f"weft_{name}", help, buckets, **labels)
@@ -68,8 +70,13 @@ class Metrics:
         self.aborted = counter("aborted", "Sequences ended before they finished", cause=_CAUSES)
         self.engine_restarts = counter("engine_restarts", "Engine processes started after one had ended")
         self.api_restarts = counter("api_process_restarts", "API processes started after one had ended")
+        self.requests_lost = counter("requests_lost", "HTTP requests open in an API process that died")
+        self.clients_stalled = counter("clients_stalled", "Clients cut because they did not read")
+        self.accepts_refused = counter("accepts_refused", "Connections closed unread: no file descriptor was left")
+        self.log_lines_dropped = counter("log_lines_dropped", "Log lines that nobody took in time")
         self._engine = EngineFigures()
         self._iterations = 0
+        self._engine_lines_dropped = 0
 
     def engine_loaded(self, model: str, ready: EngineReady) -> None:
         self._engine.model, self._engine.ready, self._engine.up = model, ready, True
@@ -85,6 +92,10 @@ class Metrics:
         """Called for every message of the engine, in one process of the daemon."""
         for tier, seconds in stats.load_seconds:
             self.load_seconds.labels(tier).observe(seconds)
+        if (dropped := stats.log_lines_dropped) != self._engine_lines_dropped:
+            before = self._engine_lines_dropped if dropped > self._engine_lines_dropped else 0  # another process's
+            self.log_lines_dropped.inc(dropped - before)
+            self._engine_lines_dropped = dropped
         if stats.iterations == self._iterations:
             return  # brought aborts, no iteration
         self._iterations = stats.iterations
@@ -111,6 +122,20 @@ class Metrics:
     def sequence_aborted(self, cause: str) -> None:
         self.finished.labels("abort").inc()
         self.aborted.labels(cause).inc()
+
+    def request_began(self) -> None:
+        """An HTTP request; `request_ended` follows, or `process_lost`."""
+        self._load[2] += 1
+
+    def request_ended(self, endpoint: str, status: int) -> None:
+        self._load[2] -= 1
+        self.requests.labels(endpoint, str(status)).inc()
+
+    def process_lost(self, sequences: int, _prefill_tokens: int, requests: int) -> None:
+        """An API process has died with so much open: its row of `Board.load`."""
+        self.requests_lost.inc(requests)
+        self.finished.labels("abort").inc(sequences)
+        self.aborted.labels("crash").inc(sequences)
 
     async def watch_event_loop(self) -> None:
         """Measure for ever how late the loop's timers are."""

@@ -1,0 +1,204 @@
+"""`LogSink`: stderr and stdout that never make their writer wait: a bounded queue, and a thread that writes.
+
+A process that serves must not stand still because nobody reads its log (a stopped `tee`, a full disk).
+What finds no room is dropped and counted; the next line that gets through is followed by how many were.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import os
+import select
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+MAX_LINES = 10_000
+MAX_BYTES = 2 * 2**20
+"""of lines that wait; a single longer one waits alone"""
+CHUNK = 64 * 1024
+"""bytes a write at most: a pipe's size"""
+LAST_LINES_SECONDS = 1.0
+"""that the lines of a process that ends get to leave"""
+
+
+def told(dropped: int) -> str:
+    """The line that says so."""
+    return f"weft: {dropped} log lines dropped: nobody took them in time"
+
+
+class LogSink(io.TextIOBase):
+    """A text stream onto a file descriptor. Writing appends to a queue, from any thread or signal handler.
+
+    Attributes:
+        dropped: lines in all.
+        on_drop: told of each dropped line, under the lock.
+        told: the line about so many dropped ones.
+    """
+
+    encoding = "utf-8"
+    errors = "backslashreplace"
+
+    def __init__(self, fd: int, max_lines: int = MAX_LINES, max_bytes: int = MAX_BYTES) -> None:
+        super().__init__()
+        self.dropped = 0
+        self.on_drop: Callable[[], None] | None = None
+        self.told: Callable[[int], str] = told
+        self._fd = fd
+        self._max_lines = max_lines
+        self._max_bytes = max_bytes
+        self._changed = threading.Condition()  # of an RLock: a signal handler may log while its thread is in here
+        self._lines: deque[bytes] = deque()
+        self._bytes = 0
+        """of `_lines`"""
+        self._partial = ""
+        """what has no line end yet"""
+        self._writing = False
+        self._untold = 0
+        """dropped lines that nobody has been told of"""
+        self._thread: threading.Thread | None = None
+
+    # -- the stream
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def isatty(self) -> bool:
+        try:
+            return os.isatty(self._fd)
+        except OSError:
+            return False
+
+    def write(self, text: str) -> int:
+        with self._changed:
+            *lines, self._partial = (self._partial + text).split("\n")
+            for line in lines:
+                self._put(line + "\n")
+            if len(self._partial) > CHUNK:
+                self.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        """Queue what has no line end yet, too. Waits for nothing: `drain` does."""
+        with self._changed:
+            if self._partial:
+                text, self._partial = self._partial, ""
+                self._put(text)
+
+    def drain(self, seconds: float = LAST_LINES_SECONDS) -> bool:
+        """Wait until everything has been written, so long at most; tells whether it has."""
+        self.flush()
+        until = time.monotonic() + seconds
+        with self._changed:
+            while self._lines or self._writing:
+                if not self._changed.wait(max(0.0, until - time.monotonic())) and time.monotonic() >= until:
+                    return False
+        return True
+
+    # -- the queue
+
+    def _put(self, line: str) -> None:
+        data = line.encode(self.encoding, self.errors)
+        if self._lines and (len(self._lines) >= self._max_lines or self._bytes + len(data) > self._max_bytes):
+            self._drop(1)
+            return
+        self._lines.append(data)
+        self._bytes += len(data)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=f"weft-log-{self._fd}", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    def _drop(self, count: int) -> None:
+        self.dropped += count
+        self._untold += count
+        if self.on_drop is not None:
+            for _ in range(count):
+                self.on_drop()
+
+    def _run(self) -> None:
+        while True:
+            lines = self._take()
+            try:
+                self._write_all(b"".join(lines))
+            except OSError:  # a full disk, a reader that has gone: the next lines may fare better
+                with self._changed:
+                    self._drop(len(lines))
+            else:
+                self._tell_dropped()
+            with self._changed:
+                self._writing = False
+                self._changed.notify_all()
+
+    def _take(self) -> list[bytes]:
+        """The next lines, together about a chunk."""
+        with self._changed:
+            while not self._lines:
+                self._changed.wait()
+            lines = [self._lines.popleft()]
+            size = len(lines[0])
+            while self._lines and size + len(self._lines[0]) <= CHUNK:
+                lines.append(self._lines.popleft())
+                size += len(lines[-1])
+            self._bytes -= size
+            self._writing = True
+        return lines
+
+    def _tell_dropped(self) -> None:
+        with self._changed:
+            count, self._untold = self._untold, 0
+        if count:
+            try:
+                self._write_all(f"{self.told(count)}\n".encode(self.encoding, self.errors))
+            except OSError:
+                with self._changed:
+                    self._untold += count
+
+    def _write_all(self, data: bytes) -> None:
+        """Blocks as long as the reader does. Raises `OSError`."""
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(self._fd, view[:CHUNK]) :]
+            except BlockingIOError:  # somebody made the terminal non-blocking
+                select.select([], [self._fd], [], 1.0)
+
+
+def install() -> LogSink:
+    """Make this process's stderr and stdout such streams; returns stderr's. Once a process."""
+    if isinstance(sys.stderr, LogSink):
+        return sys.stderr
+    open_standard_files()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    sys.stdout, sys.stderr = LogSink(1), LogSink(2)
+    atexit.register(last_lines)
+    return sys.stderr
+
+
+def dropped_lines() -> int:
+    """Lines of this process's stderr that were dropped."""
+    return sys.stderr.dropped if isinstance(sys.stderr, LogSink) else 0
+
+
+def last_lines(seconds: float = LAST_LINES_SECONDS) -> None:
+    """Before the end of a process: give its last lines so long to leave."""
+    until = time.monotonic() + seconds
+    for stream in (sys.stderr, sys.stdout):
+        if isinstance(stream, LogSink):
+            stream.drain(max(0.0, until - time.monotonic()))
+
+
+def open_standard_files() -> None:
+    """Whoever started this process may have closed stdin, stdout or stderr: then a socket would get that number, and
+    what a library prints would go to a client."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
