@@ -46,6 +46,9 @@ class ServeConfig(EngineConfig):
     )
     request_timeout: float | None = Field(None, gt=0, description="seconds a request may take in all [no limit]")
     drain_timeout: float = Field(30.0, ge=0, description="seconds that open requests get to finish after SIGTERM")
+    client_stall_timeout: float = Field(
+        300.0, ge=0, description="seconds that a client may leave data unread before it is cut off; 0 for ever"
+    )
     max_body_mib: float = Field(32.0, gt=0, description="size of a request body at most, in MiB")
     tool_call_parser: ToolParserName = Field(
         "auto", description="how the model writes tool calls; auto reads it off the chat template"

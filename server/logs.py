@@ -19,8 +19,8 @@ from weft.server.config import ServeConfig
 
 def configure(config: ServeConfig) -> None:
     """Set up this process's logging, its stderr and its stdout."""
-    sink = install()
-    handler = logging.StreamHandler(sink)
+    install()
+    handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if config.log_format == "json" else TextFormatter())
     logging.basicConfig(level=config.log_level.upper(), handlers=[handler], force=True)
     # What uvicorn warns of is the doing of clients, who are answered.
@@ -28,7 +28,8 @@ def configure(config: ServeConfig) -> None:
     for name in ("asyncio", "httpx", "urllib3", "opentelemetry"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
 
-    sink.told = lambda count: handler.format(_dropped(count))
+    if isinstance(sys.stderr, LogSink):
+        sys.stderr.told = lambda count: handler.format(_dropped(count))
 
 
 def _dropped(count: int) -> logging.LogRecord:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import TextIO
 
 MAX_LINES = 10_000
 MAX_BYTES = 2 * 2**20
@@ -170,17 +171,26 @@ class LogSink(io.TextIOBase):
                 select.select([], [self._fd], [], 1.0)
 
 
-def install() -> LogSink:
-    """Make this process's stderr and stdout such streams; returns stderr's. Once a process."""
-    if isinstance(sys.stderr, LogSink):
-        return sys.stderr
+def install() -> None:
+    """Make this process's stdout and stderr such streams, unless somebody has put others in their place."""
     open_standard_files()
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
-    sys.stdout, sys.stderr = LogSink(1), LogSink(2)
+    if _is_descriptor(sys.stdout, 1):
+        sys.stdout = LogSink(1)
+    if _is_descriptor(sys.stderr, 2):
+        sys.stderr = LogSink(2)
+    atexit.unregister(last_lines)
     atexit.register(last_lines)
-    return sys.stderr
+
+
+def _is_descriptor(stream: TextIO | None, fd: int) -> bool:
+    """Python's own stream onto a descriptor, or None where that was closed."""
+    if stream is None:
+        return True
+    try:
+        stream.flush()
+        return stream.fileno() == fd and not isinstance(stream, LogSink)
+    except (OSError, ValueError):
+        return False
 
 
 def dropped_lines() -> int:

@@ -64,7 +64,9 @@ class Answer(Response):
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                work.cancel()  # the client went away
+                work.cancel()  # the client went away, or was cut off
+                if self._interruption is None and scope.get("weft.stalled"):
+                    self._cause = "stall"
             error = await self._outcome(work)
             generation.close(self._cause)  # before the farewell: a client that stopped reading must not hold the engine
             if error is not None:

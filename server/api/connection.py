@@ -1,5 +1,5 @@
-"""`Connection`: uvicorn's HTTP protocol with bounds on what a client may send before its request is known, with
-OpenAI's error body for what is no HTTP, and with a shortcut for scrapes."""
+"""`Connection`: uvicorn's HTTP protocol with bounds on what a client may send before its request is known and on how
+long it may leave an answer unread, with OpenAI's error body for what is no HTTP, and with a shortcut for scrapes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from weft.server.api.fast_path import EXTENSION
+from weft.server.api.service import Service
+from weft.server.api.stall import StallWatch
 from weft.server.errors import ApiError
 
 MAX_HEADER_BYTES = 64 * 1024
@@ -53,10 +55,13 @@ _BEYOND_SHORTCUTS = frozenset(
 
 
 class Connection(HttpToolsProtocol):
-    def __init__(self, *args: Any, shortcuts: dict[bytes, Callable[[], bytes]], **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, service: Service, shortcuts: dict[bytes, Callable[[], bytes]], **kwargs: Any
+    ) -> None:
         """`shortcuts`: what a plain GET of a URL is answered, head included, without the application. Its tasks and
         layers cost more CPU than a scrape's answer, and scrapes are many."""
         super().__init__(*args, **kwargs)
+        self._service = service
         self._shortcuts = shortcuts
         self._shortcut: Callable[[], bytes] | None = None
         """of the request that is being read"""
@@ -64,6 +69,7 @@ class Connection(HttpToolsProtocol):
         self._in_headers = True
         self._refused = False
         self._timer: asyncio.TimerHandle | None = None
+        self._stall: StallWatch | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -71,6 +77,8 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if self._stall is not None:
+            self._stall.end()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -105,6 +113,8 @@ class Connection(HttpToolsProtocol):
             super().on_headers_complete()
             extensions: dict[str, Any] = {EXTENSION: Outlet(self.cycle)}
             self.scope["extensions"] = extensions
+            if self._service.closing:
+                self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         self._header_bytes = 0
@@ -129,6 +139,25 @@ class Connection(HttpToolsProtocol):
             self._shortcut = None
             self.on_response_complete()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._stall is None:
+            seconds = self._service.config.client_stall_timeout
+            paused = lambda: self.flow.write_paused  # noqa: E731
+            self._stall = StallWatch(self.loop, self.transport, seconds, paused, self._on_stall)
+        self._stall.begin()
+
+    def _on_stall(self) -> None:
+        self._service.metrics.clients_stalled.inc()
+        if self.cycle is not None:
+            self.cycle.scope["weft.stalled"] = True  # type: ignore[typeddict-unknown-key]
+        self.transport.abort()
+
+    def close_behind_answer(self) -> None:
+        """End with the answer that is under way, if there is one, and tell the client if that has not begun."""
+        if self.cycle is not None:
+            self.cycle.keep_alive = False
+
     def _is_plain_get(self) -> bool:
         """A request without a body or anything special, to be answered on a connection that waits for it."""
         return (
@@ -137,6 +166,7 @@ class Connection(HttpToolsProtocol):
             and self.parser.should_keep_alive()
             and (self.cycle is None or self.cycle.response_complete)
             and not self.flow.write_paused
+            and not self._service.closing
             and not any(name in _BEYOND_SHORTCUTS for name, _ in self.headers)
         )
 

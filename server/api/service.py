@@ -119,6 +119,11 @@ class Service:
         return self._loaded
 
     @property
+    def closing(self) -> bool:
+        """Connections end behind their next answer: who asks again shall ask elsewhere."""
+        return self.phase in (Phase.DRAINING, Phase.DEAD)
+
+    @property
     def unready(self) -> ApiError | None:
         """Why a router should send its work elsewhere, or None."""
         if self.phase is not Phase.SERVING:

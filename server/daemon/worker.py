@@ -5,24 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import os
 import resource
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Generator
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Awaitable
+from contextlib import suppress
 
-import uvicorn
 import uvloop
 
 from weft.engine.errors import WeftError
 from weft.engine.wire.client import EngineClient
 from weft.engine.wire.log_sink import last_lines
-from weft.server.api.app import create_app
-from weft.server.api.connection import Connection
+from weft.server.api.http_server import make_server
 from weft.server.api.service import Phase, Service
 from weft.server.config import ServeConfig
 from weft.server.daemon.control import (
@@ -41,7 +37,6 @@ from weft.server.daemon.control import (
 from weft.server.errors import ApiError
 from weft.server.logs import configure, count_dropped
 from weft.server.observe.board import Board
-from weft.server.observe.scrape import scrape
 from weft.server.text.tokenizer import Tokenizer
 
 IDLE_TICK = 0.02
@@ -49,33 +44,6 @@ FAREWELL = 1.0
 """seconds that last answers get to leave"""
 BROKEN = 70
 """exit status of a process that could not go on"""
-
-
-class Server(uvicorn.Server):
-    """uvicorn, without its signal handling: the daemon decides when to end."""
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-
-def make_server(service: Service) -> Server:
-    config = service.config
-    logging.getLogger("uvicorn.access").propagate = False  # uvicorn asks whether anybody listens
-    return Server(
-        uvicorn.Config(
-            create_app(service),
-            http=partial(Connection, shortcuts={b"/metrics": partial(scrape, service.metrics)}),  # type: ignore[arg-type]
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            ssl_certfile=config.tls_cert,
-            ssl_keyfile=config.tls_key,
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=2,
-        )
-    )
 
 
 class Worker:
@@ -94,7 +62,7 @@ class Worker:
         self._tasks: set[asyncio.Future[None]] = set()
 
     async def run(self) -> None:
-        server = make_server(self._service)
+        self._server = server = make_server(self._service)
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
         self._tokenizer = asyncio.create_task(self._load_tokenizer())
         async for message in self._channel.messages():
@@ -122,6 +90,7 @@ class Worker:
             case Drain():
                 if service.phase is not Phase.DEAD:
                     service.phase = Phase.DRAINING
+                self._server.close_behind_answers()
                 self._begin(self._tell_idle())
             case Interrupt():
                 error = ApiError(503, "The server is shutting down.", code="draining", retry_after=10)

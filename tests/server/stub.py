@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,9 +28,10 @@ from weft.engine.wire.messages import (
     TokenLogprobs,
 )
 from weft.engine.wire.streams import Streams
+from weft.server.api.http_server import Server as HttpServer
+from weft.server.api.http_server import make_server
 from weft.server.api.service import Service
 from weft.server.config import ServeConfig
-from weft.server.daemon.worker import make_server
 from weft.server.text.tokenizer import Tokenizer
 
 MAX_MODEL_LEN = 512
@@ -181,6 +183,7 @@ class Server:
     service: Service
     engine: Stub
     http: httpx.AsyncClient
+    front: HttpServer
 
     async def post(self, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
         return await self.http.post(path, json=body, **options)
@@ -215,13 +218,14 @@ async def serving(
     if attach:
         service.attach(engine, engine.describe(), tokenizer)
     server = make_server(service)
-    server.config.port, server.config.timeout_graceful_shutdown = 0, 1
-    task = asyncio.create_task(server.serve())
+    server.config.timeout_graceful_shutdown = 1
+    listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started:
         await asyncio.sleep(0.005)
-    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     async with httpx.AsyncClient(base_url=url, timeout=30) as http:
-        yield Server(url, service, engine, http)
+        yield Server(url, service, engine, http, server)
     server.should_exit = True
     await task
     service.close()

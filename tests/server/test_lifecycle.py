@@ -117,6 +117,41 @@ async def test_draining_takes_no_new_work_and_finishes_the_old() -> None:
         assert events(await old)[-1] == "[DONE]"
 
 
+@pytest.mark.parametrize("phase", [Phase.DRAINING, Phase.DEAD])
+async def test_every_answer_of_a_server_that_goes_says_so(phase: Phase) -> None:
+    # Who keeps connections would use this one again, and lose the request that meets the end.
+    async with serving() as server:
+        server.service.phase = phase
+        for method, path in [
+            ("GET", "/health"),
+            ("GET", "/ready"),
+            ("GET", "/metrics"),
+            ("GET", "/version"),
+            ("GET", "/nothing"),
+            ("POST", "/v1/completions"),
+            ("OPTIONS", "/v1/completions"),
+        ]:
+            response = await server.http.request(method, path, json=BODY if method == "POST" else None)
+            assert response.headers["connection"] == "close", path
+            await server.settle(lambda: server.front.num_connections == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_under_way_ends_its_connection_when_draining_begins(stream: bool) -> None:
+    async with serving() as server:
+        gate = asyncio.Event()
+        server.engine.script = Script("abc", gate=gate)
+        old = asyncio.create_task(server.post("/v1/completions", {**BODY, "stream": stream}))
+        await server.settle(lambda: bool(server.engine.added))
+        server.service.phase = Phase.DRAINING
+        server.front.close_behind_answers()
+        gate.set()
+        response = await old
+        assert response.status_code == 200
+        assert response.headers["connection"] == "close"
+        await server.settle(lambda: server.front.num_connections == 0)
+
+
 async def test_interrupted_answers_look_broken() -> None:
     async with serving() as server:
         tasks = await open_requests(server, streams=1, plain=1)

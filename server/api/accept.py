@@ -1,0 +1,105 @@
+"""`Acceptor`: takes connections off a listener, and closes those for which there is no file descriptor.
+
+The event loop's own server hides both ends: it neither tells which connections it refused, nor leaves those in the
+listener's queue that another process is to have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+SPARE = 16
+"""file descriptors that connections leave to the rest of the process"""
+BATCH = 64
+"""connections taken before others on the loop have their turn"""
+PAUSE = 0.1
+"""seconds without accepting, when even that fails"""
+SAY_SECONDS = 60.0
+"""between lines about refused connections"""
+
+logger = logging.getLogger("weft")
+
+
+class Acceptor:
+    """From `start` to `stop`. What nobody has taken off the listener stays in its queue."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        make_protocol: Callable[[], asyncio.Protocol],
+        tls: Callable[[], ssl.SSLContext | None],
+        on_refused: Callable[[], None],
+    ) -> None:
+        """`tls`: asked for each connection. `on_refused`: called for each connection closed unread."""
+        self._listener = listener
+        self._make_protocol = make_protocol
+        self._tls = tls
+        self._on_refused = on_refused
+        self._loop = asyncio.get_running_loop()
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._limit = limit
+        self._highest = limit - SPARE if limit != resource.RLIM_INFINITY else 2**31
+        self._beginning: set[asyncio.Task[None]] = set()
+        self._pause: asyncio.TimerHandle | None = None
+        self._refused = 0
+        """since the last line about it"""
+        self._said = -SAY_SECONDS
+        listener.setblocking(False)
+
+    def start(self) -> None:
+        self._pause = None
+        self._loop.add_reader(self._listener.fileno(), self._take)
+
+    def stop(self) -> None:
+        """Take no more. Idempotent."""
+        if self._pause is not None:
+            self._pause.cancel()
+        if self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener.fileno())
+
+    def _take(self) -> None:
+        for _ in range(BATCH):
+            try:
+                sock, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except ConnectionError:
+                continue  # it has gone already
+            except OSError:  # not even for a moment is there a descriptor: of the whole machine, or memory
+                self._refuse()
+                self._loop.remove_reader(self._listener.fileno())
+                self._pause = self._loop.call_later(PAUSE, self.start)
+                return
+            if sock.fileno() >= self._highest:
+                sock.close()
+                self._refuse()
+                continue
+            task = self._loop.create_task(self._begin(sock))
+            self._beginning.add(task)
+            task.add_done_callback(self._beginning.discard)
+
+    async def _begin(self, sock: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._make_protocol, sock, ssl=self._tls())
+        except (OSError, ssl.SSLError, asyncio.CancelledError):  # a handshake that failed
+            with suppress(OSError):
+                sock.close()
+
+    def _refuse(self) -> None:
+        self._on_refused()
+        self._refused += 1
+        now = time.monotonic()
+        if now - self._said >= SAY_SECONDS:
+            logger.warning(
+                "no file descriptor for %d connections, which were closed: this process may open %d files (ulimit -n)",
+                self._refused,
+                self._limit,
+            )
+            self._refused, self._said = 0, now

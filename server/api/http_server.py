@@ -1,0 +1,85 @@
+"""`Server`: uvicorn's, with acceptors of our own and without its signal handling: the daemon decides when to end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import partial
+
+import uvicorn
+
+from weft.server.api.accept import Acceptor
+from weft.server.api.app import create_app
+from weft.server.api.connection import Connection
+from weft.server.api.service import Service
+from weft.server.observe.scrape import scrape
+
+
+class Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        self._acceptors: list[Acceptor] = []
+        self.tls: ssl.SSLContext | None = None
+        """what connections from now on are offered"""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """`sockets`: listeners; others who have them too may accept from the same queues."""
+        await super().startup(sockets=None if sockets is None else [])
+        self.tls = self.config.ssl
+        refused = self._service.metrics.accepts_refused.inc
+        self._acceptors = [Acceptor(s, self._protocol, lambda: self.tls, refused) for s in sockets or ()]
+        for acceptor in self._acceptors:
+            acceptor.start()
+
+    def _protocol(self) -> asyncio.Protocol:
+        make = self.config.http_protocol_class
+        return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)  # type: ignore[call-arg]
+
+    def stop_accepting(self) -> None:
+        """What is in the listeners' queues is left to others. Idempotent."""
+        for acceptor in self._acceptors:
+            acceptor.stop()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.stop_accepting()
+        await super().shutdown(sockets)
+
+    def close_behind_answers(self) -> None:
+        """Every connection ends behind the next answer on it, or the one under way, and says so as far as it can."""
+        for connection in self.server_state.connections:
+            if isinstance(connection, Connection):
+                connection.close_behind_answer()
+
+    @property
+    def num_connections(self) -> int:
+        return len(self.server_state.connections)
+
+
+def make_server(service: Service) -> Server:
+    config = service.config
+    logging.getLogger("uvicorn.access").propagate = False  # uvicorn asks whether anybody listens
+    protocol = partial(Connection, service=service, shortcuts={b"/metrics": partial(scrape, service.metrics)})
+    return Server(
+        uvicorn.Config(
+            create_app(service),
+            http=protocol,  # type: ignore[arg-type]
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            ssl_certfile=config.tls_cert,
+            ssl_keyfile=config.tls_key,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=2,
+        ),
+        service,
+    )
