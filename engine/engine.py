@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from weft.engine.config import EngineConfig
-from weft.engine.errors import OutOfMemory, RequestError
+from weft.engine.errors import ModelError, OutOfMemory, RequestError
 from weft.engine.memory.model_id import model_id
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
@@ -75,6 +75,8 @@ class Engine:
             with ThreadPoolExecutor(1) as loader:
                 weights = loader.submit(load).result()
             phases.end()
+            if model_id(config, resolved.kv) != model:
+                raise ModelError(f"{config.model_path} was changed while it was loaded: start again")
             self.runner: Runner = make_runner(self.spec, weights, resolved, phases)
         except torch.OutOfMemoryError:
             raise OutOfMemory(

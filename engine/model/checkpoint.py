@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -12,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from weft.engine.errors import ModelError
+from weft.engine.model import pointer
 
 
 class Part(NamedTuple):
@@ -49,21 +52,24 @@ class Checkpoint:
     def __init__(self, path: Path, stack: ExitStack) -> None:
         index = path / "model.safetensors.index.json"
         single = path / "model.safetensors"
+        if index.exists() and pointer.is_pointer(index):
+            raise ModelError(pointer.advice(index))
         try:
             if index.exists():
                 self._files: dict[str, str] = json.loads(index.read_text())["weight_map"]
             elif single.exists():
-                with safe_open(single, "pt") as f:
-                    self._files = dict.fromkeys(f.keys(), single.name)
+                self._files = dict.fromkeys(_open(single, stack).keys(), single.name)
             else:
                 raise ModelError(f"{path} has no model.safetensors and no model.safetensors.index.json")
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, AttributeError) as error:
             raise ModelError(f"cannot read the weights in {path}: {error}") from None
         missing = sorted({f for f in self._files.values() if not (path / f).is_file()})
         if missing:
             raise ModelError(f"{path} lacks {len(missing)} shard(s) that its index names: {', '.join(missing[:3])}")
-        self._path, self._stack = path, stack
-        self._open: dict[str, safe_open] = {}
+        # All at once: a damaged shard is said before the others are read.
+        self._open = {file: _open(path / file, stack) for file in sorted(set(self._files.values()))}
+        self._path = path
+        self._asked: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -71,10 +77,9 @@ class Checkpoint:
     def __call__(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Tensor:
         file = self._files.get(name)
         if file is None:
-            raise ModelError(f"{self._path} has no tensor {name}")
+            raise ModelError(f"{self._path} has no tensor {name}, which config.json asks for")
+        self._asked.add(name)
         try:
-            if file not in self._open:
-                self._open[file] = self._stack.enter_context(safe_open(self._path / file, "pt"))
             lazy = self._open[file].get_slice(name)
             there, want = tuple(lazy.get_shape()), part.whole(shape)
             if there != want:
@@ -83,6 +88,32 @@ class Checkpoint:
         except (OSError, SafetensorError) as error:
             raise ModelError(f"cannot read {name} from {self._path / file}: {error}") from None
         return tensor
+
+    def refuse_further_layers(self, layer: str, num_layers: int) -> None:
+        """`layer`: the beginning of a layer's names, `{}` for its number. Raises `ModelError` when there are more."""
+        pattern = re.compile(re.escape(layer).replace(re.escape("{}"), r"(\d+)"))
+        numbers = [int(match[1]) for name in self._files if (match := pattern.match(name))]
+        if (there := max(numbers, default=-1) + 1) > num_layers:
+            raise ModelError(
+                f"{self._path} has weights of {there} layers, config.json says num_hidden_layers {num_layers}: "
+                f"{layer.format(num_layers)}… would be left out"
+            )
+
+    def surplus(self, harmless: Iterable[str]) -> list[str]:
+        """Names that nobody asked for; without those that end with one of `harmless`."""
+        return sorted(name for name in self._files.keys() - self._asked if not name.endswith(tuple(harmless)))
+
+
+def _open(file: Path, stack: ExitStack) -> safe_open:
+    """Raises `ModelError`, one line, for a pointer and for a file that is damaged or incomplete."""
+    if pointer.is_pointer(file):
+        raise ModelError(pointer.advice(file))
+    try:
+        return stack.enter_context(safe_open(file, "pt"))
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"{file} is no whole safetensors file ({file.stat().st_size:,} bytes; {error}): download it again"
+        ) from None
 
 
 class Dummy:

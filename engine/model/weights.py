@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,11 +14,14 @@ from torch import Tensor
 from weft.engine.model.checkpoint import WHOLE, Checkpoint, Dummy, Part, TensorSource
 from weft.engine.model.families import family_of
 from weft.engine.model.families.family import TensorNames
+from weft.engine.model.finite import FiniteCheck
 from weft.engine.model.spec import ModelSpec
 from weft.engine.progress import Progress
 from weft.kernels import pack
 
 LOADING = "loading layers"
+HARMLESS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
+"""ends of names that checkpoints carry and nobody needs: tables that follow from the config"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,17 @@ def pack_layer(get: TensorSource, spec: ModelSpec, names: TensorNames, i: int) -
     }
 
 
+def _warn_of(surplus: list[str]) -> None:
+    if surplus:
+        named = ", ".join(surplus[:3]) + (" …" if len(surplus) > 3 else "")
+        print(
+            f"weft: {len(surplus)} tensor(s) of the checkpoint are not used, for config.json does not ask for them: "
+            f"{named}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
 def load_weights(
     spec: ModelSpec,
     path: Path,
@@ -101,7 +116,9 @@ def load_weights(
 ) -> Weights:
     """Load and pack. `dummy_seed` makes weights up instead of reading `path`.
 
-    Raises `ModelError` for a missing shard or tensor and for a shape that does not fit the config.
+    What is returned is a copy: nothing that happens to the files later changes it. Raises `ModelError` for a missing
+    shard or tensor, a shape that does not fit the config, layers beyond it, and values that are not finite. Tensors of
+    other names that the config does not ask for are told in one line.
     """
 
     if progress is not None:
@@ -110,16 +127,22 @@ def load_weights(
     head_name = f"{names.lm_head}.weight"
     with ExitStack() as stack:
         source: TensorSource
+        checkpoint, finite = None, FiniteCheck()
         if dummy_seed is not None:
             source, tied = Dummy(dummy_seed, device), spec.tie_embeddings
         else:
             source = checkpoint = Checkpoint(path, stack)
             # Some checkpoints say "untied" and ship no lm_head: the file decides.
             tied = spec.tie_embeddings or head_name not in checkpoint
+            checkpoint.refuse_further_layers(names.layer, spec.num_layers)
 
         def get(name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Tensor:
-            # To the serving dtype first: folding a norm must round once, in that dtype.
-            return source(name, shape, part).to(device=device, dtype=dtype).contiguous()
+            # To the serving dtype first: folding a norm must round once, in that dtype. And always a copy: what a
+            # checkpoint gives is the mapped file, which somebody may write to or cut off while it is served.
+            tensor = source(name, shape, part).to(device=device, dtype=dtype, copy=True).contiguous()
+            if checkpoint is not None:
+                finite.add(name, tensor)
+            return tensor
 
         embedding = get(f"{names.embedding}.weight", (spec.vocab_size, spec.hidden_size))
 
@@ -132,6 +155,9 @@ def load_weights(
         packed = tuple(layers())
         norm = get(f"{names.norm}.weight", (spec.hidden_size,))
         head = embedding if tied else get(head_name, (spec.vocab_size, spec.hidden_size))
+        finite.end(dtype)
+        if checkpoint is not None:
+            _warn_of(checkpoint.surplus((*HARMLESS, head_name) if tied else HARMLESS))
     inv_freq, scale = spec.inv_freq()
     rotary = pack.rotary_table(inv_freq.to(device), max_positions, scale)
     return Weights(embedding=embedding, layers=packed, norm=norm, lm_head=head, rotary=rotary)

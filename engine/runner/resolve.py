@@ -127,6 +127,9 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
             f"the KV pool has room for {max(num_pages, 0)} pages of {kv.page_bytes / 2**20:.1f} MiB, "
             "it needs at least 2: raise --kv-cache-gib or lower --page-size"
         )
+    # No context is longer than its pages: what the config promises beyond that needs no table of positions.
+    in_memory = num_pages - 1 if num_pages is not None else kv.pages_in(memory_bytes(device))
+    max_model_len = max(2, min(max_model_len, in_memory * kv.page_size))
     return ResolvedConfig(
         device,
         dtype,

@@ -1,0 +1,195 @@
+"""Weights: numbers all of them, all of them asked for, and the server's own once they are loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from harness import GREEDY, Harness
+from safetensors.torch import load_file, save_file
+from tiny import save_tiny
+
+import weft.engine.engine as engine_module
+from weft.engine.config import EngineConfig
+from weft.engine.demo import MODEL_PATH
+from weft.engine.engine import Engine
+from weft.engine.errors import ModelError
+from weft.engine.memory.model_id import model_id
+from weft.engine.model.directory import read_spec
+from weft.engine.model.weights import load_weights
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 132\n"
+
+
+@pytest.fixture
+def model(tiny_model: Callable[[str], Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_model("llama2"), tmp_path / "model"))
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    """The demo model, whose weights are one file in bfloat16."""
+    return Path(shutil.copytree(MODEL_PATH, tmp_path / "whole"))
+
+
+def refusal(path: Path, **options: object) -> str:
+    with pytest.raises(ModelError) as error:
+        Engine(EngineConfig(model=str(path), num_pages=8, **options))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Change the tensors of a model of one file."""
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_value_that_is_no_number_is_named(whole: Path, value: float, dtype: str) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name][5, 7] = value
+
+    rewrite(whole, spoil)
+    assert name in refusal(whole, dtype=dtype)
+
+
+def test_a_value_too_large_for_the_dtype_is_no_number(whole: Path) -> None:
+    def enlarge(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.norm.weight"][3] = 70000.0
+
+    rewrite(whole, enlarge)
+    options = {"device": torch.device("cpu"), "max_positions": 8}
+    with pytest.raises(ModelError, match="as float16.*model.norm.weight"):
+        load_weights(read_spec(whole), whole, dtype=torch.float16, **options)
+    load_weights(read_spec(whole), whole, dtype=torch.bfloat16, **options)
+
+
+def test_layers_beyond_the_config_are_refused(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": config["num_hidden_layers"] - 1}))
+    message = refusal(model)
+    assert f"model.layers.{config['num_hidden_layers'] - 1}" in message
+    assert "num_hidden_layers" in message
+
+
+def test_layers_that_lack_are_named(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": config["num_hidden_layers"] + 1}))
+    assert f"model.layers.{config['num_hidden_layers']}." in refusal(model)
+
+
+def test_other_surplus_tensors_are_told_in_one_line(whole: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(4)
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
+
+    rewrite(whole, add)
+    Engine(EngineConfig(model=str(whole), num_pages=8)).close()
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "1 tensor(s)" in line
+    assert line.endswith("model.layers.0.self_attn.q_proj.bias")
+
+
+@pytest.mark.parametrize("family", ["llama2", "yi", "qwen3"])
+def test_a_whole_checkpoint_says_nothing(
+    tiny_model: Callable[[str], Path], family: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Engine(EngineConfig(model=str(tiny_model(family)), num_pages=8)).close()
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_a_pointer_in_place_of_a_file_is_told(whole: Path, file: str) -> None:
+    (whole / file).write_text(POINTER)
+    message = refusal(whole)
+    assert "Git LFS pointer" in message
+    assert file in message
+
+
+def test_a_pointer_in_place_of_a_shard_is_told(model: Path) -> None:
+    shard = sorted(model.glob("model-*.safetensors"))[-1]
+    shard.write_text(POINTER)
+    message = refusal(model)
+    assert "Git LFS pointer" in message
+    assert shard.name in message
+
+
+@pytest.mark.parametrize("left", [0, 4, 1000, -1])
+def test_a_file_that_was_cut_off_is_named(whole: Path, left: int) -> None:
+    file = whole / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:left])
+    assert "no whole safetensors file" in refusal(whole)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_that_is_overwritten_or_cut_off_changes_nothing(whole: Path, dtype: str) -> None:
+    script = f"""
+import os, sys
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+from harness import GREEDY, Harness
+harness = Harness({str(whole)!r}, num_pages=20, prefix_caching=False, dtype={dtype!r})
+def answer():
+    handle = harness.add(range(10, 60), max_tokens=24, ignore_eos=True, **GREEDY)
+    harness.run()
+    return harness.tokens[handle]
+first = answer()
+file = {str(whole / "model.safetensors")!r}
+size = os.path.getsize(file)
+with open(file, "r+b") as f:  # in place, as `rsync --inplace` does
+    f.seek(size // 2)
+    f.write(os.urandom(size // 2))
+assert answer() == first
+os.truncate(file, 100)
+assert answer() == first
+os._exit(0)
+"""
+    run = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, (run.returncode, run.stderr)
+
+
+def test_a_checkpoint_that_changes_while_it_loads_is_refused(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = engine_module.load_weights
+
+    def slow_load(*args: object, **kwargs: object) -> object:
+        weights = load(*args, **kwargs)  # type: ignore[arg-type]
+        os.utime(whole / "model.safetensors", (1, 1))
+        return weights
+
+    monkeypatch.setattr(engine_module, "load_weights", slow_load)
+    assert "changed while it was loaded" in refusal(whole)
+
+
+def test_pages_have_the_name_of_the_weights_that_made_them(whole: Path) -> None:
+    """What is served keeps its name when the file changes; whoever loads the new file has another one."""
+    harness = Harness(whole, num_pages=20)
+    config, layout = harness.engine.config, harness.engine.resolved.kv
+    before = model_id(config, layout)
+    os.utime(whole / "model.safetensors", (1, 1))
+    harness.add(range(10, 200), max_tokens=2, **GREEDY)
+    harness.run()
+    index = harness.engine.scheduler.pool.index
+    assert index._model_id == before.encode() != model_id(config, layout).encode()
+
+
+def test_a_context_beyond_all_memory_is_cut_to_what_pages_can_hold(tmp_path: Path) -> None:
+    path = save_tiny("llama2", tmp_path, max_position_embeddings=2**40)
+    for options, limit in (({}, 19 * 8), ({"max_model_len": 100}, 100)):
+        engine = Engine(EngineConfig(model=str(path), page_size=8, num_pages=20, **options))
+        assert engine.resolved.max_model_len == limit
+        assert engine.runner._executor.weights.rotary.shape[0] == limit
+        engine.close()
+    engine = Engine(EngineConfig(model=str(path), kv_cache_gib=0.01))
+    assert engine.resolved.max_model_len < 2**20
+    engine.close()
