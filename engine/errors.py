@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
+
+_POINTER = b"version https://git-lfs.github.com/spec/"
+
 
 class WeftError(Exception):
     """Base of every error that weft reports without a traceback."""
@@ -29,3 +34,10 @@ class RequestError(WeftError):
 
 class EngineDead(WeftError):
     """The engine process has ended; no open request will be answered."""
+
+
+def refuse_pointer(file: Path) -> None:
+    """Raises `ModelError` when `file` is what Git LFS leaves in place of a large file that was not downloaded."""
+    with suppress(OSError), file.open("rb") as f:
+        if f.read(len(_POINTER)) == _POINTER:
+            raise ModelError(f"{file} is a Git LFS pointer, not the file itself: run `git lfs pull` in {file.parent}")

@@ -13,8 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from weft.engine.errors import ModelError
-from weft.engine.model import pointer
+from weft.engine.errors import ModelError, refuse_pointer
 
 
 class Part(NamedTuple):
@@ -52,8 +51,7 @@ class Checkpoint:
     def __init__(self, path: Path, stack: ExitStack) -> None:
         index = path / "model.safetensors.index.json"
         single = path / "model.safetensors"
-        if index.exists() and pointer.is_pointer(index):
-            raise ModelError(pointer.advice(index))
+        refuse_pointer(index)
         try:
             if index.exists():
                 self._files: dict[str, str] = json.loads(index.read_text())["weight_map"]
@@ -106,8 +104,7 @@ class Checkpoint:
 
 def _open(file: Path, stack: ExitStack) -> safe_open:
     """Raises `ModelError`, one line, for a pointer and for a file that is damaged or incomplete."""
-    if pointer.is_pointer(file):
-        raise ModelError(pointer.advice(file))
+    refuse_pointer(file)
     try:
         return stack.enter_context(safe_open(file, "pt"))
     except (OSError, SafetensorError) as error:

@@ -6,15 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from weft.engine.errors import ModelError
-from weft.engine.model import pointer
+from weft.engine.errors import ModelError, refuse_pointer
 from weft.engine.model.families import family_of
 from weft.engine.model.spec import ModelSpec
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if pointer.is_pointer(path):
-        raise ModelError(pointer.advice(path))
+    refuse_pointer(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -16,7 +16,7 @@ class FiniteCheck:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """`tensor`: of any floating dtype, as it was converted for serving."""
-        # Both are NaN or inf where a value is, and among the quickest on a CPU. A sum of float32 weights cannot overflow.
+        # Both are NaN or inf where a value is, and quick on a CPU. A sum of float32 weights cannot overflow.
         figure = tensor.sum() if tensor.dtype == torch.float32 else tensor.abs().amax().float()
         self._figures.append((name, figure))
 

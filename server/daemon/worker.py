@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import resource
 import signal
@@ -45,6 +46,8 @@ FAREWELL = 1.0
 BROKEN = 70
 """exit status of a process that could not go on"""
 
+logger = logging.getLogger("weft")
+
 
 class Worker:
     """One API process, from `Start` to `Stop`."""
@@ -58,6 +61,7 @@ class Worker:
         self._service = Service(config, board, start.row, keys)
         count_dropped(self._service.metrics.log_lines_dropped.labels().inc)
         self._listener = socket.socket(fileno=start.listener_fd)
+        self._tells_faults = start.row == 1  # one of them is enough
         self._client: EngineClient | None = None
         self._tasks: set[asyncio.Future[None]] = set()
 
@@ -125,10 +129,14 @@ class Worker:
                 self._channel.send(Failed(str(error)))
             return
         tokenizer.hide(ready.eos_token_ids)
+        if self._tells_faults:
+            self._tells_faults = False
+            for fault in tokenizer.faults(ready.vocab_size):
+                logger.warning("%s", fault)
         self._service.attach(client, ready, tokenizer)
         gc.collect()
         gc.freeze()  # what is there now stays: later collections need not look at it
-        self._channel.send(Ready(tokenizer.has_chat_template))
+        self._channel.send(Ready(tokenizer.can_chat))
 
     def _engine_down(self, message: EngineDown) -> None:
         self._service.engine_died(restarting=message.restarting)

@@ -6,15 +6,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from pydantic import BaseModel
 
-from weft.engine.errors import ModelError
+from weft.engine.errors import ModelError, refuse_pointer
 from weft.server.bodies import parse_json
-from weft.server.errors import bad_request, clip
+from weft.server.errors import ApiError, bad_request, clip
 from weft.server.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from weft.server.text.token_bytes import TokenBytes
 
+_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
+"""a model that has a tokenizer has one of these"""
 _CONTEXT_TOKENS = 8
 """prompt tokens that a window detokenizer is shown"""
 
@@ -38,12 +40,18 @@ class Tokenizer:
         """a token's bytes as a string, see `spell`"""
         self.longest_token = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
         """characters that one token can stand for at most"""
+        self._template_fault = self._find_template_fault()
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
         """Read the tokenizer of a model directory. Raises `ModelError`; takes a second, so call it in a thread."""
         if not path.is_dir():
             raise ModelError(f"the model directory {path} does not exist")
+        there = [path / name for name in _FILES if (path / name).exists()]
+        if not there:
+            raise ModelError(f"{path} has no tokenizer: neither {_FILES[0]} nor {_FILES[1]} is there")
+        for file in there:
+            refuse_pointer(file)
         from transformers.utils import logging
 
         logging.set_verbosity_error()
@@ -76,6 +84,34 @@ class Tokenizer:
         return self._hf.chat_template is not None
 
     @property
+    def can_chat(self) -> bool:
+        return self.has_chat_template and self._template_fault is None
+
+    def faults(self, vocab_size: int) -> list[str]:
+        """What its operator should know of a tokenizer that serves a model of so many tokens, a line each."""
+        found = []
+        if self._template_fault is not None:
+            found.append(f"the model's chat template is broken: {self._template_fault}; chat is answered with 500")
+        if self.vocab_size > vocab_size:
+            found.append(
+                f"the tokenizer knows {self.vocab_size} tokens, the model {vocab_size}: "
+                "prompts that need the others are refused"
+            )
+        return found
+
+    def _find_template_fault(self) -> str | None:
+        """Why no conversation at all can be rendered, in a few words; None when the template can be read."""
+        if not self.has_chat_template:
+            return None
+        try:
+            self._hf.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
+        except TemplateSyntaxError as error:
+            return f"line {error.lineno}: {clip(str(error.message))}"
+        except Exception:
+            pass
+        return None
+
+    @property
     def chat_template(self) -> str | None:
         """The template's text; of several, the one for tools or the default."""
         template = self._hf.chat_template
@@ -90,6 +126,9 @@ class Tokenizer:
         """
         if not self.has_chat_template:
             raise bad_request("This model has no chat template; use /v1/completions.", "messages", "no_chat_template")
+        if self._template_fault is not None:
+            why = f"This model's chat template is broken ({self._template_fault}); use /v1/completions."
+            raise ApiError(500, why, code="broken_chat_template")
         roles = {} if "developer" in (self.chat_template or "") else {"developer": "system"}
         conversation = [_as_template_input(message, roles) for message in messages]
         try:

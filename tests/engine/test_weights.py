@@ -71,7 +71,7 @@ def test_a_value_too_large_for_the_dtype_is_no_number(whole: Path) -> None:
 
     rewrite(whole, enlarge)
     options = {"device": torch.device("cpu"), "max_positions": 8}
-    with pytest.raises(ModelError, match="as float16.*model.norm.weight"):
+    with pytest.raises(ModelError, match=r"as float16.*model\.norm\.weight"):
         load_weights(read_spec(whole), whole, dtype=torch.float16, **options)
     load_weights(read_spec(whole), whole, dtype=torch.bfloat16, **options)
 

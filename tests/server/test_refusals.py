@@ -276,6 +276,14 @@ async def test_missing_chat_template() -> None:
         assert error["code"] == "no_chat_template"
 
 
+async def test_a_broken_chat_template_is_not_the_clients_fault() -> None:
+    async with serving() as server:
+        server.engine.tokenizer._template_fault = "line 2: unexpected '}'"
+        error = error_of(await server.post(CHAT, {"messages": USER}), 500)
+        assert error["code"] == "broken_chat_template"
+        assert (await server.post(COMPLETIONS, {"prompt": "hi"})).status_code == 200
+
+
 async def test_large_body_is_413_by_its_length_and_while_it_streams_in() -> None:
     async with serving(max_body_mib=0.5) as server:
         big = b'{"prompt": "' + b"x" * 2**20 + b'"}'
