@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from weft.autosearch import costmodel
 from weft.autosearch.accelerators import ACCELERATORS, accelerator
@@ -12,6 +11,7 @@ from weft.autosearch.options import OneLineParser
 from weft.autosearch.workload import workload_pair
 from weft.engine.errors import ConfigError, WeftError
 from weft.engine.model.directory import read_spec
+from weft.engine.model.hub import find_model
 from weft.engine.model.operations import Resource
 
 
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     parser = OneLineParser(prog="weft plan model", description=main.__doc__)
     names = ", ".join(a.name for a in ACCELERATORS)
-    parser.add_argument("--model", metavar="DIR", type=Path, required=True, help="Hugging Face model directory")
+    parser.add_argument("--model", metavar="MODEL", required=True, help="'demo', a model directory or ORG/NAME")
     parser.add_argument(
         "--workload", metavar="P:D", default="1024:512", help="mean prompt and output tokens [1024:512]"
     )
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.gpus < 1 or arguments.tokens < 1:
             raise ConfigError("--gpus and --tokens must be at least 1")
-        device, spec = accelerator(arguments.gpu), read_spec(arguments.model)
+        device, spec = accelerator(arguments.gpu), read_spec(find_model(arguments.model, weights=False))
         prompt, output = workload_pair(arguments.workload)
     except WeftError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)

@@ -18,7 +18,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def add_search_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="DIR", type=Path, required=True, help="Hugging Face model directory")
+    parser.add_argument("--model", metavar="MODEL", required=True, help="'demo', a model directory or ORG/NAME")
     parser.add_argument(
         "--workload", metavar="P:D", default="1024:512", help="mean prompt and output tokens [1024:512]"
     )

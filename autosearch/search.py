@@ -29,6 +29,7 @@ from weft.autosearch.structure import transformations
 from weft.autosearch.workload import workload_load
 from weft.engine.errors import ConfigError, WeftError
 from weft.engine.model.directory import read_spec
+from weft.engine.model.hub import find_model
 from weft.engine.model.operations import Resource, Role
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.plan import TOKEN_STEP, Period, Plan, Target, load_plan, model_key
@@ -294,7 +295,7 @@ def find_profile(
 
 def search(arguments: argparse.Namespace, progress: Progress = lambda _: None) -> Result:
     """`weft search`: everything up to the plan. Raises `ConfigError` and `ModelError`."""
-    spec = read_spec(arguments.model)
+    spec = read_spec(find_model(str(arguments.model), weights=False))
     load = workload_load(arguments.workload, arguments.tokens, arguments.max_num_seqs, arguments.lengths)
     known = known_pipelines(arguments.start, spec) if arguments.start is not None else ()
     gpu, target = None, None

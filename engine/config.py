@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -14,13 +15,30 @@ Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Attention = Literal["auto", "triton", "flash-attn", "torch"]
 
+_SNAPSHOT = re.compile(r"models--(.+?)--(.+)/snapshots/[0-9a-f]{40}$")
+"""a directory of the hub's cache"""
+
 
 class EngineConfig(BaseModel):
     """Options of one engine. The field descriptions are the text of `weft serve --help`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    model: str = Field("demo", description="a Hugging Face model directory, or 'demo' for the embedded demo model")
+    GROUPS: ClassVar[dict[str, str]] = {
+        "model": "model",
+        "device": "device and precision",
+        "max_model_len": "how much at once",
+        "page_size": "KV pages and where they are kept",
+        "attention_backend": "how it is computed",
+    }
+    """of `weft serve --help`: the first field of each group, and its title"""
+
+    model: str = Field(
+        "demo",
+        description="'demo' for the embedded demo model, a Hugging Face model directory, or ORG/NAME on the hub, "
+        "downloaded once",
+    )
+    revision: str | None = Field(None, min_length=1, description="branch, tag or commit of ORG/NAME [main]")
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="'auto' reads safetensors; 'dummy' fills the config's shapes with seeded random weights"
     )
@@ -110,4 +128,8 @@ class EngineConfig(BaseModel):
     @property
     def model_name(self) -> str:
         """The name the model is served under unless the operator gives another."""
-        return "demo" if self.model == "demo" else self.model_path.resolve().name
+        if self.model == "demo":
+            return "demo"
+        path = self.model_path.resolve()
+        of_hub = _SNAPSHOT.search(str(path))
+        return f"{of_hub[1]}/{of_hub[2]}" if of_hub else path.name

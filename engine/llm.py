@@ -7,12 +7,14 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 from pydantic import ValidationError
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import AutoTokenizer
 
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError, ModelError, RequestError
+from weft.engine.model.hub import find_model
 from weft.engine.progress import ProgressBar
 from weft.engine.wire.messages import AddRequest, Finish, TokenLogprobs
 from weft.engine.wire.sampling import SamplingParams
@@ -44,8 +46,9 @@ class LLM:
 
         LLM("demo").generate(["1 2 3"], SamplingParams(max_tokens=8, temperature=0))
 
-    Keyword arguments are the fields of `EngineConfig`; `progress` shows a bar on stderr while the model loads. Raises
-    `WeftError` with one clear line when the model or an option cannot work.
+    `model` is 'demo', a directory, or ORG/NAME on the Hugging Face hub. Keyword arguments are the fields of
+    `EngineConfig`; `progress` shows a bar on stderr while the model loads. Raises `WeftError` with one clear line when
+    the model or an option cannot work.
     """
 
     def __init__(self, model: str = "demo", *, progress: bool = True, **options: Any) -> None:
@@ -53,7 +56,11 @@ class LLM:
             config = EngineConfig(model=model, **options)
         except ValidationError as error:
             first = error.errors()[0]
-            raise ConfigError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+            reason = first["msg"].removeprefix("Value error, ")
+            raise ConfigError(": ".join([*map(str, first["loc"]), reason])) from None
+        if model != "demo":
+            there = find_model(model, config.revision, weights=config.load_format != "dummy")
+            config = config.model_copy(update={"model": str(there)})
         with ProgressBar(enabled=progress) as bar:
             self.engine = Engine(config, bar)
         try:
@@ -120,7 +127,10 @@ class LLM:
         finish = [Finish.RUNNING] * len(ids)
         cached = [0] * len(ids)
         columns = (TextColumn("[progress.description]{task.description}"), BarColumn(), MofNCompleteColumn())
-        with Progress(*columns, TimeRemainingColumn(), disable=not progress, transient=True) as bar:
+        # On stderr: stdout is the caller's.
+        console = Console(stderr=True)
+        shown = progress and (console.is_terminal or console.is_jupyter)
+        with Progress(*columns, TimeRemainingColumn(), console=console, disable=not shown, transient=True) as bar:
             task = bar.add_task("generating", total=len(ids))
             while self.engine.has_work:
                 outputs = self.engine.step()

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import shlex
+import ssl
+import sys
+from pathlib import Path
 from typing import Any
 
 from weft import __version__
@@ -20,19 +25,36 @@ def announce(
     url = f"{'https' if config.tls_cert is not None else 'http'}://{host}:{port}"
     name = config.model_names[0]
     pages = f"{ready.num_pages} KV pages of {ready.page_size} tokens"
-    print(
-        f"weft {__version__} serves {name} at {url} "
-        f"({ready.model_type}, {ready.dtype} on {ready.device}, {pages}, ready in {seconds:.1f} s)\n"
-        f"try: {_curl(url, name, chat=chat, key=key)}",
-        flush=True,
-    )
+    unproven = config.tls_cert is not None and _signs_itself(config.tls_cert)
+    try:
+        print(
+            f"weft {__version__} serves {name} at {url} "
+            f"({ready.model_type}, {ready.dtype} on {ready.device}, {pages}, ready in {seconds:.1f} s)\n"
+            f"try: {_curl(url, name, chat=chat, key=key, unproven=unproven)}",
+            flush=True,
+        )
+    except OSError as error:  # a full disk, a reader that has gone: the daemon serves all the same
+        logging.getLogger("weft").warning("the greeting cannot be written to stdout: %s", error.strerror)
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (what is left in its buffer would fail again at the end)
 
 
-def _curl(url: str, model: str, *, chat: bool, key: bool) -> str:
-    """A command that works when pasted into a shell."""
+def _signs_itself(path: str) -> bool:
+    """Whether a certificate is vouched for by nobody else, so that clients refuse it unless told not to."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        alone = Path(path).read_text(encoding="ascii", errors="replace").count("BEGIN CERTIFICATE") == 1
+        context.load_verify_locations(cafile=path)
+    except (OSError, ssl.SSLError):
+        return False
+    return alone and any(entry.get("subject") == entry.get("issuer") for entry in context.get_ca_certs())
+
+
+def _curl(url: str, model: str, *, chat: bool, key: bool, unproven: bool = False) -> str:
+    """A command that works when pasted into a shell. unproven: nobody vouches for the certificate."""
     question = "What is 12 + 30?"
     path = "/v1/chat/completions" if chat else "/v1/completions"
     prompt = {"messages": [{"role": "user", "content": question}]} if chat else {"prompt": question}
     body = json.dumps({"model": model, **prompt})
     authorization = ' -H "Authorization: Bearer $WEFT_API_KEY"' if key else ""
-    return f"curl {shlex.quote(url + path)} -H 'Content-Type: application/json'{authorization} -d {shlex.quote(body)}"
+    where = ("-k " if unproven else "") + shlex.quote(url + path)
+    return f"curl {where} -H 'Content-Type: application/json'{authorization} -d {shlex.quote(body)}"

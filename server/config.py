@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -14,6 +14,15 @@ ToolParserName = Literal["auto", "hermes", "llama3_json", "mistral"]
 
 class ServeConfig(EngineConfig):
     """Options of one daemon. The field descriptions are the text of `weft serve --help`."""
+
+    GROUPS: ClassVar[dict[str, str]] = {
+        **EngineConfig.GROUPS,
+        "host": "HTTP",
+        "api_key": "keys and limits of each",
+        "max_queued_requests": "limits of all",
+        "tool_call_parser": "processes",
+        "log_level": "logs and traces",
+    }
 
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for every interface")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 import types
 import typing
 from collections.abc import Sequence
@@ -74,8 +75,15 @@ def _shown_default(field: FieldInfo) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel], *, skip: Sequence[str] = ()) -> None:
-    """One flag a field; the value stays text, so that one place (the model) checks it."""
+    """One flag a field; the value stays text, so that one place (the model) checks it.
+
+    In groups, where the model has `GROUPS`: the first field of each and its title.
+    """
+    titles: dict[str, str] = getattr(model, "GROUPS", {})
+    into: argparse._ActionsContainer = parser
     for name, field in model.model_fields.items():
+        if name in titles:
+            into = parser.add_argument_group(titles[name])
         if name in skip:
             continue
         flag = "--" + name.replace("_", "-")
@@ -83,14 +91,14 @@ def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel], *, skip: 
         text = (field.description or "").replace("%", "%%") + _shown_default(field).replace("%", "%%")
         options: dict[str, Any] = {"dest": name, "default": None, "help": text}
         if kind is bool:
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
+            into.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
         elif typing.get_origin(kind) is typing.Literal:
-            parser.add_argument(flag, metavar="{" + ",".join(map(str, typing.get_args(kind))) + "}", **options)
+            into.add_argument(flag, metavar="{" + ",".join(map(str, typing.get_args(kind))) + "}", **options)
         elif typing.get_origin(kind) in (list, tuple):
-            parser.add_argument(flag, nargs="+", metavar="X", **options)
+            into.add_argument(flag, nargs="+", metavar="X", **options)
         else:
             metavar = {int: "N", float: "X"}.get(kind, name.rsplit("_", 1)[-1].upper())
-            parser.add_argument(flag, metavar=metavar, **options)
+            into.add_argument(flag, metavar=metavar, **options)
 
 
 def read_yaml(path: Path, model: type[BaseModel]) -> dict[str, Any]:
@@ -100,7 +108,7 @@ def read_yaml(path: Path, model: type[BaseModel]) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"cannot read --config {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is not YAML: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"--config {path} is not YAML: {_where(error)}") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -113,6 +121,15 @@ def read_yaml(path: Path, model: type[BaseModel]) -> dict[str, Any]:
         is_list = typing.get_origin(_plain_type(model.model_fields[name].annotation)) in (list, tuple)
         out[name] = [value] if is_list and isinstance(value, str) else value
     return out
+
+
+def _where(error: Exception) -> str:
+    """What is wrong with a YAML file, and in which line."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return str(error).splitlines()[0]
+    what = getattr(error, "problem", None) or getattr(error, "context", None) or "it cannot be read"
+    return f"line {mark.line + 1}, column {mark.column + 1}: {what}"
 
 
 def _kubernetes_noise(name: str, value: str) -> bool:
@@ -157,7 +174,15 @@ def load(model: type[M], flags: dict[str, Any], config_file: Path | None) -> M:
         source = _source(name, given, from_env, config_file)
         reason = first["msg"].removeprefix("Value error, ")
         shown = "" if first["type"] == "value_error" else f", not {str(first['input'])[:80]!r}"
-        raise ConfigError(f"{source}: {reason[0].lower()}{reason[1:]}{shown}" if name else reason) from None
+        # What concerns several options names them as fields.
+        spelt = re.sub(
+            r"\b[a-z]+(?:_[a-z]+)+\b", lambda m: as_flag(m[0]) if m[0] in model.model_fields else m[0], reason
+        )
+        raise ConfigError(f"{source}: {spelt[0].lower()}{spelt[1:]}{shown}" if name else spelt) from None
+
+
+def as_flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _source(name: str, given: dict[str, Any], from_env: dict[str, Any], config_file: Path | None) -> str:

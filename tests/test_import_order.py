@@ -41,12 +41,12 @@ SERVER = (
     ("text", "observe"),
     ("tools",),
     ("api",),
-    ("daemon", "bench"),
+    ("daemon", "bench", "commands"),
     ("__main__",),
 )
 """floors, the lowest first: a room may import what lies below it, and its own floor without going round"""
 
-COMMAND_LINE = {"server.daemon.cli", "server.bench"}
+COMMAND_LINE = {"server.daemon.cli", "server.bench", "server.commands"}
 """the only ones that know every sub-command, and so the searches and the load generator"""
 
 

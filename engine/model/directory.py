@@ -16,7 +16,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelError(f"{path.parent} has no {path.name}: give a Hugging Face model directory, or 'demo'") from None
+        raise ModelError(f"{path.parent} has no {path.name}: it is no Hugging Face model directory") from None
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read {path}: {error}") from None
     if not isinstance(value, dict):
@@ -41,7 +41,7 @@ def read_spec(path: Path) -> ModelSpec:
     Raises `ModelError`, one line, for a missing or malformed file, an unsupported architecture or option.
     """
     if not path.is_dir():
-        raise ModelError(f"no model directory at {path}: give a Hugging Face model directory, or 'demo'")
+        raise ModelError(f"no model directory at {path}: give a Hugging Face model directory, ORG/NAME, or 'demo'")
     config = _read_json(path / "config.json")
     family = family_of((config.get("architectures") or ["(none)"])[0])
     if config.get("quantization_config"):

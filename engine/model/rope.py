@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from weft.engine.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
@@ -29,6 +30,8 @@ class RopeScaling:
 
 def inv_freq(head_dim: int, theta: float, s: RopeScaling) -> tuple[torch.Tensor, float]:
     """Rotary frequencies `[head_dim/2]` float32 and the factor on cos and sin."""
+    import torch  # here: who reads a config, to refuse it or to list it, need not wait for torch
+
     exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     inv = 1.0 / (theta**exponent)
     match s.kind:
@@ -46,6 +49,8 @@ def inv_freq(head_dim: int, theta: float, s: RopeScaling) -> tuple[torch.Tensor,
 
 
 def _llama3(inv: torch.Tensor, s: RopeScaling) -> torch.Tensor:
+    import torch
+
     wavelength = 2 * math.pi / inv
     low, high = s.original_max_positions / s.low_freq_factor, s.original_max_positions / s.high_freq_factor
     smooth = (s.original_max_positions / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
@@ -55,6 +60,8 @@ def _llama3(inv: torch.Tensor, s: RopeScaling) -> torch.Tensor:
 
 
 def _yarn(inv: torch.Tensor, head_dim: int, theta: float, s: RopeScaling) -> tuple[torch.Tensor, float]:
+    import torch
+
     def bound(rotations: float) -> float:
         return head_dim * math.log(s.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Self
-
-import torch
+from typing import TYPE_CHECKING, Self
 
 from weft.engine.errors import ModelError
 from weft.engine.model.operations import Operation, Resource, Role, all_reduce, attention, product
 from weft.engine.model.rope import RopeScaling, inv_freq
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,12 @@ from weft.engine.errors import ConfigError, OutOfMemory
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.choose import choose_plan, target_of
-from weft.engine.plans.plan import Plan
+from weft.engine.plans.plan import Plan, load_plan
 from weft.kernels import attention_backends
 from weft.kernels.attention import AttentionShape, AttentionUnavailable
 from weft.kernels.attention_backends import BackendName
 
+log = logging.getLogger("weft.engine")
 GIB = 2**30
 CPU_MEMORY_SHARE = 0.25
 """of the machine's memory, at most, for KV pages on the CPU"""
@@ -95,8 +97,15 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     if max_model_len > spec.max_positions:
         raise ConfigError(f"--max-model-len {max_model_len} is more than the model's {spec.max_positions} positions")
     max_num_seqs = config.max_num_seqs or (1024 if cuda else 256)
+    tables = max_model_len * (4 * spec.head_dim + 4 * max_num_seqs)  # of angles, and of each request's token ids
+    if tables > memory_bytes(torch.device("cpu")):
+        raise OutOfMemory(
+            f"a context of {max_model_len} tokens takes tables of {tables / GIB:,.0f} GiB: lower --max-model-len"
+        )
     kv = KvLayout.of(spec, config.page_size, dtype)
     backend = _attention(config, _attention_shape(spec, kv, dtype, device))
+    if not cuda:
+        _check_plan(config)
     plan = _plan(config, spec, device, dtype, backend) if cuda else None
     dense = plan.dense_batch if plan is not None else 0
     max_num_batched_tokens = config.max_num_batched_tokens or dense or (2048 if cuda else 512)
@@ -148,6 +157,13 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         config.tuning_seconds,
         plan,
     )
+
+
+def _check_plan(config: EngineConfig) -> None:
+    """A CPU runs no plan; one that is named must still be one. Raises `ConfigError`."""
+    if config.plan not in ("auto", "serial"):
+        load_plan(Path(config.plan).expanduser())
+        log.warning("the plan %s is not used: plans are for GPUs; the serial plan runs", config.plan)
 
 
 def _plan(config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype, backend: str) -> Plan | None:

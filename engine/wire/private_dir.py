@@ -10,8 +10,12 @@ import tempfile
 import time
 from pathlib import Path
 
+from weft.engine.errors import ConfigError
+
 PREFIX = "weft-"
 LOCK = "lock"
+LONGEST = 107 - len("/engine.sock")
+"""bytes of its path: a Unix socket's may have 107"""
 YOUNG_SECONDS = 60.0
 """a directory without a lock may be about to get one"""
 
@@ -23,8 +27,18 @@ class PrivateDir:
     """
 
     def __init__(self) -> None:
-        remove_stale()
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        """Raises `ConfigError` where there is no place for it."""
+        try:
+            remove_stale()
+            self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        except OSError as error:
+            raise ConfigError(
+                f"no folder for sockets can be made: {error.strerror}: set TMPDIR to another one"
+            ) from None
+        if len(os.fsencode(self.path)) > LONGEST:
+            self.path.rmdir()
+            most = LONGEST - len(self.path.name) - 1
+            raise ConfigError(f"TMPDIR {self.path.parent} is too long for sockets: set one of at most {most} bytes")
         self._lock = (self.path / LOCK).open("wb")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 from weft import __version__, install_hint
 from weft.engine.config import EngineConfig
-from weft.engine.errors import WeftError
+from weft.engine.errors import ConfigError, ModelError, WeftError
 from weft.server.config import ServeConfig
 from weft.server.options import Parser, add_flags, load, nearest, unknown_variables
 
@@ -19,16 +20,24 @@ _HELP = """\
 Serve large language models over the OpenAI HTTP API.
 
   weft serve                       serve the embedded demo model on http://127.0.0.1:8000
+  weft serve ORG/NAME              serve a model of the Hugging Face hub, downloaded once
   weft serve /models/Llama-3-8B    serve a Hugging Face model directory
+  weft chat                        talk to the server on port 8000, or to a model: weft chat ORG/NAME
+  weft models                      which models are on this machine, and whether weft serves them
+  weft doctor                      what is wrong with this machine, if something does not work
   weft load --rate 4               send it requests; measure latency, throughput, SLOs
-  weft bench offline               measure throughput in this process
-  weft demo evaluate               measure the demo model's skills
 """
 
 _SOURCES = (
     "Every option can also be set as WEFT_<NAME> in the environment or as a key of --config FILE; "
     "a flag wins over the environment, the environment over the file."
 )
+
+
+USAGE = 2
+"""exit status when the command line is at fault: an unknown option, or a value that cannot work"""
+INTERRUPTED = 130
+"""by Ctrl-C"""
 
 
 class Command(NamedTuple):
@@ -60,6 +69,17 @@ def _version(_: argparse.Namespace) -> int:
     return 0
 
 
+def _completion(arguments: argparse.Namespace) -> int:
+    from weft.server.commands.completion import script
+
+    print(script(_parser(), arguments.shell), end="")
+    return 0
+
+
+def _shell(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="whose script to print")
+
+
 def _cache(arguments: argparse.Namespace) -> int:
     from weft.engine.memory.cache_tool import run
 
@@ -81,6 +101,30 @@ GROUPS = {
 
 COMMANDS = (
     Command("serve", "serve a model over HTTP until stopped", "weft.server.daemon.daemon:run", config=ServeConfig),
+    Command(
+        "chat",
+        "talk to a model in this terminal: one that is served, or one that is served for this",
+        "weft.server.commands.chat:run",
+        "weft.server.commands.options:add_chat_flags",
+    ),
+    Command(
+        "pull",
+        "download a model of the Hugging Face hub, or what is new in it",
+        "weft.server.commands.models:pull",
+        "weft.server.commands.options:add_pull_flags",
+    ),
+    Command(
+        "models",
+        "the models on this machine: the demo, the hub's cache, directories; and whether weft serves them",
+        "weft.server.commands.models:run",
+        "weft.server.commands.options:add_models_flags",
+    ),
+    Command(
+        "doctor",
+        "check this machine: Python, torch, GPU, kernels, ports, disk, the hub; exits 1 if something is bad",
+        "weft.server.commands.doctor:run",
+        "weft.server.commands.options:add_doctor_flags",
+    ),
     Command(
         "load",
         "send requests to any OpenAI-compatible server and measure it",
@@ -148,6 +192,7 @@ COMMANDS = (
         own_parser=True,
     ),
     Command("plan show", "print a plan and draw its pipelines", "weft.autosearch.show:main", own_parser=True),
+    Command("completion", "print a script that completes weft's commands and options in a shell", _completion, _shell),
     Command("version", "print the versions of weft and of what it runs on", _version),
 )
 
@@ -166,12 +211,31 @@ def _run(command: Command, arguments: argparse.Namespace) -> int:
     flags = {name: getattr(arguments, name, None) for name in command.config.model_fields}
     if arguments.model_argument is not None:
         flags["model"] = arguments.model_argument
-    config = load(command.config, flags, arguments.config)
+    config = _located(load(command.config, flags, arguments.config))
     if command.flags is not None:
         return int(_imported(command.run)(config, arguments))
     for line in unknown_variables(command.config):
         print(f"{arguments.parser.prog}: {line}", file=sys.stderr)
     return int(_imported(command.run)(config))
+
+
+def _located(config: EngineConfig) -> EngineConfig:
+    """With the directory of its model, downloaded if need be. What can be refused without an engine is refused here.
+
+    Raises `ConfigError` and `ModelError`.
+    """
+    from weft.engine.model.directory import read_spec
+    from weft.engine.model.hub import find_model, missing
+    from weft.engine.plans.plan import load_plan
+
+    if config.plan not in ("auto", "serial"):
+        load_plan(Path(config.plan).expanduser())
+    dummy = config.load_format == "dummy"
+    path = find_model(config.model, config.revision, weights=not dummy)
+    read_spec(path)
+    if not dummy and (absent := missing(path)):
+        raise ModelError(f"{path} lacks {len(absent)} file(s) of its weights: {', '.join(absent[:3])}")
+    return config if config.model == "demo" else config.model_copy(update={"model": str(path)})
 
 
 def _hand_over(command: Command, rest: Sequence[str]) -> int:
@@ -205,6 +269,7 @@ def _parser() -> Parser:
             sub.add_argument("--config", metavar="FILE", type=Path, help="YAML file with any of the options below")
             add_flags(sub, command.config)
             sub.epilog = _SOURCES
+            sub.usage = f"weft {command.name} [MODEL] [OPTION ...]"
         if command.flags is not None:
             _imported(command.flags)(sub)
     parser.add_argument("--version", action="version", version=f"weft {__version__}")
@@ -212,11 +277,17 @@ def _parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status. A `WeftError` becomes one line on stderr and status 1."""
+    """Run one command; returns the exit status.
+
+    A `WeftError` becomes one line on stderr, and status 2 if an option is at fault, else 1.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     for command in COMMANDS:
         if command.own_parser and command.name == " ".join(argv[:2]):
-            return _hand_over(command, argv[2:])
+            try:
+                return _hand_over(command, argv[2:])
+            except KeyboardInterrupt:
+                return INTERRUPTED
     parser = _parser()
     names = list(dict.fromkeys(command.name.split()[0] for command in COMMANDS))
     if argv and not argv[0].startswith("-") and argv[0] not in names:
@@ -229,9 +300,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(arguments.command, arguments)
     except WeftError as error:
         print(f"{arguments.parser.prog}: {error}", file=sys.stderr)
-        return 1
+        return USAGE if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output, `head` say, has seen enough; the interpreter would complain when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 if __name__ == "__main__":

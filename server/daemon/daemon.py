@@ -40,13 +40,13 @@ logger = logging.getLogger("weft")
 
 
 def run(config: ServeConfig) -> int:
-    """Serve until a signal or the engine's end. Returns the exit code: 0 after a signal, 1 otherwise."""
+    """Serve until a signal or the engine's end. Returns the exit code: 0 after a signal, 2 for a bad option, else 1."""
     configure(config)
     try:
         return asyncio.run(_run(config))
     except WeftError as error:
         print(f"weft: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
 
 
 async def _run(config: ServeConfig) -> int:

@@ -26,7 +26,7 @@ def test_figures_go_into_the_file_and_the_start_adds_up(tmp_path: Path, capsys: 
 
 
 def test_a_trace_of_a_cpu_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--trace", str(tmp_path / "trace.json")]) == 1
+    assert main([*SMALL, "--trace", str(tmp_path / "trace.json")]) == 2
     assert capsys.readouterr().err == "weft bench offline: --trace records a GPU; this engine runs on the CPU\n"
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from weft.engine.config import EngineConfig
-from weft.engine.errors import ConfigError
+from weft.engine.errors import ConfigError, OutOfMemory
 from weft.engine.model.directory import read_spec
+from weft.engine.plans import choose
 from weft.engine.plans.choose import choose_plan
 from weft.engine.plans.plan import Period, Plan, Target, model_key, serial_period
+from weft.engine.runner.resolve import resolve
 
 SPEC = read_spec(EngineConfig().model_path)
 HERE = Target("NVIDIA H200", 132, model_key(SPEC), "bfloat16", "0123456789abcdef")
@@ -65,3 +68,20 @@ def test_an_impossible_pipeline_is_an_error(tmp_path: Path) -> None:
     Plan(HERE, "1024:512", (Period(1792, whole.operations[1:]),)).save(tmp_path / "plan.json")
     with pytest.raises(ConfigError, match="must compute qkv once"):
         choose_plan(str(tmp_path / "plan.json"), SPEC, HERE, None)
+
+
+def test_a_cpu_runs_no_plan_but_reads_the_one_it_is_given(tmp_path: Path) -> None:
+    config = EngineConfig(device="cpu", plan=str(tmp_path / "none.json"))
+    with pytest.raises(ConfigError, match="cannot read the plan"):
+        resolve(config, read_spec(config.model_path))
+    shipped = next(iter(choose.SHIPPED.glob("*.json")))
+    config = EngineConfig(device="cpu", plan=str(shipped))
+    assert resolve(config, read_spec(config.model_path)).plan is None
+
+
+def test_a_context_whose_tables_do_not_fit_is_one_line() -> None:
+    config = EngineConfig(device="cpu")
+    spec = replace(read_spec(config.model_path), max_positions=2**40)
+    with pytest.raises(OutOfMemory, match="lower --max-model-len"):
+        resolve(config, spec)
+    assert resolve(config.model_copy(update={"max_model_len": 512}), spec).max_model_len == 512

@@ -64,6 +64,17 @@ def test_a_model_without_a_tokenizer_is_one_line(tiny_model: Callable[[str], Pat
     assert "\n" not in str(error.value)
 
 
+def test_nothing_but_the_callers_own_text_is_on_stdout(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    llm.generate(["1 2 3"], SamplingParams(max_tokens=2, temperature=0))
+    llm.chat([{"role": "user", "content": "What is 1 + 1?"}])
+    assert capfd.readouterr().out == ""
+
+
+def test_what_concerns_several_options_is_said_without_a_prefix() -> None:
+    with pytest.raises(ConfigError, match=r"^give kv_cache_gib or num_pages, not both$"):
+        LLM("demo", kv_cache_gib=1, num_pages=4)
+
+
 def test_unknown_options_are_named() -> None:
     with pytest.raises(ConfigError, match="foo"):
         LLM("demo", foo=1)

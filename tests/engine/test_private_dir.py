@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from weft.engine.errors import ConfigError
 from weft.engine.wire import private_dir
 from weft.engine.wire.private_dir import PrivateDir, remove_stale
 
@@ -62,3 +63,20 @@ def test_a_directory_that_is_about_to_be_locked_stays(tmp_path: Path) -> None:
     new.mkdir(mode=0o700)
     remove_stale()
     assert new.exists()
+
+
+def test_a_temporary_folder_too_long_for_sockets_is_said_before_one_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with pytest.raises(ConfigError, match=r"TMPDIR .* is too long for sockets"):
+        PrivateDir()
+    assert list(long.iterdir()) == []
+
+
+def test_a_temporary_folder_that_is_not_there_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="TMPDIR"):
+        PrivateDir()

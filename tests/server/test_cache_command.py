@@ -17,8 +17,8 @@ VERBS = pytest.mark.parametrize("verb", ["stats", "verify", "clear"])
 
 
 def refused(verb: str, path: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line of an answer with status 1."""
-    assert main(["cache", verb, str(path)]) == 1
+    """The one line of an answer with status 2."""
+    assert main(["cache", verb, str(path)]) == 2
     out, err = capsys.readouterr()
     assert not out
     assert err.startswith(f"weft cache {verb}: ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -48,7 +49,8 @@ def test_an_unknown_variable_names_the_nearest_option(monkeypatch: pytest.Monkey
     [
         ("prot: 1", "unknown option prot; did you mean port?"),
         ("[1, 2]", "must be a mapping"),
-        ("a: [", "is not YAML"),
+        ("a: [", "is not YAML: line 1, column 5"),
+        ("port: 1\nseed: [1, 2\nui: true", "is not YAML: line 3, column 3"),
     ],
 )
 def test_config_files_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:
@@ -122,8 +124,8 @@ def test_unknown_options_and_commands_name_the_nearest(
     assert error.count("\n") == 1
 
 
-def test_values_that_cannot_work_are_one_line_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "offline", "--workload", "many"]) == 1
+def test_values_that_cannot_work_are_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "offline", "--workload", "many"]) == 2
     error = capsys.readouterr().err
     assert "--workload" in error
     assert error.count("\n") == 1
@@ -140,11 +142,60 @@ def test_values_that_cannot_work_are_one_line_and_status_1(capsys: pytest.Captur
 def test_an_attention_back_end_that_cannot_serve_is_one_line(
     name: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "offline", "--device", "cpu", "--attention-backend", name, "--workload", "1:1:1"]) == 1
+    assert main(["bench", "offline", "--device", "cpu", "--attention-backend", name, "--workload", "1:1:1"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("weft bench offline: --attention-backend")
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["/nowhere/at/all"], "no model directory at /nowhere/at/all: give a Hugging Face model directory, ORG/NAME"),
+        (["model.gguf"], "GGUF is not supported"),
+        ([__file__], "is a file: give the Hugging Face model directory"),
+        (["--plan", "/nope.json"], "cannot read the plan /nope.json"),
+        (["--ssd-kv-path", "x"], "--ssd-kv-path needs --host-kv-gib"),
+        (["--kv-cache-gib", "1", "--num-pages", "5"], "--kv-cache-gib or --num-pages, not both"),
+    ],
+)
+def test_what_needs_no_engine_is_refused_without_one(words: list[str], message: str) -> None:
+    code = (
+        "import sys; from weft.server.daemon.cli import main; status = main(['serve', *sys.argv[1:]]);"
+        "sys.exit(99 if {'torch', 'transformers', 'fastapi'} & set(sys.modules) else status)"
+    )
+    result = subprocess.run([sys.executable, "-P", "-c", code, *words], capture_output=True, text=True, check=False)
+    assert result.returncode == 2, result
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_help_puts_options_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    assert set(ServeConfig.GROUPS) <= set(ServeConfig.model_fields)
+    assert next(iter(ServeConfig.model_fields)) in ServeConfig.GROUPS
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    titles = [lines.index(f"{title}:") for title in ServeConfig.GROUPS.values()]
+    assert titles == sorted(titles)
+
+
+@pytest.mark.parametrize("module", ["pydantic", "weft.server.daemon.cli", "weft.server.daemon.daemon"])
+def test_ctrl_c_while_modules_are_imported_leaves_no_traceback(module: str) -> None:
+    code = f"""
+import os, runpy, signal, sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+sys.argv = ["weft", "serve", "--port", "0"]
+runpy.run_module("weft.server", run_name="__main__")
+"""
+    result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode in (-signal.SIGINT, 130), result
+    assert (result.stdout, result.stderr) == ("", "")
 
 
 def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:

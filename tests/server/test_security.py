@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import ssl
 import subprocess
+import sys
 from pathlib import Path
 
 import httpx
 import pytest
 from stub import serving
 
+from weft.engine.wire.messages import EngineReady
+from weft.server.announce import announce
 from weft.server.config import ServeConfig
 from weft.server.daemon.cli import main
 from weft.server.listen import listen
@@ -45,6 +49,30 @@ async def test_https(certificate: tuple[Path, Path]) -> None:
             assert (await http.post("/v1/completions", json=body)).text.endswith("data: [DONE]\n\n")
         with pytest.raises(httpx.HTTPError):
             await server.http.get("/health")  # no plain HTTP on that port
+
+
+GREETED = EngineReady(**dict.fromkeys(EngineReady.__struct_fields__, 0))  # type: ignore[arg-type]
+
+
+async def test_the_greeting_tells_curl_to_accept_a_certificate_that_signs_itself(
+    certificate: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    cert, key = certificate
+    config = ServeConfig.model_validate({"tls_cert": str(cert), "tls_key": str(key)})
+    announce(config, ("127.0.0.1", 1), GREETED, 1.0, chat=True, key=False)
+    assert "curl -k https://" in capsys.readouterr().out
+    announce(ServeConfig.model_validate({}), ("127.0.0.1", 1), GREETED, 1.0, chat=True, key=False)
+    assert "curl http://" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+async def test_a_greeting_that_cannot_be_written_is_no_reason_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        announce(ServeConfig.model_validate({}), ("127.0.0.1", 1), GREETED, 1.0, chat=True, key=False)
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
 
 
 async def test_no_page_of_another_origin_may_call_unless_allowed() -> None:
@@ -82,7 +110,7 @@ async def test_a_port_is_taken_once_by_however_many_processes(count: int) -> Non
     ("flags", "message"),
     [
         (["--tls-cert", "/nowhere.pem"], "--tls-cert, --tls-key: cannot be read"),
-        (["--tls-key", "/nowhere.pem"], "tls_key needs tls_cert"),
+        (["--tls-key", "/nowhere.pem"], "--tls-key needs --tls-cert"),
         (["--api-key-file", "/nowhere"], "cannot read --api-key-file"),
         (["--api-workers", "0"], "--api-workers"),
         (["--rate-limit", "-1"], "--rate-limit"),
@@ -95,7 +123,7 @@ async def test_flags_that_cannot_work_are_one_line(
 ) -> None:
     import asyncio
 
-    assert await asyncio.to_thread(main, ["serve", "--port", "0", *flags]) == 1
+    assert await asyncio.to_thread(main, ["serve", "--port", "0", *flags]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1

@@ -1,0 +1,354 @@
+"""`weft doctor`: looks at this machine and says what is wrong, and what to do."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from weft import __version__, install_hint
+from weft.engine.config import EngineConfig
+
+GIB = 2**30
+PYTHON = ((3, 11), (3, 14))
+FEW_FILES = 4096
+"""a connection is a file descriptor"""
+LITTLE_DISK = 20 * GIB
+SOCKET_PATH = 107
+"""bytes that the path of a Unix socket may have"""
+SOCKET_TAIL = len("/weft-12345678/engine.sock")
+HUB_SECONDS = 4.0
+
+
+class Finding(NamedTuple):
+    """What one look brought."""
+
+    name: str
+    state: Literal["ok", "warn", "bad"]
+    what: str
+    do: str = ""
+    """what helps, for what is not ok"""
+
+
+def python(_: argparse.Namespace) -> Iterator[Finding]:
+    here = sys.version_info[:2]
+    what = f"{platform.python_version()} on {platform.system()} {platform.machine()}, weft {__version__}"
+    if not PYTHON[0] <= here <= PYTHON[1]:
+        spans = " to ".join(".".join(map(str, v)) for v in PYTHON)
+        yield Finding("python", "bad" if here < PYTHON[0] else "warn", what, f"weft is tested with Python {spans}")
+    elif sys.platform != "linux":
+        yield Finding("python", "bad", what, "weft serves on Linux alone")
+    else:
+        yield Finding("python", "ok", what)
+
+
+def packages(_: argparse.Namespace) -> Iterator[Finding]:
+    """What weft was installed with, beside what it asks for."""
+    from packaging.requirements import Requirement
+
+    wrong = []
+    try:
+        listed = requires("weft-serve") or []
+    except PackageNotFoundError:
+        yield Finding("packages", "ok", "weft is run from its source")
+        return
+    for requirement in map(Requirement, listed):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            there = version(requirement.name)
+        except PackageNotFoundError:
+            wrong.append(f"{requirement.name} is missing")
+            continue
+        if not requirement.specifier.contains(there.partition("+")[0], prereleases=True):
+            wrong.append(f"{requirement.name} is {there}, not {requirement.specifier}")
+    if wrong:
+        yield Finding("packages", "bad", "; ".join(wrong), "pip install . -c constraints.txt, in weft's source")
+    else:
+        yield Finding("packages", "ok", "all there")
+
+
+def processor(_: argparse.Namespace) -> Iterator[Finding]:
+    cores = len(os.sched_getaffinity(0))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _memory_limit()
+    within = f", of which this container may use {limit / GIB:.1f}" if limit and limit < memory else ""
+    what = f"{cores} cores, {memory / GIB:.1f} GiB of memory{within}"
+    if cores < 2:
+        yield Finding("machine", "warn", what, "engine and HTTP share one core: give it two")
+    elif min(memory, limit or memory) < 2 * GIB:
+        yield Finding("machine", "warn", what, "the demo model needs 1 GiB, others more")
+    else:
+        yield Finding("machine", "ok", what)
+
+
+def _memory_limit() -> int | None:
+    try:
+        text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def gpu(_: argparse.Namespace) -> Iterator[Finding]:
+    """torch's build, the driver, each GPU, and whether a kernel compiles and runs."""
+    cards = _nvidia_smi()
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        yield Finding("torch", "bad", f"cannot be imported: {_line(error)}", "pip install . -c constraints.txt")
+        return
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
+    said = f"{torch.__version__}, built for {build}"
+    if cards and not torch.version.cuda:
+        yield Finding(
+            "torch", "bad", f"{said}, though there is an NVIDIA GPU", "make serve DEVICE=cuda, or pip install torch"
+        )
+        return
+    yield Finding("torch", "ok", said)
+    if not cards and not torch.cuda.is_available():
+        yield Finding("gpu", "ok", "none: models run on the CPU")
+        return
+    if cards and not torch.cuda.is_available():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        hint = "the driver is older than torch's CUDA: update it"
+        if visible is not None:
+            hint = f"CUDA_VISIBLE_DEVICES is {visible!r}: unset it; else {hint}"
+        yield Finding("gpu", "bad", f"{cards[0]}, but torch cannot use it", hint)
+        return
+    driver = cards[0].rpartition("driver ")[2] if cards else "unknown"
+    for i in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(i)
+        free, total = torch.cuda.mem_get_info(i)
+        what = (
+            f"{i}: {about.name}, compute capability {about.major}.{about.minor}, {about.multi_processor_count} SMs, "
+            f"{free / GIB:.1f} of {total / GIB:.1f} GiB free, driver {driver}"
+        )
+        if about.major < 8:
+            yield Finding(
+                "gpu", "bad", what, "bfloat16 kernels need compute capability 8.0 or more; --device cpu works"
+            )
+        elif about.major != 9:
+            yield Finding(
+                "gpu", "warn", what, "works with portable kernels; weft is tuned for and tested on 9.0 (H100, H200)"
+            )
+        elif free < 0.5 * total:
+            yield Finding(
+                "gpu", "warn", what, "somebody else uses it: see nvidia-smi, or lower --gpu-memory-utilization"
+            )
+        else:
+            yield Finding("gpu", "ok", what)
+    yield _kernel()
+
+
+def _kernel() -> Finding:
+    began = time.perf_counter()
+    try:
+        from weft.server.commands.gpu_probe import probe
+
+        right = probe()
+    except ModuleNotFoundError as error:
+        return Finding("kernels", "bad", f"{error.name} is not installed", install_hint("gpu"))
+    except Exception as error:  # of the compiler, the driver, the linker: each says its own
+        return Finding(
+            "kernels", "bad", f"Triton cannot compile or run one: {_line(error)}",
+            "a C compiler (apt-get install gcc) and a driver that fits are needed",
+        )  # fmt: skip
+    if not right:
+        return Finding("kernels", "bad", "a kernel computed something wrong", "reset or replace the GPU: see dmesg")
+    return Finding(
+        "kernels",
+        "ok",
+        f"Triton {version('triton')} compiled one, and it is right ({time.perf_counter() - began:.1f} s)",
+    )
+
+
+def _nvidia_smi() -> list[str]:
+    """Name and driver of each card; empty where there is none or no driver."""
+    if (tool := shutil.which("nvidia-smi")) is None:
+        return []
+    query = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        out = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    lines = [line for line in out.stdout.splitlines() if "," in line] if out.returncode == 0 else []
+    return [", driver ".join(part.strip() for part in line.split(",", 1)) for line in lines]
+
+
+def caches(_: argparse.Namespace) -> Iterator[Finding]:
+    """Where compiled and tuned kernels are kept."""
+    triton = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    for name, path in (("tuned kernels", EngineConfig.model_validate({}).cache_path), ("compiled kernels", triton)):
+        if (why := _unwritable(path)) is None:
+            yield Finding(name, "ok", str(path))
+        else:
+            variable = "XDG_CACHE_HOME" if name == "tuned kernels" else "TRITON_CACHE_DIR"
+            yield Finding(name, "warn", f"{path}: {why}", f"every start makes them anew: set {variable} to a folder")
+
+
+def _unwritable(path: Path) -> str | None:
+    """Why nothing can be written into a folder that may not be there yet."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    if not path.is_dir():
+        return f"{path} is no folder"
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def temporary(_: argparse.Namespace) -> Iterator[Finding]:
+    """The folder of sockets, and memory that processes share."""
+    try:
+        folder = tempfile.gettempdir()
+    except OSError as error:
+        yield Finding("sockets", "bad", _line(error), "set TMPDIR to a folder that can be written to")
+    else:
+        if len(os.fsencode(folder)) + SOCKET_TAIL > SOCKET_PATH:
+            most = SOCKET_PATH - SOCKET_TAIL
+            yield Finding(
+                "sockets",
+                "bad",
+                f"{folder} is too long a path for sockets",
+                f"set TMPDIR to one of at most {most} bytes",
+            )
+        else:
+            yield Finding("sockets", "ok", f"in {folder}")
+    try:
+        fd = os.memfd_create("weft-doctor")
+        os.ftruncate(fd, 1 << 20)
+        os.close(fd)
+        yield Finding("shared memory", "ok", "anonymous files work")
+    except OSError as error:
+        yield Finding("shared memory", "bad", _line(error), "the container forbids memfd_create: allow it")
+
+
+def files(_: argparse.Namespace) -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = "no limit" if hard == resource.RLIM_INFINITY else f"{hard:,} at most"
+    if hard != resource.RLIM_INFINITY and hard < FEW_FILES:
+        yield Finding(
+            "open files",
+            "warn",
+            most,
+            f"a connection takes one: raise the hard limit (ulimit -Hn, LimitNOFILE) to {FEW_FILES} or more",
+        )
+    else:
+        yield Finding("open files", "ok", f"{most}; {soft:,} now, which the server raises")
+
+
+def port(arguments: argparse.Namespace) -> Iterator[Finding]:
+    where = f"{arguments.host}:{arguments.port}"
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            arguments.host, arguments.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, proto) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+    except (OSError, OverflowError) as error:
+        if getattr(error, "errno", None) == errno.EADDRINUSE:
+            yield Finding(
+                "port", "warn", f"{where} is taken", "something serves there already: give --port another one"
+            )
+        else:
+            yield Finding("port", "bad", f"{where}: {_line(error)}", "give --host and --port others")
+    else:
+        yield Finding("port", "ok", f"{where} is free")
+
+
+def disk(_: argparse.Namespace) -> Iterator[Finding]:
+    from weft.engine.model.hub import cache_dir
+
+    folder = cache_dir()
+    if (why := _unwritable(folder)) is not None:
+        yield Finding("disk", "warn", f"{folder}: {why}", "weft pull needs it: set HF_HOME to a folder")
+        return
+    there = folder
+    while not there.exists():
+        there = there.parent
+    free = shutil.disk_usage(there).free
+    what = f"{free / GIB:.0f} GiB free for models in {folder}"
+    if free < LITTLE_DISK:
+        yield Finding("disk", "warn", what, "a model of 8 billion parameters takes 16 GB: set HF_HOME to a larger disk")
+    else:
+        yield Finding("disk", "ok", what)
+
+
+def hub(_: argparse.Namespace) -> Iterator[Finding]:
+    from huggingface_hub import constants, get_token
+
+    token = "with a token" if get_token() else "without a token"
+    where = constants.ENDPOINT
+    later = "needed to download models only; a directory is served without"
+    if constants.HF_HUB_OFFLINE:
+        yield Finding("hub", "warn", "HF_HUB_OFFLINE is set", later)
+        return
+    import urllib.error
+    import urllib.request
+
+    try:
+        with urllib.request.urlopen(f"{where}/api/models?limit=1", timeout=HUB_SECONDS):
+            yield Finding("hub", "ok", f"{where}, {token}")
+    except urllib.error.HTTPError as error:
+        yield Finding("hub", "warn", f"{where} answers with status {error.code}", later)
+    except (OSError, ValueError) as error:
+        yield Finding("hub", "warn", f"{where} cannot be reached: {_line(error)}", later)
+
+
+LOOKS: tuple[Callable[[argparse.Namespace], Iterator[Finding]], ...] = (
+    python, packages, processor, gpu, caches, temporary, files, port, disk, hub,
+)  # fmt: skip
+
+
+def look(arguments: argparse.Namespace) -> Iterator[Finding]:
+    """Every finding, as it is made. A look that fails is a finding too."""
+    for each in LOOKS:
+        try:
+            yield from each(arguments)
+        except Exception as error:  # a doctor must not faint
+            yield Finding(each.__name__, "warn", f"could not be looked at: {_line(error)}")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The command: 0 when nothing is bad, else 1."""
+    found = []
+    if not arguments.json:
+        from rich.console import Console
+        from rich.text import Text
+
+        console = Console(highlight=False, soft_wrap=True)
+    for finding in look(arguments):
+        found.append(finding)
+        if not arguments.json:
+            style = {"ok": "green", "warn": "yellow", "bad": "bold red"}[finding.state]
+            console.print(Text.assemble((f"{finding.state:<5}", style), f"{finding.name:<17}{finding.what}"))
+            if finding.do:
+                console.print(f"{'':<22}-> {finding.do}", markup=False)
+    bad, warn = (sum(f.state == state for f in found) for state in ("bad", "warn"))
+    if arguments.json:
+        print(json.dumps({"ok": not bad, "findings": [f._asdict() for f in found]}, indent=2))
+    else:
+        said = f"{bad} bad, {warn} to look at" if bad or warn else "everything is well"
+        print(said)
+    return 1 if bad else 0
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

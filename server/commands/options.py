@@ -1,0 +1,47 @@
+"""Flags of `weft chat`, `pull`, `models` and `doctor`. Imports nothing heavy: `weft --help` reads this."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+URL = "http://127.0.0.1:8000"
+
+
+def add_chat_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="a model to serve for this conversation: 'demo', a directory or ORG/NAME; with --url, its name there "
+        f"[what {URL} serves, else demo]",
+    )
+    parser.add_argument("--url", metavar="URL", help="a server that runs already, of weft or any other")
+    parser.add_argument("--api-key", metavar="KEY", help="its key [$WEFT_API_KEY]")
+    parser.add_argument("--insecure", action="store_true", help="accept a certificate that nobody vouches for")
+    parser.add_argument("--revision", metavar="REVISION", help="branch, tag or commit of ORG/NAME [main]")
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
+    parser.add_argument("--temperature", metavar="X", type=float, help="[the server's own]")
+    parser.add_argument(
+        "--max-tokens", metavar="N", type=int, help="of one answer [as many as the context has room for]"
+    )
+
+
+def add_pull_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="ORG/NAME", help="repository of the hub")
+    parser.add_argument("--revision", metavar="REVISION", help="branch, tag or commit [main]")
+
+
+def add_models_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folders", metavar="DIR", nargs="*", type=Path, help="look there too: a model, or a folder of some"
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def add_doctor_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--host", metavar="HOST", default="127.0.0.1", help="address that is to be served on [127.0.0.1]"
+    )
+    parser.add_argument("--port", metavar="N", type=int, default=8000, help="port that is to be served on [8000]")
+    parser.add_argument("--json", action="store_true", help="as JSON")

@@ -1,0 +1,285 @@
+"""`weft chat`, `doctor` and `completion`: against a server, a machine and shells as they are."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from stub import Script, Server, serving
+
+from weft.engine.errors import ConfigError, WeftError
+from weft.server.commands.chat import shown
+from weft.server.commands.completion import script, walk
+from weft.server.commands.endpoint import Endpoint
+from weft.server.config import ServeConfig
+from weft.server.daemon.cli import COMMANDS, _parser, main
+
+
+class Terminal:
+    """`weft chat` on a terminal of its own."""
+
+    def __init__(self, *words: str) -> None:
+        self._end, inner = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "weft.server", "chat", *words],
+            stdin=inner,
+            stdout=inner,
+            stderr=inner,
+            start_new_session=True,
+            env={**os.environ, "TERM": "dumb", "WEFT_API_KEY": ""},
+        )
+        os.close(inner)
+        os.set_blocking(self._end, False)
+        self.text = ""
+
+    def type(self, line: str) -> None:
+        os.write(self._end, line.encode())
+
+    async def until(self, part: str) -> None:
+        """Wait for what comes next to contain this; what came before is forgotten."""
+        async with asyncio.timeout(60):
+            while part not in self.text:
+                try:
+                    self.text += os.read(self._end, 65536).decode(errors="replace")
+                except BlockingIOError:
+                    await asyncio.sleep(0.02)
+        self.text = self.text.partition(part)[2]
+
+    async def ended(self) -> int:
+        async with asyncio.timeout(30):
+            while self.process.poll() is None:
+                await asyncio.sleep(0.02)
+        return int(self.process.returncode)
+
+
+@asynccontextmanager
+async def chatting(*words: str) -> AsyncIterator[Terminal]:
+    terminal = Terminal(*words)
+    try:
+        yield terminal
+    finally:
+        terminal.process.kill()
+        terminal.process.wait()
+
+
+async def ask(server: Server, question: str, *words: str) -> subprocess.CompletedProcess[bytes]:
+    """One question through a pipe."""
+    command = [sys.executable, "-P", "-m", "weft.server", "chat", "--url", server.url, *words]
+    return await asyncio.to_thread(
+        subprocess.run, command, input=question.encode(), capture_output=True, timeout=60, check=False
+    )
+
+
+# -- chat
+
+
+@pytest.mark.slow
+async def test_a_conversation_remembers_forgets_and_is_told_something_first() -> None:
+    async with serving() as server, chatting("--url", server.url) as terminal:
+        server.engine.script = Script("hello world")
+        await terminal.until("> ")
+        terminal.type("first\n")
+        await terminal.until("hello world")
+        await terminal.until("> ")
+        terminal.type("second \\\n")
+        await terminal.until(". ")
+        terminal.type("line\n")
+        await terminal.until("hello world")
+        await terminal.until("> ")
+        prompt = server.engine.tokenizer.decode(server.engine.prompt())
+        for part in ("first", "hello world", "second \nline"):
+            assert part in prompt
+        terminal.type("/clear\n")
+        await terminal.until("> ")
+        terminal.type("/system Be brief.\n")
+        await terminal.until("> ")
+        terminal.type("third\n")
+        await terminal.until("hello world")
+        await terminal.until("> ")
+        prompt = server.engine.tokenizer.decode(server.engine.prompt())
+        assert "Be brief." in prompt
+        assert "first" not in prompt
+        terminal.type("\x04")
+        assert await terminal.ended() == 0
+
+
+@pytest.mark.slow
+async def test_ctrl_c_ends_the_answer_and_the_conversation_goes_on() -> None:
+    async with serving() as server, chatting("--url", server.url) as terminal:
+        server.engine.script = Script(ids=[70] * 400, stop_after=3)
+        await terminal.until("> ")
+        terminal.type("go on\n")
+        await server.settle(lambda: len(server.engine.added) == 1, timeout=20)
+        await asyncio.sleep(0.2)
+        terminal.process.send_signal(signal.SIGINT)
+        await terminal.until("stopped")
+        await server.settle(lambda: len(server.engine.aborted) == 1, timeout=20)
+        server.engine.script = Script("again")
+        await terminal.until("> ")
+        terminal.type("and now\n")
+        await terminal.until("again")
+        await terminal.until("> ")
+        terminal.process.send_signal(signal.SIGINT)
+        await terminal.until("> ")
+        terminal.process.send_signal(signal.SIGINT)
+        assert await terminal.ended() == 0
+
+
+@pytest.mark.slow
+async def test_a_question_from_a_pipe_gets_its_answer_on_stdout_and_nothing_else() -> None:
+    async with serving() as server:
+        server.engine.script = Script("42")
+        result = await ask(server, "6 * 7?", "--max-tokens", "2")
+        assert (result.returncode, result.stdout) == (0, b"42\n")
+        refused = await ask(server, "6 * 7?", "another-model")
+        assert refused.returncode == 1
+        assert b"does not serve another-model, but stub" in refused.stderr
+    async with serving(api_key=["k"]) as server:
+        assert b"--api-key" in (await ask(server, "hi")).stderr
+        assert (await ask(server, "hi", "--api-key", "k")).returncode == 0
+
+
+@pytest.mark.slow
+async def test_an_error_of_the_server_is_one_line_and_status_1() -> None:
+    async with serving() as server:
+        result = await ask(server, "hi", "--max-tokens", "100000")
+        assert result.returncode == 1
+        assert b"maximum context length" in result.stderr
+        assert b"Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+def test_a_server_of_its_own_ends_with_the_chat() -> None:
+    before = daemons()
+    result = subprocess.run(
+        [sys.executable, "-P", "-m", "weft.server", "chat", "demo"],
+        input=b"What is 12 + 30?",
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert (result.returncode, result.stdout) == (0, b"42\n")
+    assert daemons() == before
+
+
+def daemons() -> set[int]:
+    """Processes of `weft serve --no-ui`, which `weft chat` starts."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"serve\0demo\0--port\x000\0--no-access-log\0--no-ui" in (folder / "cmdline").read_bytes():
+                found.add(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_a_model_cannot_command_the_terminal() -> None:
+    assert shown("a\x1b[2Jb\x07\r\n\tc\u202e é 漢 👩\u200d🚀") == "a\ufffd[2Jb\ufffd\ufffd\n\tc\ufffd é 漢 👩\u200d🚀"
+
+
+def test_a_url_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--url"):
+        Endpoint("ftp://x", None, None)
+
+
+def test_nobody_at_a_url_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--url", "http://127.0.0.1:1"]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+    assert issubclass(ConfigError, WeftError)
+
+
+# -- completion
+
+
+def test_every_command_and_option_is_in_the_scripts() -> None:
+    parser = _parser()
+    for shell in ("bash", "zsh", "fish"):
+        text = script(parser, shell)
+        for command in COMMANDS:
+            assert command.name.split()[-1] in text
+        for name in ServeConfig.model_fields:
+            assert name.replace("_", "-") in text
+    assert {" ".join(word.words) for word in walk(parser)} >= {command.name for command in COMMANDS}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_accepts_its_script(shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell}")
+    result = subprocess.run([shell, "-n"], input=script(_parser(), shell), text=True, capture_output=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (["weft", "se"], {"serve", "search"}),
+        (["weft", "bench", "ker"], {"kernels"}),
+        (["weft", "serve", "--max-num"], {"--max-num-seqs", "--max-num-batched-tokens"}),
+        (["weft", "serve", "--device", "c"], {"cpu", "cuda"}),
+        (["weft", "completion", "z"], {"zsh"}),
+    ],
+)
+def test_bash_completes(line: list[str], expected: set[str]) -> None:
+    words = " ".join(line)
+    asked = f"COMP_WORDS=({words}); COMP_CWORD={len(line) - 1}; _weft; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    result = subprocess.run(
+        ["bash", "--norc"], input=script(_parser(), "bash") + asked, text=True, capture_output=True, check=True
+    )
+    assert set(result.stdout.split()) == expected
+
+
+# -- doctor
+
+
+def doctor(*words: str, **environment: str) -> tuple[int, dict[str, dict[str, str]]]:
+    """Exit status, and findings by name."""
+    result = subprocess.run(
+        [sys.executable, "-P", "-m", "weft.server", "doctor", "--json", *words],
+        env={**os.environ, "HF_ENDPOINT": "http://127.0.0.1:1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    answer = json.loads(result.stdout)
+    assert answer["ok"] == (result.returncode == 0)
+    return result.returncode, {finding["name"]: finding for finding in answer["findings"]}
+
+
+@pytest.mark.slow
+def test_doctor_says_what_is_wrong_and_what_to_do(tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        status, found = doctor(
+            "--port", str(taken.getsockname()[1]), TMPDIR=str(long), XDG_CACHE_HOME="/proc/no", HF_HOME=str(tmp_path)
+        )
+    assert status == 1
+    assert (found["port"]["state"], found["sockets"]["state"]) == ("warn", "bad")
+    assert found["tuned kernels"]["state"] == found["hub"]["state"] == "warn"
+    assert all(finding["do"] for finding in found.values() if finding["state"] != "ok")
+    assert found["python"]["state"] == found["shared memory"]["state"] == "ok"
+
+
+@pytest.mark.slow
+def test_doctor_is_content_with_a_machine_that_serves(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+    status, found = doctor("--port", port, HF_HOME=str(tmp_path), XDG_CACHE_HOME=str(tmp_path))
+    assert status == 0
+    assert not [finding for finding in found.values() if finding["state"] == "bad"]
+    assert {"torch", "gpu", "open files", "disk", "machine"} <= set(found)

@@ -1,0 +1,216 @@
+"""`weft pull`, `serve ORG/NAME` and `models` against a hub of the test's own: what is fetched, kept and said."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from fake_hub import Hub, Repository, hub
+from live import running
+
+from weft.engine.config import EngineConfig
+from weft.engine.demo import MODEL_PATH
+
+pytestmark = pytest.mark.slow
+
+NAME = "acme/tiny-model"
+NOWHERE = "http://127.0.0.1:1"
+WEIGHTS = "model.safetensors"
+PIECE = 10 * 2**20
+"""bytes that the hub's library writes at once"""
+
+
+@pytest.fixture
+def there() -> Iterator[Hub]:
+    """A hub with the demo model under another name, beside files that weft does not read."""
+    files = {file.name: file.read_bytes() for file in MODEL_PATH.iterdir() if file.suffix != ".md"}
+    more = dict.fromkeys(("pytorch_model.bin", "tiny.gguf", "consolidated.safetensors", "picture.png"), b"x" * 5000)
+    more |= {"onnx/model.json": b"{}", "README.md": b"a model"}
+    with hub() as fake:
+        fake.repositories[NAME] = Repository(files | more)
+        yield fake
+
+
+def starting(home: Path, endpoint: str, *words: str, **more: str) -> subprocess.Popen[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "WEFT_"))}
+    environment |= {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1", **more}
+    command = [sys.executable, "-P", "-m", "weft.server", *words]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def weft(home: Path, endpoint: str, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    with starting(home, endpoint, *words, **more) as process:
+        out, err = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def one_line(result: subprocess.CompletedProcess[str]) -> str:
+    assert result.returncode in (1, 2), result
+    line, *more = result.stderr.strip().splitlines()
+    assert not more, result.stderr
+    return line
+
+
+def test_only_what_weft_reads_is_downloaded_and_only_once(there: Hub, tmp_path: Path) -> None:
+    result = weft(tmp_path, there.url, "pull", NAME)
+    assert result.returncode == 0, result.stderr
+    path = Path(result.stdout.strip().rpartition(": ")[2])
+    assert {file.name for file in path.iterdir()} == {f.name for f in MODEL_PATH.iterdir() if f.suffix != ".md"}
+    assert (path / "model.safetensors").read_bytes() == (MODEL_PATH / "model.safetensors").read_bytes()
+    assert EngineConfig(model=str(path)).model_name == NAME
+    assert "downloading acme/tiny-model:" in result.stderr
+    before = len(there.fetched())
+    again = weft(tmp_path, there.url, "pull", NAME)
+    assert (again.returncode, again.stderr, again.stdout) == (0, "", result.stdout)
+    assert len(there.fetched()) == before
+
+
+def test_what_is_there_is_used_without_a_network(there: Hub, tmp_path: Path) -> None:
+    assert weft(tmp_path, there.url, "pull", NAME).returncode == 0
+    offline = weft(tmp_path, NOWHERE, "plan", "model", "--model", NAME, HF_HUB_OFFLINE="1")
+    assert offline.returncode == 0, offline.stderr
+
+
+def resumed(there: Hub) -> list[str]:
+    """From where the weights were asked for, each time."""
+    return [r for m, p, r in there.requests if m == "GET" and p.endswith(f"/{WEIGHTS}")]
+
+
+def test_a_broken_connection_goes_on_where_it_was(there: Hub, tmp_path: Path) -> None:
+    whole = (MODEL_PATH / WEIGHTS).read_bytes()
+    there.break_after[WEIGHTS] = [len(whole) - 1000]
+    result = weft(tmp_path, there.url, "pull", NAME)
+    assert result.returncode == 0, result.stderr
+    path = Path(result.stdout.strip().rpartition(": ")[2])
+    assert (path / WEIGHTS).read_bytes() == whole
+    assert resumed(there) == ["", f"bytes={PIECE}-"]
+
+
+def test_ctrl_c_ends_a_download_at_once_and_keeps_what_is_whole(there: Hub, tmp_path: Path) -> None:
+    whole = (MODEL_PATH / WEIGHTS).read_bytes()
+    released = threading.Event()
+    there.hold[WEIGHTS] = (len(whole) - 1000, released)
+    blobs = tmp_path / "hub" / f"models--{NAME.replace('/', '--')}" / "blobs"
+    with starting(tmp_path, there.url, "pull", NAME) as process:
+        until(lambda: any(file.stat().st_size == PIECE for file in blobs.glob("*.incomplete")))
+        (left,) = blobs.glob("*.incomplete")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert "stopped; files that have come whole are kept" in said
+    assert "Traceback" not in said
+    released.set()
+    os.utime(left, (0, 0))
+    before = len(there.fetched())
+    assert weft(tmp_path, there.url, "pull", NAME).returncode == 0
+    assert there.fetched()[before:] == [WEIGHTS]
+    assert not left.exists()
+
+
+def test_a_model_of_several_shards_is_whole_when_all_are_there(there: Hub, tmp_path: Path) -> None:
+    files = there.repositories[NAME].files
+    weights = files.pop("model.safetensors")
+    shards = {"model-1.safetensors": weights, "model-2.safetensors": b"\x02\0\0\0\0\0\0\0{}"}
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    files |= shards | {"model.safetensors.index.json": json.dumps(index).encode()}
+    path = Path(weft(tmp_path, there.url, "pull", NAME).stdout.strip().rpartition(": ")[2])
+    assert {file.name for file in path.glob("*.safetensors")} == set(shards)
+    (path / "model-2.safetensors").unlink()
+    listed = weft(tmp_path, NOWHERE, "models").stdout
+    assert "incomplete, without model-2.safetensors" in " ".join(listed.split())
+    assert "cannot be reached" in one_line(weft(tmp_path, NOWHERE, "serve", NAME))
+
+
+def test_a_revision_is_its_own_model(there: Hub, tmp_path: Path) -> None:
+    there.repositories[NAME].branches["v2"] = "b" * 40
+    path = weft(tmp_path, there.url, "pull", NAME, "--revision", "v2").stdout.strip()
+    assert path.endswith("b" * 40)
+    assert "no revision v3" in one_line(weft(tmp_path, there.url, "pull", NAME, "--revision", "v3"))
+
+
+def test_a_token_is_presented(there: Hub, tmp_path: Path) -> None:
+    there.repositories[NAME].token = "hf_secret"
+    refused = one_line(weft(tmp_path, there.url, "serve", NAME))
+    assert "no repository of that name" in refused
+    assert "HF_TOKEN" in refused
+    assert weft(tmp_path, there.url, "pull", NAME, HF_TOKEN="hf_secret").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("refuse", "said"),
+    [((403, "GatedRepo"), "is gated: ask for access"), ((403, ""), "status 403"), ((503, ""), "status 503")],
+)
+def test_a_refusal_is_one_line(there: Hub, tmp_path: Path, refuse: tuple[int, str], said: str) -> None:
+    there.repositories[NAME].refuse = refuse
+    assert said in one_line(weft(tmp_path, there.url, "serve", NAME))
+
+
+def test_without_a_network_it_says_what_it_would_download_and_how_to_give_a_directory(tmp_path: Path) -> None:
+    line = one_line(weft(tmp_path, NOWHERE, "serve", NAME))
+    for part in (
+        NOWHERE,
+        "cannot be reached",
+        "config.json, the tokenizer and *.safetensors",
+        str(tmp_path),
+        "--local-dir",
+    ):
+        assert part in line
+    assert "HF_HUB_OFFLINE is set" in one_line(weft(tmp_path, NOWHERE, "serve", NAME, HF_HUB_OFFLINE="1"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"config.json": b'{"architectures": ["BertModel"]}'}, "BertModel is not supported"),
+        ({"config.json": None}, "no config.json: it has GGUF files"),
+        ({"model.safetensors": None, "tiny.gguf": None}, "pickled"),
+    ],
+)
+def test_what_weft_cannot_serve_is_refused_before_its_weights_are_downloaded(
+    there: Hub, tmp_path: Path, change: dict[str, bytes | None], said: str
+) -> None:
+    for name, content in change.items():
+        there.repositories[NAME].files.pop(name)
+        if content is not None:
+            there.repositories[NAME].files[name] = content
+    assert said in one_line(weft(tmp_path, there.url, "pull", NAME))
+    assert set(there.fetched()) <= {"config.json"}
+
+
+def test_a_name_is_served_as_it_was_given(there: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_ENDPOINT", there.url)
+    with running(tmp_path, NAME, "--max-num-seqs", "4") as daemon:
+        assert httpx.get(f"{daemon.url}/v1/models").json()["data"][0]["id"] == NAME
+
+
+def test_models_lists_what_is_there_and_why_not(there: Hub, tmp_path: Path) -> None:
+    weft(tmp_path, there.url, "pull", NAME)
+    odd = tmp_path / "local" / "odd"
+    odd.mkdir(parents=True)
+    (odd / "config.json").write_text('{"architectures": ["BertModel"]}')
+    rows = json.loads(weft(tmp_path, NOWHERE, "models", "--json", str(odd.parent)).stdout)
+    assert [(row["name"], row["where"], row["served"]) for row in rows] == [
+        ("demo", "weft", True),
+        (NAME, "hub", True),
+        (str(odd), "directory", False),
+    ]
+    assert rows[1]["bytes"] == rows[0]["bytes"] - (MODEL_PATH / "README.md").stat().st_size
+    assert "BertModel is not supported" in rows[2]["why_not"]
