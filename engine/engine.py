@@ -23,6 +23,7 @@ from weft.engine.memory.tier_setup import make_tiers, open_store
 from weft.engine.model.directory import read_spec
 from weft.engine.model.weights import Weights, load_weights
 from weft.engine.progress import Phases, Progress
+from weft.engine.runner.compile_job import CompileJob
 from weft.engine.runner.make import make_runner
 from weft.engine.runner.resolve import INVARIANT_CHUNK, resolve
 from weft.engine.runner.runner import InFlight, Runner
@@ -43,11 +44,15 @@ NONFINITE_LINE_SECONDS = 60.0
 class Engine:
     """Loads the model and serves requests one iteration at a time.
 
-    Raises `WeftError` from the constructor when the model or the options cannot work, each with one clear line.
+    compiling: a job begun earlier; else one is begun here if need be. Raises `WeftError` from the constructor when the
+    model or the options cannot work, each with one clear line.
     """
 
-    def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, progress: Progress | None = None, compiling: CompileJob | None = None
+    ) -> None:
         begin = time.perf_counter()
+        compiling = compiling or CompileJob.begin(config)
         self.config = config
         self.spec = read_spec(config.model_path)
         resolved = resolve(config, self.spec)
@@ -74,6 +79,8 @@ class Engine:
         try:
             with ThreadPoolExecutor(1) as loader:
                 weights = loader.submit(load).result()
+            if compiling is not None:
+                compiling.wait(phases)
             phases.end()
             if model_id(config, resolved.kv) != model:
                 raise ModelError(f"{config.model_path} was changed while it was loaded: start again")
@@ -83,6 +90,9 @@ class Engine:
                 "the model and its buffers do not fit the GPU: use a smaller model, "
                 "or lower --max-num-seqs or --max-num-batched-tokens"
             ) from None
+        finally:
+            if compiling is not None:
+                compiling.stop()
         num_pages = self.runner.num_pages
         # A request that can never fit is refused at the door: the context limit is what the pool can hold.
         longest = min(resolved.max_model_len, (num_pages - 1) * config.page_size)

@@ -22,6 +22,7 @@ import zmq
 from weft.engine.config import EngineConfig
 from weft.engine.errors import WeftError
 from weft.engine.progress import ProgressLines
+from weft.engine.runner.compile_job import CompileJob
 from weft.engine.wire.engine_socket import Clients
 from weft.engine.wire.log_sink import install, last_lines
 from weft.engine.wire.messages import (
@@ -81,10 +82,11 @@ class _Loop:
         self._profiling: Profiling | None = None
 
     def run(self, config: EngineConfig) -> int:
+        compiling = CompileJob.begin(config)
         try:
             from weft.engine.engine import Engine  # torch is imported here, inside the reach of EngineFailed
 
-            engine = Engine(config, ProgressLines())
+            engine = Engine(config, ProgressLines(), compiling)
         except WeftError as error:
             return self._fail(str(error))
         except MemoryError:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from weft.kernels.attention import AttentionShape, AttentionUnavailable, HostAttention
+from weft.kernels.gpu import on_gpu
 
 BackendName = Literal["triton", "flash-attn", "torch"]
 NAMES: tuple[BackendName, ...] = ("triton", "flash-attn", "torch")
@@ -21,7 +22,7 @@ TRITON_MAX_GROUP = 16
 def choose(name: str, device: torch.device) -> BackendName:
     """The back end that `name` means on this device; `auto`: triton on a GPU, torch elsewhere."""
     if name == "auto":
-        return "triton" if device.type == "cuda" else "torch"
+        return "triton" if on_gpu(device) else "torch"
     for known in NAMES:
         if name == known:
             return known
@@ -34,7 +35,7 @@ def check(name: BackendName, shape: AttentionShape) -> None:
         return
     if shape.pool_dtype != shape.dtype:
         raise AttentionUnavailable(f"the {name} attention back end reads pages of the queries' dtype alone; use torch")
-    if shape.device.type != "cuda":
+    if not on_gpu(shape.device):
         raise AttentionUnavailable(f"the {name} attention back end needs a GPU; on a CPU use auto or torch")
     if name == "triton":
         check_triton(shape)

@@ -29,6 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from weft.kernels.decode_workspace import DecodeWorkspace, group_block
 from weft.kernels.dependent_launch import pdl_options
+from weft.kernels.gpu import is_hopper, on_gpu
 
 # renamed after Triton 3.6
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -370,7 +371,7 @@ def supports(q: Tensor, kv: Tensor) -> bool:
     """Whether `launch_decode` takes these shapes on this device."""
     page_size, num_kv_heads, head_dim = kv.shape[3:]
     return (
-        q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9
+        on_gpu(q.device) and is_hopper()
         and q.dtype in (torch.bfloat16, torch.float16) and page_size in (16, 32, 64, 128)
         and head_dim in (64, 128) and q.shape[1] // num_kv_heads <= 16
     )  # fmt: skip

@@ -8,13 +8,13 @@ Kernels launched with `pdl_options` call `begin` before they touch what the kern
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 import triton
 import triton.language as tl
+
+from weft.kernels.gpu import gpu
 
 _dependent = True
 
@@ -47,11 +47,8 @@ def dependent_launch(allowed: bool) -> Iterator[None]:
         _dependent = before
 
 
-@functools.cache
-def _has_dependent_launch() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
-
-
 def pdl_options() -> dict[str, bool]:
     """Launch options of dependent launch, where the GPU has it. Kernels launched so must call `begin` first of all."""
-    return {"PDL": True, "launch_pdl": True} if _dependent and _has_dependent_launch() else {"PDL": False}
+    here = gpu()
+    early = _dependent and here is not None and here.capability[0] >= 9
+    return {"PDL": True, "launch_pdl": True} if early else {"PDL": False}

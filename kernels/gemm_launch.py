@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from weft.kernels import tuned
 from weft.kernels.dependent_launch import pdl_options
 from weft.kernels.gemm_config import SPECIAL, GemmConfig
+from weft.kernels.gpu import is_hopper
 
 
 class Workspace(NamedTuple):
@@ -27,11 +27,6 @@ def workspace(device: torch.device | str, elements: int = 1 << 24, tiles: int = 
     return Workspace(
         torch.empty(elements, dtype=torch.float32, device=device), torch.zeros(tiles, dtype=torch.int32, device=device)
     )
-
-
-@functools.cache
-def _has_special() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
 def choose(num_tokens: int, features: int, depth: int, num_sms: int) -> GemmConfig:
@@ -50,7 +45,7 @@ def choose(num_tokens: int, features: int, depth: int, num_sms: int) -> GemmConf
         return GemmConfig(tokens, 64, 128, 4 if tokens <= 32 else 3, 4, 8, split, True, per_sm, 1, ahead=4)
     if triton.cdiv(num_tokens, 128) * triton.cdiv(features, 256) < num_sms:
         return GemmConfig(128, 128, 64, 4, 8 if num_tokens > 256 else 4, 8, 1, False, 1, 1)
-    return SPECIAL if _has_special() else GemmConfig(128, 256, 64, 3, 8)
+    return SPECIAL if is_hopper() else GemmConfig(128, 256, 64, 3, 8)
 
 
 class Launch(NamedTuple):

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.dependent_launch import begin, pdl_options, release
+from weft.kernels.gpu import is_hopper, on_gpu
 from weft.kernels.work_lists import TILE_ROWS
 
 
@@ -65,7 +66,7 @@ def _prefill_kernel(
 
 
 def _hopper(q: Tensor) -> bool:
-    return q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9 and q.element_size() == 2
+    return on_gpu(q.device) and is_hopper() and q.element_size() == 2
 
 
 def prefill_attention(

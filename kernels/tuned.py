@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.kernels.gemm_config import GemmConfig
+from weft.kernels.gpu import gpu
 from weft.kernels.source_digest import source_digest
 
 log = logging.getLogger("weft.kernels")
@@ -62,10 +63,11 @@ class Machine(NamedTuple):
 
 
 def machine(device: torch.device | int = 0) -> Machine:
-    """Of this process and that CUDA device."""
-    gpu = torch.cuda.get_device_properties(device)
+    """Of this process and that device."""
+    here = gpu(device)
+    assert here is not None
     return Machine(
-        gpu.name, (gpu.major, gpu.minor), gpu.multi_processor_count, importlib.import_module("triton").__version__,
+        here.name, here.capability, here.sms, importlib.import_module("triton").__version__,
         source_digest(*SOURCES),
     )  # fmt: skip
 
@@ -97,12 +99,9 @@ def shipped(capability: tuple[int, int], sms: int) -> Table:
     return decoded(json.loads(Path(__file__).with_name(name).read_text())) if name else {}
 
 
-@functools.cache
 def _shipped_here() -> Table:
-    if not torch.cuda.is_available():
-        return {}
-    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return shipped((gpu.major, gpu.minor), gpu.multi_processor_count)
+    here = gpu()
+    return {} if here is None else shipped(here.capability, here.sms)
 
 
 _found: dict[Key, GemmConfig] = {}

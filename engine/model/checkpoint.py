@@ -117,11 +117,13 @@ class Dummy:
     """Seeded random tensors: matrices of the scale a trained model has, norms near one."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        self._generator = torch.Generator(device).manual_seed(seed)
+        self._device = device
+        # on the meta device, which holds shapes alone, nothing is drawn
+        self._generator = torch.Generator(device).manual_seed(seed) if device.type != "meta" else None
 
     def __call__(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Tensor:
         # All of it is drawn whatever part is asked for: every rank cuts the same model.
-        t = torch.empty(part.whole(shape), dtype=torch.float32, device=self._generator.device)
+        t = torch.empty(part.whole(shape), dtype=torch.float32, device=self._device)
         if len(shape) == 1 and not name.endswith("bias"):
             t.uniform_(0.9, 1.1, generator=self._generator)
         else:

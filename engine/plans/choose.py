@@ -11,6 +11,7 @@ import torch
 from weft.engine.errors import ConfigError
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.plan import Plan, Target, load_plan, model_key
+from weft.kernels.gpu import gpu
 from weft.kernels.source_digest import source_digest
 
 log = logging.getLogger("weft.engine")
@@ -24,9 +25,10 @@ def kernels_digest() -> str:
 
 def target_of(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Target:
     """What this engine is, as plan files name it."""
-    gpu = torch.cuda.get_device_properties(device)
+    here = gpu(device)
+    assert here is not None
     name = str(dtype).removeprefix("torch.")
-    return Target(gpu.name, gpu.multi_processor_count, model_key(spec), name, kernels_digest())
+    return Target(here.name, here.sms, model_key(spec), name, kernels_digest())
 
 
 def _mismatch(made_for: Target, here: Target) -> str | None:

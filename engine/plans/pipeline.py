@@ -21,6 +21,7 @@ class Pipeline:
         self.operations: tuple[tuple[NanoOperation, Operation], ...] = tuple(
             (nano, known[nano.operation]) for nano in period.operations
         )
+        self.lanes = {nano.lane for nano in period.operations}
         self.edges: tuple[Edge, ...] = tuple(period.dependencies(spec))
         self.begins = period.begins
         """where token ranges begin, in order"""
@@ -32,10 +33,11 @@ class Pipeline:
         self.gate = next((i for i, op in enumerate(period.operations) if op is period.gate), None)
         """index of the operation from whose beginning on pages leave for the host"""
 
-    def unrolled(self) -> Iterator[tuple[int, int]]:
-        """(layer, index of the nano-operation) in the order of launch over the whole model."""
-        for turn in range(-1, self.num_layers):
+    def unrolled(self, num_layers: int | None = None) -> Iterator[tuple[int, int]]:
+        """(layer, index of the nano-operation) in the order of launch over the whole model, or its first layers."""
+        num_layers = self.num_layers if num_layers is None else min(num_layers, self.num_layers)
+        for turn in range(-1, num_layers):
             for i, (nano, _) in enumerate(self.operations):
                 layer = turn + nano.next_layer
-                if 0 <= layer < self.num_layers:
+                if 0 <= layer < num_layers:
                     yield layer, i

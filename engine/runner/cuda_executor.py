@@ -29,10 +29,9 @@ from weft.kernels.embedding import embed, final_norm, row_sumsq
 from weft.kernels.gemm import matmul
 from weft.kernels.gemm_config import GemmConfig
 from weft.kernels.gemm_launch import choose, workspace
+from weft.kernels.gpu import gpu
 from weft.kernels.projections import gate_up_project, qkv_project, residual_project, sumsq_buffer
-
-INVARIANT_PART_TOKENS = 1024
-"""with batch invariance, a request's decode attention is always cut here"""
+from weft.kernels.sampler import sample, sample_scratch
 
 
 class Launch(NamedTuple):
@@ -65,6 +64,8 @@ class Launch(NamedTuple):
 class CudaExecutor:
     """The layers of one model on one GPU. Launches on the current stream and, for other lanes, on its own.
 
+    With everything on the meta device it can `touch` and `sample` only (see `kernels.gpu`).
+
     attention: the back end; one that plans on the host must have its `steps` set before each run.
     invariant: one accumulation order for every product, sum of squares and attention, whatever shares the batch.
     Raises `ModelError` for a model with an operation that it cannot launch.
@@ -84,7 +85,9 @@ class CudaExecutor:
         self.attention, self.invariant = attention, invariant
         self._launchers = launchers_of(spec, TABLE, "a GPU")
         device = inputs.slab.device
-        self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        here = gpu(device)
+        assert here is not None
+        self.num_sms = here.sms
         t, s = inputs.layout.max_tokens, inputs.layout.max_sampled
 
         def buffer(*shape: int, kind: torch.dtype = dtype) -> Tensor:
@@ -95,6 +98,10 @@ class CudaExecutor:
         self.x = buffer(t, spec.hidden_size)
         """[T, H] the residual stream; after a run, that of the last layer"""
         self.logits = buffer(s, spec.vocab_size, kind=torch.float32)
+        self.sampled = buffer(2, s, kind=torch.int64)
+        """[2, rows] what `sample` drew, and 1 for rows whose logits were no numbers"""
+        self.tokens, self._bad = self.sampled
+        self._candidates = sample_scratch(s, device)
         self._ids = buffer(t, kind=torch.int32)
         self._sumsq = sumsq_buffer(spec.hidden_size, t, device)
         self._activations = {
@@ -107,10 +114,13 @@ class CudaExecutor:
         self._gemm_space = workspace(device, elements=1 << 26)
         self.steps: list[Any] = [self._work(k) for k in range(inputs.layout.nano_batches)]
         """what the attention back end needs, for each nano-batch"""
-        self.gates = [torch.cuda.Event(external=True) for _ in range(spec.num_layers)]
+        runs = device.type != "meta"
+        self.gates = [torch.cuda.Event(external=True) for _ in range(spec.num_layers if runs else 0)]
         """by layer: where a period's `offload` operation begins; streams outside a captured graph may wait for it"""
         # Attention is launched first where both wait: it has fewer programs and must find its SMs free.
-        self._streams = {"memory": torch.cuda.Stream(device, priority=-1), "network": torch.cuda.Stream(device)}
+        self._streams = (
+            {"memory": torch.cuda.Stream(device, priority=-1), "network": torch.cuda.Stream(device)} if runs else {}
+        )
 
     def _work(self, nano: int) -> TritonStep:
         """The work lists of a nano-batch, with scratch of its own: those of two may be worked on at once."""
@@ -135,14 +145,42 @@ class CudaExecutor:
 
     def forward(self, pipeline: Pipeline, kv: Tensor, num_rows: int) -> None:
         """From the slab to `logits[:num_rows]` of the rows that sample."""
+        self._embed(pipeline)
+        self._head(self.layers(pipeline, kv), pipeline, num_rows)
+
+    def touch(self, pipeline: Pipeline, kv: Tensor, num_rows: int) -> None:
+        """Every kernel of such a run once, one behind the other: loaded, and compiled if need be. Computes nothing."""
+        self._embed(pipeline)
+        # the second layer reads sums of squares that the first one wrote
+        parts = _one_part(pipeline)
+        with dependent_launch(len(pipeline.lanes) == 1):
+            for layer, i in pipeline.unrolled(num_layers=2):
+                launch = self._launch_of(pipeline, i, layer, kv, parts)
+                self._launchers[launch.operation.name](self, launch)
+        self._head(parts, pipeline, num_rows)
+
+    def sample(self, num_rows: int) -> None:
+        """A token for each of the first rows of `logits` into `tokens`; the slots' requests keep it as their last."""
+        tokens = self.tokens[:num_rows]
+        sample(
+            self.logits[:num_rows], **self.inputs.sampler_arguments(num_rows), out=tokens, bad=self._bad[:num_rows],
+            scratch=self._candidates[:num_rows],
+        )  # fmt: skip
+        slots = self.inputs.column["slots"][:num_rows]
+        resident.remember(tokens, slots, self.inputs.count["sampled"], self.last_token)
+
+    def _embed(self, pipeline: Pipeline) -> None:
         column, count, tokens = self.inputs.column, self.inputs.count, pipeline.tokens
-        ids, x = self._ids[:tokens], self.x[:tokens]
+        ids = self._ids[:tokens]
         resident.prepare(
             column["token_ids"], column["token_slots"], self.last_token, self.inputs.page_table, column["update_at"],
             column["update_page"], count["updates"], out=ids,
         )  # fmt: skip
-        embed(ids, self.weights.embedding, out=x, sumsq=self._sumsq[:, :tokens])
-        sumsq = self._sumsq[: _same(self.layers(pipeline, kv)), :tokens]
+        embed(ids, self.weights.embedding, out=self.x[:tokens], sumsq=self._sumsq[:, :tokens])
+
+    def _head(self, parts: list[int], pipeline: Pipeline, num_rows: int) -> None:
+        column, count = self.inputs.column, self.inputs.count
+        x, sumsq = self.x[: pipeline.tokens], self._sumsq[: _same(parts), : pipeline.tokens]
         rows = self._rows[:num_rows]
         final_norm(x, sumsq, column["logit_tokens"][:num_rows], self.weights.norm, self.spec.rms_norm_eps, out=rows)
         matmul(
@@ -163,14 +201,14 @@ class CudaExecutor:
             if operations[edge.before].lane != operations[edge.after].lane:
                 waits[edge.after].append(edge)
         awaited = {edge.before for edges in waits for edge in edges}
-        lanes = {nano.lane for nano in operations if nano.lane != "compute"}
+        lanes = pipeline.lanes - {"compute"}
         for lane in lanes:
             self._streams[lane].wait_stream(main)
-        # the embedding writes one partial sum of squares
-        parts = [1] * -(-pipeline.tokens // TOKEN_STEP)
+        parts = _one_part(pipeline)
         events: dict[tuple[int, int], torch.cuda.Event] = {}
         for layer, i in pipeline.unrolled():
-            nano, op = pipeline.operations[i]
+            launch = self._launch_of(pipeline, i, layer, kv, parts)
+            nano = launch.nano
             if only is not None and nano not in only:
                 continue
             turn = layer - int(nano.next_layer)
@@ -180,16 +218,19 @@ class CudaExecutor:
                     stream.wait_event(event)
             if i == pipeline.gate:
                 self.gates[layer].record(stream)
-            launch = Launch(nano, op, layer, self.weights.layers[layer].get(op.name), kv, pipeline, parts)
             # Launched early, the waiting programs of one lane would sit on the SMs that another lane is to have.
             with torch.cuda.stream(stream), dependent_launch(not lanes):
-                self._launchers[op.name](self, launch)
+                self._launchers[launch.operation.name](self, launch)
             if i in awaited:
                 event = events[i, turn] = torch.cuda.Event()
                 event.record(stream)
         for lane in lanes:
             main.wait_stream(self._streams[lane])
         return parts
+
+    def _launch_of(self, pipeline: Pipeline, i: int, layer: int, kv: Tensor, parts: list[int]) -> Launch:
+        nano, op = pipeline.operations[i]
+        return Launch(nano, op, layer, self.weights.layers[layer].get(op.name), kv, pipeline, parts)
 
     # -- launchers
 
@@ -250,6 +291,11 @@ class CudaExecutor:
             return given
         features, depth = weight.shape
         return choose(tokens, features, depth, self.num_sms)._replace(split=1)
+
+
+def _one_part(pipeline: Pipeline) -> list[int]:
+    """The embedding writes one partial sum of squares."""
+    return [1] * -(-pipeline.tokens // TOKEN_STEP)
 
 
 def _same(parts: list[int]) -> int:

@@ -8,15 +8,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import MAX_NANO_BATCHES
 from weft.engine.runner.batch import Batch, sampler_names
 from weft.engine.runner.nano import Assignment, assign
+from weft.engine.runner.resolve import ResolvedConfig
 from weft.engine.wire.sampling import COLUMNS
 from weft.kernels.work_lists import ITEM_FIELDS, TILE_FIELDS, TILE_ROWS, decode_items, prefill_items
 
 RING = 4
 """pinned copies: more than iterations in flight, so that none is rewritten before its transfer is done"""
+INVARIANT_PART_TOKENS = 1024
+"""with batch invariance, a request's decode attention is always cut here"""
 _COUNTS = ("tokens", "sampled", "updates")
 # then, for each nano-batch: decode items, prefill items; then live tokens behind each beginning of a range
 _DECODE, _PREFILL, _LIVE = len(_COUNTS), len(_COUNTS) + MAX_NANO_BATCHES, len(_COUNTS) + 2 * MAX_NANO_BATCHES
@@ -72,7 +76,8 @@ class DeviceInputs:
         columns = layout.columns()
         words = sum(-(-size // 4) * 4 for size, _ in columns.values())  # 16-byte aligned columns
         self.slab = torch.zeros(words, dtype=torch.int32, device=device)
-        self._ring = [torch.zeros(words, dtype=torch.int32, pin_memory=True) for _ in range(RING)]
+        runs = device.type != "meta"  # which stands for a GPU
+        self._ring = [torch.zeros(words, dtype=torch.int32, pin_memory=runs) for _ in range(RING if runs else 0)]
         self._host: list[dict[str, np.ndarray]] = [self._split_host(r.numpy(), columns) for r in self._ring]
         self.column = self._split_device(self.slab, columns)
         self.count = {name: self.column["counts"][i : i + 1] for i, name in enumerate(_COUNTS)}
@@ -187,3 +192,11 @@ class DeviceInputs:
         host["update_at"][: len(at)] = at
         host["update_page"][: len(at)] = pages
         return len(at)
+
+
+def device_inputs(spec: ModelSpec, config: ResolvedConfig, nano_batches: int) -> DeviceInputs:
+    """Of a runner with this configuration. nano_batches: of the pipeline that has most."""
+    slots, pages = config.max_num_seqs, -(-config.max_model_len // config.kv.page_size)
+    parts = slots * -(-config.max_model_len // INVARIANT_PART_TOKENS) if config.batch_invariant else 1024
+    layout = Layout.of(config.max_num_batched_tokens, slots, spec.heads_per_kv, nano_batches, parts)
+    return DeviceInputs(layout, config.device, slots, pages)

@@ -6,7 +6,6 @@ batches that ask for them, logit biases, penalties and log-probabilities. A requ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,30 +17,21 @@ from weft.engine.memory.cuda_transfer import CudaCopyEngine
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.plans.pipeline import Pipeline
-from weft.engine.plans.plan import serial_period
 from weft.engine.progress import Progress
 from weft.engine.runner.batch import Batch, PromptLogprobs, StepResult
-from weft.engine.runner.cuda_executor import INVARIANT_PART_TOKENS, CudaExecutor
-from weft.engine.runner.cuda_inputs import DeviceInputs, Layout
+from weft.engine.runner.cuda_executor import CudaExecutor
+from weft.engine.runner.cuda_inputs import INVARIANT_PART_TOKENS, device_inputs
+from weft.engine.runner.pipelines import Pipelines
 from weft.engine.runner.resolve import GIB, ResolvedConfig
 from weft.engine.runner.sampling import Sampling, Scores
-from weft.kernels import reference, resident
+from weft.kernels import reference
 from weft.kernels.attention import AttentionBackend, HostAttention
 from weft.kernels.attention_backends import make_host_attention
 from weft.kernels.attention_triton import PER_SM, TritonAttention
-from weft.kernels.sampler import sample, sample_scratch
+from weft.kernels.gpu import gpu
 
 RESERVE_BYTES = GIB
 """left free beside the KV pool: graphs, and the workspaces of batches with penalties or log-probabilities"""
-
-
-def token_buckets(max_tokens: int) -> list[int]:
-    """Sizes of the captured graphs: powers of two, then steps of 128, 256 or an eighth, up to the dense batch."""
-    sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256]
-    while sizes[-1] < max_tokens:
-        step = 128 if sizes[-1] < 1024 else max(256, sizes[-1] // 8 // 256 * 256)
-        sizes.append(sizes[-1] + step)
-    return sorted({min(s, max_tokens) for s in sizes})
 
 
 def _no_progress(phase: str, done: int, total: int) -> None:
@@ -95,26 +85,16 @@ class CudaRunner:
         self._device = device
         self.stream = torch.cuda.Stream(device)
         """where iterations run, one behind the other"""
-        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        t, s = config.max_num_batched_tokens, config.max_num_seqs
-        sizes = token_buckets(t)
-        self._serial = [Pipeline(serial_period(spec, size, num_sms), spec) for size in sizes]
-        self._decoding = [
-            Pipeline(serial_period(spec, size, num_sms, decode_only=True), spec) for size in sizes if size <= 64
-        ]
-        planned = config.plan.periods if config.plan is not None else ()
-        self._planned = {id(period): Pipeline(period, spec) for period in planned}
-        pipelines = tuple(self._planned.values())
-        nano_batches = max((len(p.nano_batches) for p in pipelines), default=1)
+        here = gpu(device)
+        assert here is not None
+        self._pipelines = Pipelines(spec, config.max_num_batched_tokens, here.sms, config.plan)
         with torch.cuda.device(device), torch.cuda.stream(self.stream), torch.inference_mode():
             self._part_tokens = INVARIANT_PART_TOKENS if config.batch_invariant else 0
-            parts = s * -(-config.max_model_len // INVARIANT_PART_TOKENS) if config.batch_invariant else 1024
-            layout = Layout.of(t, s, spec.heads_per_kv, nano_batches, parts)
-            self._inputs = DeviceInputs(layout, device, s, -(-config.max_model_len // config.kv.page_size))
+            self._inputs = device_inputs(spec, config, self._pipelines.nano_batches)
             shape = config.attention_shape(spec)
             self._host_attention: HostAttention[Any] | None = None
             if config.attention == "triton":
-                attention: AttentionBackend[Any] = TritonAttention(shape, num_sms)
+                attention: AttentionBackend[Any] = TritonAttention(shape, here.sms)
             else:
                 attention = self._host_attention = make_host_attention(
                     config.attention, shape, batch_invariant=config.batch_invariant
@@ -122,20 +102,15 @@ class CudaRunner:
             self._executor = CudaExecutor(
                 spec, weights, self._inputs, config.compute_dtype, attention, invariant=config.batch_invariant
             )
-            # together, so that they come to the host in one transfer
-            self._sampled = torch.zeros(2, s, dtype=torch.int64, device=device)
-            self._tokens, self._bad = self._sampled
-            self._candidates = sample_scratch(s, device)
             self._last_end: torch.cuda.Event | None = None
-            self._sampling = Sampling(device, s, spec.vocab_size)
+            self._sampling = Sampling(device, config.max_num_seqs, spec.vocab_size)
             # A pool of two pages serves the warm-up, which loads every kernel; what is left then is measured.
             self.kv = self._allocate(2)
-            self._warm_up((*self._serial, *self._decoding, *pipelines), report)
+            self._warm_up(report)
             self.kv = self._allocate(self._measure_pages())
-            every = (*reversed(self._serial), *self._decoding, *pipelines)
             self._graphs = {}
-            for done, pipeline in enumerate(every):
-                report("capturing graphs", done, len(every))
+            for done, pipeline in enumerate(self._pipelines):
+                report("capturing graphs", done, len(self._pipelines))
                 self._graphs[id(pipeline)] = self._capture(pipeline)
             self.stream.synchronize()
 
@@ -169,12 +144,13 @@ class CudaRunner:
             )
         return int(pages)
 
-    def _warm_up(self, pipelines: Sequence[Pipeline], report: Progress) -> None:
-        for done, pipeline in enumerate(pipelines):
-            report("compiling kernels", done, len(pipelines))
+    def _warm_up(self, report: Progress) -> None:
+        """Load every kernel, which a capture cannot; compile those that are not in the cache."""
+        for done, pipeline in enumerate(self._pipelines):
+            report("loading kernels", done, len(self._pipelines))
             if self._host_attention is None:
-                self._model(pipeline)
-            self._sample(pipeline)
+                self._executor.touch(pipeline, self.kv, self._rows(pipeline))
+            self._executor.sample(self._rows(pipeline))
 
     def _capture(self, pipeline: Pipeline) -> _Graphs:
         graphs = _Graphs(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph())
@@ -182,34 +158,22 @@ class CudaRunner:
             with torch.cuda.graph(graphs.model, stream=self.stream):
                 self._model(pipeline)
         with torch.cuda.graph(graphs.sample, stream=self.stream):
-            self._sample(pipeline)
+            self._executor.sample(self._rows(pipeline))
         return graphs
 
+    def _rows(self, pipeline: Pipeline) -> int:
+        """that sample, at most"""
+        return min(pipeline.tokens, self.config.max_num_seqs)
+
     def _model(self, pipeline: Pipeline) -> None:
-        self._executor.forward(pipeline, self.kv, min(pipeline.tokens, self.config.max_num_seqs))
-
-    def _sample(self, pipeline: Pipeline) -> None:
-        n = min(pipeline.tokens, self.config.max_num_seqs)
-        tokens, arguments = self._tokens[:n], self._inputs.sampler_arguments(n)
-        sample(self._executor.logits[:n], **arguments, out=tokens, bad=self._bad[:n], scratch=self._candidates[:n])
-        slots = self._inputs.column["slots"][:n]
-        resident.remember(tokens, slots, self._inputs.count["sampled"], self._executor.last_token)
-
-    def _pipeline(self, batch: Batch) -> Pipeline:
-        """The plan's pipeline for this iteration, or the serial plan where the search found no better."""
-        if self.config.plan is not None:
-            kv_tokens = int(batch.kv_len[: batch.num_decodes].sum())
-            if (period := self.config.plan.period_for(batch.num_tokens, kv_tokens)) is not None:
-                return self._planned[id(period)]
-        if batch.num_decodes == batch.num_requests and batch.num_tokens <= self._decoding[-1].tokens:
-            return next(p for p in self._decoding if p.tokens >= batch.num_tokens)
-        return next(p for p in self._serial if p.tokens >= batch.num_tokens)
+        self._executor.forward(pipeline, self.kv, self._rows(pipeline))
 
     def launch(self, batch: Batch) -> CudaInFlight:
-        pipeline = self._pipeline(batch)
+        pipeline = self._pipelines.of(batch)
         graphs, s, logits = self._graphs[id(pipeline)], batch.sampling, self._executor.logits
+        tokens = self._executor.tokens
         with torch.cuda.stream(self.stream), torch.inference_mode():
-            in_flight = CudaInFlight(batch, self._last_end, len(pipeline.nano_batches), len(self._tokens))
+            in_flight = CudaInFlight(batch, self._last_end, len(pipeline.nano_batches), len(tokens))
             in_flight.begin.record()
             assigned = self._inputs.send(
                 batch, pipeline, num_kv_heads=self.spec.num_kv_heads, group=self.spec.heads_per_kv, per_sm=PER_SM,
@@ -224,9 +188,15 @@ class CudaRunner:
             raw = self._sampling.asked(logits, s)
             self._sampling.adjust(logits, batch)
             graphs.sample.replay()
-            self._sampling.count(self._tokens, s)
-            in_flight.sampled.copy_(self._sampled, non_blocking=True)
-            in_flight.scores = self._sampling.scores(self._tokens, s, raw)
+<<<<<<< HEAD
+            self._sampling.count(tokens, s)
+            in_flight.sampled.copy_(self._executor.sampled, non_blocking=True)
+            in_flight.scores = self._sampling.scores(tokens, s, raw)
+=======
+            self._sampling.count(tokens, s)
+            in_flight.tokens.copy_(tokens[:n], non_blocking=True)
+            in_flight.scores = self._sampling.scores(tokens, s, raw)
+>>>>>>> 4f761ce (Kernels are compiled in parallel beside a starting engine)
             in_flight.end.record()
         self._last_end = in_flight.end
         return in_flight

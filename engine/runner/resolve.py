@@ -18,6 +18,7 @@ from weft.engine.plans.plan import Plan, load_plan
 from weft.kernels import attention_backends
 from weft.kernels.attention import AttentionShape, AttentionUnavailable
 from weft.kernels.attention_backends import BackendName
+from weft.kernels.gpu import gpu, gpu_device
 
 log = logging.getLogger("weft.engine")
 GIB = 2**30
@@ -79,10 +80,11 @@ def _cpu_dtype(spec: ModelSpec) -> torch.dtype:
 
 def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     """Decide what the configuration leaves open. Raises `ConfigError` or `OutOfMemory`, one line."""
-    if config.device == "cuda" and not torch.cuda.is_available():
+    here = gpu()
+    if config.device == "cuda" and here is None:
         raise ConfigError("--device cuda: no CUDA device is visible; use --device cpu")
-    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    cuda = config.device != "cpu" and here is not None
+    device = gpu_device() if cuda else torch.device("cpu")
     if config.dtype != "auto":
         dtype = getattr(torch, config.dtype)
     elif cuda:
@@ -114,7 +116,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     if cuda:
         _check_kernels(spec)
     weight_bytes = spec.num_parameters * dtype.itemsize
-    if weight_bytes > 0.9 * memory_bytes(device):
+    if device.type != "meta" and weight_bytes > 0.9 * memory_bytes(device):
         raise OutOfMemory(
             f"the weights need {weight_bytes / GIB:.1f} GiB in {str(dtype).removeprefix('torch.')}, "
             f"the {'GPU' if cuda else 'machine'} has {memory_bytes(device) / GIB:.1f} GiB: "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -31,6 +30,7 @@ from weft.kernels import attention_triton
 from weft.kernels.attention import AttentionShape
 from weft.kernels.attention_triton import PER_SM, TritonAttention
 from weft.kernels.gemm_config import SPECIAL, GemmConfig
+from weft.kernels.gpu import Gpu, compiling_for, gpu
 
 PAGE = 16
 SMALL = GemmConfig(64, 64, 64, 3, 4, 8)
@@ -66,9 +66,7 @@ def _exact_dot(_: Any, a: Any, b: Any, d: Any, *__: Any) -> Any:
 @pytest.fixture
 def streams(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if device == "cpu":
-        properties = SimpleNamespace(multi_processor_count=4)
         zeros = torch.zeros
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
         monkeypatch.setattr(torch.cuda, "Stream", _InOrder)
         monkeypatch.setattr(torch.cuda, "Event", _InOrder)
         monkeypatch.setattr(torch.cuda, "current_stream", _InOrder)
@@ -76,7 +74,8 @@ def streams(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(torch, "zeros", lambda *a, **k: zeros(*a, **{**k, "pin_memory": False}))
         monkeypatch.setattr(attention_triton, "check", lambda *_: None)
         monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", _exact_dot)
-    with torch.inference_mode():
+    small = compiling_for(Gpu("interpreter", (8, 0), 4)) if device == "cpu" else contextlib.nullcontext()
+    with torch.inference_mode(), small:
         yield
 
 
@@ -84,7 +83,9 @@ class Machine:
     """Two layers with random weights, and one iteration whose last token of every request is sampled."""
 
     def __init__(self, spec: ModelSpec, load: Load, device: str) -> None:
-        self.spec, self.load, self.sms = spec, load, torch.cuda.get_device_properties(0).multi_processor_count
+        here = gpu()
+        assert here is not None
+        self.spec, self.load, self.sms = spec, load, here.sms
         dtype = torch.bfloat16 if device == "cuda" else torch.float16
         weights = load_weights(
             spec, Path(), device=torch.device(device), dtype=dtype, max_positions=2048, dummy_seed=1

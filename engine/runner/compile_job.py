@@ -1,0 +1,117 @@
+"""`CompileJob`: a process beside a starting engine that compiles the kernels it will need. Costs no import of torch.
+
+What has been compiled is written down beside the tuned tables, so that a start with everything in the cache starts no
+such process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from weft.engine.config import EngineConfig
+from weft.engine.progress import Progress
+
+COMPILING = "compiling kernels"
+PATIENCE_SECONDS = 600
+"""for all of them; then the engine goes on and compiles what it lacks itself"""
+HERE = Path(__file__).parent
+SOURCES = (HERE, HERE.parent / "plans", HERE.parent / "model", HERE.parents[1] / "kernels")
+"""whose code decides which kernels there are"""
+DRIVER = Path("/proc/driver/nvidia/gpus")
+
+
+class CompileJob:
+    """A running job. Create with `CompileJob.begin(config)`."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    @classmethod
+    def begin(cls, config: EngineConfig) -> CompileJob | None:
+        """None where there is nothing to compile for, or nothing left to compile."""
+        use_cache(config)
+        if config.device == "cpu" or not has_gpu() or is_compiled(config):
+            return None
+        process = subprocess.Popen(
+            (sys.executable, "-P", "-m", "weft.engine.runner.compile_kernels"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(config.model_dump_json() + "\n")
+            process.stdin.flush()
+        return cls(process)
+
+    def wait(self, progress: Progress | None = None) -> None:
+        """Until it has ended, however that was: what it has not compiled the first launch does."""
+        assert self._process.stdout is not None
+        with self._process:
+            for line in self._process.stdout:
+                done, _, total = line.partition(" ")
+                if progress is not None and total:
+                    progress(COMPILING, int(done), int(total))
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def has_gpu() -> bool:
+    """Whether an NVIDIA driver is there, as far as files tell."""
+    return Path("/dev/nvidiactl").exists()
+
+
+def use_cache(config: EngineConfig) -> None:
+    """From now on this process and its children keep compiled kernels in the configuration's folder.
+
+    An operator's `TRITON_CACHE_DIR` stays.
+    """
+    os.environ.setdefault("TRITON_CACHE_DIR", str(config.cache_path / "triton"))
+
+
+def stamp_file(config: EngineConfig) -> Path:
+    """Where it is written down which kernels this configuration needs on this machine: another one, another file."""
+    digest = hashlib.sha256(config.model_dump_json().encode())
+    for name in ("torch", "triton"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            digest.update(importlib.metadata.version(name).encode())
+    digest.update(os.environ.get("CUDA_VISIBLE_DEVICES", "").encode())
+    files = [config.model_path / "config.json", *sorted(DRIVER.glob("*/information"))]
+    if config.plan.endswith(".json"):
+        files.append(Path(config.plan).expanduser())
+    for folder in SOURCES:
+        files += sorted(file for file in folder.rglob("*") if file.suffix in (".py", ".json"))
+    for file in files:
+        with contextlib.suppress(OSError):
+            digest.update(file.read_bytes())
+        digest.update(b"\0")
+    return config.cache_path / f"kernels-{digest.hexdigest()[:16]}.json"
+
+
+def is_compiled(config: EngineConfig) -> bool:
+    """Whether all that was compiled for this configuration is still in the cache."""
+    folder = Path(os.environ["TRITON_CACHE_DIR"])
+    try:
+        names = json.loads(stamp_file(config).read_text())
+        return all((folder / name).is_dir() for name in names)
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def write_stamp(config: EngineConfig, names: list[str]) -> None:
+    """names: of the folders in the cache. Where nothing can be written, every start looks again."""
+    file = stamp_file(config)
+    part = file.with_suffix(f".{os.getpid()}.part")
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(names))
+        part.replace(file)

@@ -1,0 +1,55 @@
+"""Compiles what an engine will launch, in as many processes as there are cores: `python -m …compile_kernels`.
+
+Takes an `EngineConfig` as one line of JSON on stdin, writes `DONE TOTAL` lines on stdout. Started by a `CompileJob`; a
+model or option that cannot work is left for the engine to refuse.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from weft.engine.config import EngineConfig
+from weft.engine.errors import WeftError
+from weft.engine.runner.compile_job import use_cache, write_stamp
+from weft.engine.runner.kernel_set import kernel_set
+from weft.kernels.compilation import Kernel, compile_all
+from weft.kernels.gpu import Gpu, gpu
+
+
+def compile_kernels(
+    config: EngineConfig, target: Gpu, jobs: int, progress: Callable[[int, int], None] | None = None
+) -> tuple[int, list[Kernel]]:
+    """How many kernels the configuration needs on `target`, now in the cache, and those that did not compile.
+
+    Raises `WeftError` for a model or options that cannot be served there.
+    """
+    use_cache(config)
+    kernels = kernel_set(config, target)
+    hashes, failed = compile_all(kernels, jobs, progress)
+    if not failed:
+        from triton.runtime.cache import get_cache_manager
+
+        write_stamp(config, sorted(Path(get_cache_manager(h).cache_dir).name for h in hashes))
+    return len(kernels), failed
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def main() -> int:
+    config = EngineConfig.model_validate_json(sys.stdin.readline())
+    if (target := gpu()) is None:
+        return 0
+    try:
+        compile_kernels(config, target, cores(), lambda done, total: print(done, total, flush=True))
+    except WeftError:
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""`kernel_set`: every kernel that a runner of this model launches on a GPU, found without the GPU and its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from weft.engine.config import EngineConfig
+from weft.engine.model.directory import read_spec
+from weft.engine.model.spec import ModelSpec
+from weft.engine.model.weights import load_weights
+from weft.engine.runner.cuda_executor import CudaExecutor
+from weft.engine.runner.cuda_inputs import device_inputs
+from weft.engine.runner.pipelines import Pipelines
+from weft.engine.runner.resolve import ResolvedConfig, resolve
+from weft.kernels import tuned
+from weft.kernels.attention_triton import TritonAttention
+from weft.kernels.compilation import Kernel, collect
+from weft.kernels.gpu import Gpu, compiling_for, gpu_device
+
+
+def kernel_set(config: EngineConfig, gpu: Gpu) -> list[Kernel]:
+    """For `gpu`, with the tiles that are known for it. Empty for an attention back end that is not captured.
+
+    Raises `WeftError` for a model or options that cannot be served there.
+    """
+    spec = read_spec(config.model_path)
+    with compiling_for(gpu), torch.inference_mode():
+        resolved = resolve(config, spec)
+        if resolved.attention != "triton":
+            return []
+        tuned.use(tuned.read_cache(resolved.cache_dir, tuned.machine(gpu_device())))
+        return collect(lambda: _launch_all(spec, resolved, gpu.sms), gpu)
+
+
+def _launch_all(spec: ModelSpec, config: ResolvedConfig, num_sms: int) -> None:
+    weights = load_weights(
+        spec, Path(), device=config.device, dtype=config.weight_dtype, max_positions=config.max_model_len, dummy_seed=0
+    )
+    pipelines = Pipelines(spec, config.max_num_batched_tokens, num_sms, config.plan)
+    executor = CudaExecutor(
+        spec, weights, device_inputs(spec, config, pipelines.nano_batches), config.compute_dtype,
+        TritonAttention(config.attention_shape(spec), num_sms), invariant=config.batch_invariant,
+    )  # fmt: skip
+    kv = torch.empty(config.kv.shape(2), dtype=config.kv.dtype, device=config.device)
+    for pipeline in pipelines:
+        rows = min(pipeline.tokens, config.max_num_seqs)
+        executor.touch(pipeline, kv, rows)
+        executor.sample(rows)

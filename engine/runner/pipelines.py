@@ -1,0 +1,61 @@
+"""`Pipelines`: every pipeline that a GPU runner has a graph of, and which one serves an iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from weft.engine.model.spec import ModelSpec
+from weft.engine.plans.pipeline import Pipeline
+from weft.engine.plans.plan import Plan, serial_period
+from weft.engine.runner.batch import Batch
+
+DECODE_ONLY_TOKENS = 64
+"""token buckets up to which there is a pipeline without prefill attention: there its empty launch costs"""
+
+
+def token_buckets(max_tokens: int) -> list[int]:
+    """Sizes of the captured graphs: powers of two, then steps of 128, 256 or an eighth, up to the dense batch."""
+    sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    while sizes[-1] < max_tokens:
+        step = 128 if sizes[-1] < 1024 else max(256, sizes[-1] // 8 // 256 * 256)
+        sizes.append(sizes[-1] + step)
+    return sorted({min(s, max_tokens) for s in sizes})
+
+
+class Pipelines:
+    """The serial plan of every token bucket, and the plan's own pipelines.
+
+    max_tokens: of an iteration. num_sms: of the GPU.
+    """
+
+    def __init__(self, spec: ModelSpec, max_tokens: int, num_sms: int, plan: Plan | None) -> None:
+        sizes = token_buckets(max_tokens)
+        self._plan = plan
+        self._serial = [Pipeline(serial_period(spec, size, num_sms), spec) for size in sizes]
+        self._decoding = [
+            Pipeline(serial_period(spec, size, num_sms, decode_only=True), spec)
+            for size in sizes
+            if size <= DECODE_ONLY_TOKENS
+        ]
+        self._planned = {id(p): Pipeline(p, spec) for p in (plan.periods if plan is not None else ())}
+        self.nano_batches = max((len(p.nano_batches) for p in self._planned.values()), default=1)
+        """of the pipeline that has most"""
+
+    def __iter__(self) -> Iterator[Pipeline]:
+        """The largest first: what their graphs need is then enough for the others."""
+        yield from reversed(self._serial)
+        yield from self._decoding
+        yield from self._planned.values()
+
+    def __len__(self) -> int:
+        return len(self._serial) + len(self._decoding) + len(self._planned)
+
+    def of(self, batch: Batch) -> Pipeline:
+        """The plan's pipeline for this iteration, or the serial plan where the search found no better."""
+        if self._plan is not None:
+            kv_tokens = int(batch.kv_len[: batch.num_decodes].sum())
+            if (period := self._plan.period_for(batch.num_tokens, kv_tokens)) is not None:
+                return self._planned[id(period)]
+        if batch.num_decodes == batch.num_requests and batch.num_tokens <= self._decoding[-1].tokens:
+            return next(p for p in self._decoding if p.tokens >= batch.num_tokens)
+        return next(p for p in self._serial if p.tokens >= batch.num_tokens)

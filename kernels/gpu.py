@@ -1,0 +1,80 @@
+"""`Gpu`: what kernels are made for: this machine's, or a named one that they are compiled for without it.
+
+Tensors on the `meta` device stand for tensors of such a GPU: launches with them compile and run nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+
+class Gpu(NamedTuple):
+    """What the choice of kernels, tiles and plans depends on."""
+
+    name: str
+    """as the driver says it"""
+    capability: tuple[int, int]
+    sms: int
+
+
+KNOWN = {
+    "h200": Gpu("NVIDIA H200", (9, 0), 132),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132),
+    "h100-pcie": Gpu("NVIDIA H100 PCIe", (9, 0), 114),
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108),
+    "l40s": Gpu("NVIDIA L40S", (8, 9), 142),
+    "rtx4090": Gpu("NVIDIA GeForce RTX 4090", (8, 9), 128),
+}
+"""by the names that `weft compile --gpu` takes"""
+
+_pretended: Gpu | None = None
+
+
+@functools.cache
+def _properties(index: int) -> Gpu:
+    found = torch.cuda.get_device_properties(index)
+    return Gpu(found.name, (found.major, found.minor), found.multi_processor_count)
+
+
+def gpu(device: torch.device | int | None = None) -> Gpu | None:
+    """The GPU that kernels are for: the one of `compiling_for`, else this CUDA device (None: the current one); None
+    where there is none.
+    """
+    if _pretended is not None:
+        return _pretended
+    if not torch.cuda.is_available():
+        return None
+    index = device.index if isinstance(device, torch.device) else device
+    return _properties(torch.cuda.current_device() if index is None else index)
+
+
+def gpu_device() -> torch.device:
+    """Where tensors of `gpu()` lie: the current CUDA device, or the meta device inside `compiling_for`."""
+    return torch.device("meta") if _pretended is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def is_hopper() -> bool:
+    """Whether kernels are for an NVIDIA GPU of compute capability 9."""
+    here = gpu()
+    return here is not None and here.capability[0] == 9
+
+
+def on_gpu(device: torch.device) -> bool:
+    """Whether tensors of that device are a GPU's, or stand for them."""
+    return device.type in ("cuda", "meta")
+
+
+@contextlib.contextmanager
+def compiling_for(target: Gpu) -> Iterator[None]:
+    """Inside, kernels, tiles and plans are chosen for `target`."""
+    global _pretended
+    before, _pretended = _pretended, target
+    try:
+        yield
+    finally:
+        _pretended = before
