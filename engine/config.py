@@ -80,7 +80,7 @@ class EngineConfig(BaseModel):
         description="one accumulation order everywhere: a request's tokens never depend on its neighbours; slower",
     )
     cache_dir: str | None = Field(
-        None, min_length=1, description="folder of tuned kernel configurations [$XDG_CACHE_HOME/weft]"
+        None, min_length=1, description="folder of compiled kernels and tuned tiles [$XDG_CACHE_HOME/weft]"
     )
     tuning_seconds: float = Field(
         60.0, ge=0, description="time a start on a GPU may take to tune matrix shapes never seen before; 0 for none"

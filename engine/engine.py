@@ -84,7 +84,7 @@ class Engine:
             phases.end()
             if model_id(config, resolved.kv) != model:
                 raise ModelError(f"{config.model_path} was changed while it was loaded: start again")
-            self.runner: Runner = make_runner(self.spec, weights, resolved, phases)
+            self.runner: Runner = make_runner(self.spec, weights, config, resolved, phases)
         except torch.OutOfMemoryError:
             raise OutOfMemory(
                 "the model and its buffers do not fit the GPU: use a smaller model, "

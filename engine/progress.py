@@ -46,12 +46,20 @@ class ProgressLines:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._said = clock()
+        self._said = self._begun = clock()
+        self._phase: str | None = None
 
     def __call__(self, phase: str, done: int, total: int) -> None:
-        if self._clock() - self._said >= REPORT_SECONDS:
-            self._said = self._clock()
-            print(f"weft: {phase}, {done} of {total}", file=sys.stderr, flush=True)
+        now = self._clock()
+        if phase != self._phase:
+            self._phase, self._begun = phase, now
+        if now - self._said < REPORT_SECONDS:
+            return
+        self._said = now
+        left = ""
+        if 0 < done < total:
+            left = f", about {max(1, round((now - self._begun) / done * (total - done)))} s left"
+        print(f"weft: {phase}, {done} of {total}{left}", file=sys.stderr, flush=True)
 
 
 class ProgressBar:

@@ -44,32 +44,32 @@ def product(
 ) -> Callable[[], object]:  # fmt: skip
     """A call of the fused product of this shape, its operands made once."""
     n, k = shape.features, shape.depth
-    a = torch.randn(tokens, k, device=DEVICE, dtype=DTYPE)
+    a = torch.randn(tokens, k, device=weight.device, dtype=DTYPE)
     sumsq = a.float().square().view(tokens, 16, -1).sum(-1).t().contiguous()
     options: dict[str, Any] = {"num_sms": num_sms, "space": space, "config": config}
     if shape.kind == "qkv":
         heads = n // head_dim - 2 * kv_heads
-        kv = torch.zeros(tokens // 64 + 2, 2, 2, 64, kv_heads, head_dim, device=DEVICE, dtype=DTYPE)
-        rotary = torch.randn(4096, head_dim // 2, 2, device=DEVICE)
-        positions = torch.arange(tokens, device=DEVICE, dtype=torch.int32)
-        slots = torch.arange(tokens, device=DEVICE, dtype=torch.int32) + 64
-        out = torch.empty(tokens, heads, head_dim, device=DEVICE, dtype=DTYPE)
+        kv = torch.zeros(tokens // 64 + 2, 2, 2, 64, kv_heads, head_dim, device=weight.device, dtype=DTYPE)
+        rotary = torch.randn(4096, head_dim // 2, 2, device=weight.device)
+        positions = torch.arange(tokens, device=weight.device, dtype=torch.int32)
+        slots = torch.arange(tokens, device=weight.device, dtype=torch.int32) + 64
+        out = torch.empty(tokens, heads, head_dim, device=weight.device, dtype=DTYPE)
         return lambda: projections.qkv_project(
             a, sumsq, weight, None, 1e-5, rotary, positions, slots, kv, 1, heads, out=out, **options
         )
     if shape.kind == "residual":
-        x = torch.randn(tokens, n, device=DEVICE, dtype=DTYPE)
-        out, parts = torch.empty_like(x), projections.sumsq_buffer(n, tokens, DEVICE)
+        x = torch.randn(tokens, n, device=weight.device, dtype=DTYPE)
+        out, parts = torch.empty_like(x), projections.sumsq_buffer(n, tokens, weight.device)
         return lambda: projections.residual_project(a, weight, x, out=out, sumsq=parts, **options)
     if shape.kind == "gate_up":
-        out = torch.empty(tokens, n // 2, device=DEVICE, dtype=DTYPE)
+        out = torch.empty(tokens, n // 2, device=weight.device, dtype=DTYPE)
         return lambda: projections.gate_up_project(a, sumsq, weight, 1e-5, out=out, **options)
-    out = torch.empty(tokens, n, device=DEVICE, dtype=torch.float32 if shape.kind == "logits" else DTYPE)
+    out = torch.empty(tokens, n, device=weight.device, dtype=torch.float32 if shape.kind == "logits" else DTYPE)
     return lambda: gemm.matmul(a, weight, out, **options)
 
 
-def weights(shape: Shape, copies: int) -> list[Tensor]:
-    return [torch.randn(shape.features, shape.depth, device=DEVICE, dtype=DTYPE) * 0.02 for _ in range(copies)]
+def weights(shape: Shape, copies: int, device: str = DEVICE) -> list[Tensor]:
+    return [torch.randn(shape.features, shape.depth, device=device, dtype=DTYPE) * 0.02 for _ in range(copies)]
 
 
 def cublas(tokens: int, weight: Tensor) -> Callable[[], object]:

@@ -173,6 +173,11 @@ def candidates(bucket: int, special: bool) -> tuple[GemmConfig, ...]:
     return tuple(config for config, _ in wins.most_common(CANDIDATES))
 
 
+def tries(by_rule: GemmConfig, bucket: int, special: bool) -> tuple[GemmConfig, ...]:
+    """What `search` measures for a product."""
+    return tuple(dict.fromkeys((by_rule, *candidates(bucket, special))))
+
+
 def missing(shapes: Sequence[Shape], max_tokens: int, *known: Table) -> list[tuple[Shape, int]]:
     """Shapes and buckets up to that of `max_tokens` that no table knows, largest buckets first."""
     worth = dict.fromkeys(s for s in shapes if s.features * s.depth >= MIN_ELEMENTS)
@@ -206,7 +211,7 @@ def search(
         if progress is not None:
             progress(done, len(wanted))
         timed: list[tuple[float, GemmConfig]] = []
-        for config in dict.fromkeys((rule(shape, bucket), *candidates(bucket, special))):
+        for config in tries(rule(shape, bucket), bucket, special):
             at = clock()
             if at - begin + longest > budget_s:
                 return found

@@ -24,6 +24,11 @@ PATIENCE_SECONDS = 600
 HERE = Path(__file__).parent
 SOURCES = (HERE, HERE.parent / "plans", HERE.parent / "model", HERE.parents[1] / "kernels")
 """whose code decides which kernels there are"""
+MATTERS = {
+    "device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "attention_backend",
+    "batch_invariant", "tuning_seconds", "plan",
+}  # fmt: skip
+"""options that decide it too"""
 DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
@@ -65,6 +70,11 @@ class CompileJob:
         self._process.wait()
 
 
+def cores() -> int:
+    """that this process may use"""
+    return len(os.sched_getaffinity(0))
+
+
 def has_gpu() -> bool:
     """Whether an NVIDIA driver is there, as far as files tell."""
     return Path("/dev/nvidiactl").exists()
@@ -78,14 +88,23 @@ def use_cache(config: EngineConfig) -> None:
     os.environ.setdefault("TRITON_CACHE_DIR", str(config.cache_path / "triton"))
 
 
+def gpus_here() -> set[str]:
+    """Their names, as far as files tell: a container may hide them."""
+    found = set()
+    for file in DRIVER.glob("*/information"):
+        with contextlib.suppress(OSError):
+            found |= {line.partition(":")[2].strip() for line in file.read_text().splitlines() if line[:6] == "Model:"}
+    return found
+
+
 def stamp_file(config: EngineConfig) -> Path:
-    """Where it is written down which kernels this configuration needs on this machine: another one, another file."""
-    digest = hashlib.sha256(config.model_dump_json().encode())
+    """Where it is written down which kernels this configuration needs: another one, another file."""
+    digest = hashlib.sha256(config.model_dump_json(include=MATTERS).encode())
     for name in ("torch", "triton"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             digest.update(importlib.metadata.version(name).encode())
-    digest.update(os.environ.get("CUDA_VISIBLE_DEVICES", "").encode())
-    files = [config.model_path / "config.json", *sorted(DRIVER.glob("*/information"))]
+    files = [config.model_path / "config.json"]
+    files += sorted(config.cache_path.glob("gemm-*.json"))  # tiles that were tuned
     if config.plan.endswith(".json"):
         files.append(Path(config.plan).expanduser())
     for folder in SOURCES:
@@ -101,17 +120,17 @@ def is_compiled(config: EngineConfig) -> bool:
     """Whether all that was compiled for this configuration is still in the cache."""
     folder = Path(os.environ["TRITON_CACHE_DIR"])
     try:
-        names = json.loads(stamp_file(config).read_text())
-        return all((folder / name).is_dir() for name in names)
-    except (OSError, ValueError, TypeError):
+        stamp = json.loads(stamp_file(config).read_text())
+        here = gpus_here()
+        return (not here or stamp["gpu"] in here) and all((folder / name).is_dir() for name in stamp["kernels"])
+    except (OSError, ValueError, TypeError, KeyError):
         return False
 
 
-def write_stamp(config: EngineConfig, names: list[str]) -> None:
-    """names: of the folders in the cache. Where nothing can be written, every start looks again."""
-    file = stamp_file(config)
+def write_stamp(file: Path, gpu: str, kernels: list[str]) -> None:
+    """gpu: its name. kernels: their folders in the cache. Where nothing can be written, every start looks again."""
     part = file.with_suffix(f".{os.getpid()}.part")
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(names))
+        part.write_text(json.dumps({"gpu": gpu, "kernels": kernels}))
         part.replace(file)

@@ -6,14 +6,13 @@ model or option that cannot work is left for the engine to refuse.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import WeftError
-from weft.engine.runner.compile_job import use_cache, write_stamp
+from weft.engine.runner.compile_job import cores, stamp_file, use_cache, write_stamp
 from weft.engine.runner.kernel_set import kernel_set
 from weft.kernels.compilation import Kernel, compile_all
 from weft.kernels.gpu import Gpu, gpu
@@ -27,17 +26,14 @@ def compile_kernels(
     Raises `WeftError` for a model or options that cannot be served there.
     """
     use_cache(config)
+    stamp = stamp_file(config)  # of the tiles that are known now
     kernels = kernel_set(config, target)
     hashes, failed = compile_all(kernels, jobs, progress)
     if not failed:
         from triton.runtime.cache import get_cache_manager
 
-        write_stamp(config, sorted(Path(get_cache_manager(h).cache_dir).name for h in hashes))
+        write_stamp(stamp, target.name, sorted(Path(get_cache_manager(h).cache_dir).name for h in hashes))
     return len(kernels), failed
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def main() -> int:

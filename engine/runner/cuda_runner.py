@@ -188,15 +188,9 @@ class CudaRunner:
             raw = self._sampling.asked(logits, s)
             self._sampling.adjust(logits, batch)
             graphs.sample.replay()
-<<<<<<< HEAD
             self._sampling.count(tokens, s)
             in_flight.sampled.copy_(self._executor.sampled, non_blocking=True)
             in_flight.scores = self._sampling.scores(tokens, s, raw)
-=======
-            self._sampling.count(tokens, s)
-            in_flight.tokens.copy_(tokens[:n], non_blocking=True)
-            in_flight.scores = self._sampling.scores(tokens, s, raw)
->>>>>>> 4f761ce (Kernels are compiled in parallel beside a starting engine)
             in_flight.end.record()
         self._last_end = in_flight.end
         return in_flight

@@ -13,6 +13,7 @@ from weft.engine.model.weights import load_weights
 from weft.engine.runner.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda_inputs import device_inputs
 from weft.engine.runner.pipelines import Pipelines
+from weft.engine.runner.products import tuning_launches
 from weft.engine.runner.resolve import ResolvedConfig, resolve
 from weft.kernels import tuned
 from weft.kernels.attention_triton import TritonAttention
@@ -21,7 +22,8 @@ from weft.kernels.gpu import Gpu, compiling_for, gpu_device
 
 
 def kernel_set(config: EngineConfig, gpu: Gpu) -> list[Kernel]:
-    """For `gpu`, with the tiles that are known for it. Empty for an attention back end that is not captured.
+    """For `gpu`, with the tiles that are known for it and those that would be tried. Empty for an attention back end
+    that is not captured.
 
     Raises `WeftError` for a model or options that cannot be served there.
     """
@@ -35,6 +37,8 @@ def kernel_set(config: EngineConfig, gpu: Gpu) -> list[Kernel]:
 
 
 def _launch_all(spec: ModelSpec, config: ResolvedConfig, num_sms: int) -> None:
+    if config.tuning_seconds > 0:
+        tuning_launches(spec, config.max_num_batched_tokens, config.cache_dir)
     weights = load_weights(
         spec, Path(), device=config.device, dtype=config.weight_dtype, max_positions=config.max_model_len, dummy_seed=0
     )

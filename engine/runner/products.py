@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from weft.engine.model.operations import Role
 from weft.engine.model.spec import ModelSpec
 from weft.engine.progress import Progress
 from weft.kernels import tuned
+from weft.kernels.gpu import gpu, gpu_device, is_hopper
 from weft.kernels.tuned import Shape
 
 TUNING = "tuning matrix products"
@@ -18,6 +20,24 @@ TUNING = "tuning matrix products"
 def product_shapes(spec: ModelSpec) -> list[Shape]:
     """The products of a layer, by the names of their kernels' epilogues."""
     return [Shape(op.kernel, op.out, op.inner) for op in spec.layer_operations() if op.role is Role.PRODUCT]
+
+
+def tuning_launches(spec: ModelSpec, max_tokens: int, cache_dir: Path) -> None:
+    """On the meta device: every product that `prepare_products` would time."""
+    from weft.kernels import bench_calls, gemm_launch
+
+    here, device = gpu(), gpu_device()
+    assert here is not None
+    of = tuned.machine(device)
+    space = gemm_launch.workspace(device)
+    known = tuned.read_cache(cache_dir, of), tuned.shipped(of.capability, of.sms)
+    for shape, tokens in tuned.missing(product_shapes(spec), max_tokens, *known):
+        weight = bench_calls.weights(shape, 1, str(device))[0]
+        by_rule = gemm_launch.choose(tokens, shape.features, shape.depth, here.sms)
+        for config in tuned.tries(by_rule, tokens, is_hopper()):
+            # what cannot be launched is not timed either
+            with contextlib.suppress(ValueError, TypeError, AssertionError):
+                bench_calls.product(shape, tokens, weight, space, here.sms, config, spec.head_dim, spec.num_kv_heads)()
 
 
 def prepare_products(

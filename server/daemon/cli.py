@@ -193,6 +193,13 @@ COMMANDS = (
     ),
     Command("plan show", "print a plan and draw its pipelines", "weft.autosearch.show:main", own_parser=True),
     Command("completion", "print a script that completes weft's commands and options in a shell", _completion, _shell),
+    Command(
+        "compile",
+        "compile a model's GPU kernels into --cache-dir, also without the GPU",
+        "weft.engine.runner.compile_command:run",
+        "weft.engine.runner.compile_command:add_compile_flags",
+        EngineConfig,
+    ),
     Command("version", "print the versions of weft and of what it runs on", _version),
 )
 

@@ -53,9 +53,9 @@ def test_lines_come_every_two_seconds(capsys: pytest.CaptureFixture[str]) -> Non
         lines("compiling kernels", done, 10)
         clock.now += 0.75
     assert capsys.readouterr().err.splitlines() == [
-        "weft: compiling kernels, 3 of 10",
-        "weft: compiling kernels, 6 of 10",
-        "weft: compiling kernels, 9 of 10",
+        "weft: compiling kernels, 3 of 10, about 5 s left",
+        "weft: compiling kernels, 6 of 10, about 3 s left",
+        "weft: compiling kernels, 9 of 10, about 1 s left",
     ]
 
 
