@@ -1,5 +1,7 @@
 """`Gpu`: what kernels are made for: this machine's, or a named one that they are compiled for without it.
 
+The command line lists the names: torch is imported by the functions that ask it.
+
 Tensors on the `meta` device stand for tensors of such a GPU: launches with them compile and run nothing.
 """
 
@@ -8,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 class Gpu(NamedTuple):
@@ -37,6 +40,8 @@ _pretended: Gpu | None = None
 
 @functools.cache
 def _properties(index: int) -> Gpu:
+    import torch
+
     found = torch.cuda.get_device_properties(index)
     return Gpu(found.name, (found.major, found.minor), found.multi_processor_count)
 
@@ -47,14 +52,18 @@ def gpu(device: torch.device | int | None = None) -> Gpu | None:
     """
     if _pretended is not None:
         return _pretended
+    import torch
+
     if not torch.cuda.is_available():
         return None
-    index = device.index if isinstance(device, torch.device) else device
+    index = device if device is None or isinstance(device, int) else device.index
     return _properties(torch.cuda.current_device() if index is None else index)
 
 
 def gpu_device() -> torch.device:
     """Where tensors of `gpu()` lie: the current CUDA device, or the meta device inside `compiling_for`."""
+    import torch
+
     return torch.device("meta") if _pretended is not None else torch.device("cuda", torch.cuda.current_device())
 
 
