@@ -26,7 +26,7 @@ before = set(cache.iterdir())
 from weft.engine.llm import LLM
 from weft.engine.wire.sampling import SamplingParams
 llm = LLM("demo", **config.model_dump(exclude={"model"}, exclude_none=True))
-print(llm.generate(["3 + 4 ="] * 3, SamplingParams(max_tokens=1, temperature=0))[0].text)
+print(llm.generate(["3 + 4 ="] * 3, SamplingParams(max_tokens=2, temperature=0))[0].text)
 print(sorted(entry.name for entry in set(cache.iterdir()) - before))
 """
 
