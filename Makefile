@@ -19,7 +19,7 @@ INSTALL := $(BIN)/python deploy/install
 # Compile what is imported when it is imported: of these packages that is a small part.
 LAZY := --no-compile
 
-.PHONY: help serve test quick brisk mutants lint types format unit busy kernels gpu prometheus chromium bench resolve package clean
+.PHONY: help serve test quick brisk mutants lint types format unit busy endurance kernels gpu prometheus chromium bench resolve package clean
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
@@ -50,6 +50,9 @@ brisk: $(VENV)/.test
 
 mutants: $(VENV)/.test ## change the code in small ways and see that tests notice (ARGS="engine/memory/pages.py --sample 20")
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/mutate.py $(ARGS)
+
+endurance: $(VENV)/.test ## 20,000 mixed requests to a daemon: memory stays flat and within what it announced
+	WEFT_ENDURANCE_REQUESTS=20000 $(BIN)/python -m pytest -q -s tests/server/test_flat_memory.py $(ARGS)
 
 lint: $(VENV)/.test ## ruff and mypy
 	$(BIN)/ruff check .

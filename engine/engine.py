@@ -23,6 +23,7 @@ from weft.engine.memory.tier_setup import make_tiers, open_store
 from weft.engine.model.directory import read_spec
 from weft.engine.model.weights import Weights, load_weights
 from weft.engine.progress import Phases, Progress
+from weft.engine.runner.budget import memory_budget
 from weft.engine.runner.compile_job import CompileJob
 from weft.engine.runner.make import make_runner
 from weft.engine.runner.resolve import INVARIANT_CHUNK, resolve
@@ -97,6 +98,8 @@ class Engine:
         # A request that can never fit is refused at the door: the context limit is what the pool can hold.
         longest = min(resolved.max_model_len, (num_pages - 1) * config.page_size)
         self.resolved = resolved = replace(resolved, num_pages=num_pages, max_model_len=longest)
+        host_bytes = int(config.host_kv_gib * 2**30)
+        self._memory = memory_budget(self.spec, weights, resolved, host_bytes)
         pool = PagePool(num_pages, config.page_size, PrefixIndex(model))
         self.tiers = make_tiers(config, resolved.kv, pool, store, self.runner.copy_engine)
         self.scheduler = Scheduler(
@@ -143,6 +146,7 @@ class Engine:
             max_num_batched_tokens=resolved.max_num_batched_tokens,
             eos_token_ids=self.spec.eos_token_ids,
             load_seconds=self.load_seconds,
+            memory=self._memory,
         )
 
     def add(self, message: AddRequest) -> None:

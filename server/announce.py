@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from weft import __version__
-from weft.engine.wire.messages import EngineReady
+from weft.engine.wire.messages import EngineReady, MemoryBudget
 from weft.server.config import ServeConfig
+
+GIB = 2**30
 
 
 def announce(
@@ -30,12 +32,21 @@ def announce(
         print(
             f"weft {__version__} serves {name} at {url} "
             f"({ready.model_type}, {ready.dtype} on {ready.device}, {pages}, ready in {seconds:.1f} s)\n"
-            f"try: {_curl(url, name, chat=chat, key=key, unproven=unproven)}",
+            f"try: {_curl(url, name, chat=chat, key=key, unproven=unproven)}\n"
+            f"memory: {_memory(ready.memory, ready.device)}",
             flush=True,
         )
     except OSError as error:  # a full disk, a reader that has gone: the daemon serves all the same
         logging.getLogger("weft").warning("the greeting cannot be written to stdout: %s", error.strerror)
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (what is left in its buffer would fail again at the end)
+
+
+def _memory(budget: MemoryBudget, device: str) -> str:
+    parts = {"weights": budget.weights, "KV pages": budget.kv_pages, "working memory": budget.working}
+    where = "the engine takes" if device == "cpu" else f"{device} is used for"
+    host = f"; {budget.host_pages / GIB:.2f} GiB of host memory for KV pages" if budget.host_pages else ""
+    shares = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
+    return f"{where} up to {(budget.total - budget.host_pages) / GIB:.2f} GiB ({shares}){host}"
 
 
 def _signs_itself(path: str) -> bool:

@@ -54,6 +54,13 @@ class Weights:
     rotary: Tensor
     """[positions, D/2, 2] float32"""
 
+    @property
+    def num_bytes(self) -> int:
+        products = (product for layer in self.layers for product in layer.values())
+        parts = (t for p in products for t in (p.weight, p.bias, p.q_norm, p.k_norm) if t is not None)
+        tensors = (self.embedding, self.norm, self.lm_head, self.rotary, *parts)
+        return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
+
 
 def pack_layer(get: TensorSource, spec: ModelSpec, names: TensorNames, i: int) -> LayerWeights:
     """Layer `i` of a model with grouped-query attention and a gated MLP, or the part of it that a shard has."""

@@ -74,6 +74,21 @@ class Profile(msgspec.Struct, tag="profile", frozen=True):
 ToEngine = Hello | ClientGone | AddRequest | AbortRequests | ResetPrefixCache | Profile
 
 
+class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine holds at most, in bytes: of its process on a CPU, of the device on a GPU."""
+
+    weights: int = 0
+    kv_pages: int = 0
+    host_pages: int = 0
+    """of the host tier, in host memory on a GPU too"""
+    working: int = 0
+    """everything else: libraries, buffers, caches of compiled kernels"""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_pages + self.host_pages + self.working
+
+
 class EngineReady(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     """Sent to every client, once the model is loaded and the pool is sized."""
 
@@ -89,6 +104,7 @@ class EngineReady(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     max_num_batched_tokens: int
     eos_token_ids: tuple[int, ...]
     load_seconds: float
+    memory: MemoryBudget = MemoryBudget()
 
 
 class EngineFailed(msgspec.Struct, tag="failed", frozen=True):

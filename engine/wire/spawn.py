@@ -12,6 +12,15 @@ from weft.engine.config import EngineConfig
 from weft.engine.wire.private_dir import PrivateDir
 
 LAST_WORDS_SECONDS = 0.05
+PRIMITIVE_CACHES = {"LRU_CACHE_CAPACITY": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
+"""On a CPU ideep and oneDNN keep a compiled primitive for each shape they have met, a thousand each if let: hundreds of
+megabytes that come with the traffic. Read when torch is loaded. With fewer than some dozens of the second kind they are
+compiled again and again, at twice the processor time"""
+
+
+def environment() -> dict[str, str]:
+    """Of the engine process: this one's, and what bounds its memory."""
+    return {**PRIMITIVE_CACHES, **os.environ, "PYTHONUNBUFFERED": "1"}
 
 
 class EngineProcess:
@@ -37,7 +46,7 @@ class EngineProcess:
             address,
             stdin=PIPE,
             start_new_session=True,  # Ctrl-C reaches the daemon alone, which then drains
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env=environment(),
         )
         # It reads its configuration from stdin and ends when stdin closes: it cannot outlive this process.
         assert process.stdin is not None
