@@ -124,6 +124,7 @@ class Engine:
         self._first_step = 0
         """the first one of that time: the device did not idle before it, it had nothing to do"""
         self._last = IterationStats()
+        self._ssd_up = self.tiers is not None and self.tiers.ssd.store is not None
         self._warned_nonfinite = 0
         self._quiet_until = 0.0
         phases.end()
@@ -221,7 +222,7 @@ class Engine:
             self._in_flight.append(self.runner.launch(batch))
         busy = time.perf_counter() - begin
         if not self._in_flight or (batch is not None and len(self._in_flight) <= self._depth):
-            if self.scheduler.has_events() or self._refused:
+            if self.scheduler.has_events() or self._refused or self._tier_went_down():
                 return self._outputs(self.scheduler.idle_events(), self.stats())
             if batch is None and not self.grammars.wait(TIER_WAIT_SECONDS) and self.tiers is not None:
                 self.tiers.wait(TIER_WAIT_SECONDS)
@@ -258,6 +259,13 @@ class Engine:
             flush=True,
         )
         self._warned_nonfinite, self._quiet_until = total, now + NONFINITE_LINE_SECONDS
+
+    def _tier_went_down(self) -> bool:
+        """Once, for who watches an idle engine."""
+        up = self.tiers is None or self.tiers.ssd.store is not None
+        went_down = self._ssd_up and not up
+        self._ssd_up = up
+        return went_down
 
     def stats(self) -> EngineStats:
         """The scheduler's state and the last committed iteration's figures."""

@@ -34,10 +34,11 @@ from weft.engine.memory.extent import (
 from weft.engine.memory.transfer import ALIGNMENT, Bytes
 
 FILE_NAME = "pages.weft"
-LOCK_NAME = "lock"
 LOCK_POLL_SECONDS = 0.05
 READERS, WRITERS = 8, 4
 SCAN_BYTES = 4 << 20
+WATCH_SECONDS = 2.0
+"""between looks at the path, which somebody may remove"""
 
 
 T = TypeVar("T")
@@ -68,6 +69,11 @@ class Store(Protocol):
 
     @property
     def num_extents(self) -> int: ...
+
+    @property
+    def gone(self) -> str | None:
+        """Why what is written would be lost with this process; None as long as it would not."""
+        ...
 
     def scan(self) -> list[tuple[int, Record]]:
         """Extents whose headers hold, oldest first. Once, before anything is written."""
@@ -100,37 +106,39 @@ def reason_of(error: OSError) -> str:
     return f"{errno.errorcode.get(error.errno or 0, 'EIO')} {error.strerror or error}"
 
 
-class _Lock:
-    """The directory's lock, held while the file is open. The system lets go of it when the process dies.
+def _same_file(fd: int, path: Path) -> bool:
+    """Is the open file the one that the path leads to? Raises `OSError`, but when there is none."""
+    try:
+        there = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    mine = os.fstat(fd)
+    return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
 
-    Who has it may be about to end: it is asked for again for `patience` seconds.
+
+def _open_locked(path: Path, flags: int, patience: float) -> int:
+    """A descriptor of the file, locked while it is open: the system lets go of it when the process dies.
+
+    The lock is on the file itself, so whoever removes the path lets nobody else into this file. Who has it may be about
+    to end: it is asked for again for `patience` seconds. Raises `ConfigError` when it stays locked, `OSError`.
     """
-
-    def __init__(self, directory: Path, patience: float) -> None:
+    end = time.monotonic() + patience
+    while True:
+        fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
         try:
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self.fd = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise StoreUnavailable(f"cannot use {directory}: {reason_of(error)}") from None
-        end = time.monotonic() + patience
-        while not self._taken():
-            if time.monotonic() >= end:
-                os.close(self.fd)
-                raise ConfigError(
-                    f"{directory} is in use by another weft: give each daemon an --ssd-kv-path of its own"
-                )
-            time.sleep(LOCK_POLL_SECONDS)
-
-    def _taken(self) -> bool:
-        try:
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        return True
-
-    def release(self) -> None:
-        with contextlib.suppress(OSError):
-            os.close(self.fd)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _same_file(fd, path):
+                return fd
+            os.close(fd)  # removed while we waited
+            continue
+        except BlockingIOError:
+            os.close(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        if time.monotonic() >= end:
+            raise ConfigError(f"{path.parent} is in use by another weft: give each daemon an --ssd-kv-path of its own")
+        time.sleep(LOCK_POLL_SECONDS)
 
 
 class StoreFile:
@@ -143,14 +151,15 @@ class StoreFile:
     def __init__(self, directory: Path, geometry: Geometry | None, patience: float = 0.0) -> None:
         self.path = directory / FILE_NAME
         self._closed = True
+        self.begun_anew: str | None = None
+        """why the pages that were there are not used, if there were any"""
         if geometry is None:
             self._look_for_file()
-        self._lock = _Lock(directory, patience)
         try:
-            flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if geometry is not None else 0)
-            self.fd = os.open(self.path, flags, 0o600)
+            if geometry is not None:
+                directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.fd = _open_locked(self.path, os.O_RDWR | (os.O_CREAT if geometry is not None else 0), patience)
         except OSError as error:
-            self._lock.release()
             raise StoreUnavailable(f"cannot open {self.path}: {reason_of(error)}") from None
         self._closed = False
         try:
@@ -180,6 +189,8 @@ class StoreFile:
             return found
         if found is None or found[0] != wanted:
             # Foreign: another model, layout, version or size. Its extents are used anew.
+            if os.fstat(self.fd).st_size:
+                self.begun_anew = "another version of weft made it" if found is None else _difference(found[0], wanted)
             os.ftruncate(self.fd, 0)
             found = wanted, 1
             os.posix_fallocate(self.fd, 0, wanted.file_bytes)
@@ -238,6 +249,13 @@ class StoreFile:
                     found.append((first + i, record))
         return sorted(found, key=lambda item: item[1].serial)
 
+    def is_there(self) -> bool:
+        """Does the path still lead to this file? Where the system does not say, it does."""
+        try:
+            return _same_file(self.fd, self.path)
+        except OSError:
+            return True
+
     def new_epoch(self) -> None:
         self.epoch += 1
         os.pwrite(self.fd, pack_superblock(self.geometry, self.epoch), 0)
@@ -274,7 +292,15 @@ class StoreFile:
         for fd in {self.fd, getattr(self, "direct_fd", self.fd)}:
             with contextlib.suppress(OSError):
                 os.close(fd)
-        self._lock.release()
+
+
+def _difference(found: Geometry, wanted: Geometry) -> str:
+    """What keeps the pages of a store from being used, in a few words."""
+    if found.page_tokens != wanted.page_tokens:
+        return f"its pages have {found.page_tokens} tokens, not {wanted.page_tokens}"
+    if found.owner != wanted.owner:
+        return "its pages are of another model or dtype"
+    return f"it has room for {found.num_extents} pages, not {wanted.num_extents}"
 
 
 class _Task(NamedTuple):
@@ -299,10 +325,21 @@ class SsdStore:
         self._threads = [threading.Thread(target=self._work, args=(q,), name="weft-ssd", daemon=True) for q in queues]
         for thread in self._threads:
             thread.start()
+        self.gone: str | None = None
+        self._closing = threading.Event()
+        threading.Thread(target=self._watch, name="weft-ssd-watch", daemon=True).start()
 
     @property
     def num_extents(self) -> int:
         return self.file.geometry.num_extents
+
+    def _watch(self) -> None:
+        """On a thread: a path on a disk that hangs must hold up nobody."""
+        while not self._closing.wait(WATCH_SECONDS):
+            if not self.file.is_there():
+                self.gone = f"{self.file.path} was removed"
+                self.on_done()
+                return
 
     def scan(self) -> list[tuple[int, Record]]:
         records = self.file.headers()
@@ -371,6 +408,7 @@ class SsdStore:
 
     def close(self, patience: float = 10.0) -> None:
         """Finish what was asked for, but do not wait for a disk that does not answer."""
+        self._closing.set()
         for _ in range(READERS):
             self._reads.put(None)
         for writes in self._writes:

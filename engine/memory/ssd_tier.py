@@ -87,7 +87,9 @@ class SsdTier:
         self._queue.append((load, load.entry.extent))
 
     def pump_ends(self) -> None:
-        """Take in the jobs that have ended."""
+        """Take in the jobs that have ended, and that the store's file was removed."""
+        if self.store is not None and (gone := self.store.gone) is not None:
+            self._switch_off(gone)
         self._end_reads()
         self._end_writes()
         self._abandoned = [(job, slot) for job, slot in self._abandoned if not self._let_go(job, slot)]

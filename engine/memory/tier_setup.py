@@ -37,10 +37,13 @@ def open_store(config: EngineConfig, layout: KvLayout, model_id: str) -> StoreFi
             f"--ssd-kv-gib {config.ssd_kv_gib:g} has no room for one page of {layout.page_bytes / 2**20:.1f} MiB"
         )
     try:
-        return StoreFile(Path(config.ssd_kv_path).expanduser(), geometry, LOCK_PATIENCE_SECONDS)
+        file = StoreFile(Path(config.ssd_kv_path).expanduser(), geometry, LOCK_PATIENCE_SECONDS)
     except StoreUnavailable as error:
         print(f"weft: no SSD tier: {error}; serving goes on without it", file=sys.stderr, flush=True)
         return None
+    if file.begun_anew is not None:
+        print(f"weft: the KV store {file.path} begins anew: {file.begun_anew}", file=sys.stderr, flush=True)
+    return file
 
 
 def make_tiers(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 from weft.engine.errors import ConfigError
+from weft.engine.memory import ssd_store
 from weft.engine.memory.extent import Geometry, Record, unpack_header
 from weft.engine.memory.prefix_index import PrefixIndex
 from weft.engine.memory.ssd_store import FILE_NAME, Job, Outcome, SsdStore, StoreFile, StoreUnavailable, chains
@@ -302,3 +304,71 @@ def kill_a_writer(path: Path, seed: int) -> None:
 def test_a_killed_writer_leaves_only_whole_pages(tmp_path: Path) -> None:
     for seed in range(int(os.environ.get("TEST_KILLS", "4"))):
         kill_a_writer(tmp_path, seed)
+
+
+def test_a_second_store_is_kept_out_whatever_else_is_removed(tmp_path: Path) -> None:
+    opened = Open(tmp_path)
+    for other in tmp_path.iterdir():
+        if other.name != FILE_NAME:
+            other.unlink()
+    with pytest.raises(ConfigError, match="in use by another weft"):
+        StoreFile(tmp_path, GEOMETRY)
+    opened.close()
+    StoreFile(tmp_path, GEOMETRY).close()
+
+
+def test_a_path_that_was_removed_is_free_for_another_store(tmp_path: Path) -> None:
+    opened = Open(tmp_path)
+    (tmp_path / FILE_NAME).unlink()
+    other = Open(tmp_path)
+    record = record_of(1)
+    assert other.write(0, record) is Outcome.DONE
+    opened.close()
+    assert (other.read(0)[1] == payload_of(record)).all()
+    other.close()
+
+
+@pytest.mark.parametrize("removed", ["file", "directory", "replaced", "nothing"])
+def test_a_file_that_is_no_longer_at_its_path_is_noticed(
+    tmp_path: Path, removed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssd_store, "WATCH_SECONDS", 0.01)
+    opened = Open(tmp_path / "store")
+    noticed = threading.Event()
+    opened.store.on_done = noticed.set
+    if removed == "directory":
+        shutil.rmtree(tmp_path / "store")
+    elif removed == "file":
+        (tmp_path / "store" / FILE_NAME).unlink()
+    elif removed == "replaced":
+        (tmp_path / "new").write_bytes(b"x")
+        (tmp_path / "new").replace(tmp_path / "store" / FILE_NAME)
+    assert noticed.wait(0.3 if removed == "nothing" else 30) == (removed != "nothing")
+    assert opened.store.gone == (None if removed == "nothing" else f"{tmp_path / 'store' / FILE_NAME} was removed")
+    opened.close()
+
+
+@pytest.mark.parametrize(
+    ("geometry", "why"),
+    [
+        (Geometry(4, PAYLOAD, EXTENTS, b"o" * 16), "its pages have 8 tokens, not 4"),
+        (Geometry(TOKENS, PAYLOAD, EXTENTS, b"p" * 16), "its pages are of another model or dtype"),
+        (Geometry(TOKENS, PAYLOAD, 7, b"o" * 16), "it has room for 12 pages, not 7"),
+        (GEOMETRY, None),
+    ],
+)
+def test_a_store_that_begins_anew_knows_why(tmp_path: Path, geometry: Geometry, why: str | None) -> None:
+    new = StoreFile(tmp_path, GEOMETRY)
+    assert new.begun_anew is None
+    new.close()
+    file = StoreFile(tmp_path, geometry)
+    assert file.begun_anew == why
+    file.close()
+
+
+def test_a_store_of_another_version_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(tmp_path)
+    monkeypatch.setattr("weft.engine.memory.extent.VERSION", 99)
+    file = StoreFile(tmp_path, GEOMETRY)
+    assert (file.begun_anew, file.headers()) == ("another version of weft made it", [])
+    file.close()

@@ -89,6 +89,7 @@ class ListStore:
     """Extents as lists; what a failed read leaves in the host slot is garbage."""
 
     num_extents = NUM_EXTENTS
+    gone = None
 
     def __init__(self, copies: ListCopies) -> None:
         self.copies = copies

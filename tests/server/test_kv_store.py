@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -151,3 +152,34 @@ def test_a_second_daemon_on_one_path_is_refused(second_daemon: subprocess.Popen[
     assert second_daemon.returncode == 1
     assert "is in use by another weft" in stderr
     assert "Traceback" not in stderr
+
+
+def test_a_removed_store_is_said_once_and_shown_by_a_daemon_that_idles(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with running(tmp_path, *options(store)) as daemon:
+
+        def up() -> float:
+            lines = httpx.get(f"{daemon.url}/metrics", timeout=30).text.splitlines()
+            return next((float(x.rsplit(" ", 1)[1]) for x in lines if x.startswith('weft_kv_tier_up{tier="ssd"}')), -1)
+
+        body = {"prompt": [*range(10, 60)], "max_tokens": 4}
+        assert httpx.post(f"{daemon.url}/v1/completions", json=body, timeout=60).status_code == 200
+        assert up() == 1
+        shutil.rmtree(store)
+        end = time.monotonic() + 60
+        while up() and time.monotonic() < end:
+            time.sleep(0.1)
+        assert up() == 0
+        assert httpx.post(f"{daemon.url}/v1/completions", json=body, timeout=60).status_code == 200
+        assert daemon.stderr().count("the SSD tier is switched off") == 1
+        assert f"{store / 'pages.weft'} was removed" in daemon.stderr()
+
+
+def test_a_store_of_another_dtype_begins_anew_and_says_so(tmp_path: Path) -> None:
+    store, said = tmp_path / "store", "begins anew: its pages are of another model or dtype"
+    with running(tmp_path, *options(store)) as daemon:
+        assert "begins anew" not in daemon.stderr()
+        daemon.process.terminate()
+        daemon.process.wait(60)
+    with running(tmp_path, *options(store), "--dtype", "bfloat16") as daemon:
+        assert daemon.stderr().count(said) == 1
