@@ -114,7 +114,7 @@ class Engine:
         self._in_flight: deque[InFlight] = deque()
         self._step = 0
         self._arrivals = 0
-        self._refused: list[tuple[int, str]] = []
+        self._refused: list[tuple[int, str, Finish]] = []
         self._seeds = np.random.default_rng(config.seed)
         self._iterations = 0
         self._pipelined = 0
@@ -188,7 +188,7 @@ class Engine:
         try:
             self.add(message)
         except RequestError as error:
-            self._refused.append((message.handle, str(error)))
+            self._refused.append((message.handle, str(error), Finish.REFUSED))
 
     def abort(self, handle: int) -> None:
         """End a request early. Idempotent; unknown handles are ignored."""
@@ -209,11 +209,11 @@ class Engine:
     def step(self) -> Outputs | None:
         """Schedule and launch the next iteration, then commit the one before it. None when there is nothing to tell."""
         begin = time.perf_counter()
-        for request, refusal in self.grammars.compiled():
+        for request, refusal, how in self.grammars.compiled():
             if refusal is None:
                 self.scheduler.add(request)
             else:
-                self._refused.append((request.handle, refusal))
+                self._refused.append((request.handle, refusal, how))
         batch = self.scheduler.schedule(self._step + 1)
         if batch is not None:
             self._step += 1
@@ -281,7 +281,8 @@ class Engine:
 
     def _outputs(self, events: Events, stats: EngineStats) -> Outputs:
         refused, self._refused = self._refused, []
-        events = events.ended([handle for handle, _ in refused], Finish.REFUSED)
+        for how in (Finish.REFUSED, Finish.BUSY):
+            events = events.ended([handle for handle, _, end in refused if end is how], how)
         return Outputs(
             handles=events.handles.astype(np.int64).tobytes(),
             tokens=events.tokens.astype(np.int32).tobytes(),
@@ -289,7 +290,7 @@ class Engine:
             started=events.started,
             logprobs=events.logprobs,
             prompt_logprobs=events.prompt_logprobs,
-            errors={**events.errors, **dict(refused)},
+            errors={**events.errors, **{handle: why for handle, why, _ in refused}},
             stats=stats,
         )
 

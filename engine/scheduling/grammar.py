@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +18,9 @@ Mask = npt.NDArray[np.int32]
 """`[ceil(V / 32)]`, bit i of word w: token 32 w + i is allowed"""
 
 
-class Compiled(NamedTuple):
-    """A grammar at its beginning. Shared: requests copy the matcher."""
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Compiled:
+    """A grammar at its beginning. Shared: requests copy the matcher, which shares what was compiled."""
 
     matcher: LLMatcher
     first: Mask
@@ -33,6 +34,8 @@ class Grammar:
 
     def __init__(self, compiled: Compiled, compute: Callable[[Sequence[Grammar]], None]) -> None:
         self.compute = compute
+        self._compiled = compiled
+        """held: what it takes is counted for as long as a request uses it"""
         self.matcher = compiled.matcher.deep_copy()
         self._allowed = compiled.first
         self._computing: Future[None] | None = None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,19 +19,33 @@ from weft.engine.errors import RequestError
 from weft.engine.scheduling.grammar import Compiled, Grammar
 from weft.engine.scheduling.request import Request
 from weft.engine.wire.grammar_text import LIMITS, compile_threads
+from weft.engine.wire.messages import Finish
 
 COMPILE_SECONDS = 10.0
-"""a grammar that takes longer is refused; `LIMITS` end the work itself"""
+"""A request waits for its grammar at most. The work itself cannot be stopped: API processes send only grammars that
+they have tried within bounds."""
 
-CACHED_GRAMMARS = 128
+GRAMMAR_BYTES = 512 * 2**20
+"""of all grammars that are compiled: those in use, and those kept for the next request"""
+
+CACHED_GRAMMARS = 1024
 COMPILE_THREADS = 2
 MASK_THREADS = 2
 
 
 class _Waiting(NamedTuple):
     request: Request
-    compiled: Future[Compiled]
+    text: str
     deadline: float
+
+
+class _Entry:
+    """A grammar that is compiled, or will be."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.compiled: Future[Compiled] | None = None
+        """None: there is no room for it yet"""
 
 
 class Grammars:
@@ -40,7 +57,11 @@ class Grammars:
         self._compilers = compile_threads(COMPILE_THREADS, "weft-grammar")
         self._masks = ThreadPoolExecutor(1, thread_name_prefix="weft-masks")
         self._parallel = LLExecutor(MASK_THREADS)
-        self._cache: OrderedDict[str, Future[Compiled]] = OrderedDict()
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        """by text, the one used last at the end"""
+        self._used: dict[int, int] = {}
+        """bytes of what is compiled, or being compiled, by number; written by several threads"""
+        self._numbers = itertools.count()
         self._waiting: dict[int, _Waiting] = {}
         self._computing: set[Future[None]] = set()
         self._tokenizer = self._compilers.submit(load_tokenizer, model_path, vocab_size, eos_token_ids)
@@ -49,40 +70,87 @@ class Grammars:
     def num_compiling(self) -> int:
         return len(self._waiting)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all grammars that are compiled, or being compiled."""
+        return sum(list(self._used.values()))
+
     def begin(self, request: Request, text: str) -> None:
         """Compile a request's grammar. The request comes back from `compiled()`."""
-        found = self._cache.pop(text, None)
-        if found is None or (found.done() and found.exception() is not None):
-            found = self._compilers.submit(self._compile, text)
-        self._cache[text] = found
-        if len(self._cache) > CACHED_GRAMMARS:
-            self._cache.popitem(last=False)
-        self._waiting[request.handle] = _Waiting(request, found, time.monotonic() + COMPILE_SECONDS)
+        entry = self._entries.get(text)
+        if entry is None:
+            # Measured where somebody has tried it; else of the order of what schemas and choices take.
+            entry = self._entries[text] = _Entry(request.params.grammar_bytes or 2**16 + 512 * len(text))
+        self._entries.move_to_end(text)
+        self._waiting[request.handle] = _Waiting(request, text, time.monotonic() + COMPILE_SECONDS)
+        self._make_room(text, entry)
 
-    def compiled(self) -> list[tuple[Request, str | None]]:
-        """Requests whose grammar is there, and those that must be refused, each with the reason."""
+    def _make_room(self, text: str, entry: _Entry) -> None:
+        """Begin to compile it, if it fits; others that nobody uses are forgotten for it."""
+        if entry.compiled is not None:
+            return
+        wanted = {waiting.text for waiting in self._waiting.values()}
+        for old in list(self._entries):
+            full = self.num_bytes and self.num_bytes + entry.num_bytes > GRAMMAR_BYTES
+            if not full and len(self._entries) <= CACHED_GRAMMARS:
+                break
+            if old not in wanted and old != text:
+                self._forget(old)
+        if not self.num_bytes or self.num_bytes + entry.num_bytes <= GRAMMAR_BYTES:
+            number = next(self._numbers)
+            self._used[number] = entry.num_bytes
+            entry.compiled = self._compilers.submit(self._compile, text)
+            entry.compiled.add_done_callback(partial(self._count, number))
+
+    def _count(self, number: int, compiled: Future[Compiled]) -> None:
+        """It is compiled, or will not be: what it takes counts for as long as anybody holds it."""
+        if compiled.cancelled() or compiled.exception() is not None:
+            self._used.pop(number, None)
+        else:
+            weakref.finalize(compiled.result(), self._used.pop, number, None)
+
+    def _forget(self, text: str) -> None:
+        entry = self._entries.pop(text)
+        if entry.compiled is not None:
+            entry.compiled.cancel()
+
+    def compiled(self) -> list[tuple[Request, str | None, Finish]]:
+        """Requests whose grammar is there, and those that must be refused, each with the reason and how it ends."""
         if not self._waiting:
             return []
-        out: list[tuple[Request, str | None]] = []
-        for request, future, deadline in list(self._waiting.values()):
-            if future.done():
-                refusal = None
+        out: list[tuple[Request, str | None, Finish]] = []
+        for request, text, deadline in list(self._waiting.values()):
+            entry = self._entries[text]
+            if entry.compiled is None:
+                self._make_room(text, entry)
+            if entry.compiled is not None and entry.compiled.done():
+                refusal, finish = None, Finish.REFUSED
                 try:
-                    request.grammar = Grammar(future.result(), self.compute)
+                    request.grammar = Grammar(entry.compiled.result(), self.compute)
                 except RequestError as error:
                     refusal = str(error)
             elif time.monotonic() > deadline:
-                refusal = f"the grammar takes longer than {COMPILE_SECONDS:g} s to compile"
+                refusal, finish = f"the grammar was not compiled within {COMPILE_SECONDS:g} s", Finish.BUSY
             else:
                 continue
-            del self._waiting[request.handle]
-            out.append((request, refusal))
+            self.take(request.handle)
+            out.append((request, refusal, finish))
+            if refusal is not None and text in self._entries and not self._is_wanted(text):
+                self._forget(text)
         return out
 
     def take(self, handle: int) -> Request | None:
-        """Stop waiting for a request's grammar."""
+        """Stop waiting for a request's grammar. Nobody else waits for it either: what has not begun will not."""
         waiting = self._waiting.pop(handle, None)
-        return waiting.request if waiting is not None else None
+        if waiting is None:
+            return None
+        entry = self._entries[waiting.text]
+        if not self._is_wanted(waiting.text) and (entry.compiled is None or entry.compiled.cancel()):
+            del self._entries[waiting.text]
+        return waiting.request
+
+    def _is_wanted(self, text: str) -> bool:
+        return any(waiting.text == text for waiting in self._waiting.values())
 
     def compute(self, grammars: Sequence[Grammar]) -> None:
         """Start to compute the next masks of these."""
@@ -99,11 +167,14 @@ class Grammars:
 
     def wait(self, seconds: float) -> bool:
         """Wait until something is done that was started here; False when nothing is under way."""
-        started: list[Future[Any]] = [*self._computing, *(waiting.compiled for waiting in self._waiting.values())]
+        begun = (self._entries[waiting.text].compiled for waiting in self._waiting.values())
+        started: list[Future[Any]] = [*self._computing, *(future for future in begun if future is not None)]
         under_way = {future for future in started if not future.done()}
         if under_way:
             wait(under_way, seconds, FIRST_COMPLETED)
-        return bool(under_way)
+        elif self._waiting:
+            time.sleep(seconds)  # for room
+        return bool(under_way or self._waiting)
 
     def close(self) -> None:
         self._compilers.shutdown(wait=False, cancel_futures=True)

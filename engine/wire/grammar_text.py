@@ -78,11 +78,3 @@ def compile_threads(count: int, name: str) -> ThreadPoolExecutor:
         finally:
             threading.stack_size(before)
     return pool
-
-
-def check(text: str) -> str | None:
-    """Why a grammar cannot be used, on one line, or None. Bounded by `LIMITS`. For `compile_threads` only."""
-    if len(text) > MAX_GRAMMAR_CHARS:
-        return f"it has {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are taken"
-    failed, messages = LLMatcher.validate_grammar_with_warnings(text, limits=LIMITS)
-    return " ".join(messages[0].split()) if failed else None

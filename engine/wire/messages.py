@@ -27,6 +27,8 @@ class Finish(IntEnum):
     """the request itself cannot be served: the fault is the client's"""
     NONFINITE = 6
     """the model computed logits that are no numbers (NaN, inf): there is nothing to sample from"""
+    BUSY = 7
+    """not now: nothing was done, and the same request may be served later"""
 
 
 HANDLE_BITS = 40
@@ -222,7 +224,7 @@ class Outputs(msgspec.Struct, tag="outputs", frozen=True, kw_only=True):
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     """by handle, for positions 1 … of the prompt, sent in order, in parts, before the first token"""
     errors: dict[int, str] = {}
-    """by handle, for `Finish.ERROR`, `Finish.REFUSED` and `Finish.NONFINITE`"""
+    """by handle, for `Finish.ERROR`, `Finish.REFUSED`, `Finish.NONFINITE` and `Finish.BUSY`"""
     stats: EngineStats
 
     def columns(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.uint8]]:

@@ -52,6 +52,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """As `logprobs`, for every prompt token but the first; switches prefix reuse off for the request."""
     grammar: str | None = None
     """What the output must follow, as `grammar_text` writes it; the output ends where the grammar does."""
+    grammar_bytes: int = 0
+    """What it takes compiled, where that was measured; the engine bounds the sum."""
 
     def __post_init__(self) -> None:
         def check(ok: bool, param: str, rule: str) -> None:

@@ -15,7 +15,7 @@ from weft.engine.errors import EngineDead
 from weft.server.api.choice import Choice, Piece
 from weft.server.api.events import Events, Shape
 from weft.server.api.fast_path import EXTENSION, MARK, Composer, FastPath, Outlet, Template
-from weft.server.api.generate import Generation
+from weft.server.api.generate import Generation, disconnected
 from weft.server.errors import ApiError, translate
 
 HEARTBEAT = 15.0
@@ -59,7 +59,7 @@ class Answer(Response):
         timer = self._start_timer()
         self._outlet = scope.get("extensions", {}).get(EXTENSION)
         self._work = work = asyncio.create_task(self._stream(send) if generation.body.stream else self._plain(send))
-        gone = asyncio.create_task(_disconnected(receive))
+        gone = asyncio.create_task(disconnected(receive))
         service.open.add(self)
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -180,8 +180,3 @@ class Answer(Response):
 
 def _event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

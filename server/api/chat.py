@@ -10,14 +10,13 @@ from fastapi import APIRouter, Request, Response
 
 from weft.server.api.answer import Answer
 from weft.server.api.choice import Choice, Piece
-from weft.server.api.generate import Generation, Prompt, output_limit
+from weft.server.api.generate import Generation, Prompt, constrain, output_limit
 from weft.server.api.protocol import ChatBody
 from weft.server.api.routing import STREAMED, JsonRoute, ServiceOf
 from weft.server.api.service import Service
 from weft.server.errors import bad_request
 from weft.server.text.logprobs import chat_logprobs, prompt_logprobs
 from weft.server.text.tokenizer import Tokenizer
-from weft.server.tools.structured import write_grammar
 from weft.server.tools.tool_format import Call, ToolFormat, ToolParser
 from weft.server.tools.tool_parsers import UNKNOWN, tool_format
 from weft.server.tools.tools import NamedToolChoice, names_of, required_call
@@ -39,7 +38,7 @@ async def chat_completions(body: ChatBody, request: Request, service: ServiceOf)
         form = _tool_format(service, body)
         call = required_call(tools, body.tool_choice, form, loaded.tokenizer, parallel=body.parallel_tool_calls)
         writer = call or writer
-    grammar = await write_grammar(writer) if writer is not None else None
+    grammar = await constrain(writer, request, service)
     ids = await service.encode_chat(
         body.messages,
         body.template_arguments(tools),
@@ -55,7 +54,7 @@ async def chat_completions(body: ChatBody, request: Request, service: ServiceOf)
         grammar=grammar,
     )
     show = _marker_ids(form, loaded.tokenizer)
-    generation = Generation(service, body, [Prompt(ids)], [params], request.scope, show=show)
+    generation = Generation(service, body, [Prompt(ids)], [params], request.scope, show=show, grammar=grammar)
     return Answer(generation, ChatShape(loaded.tokenizer, body, form), model, int(time.time()))
 
 

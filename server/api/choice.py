@@ -7,9 +7,13 @@ from dataclasses import dataclass, field
 
 from weft.engine.wire.messages import Finish, TokenLogprobs
 from weft.engine.wire.streams import Delta, TokenStream
-from weft.server.errors import ApiError, bad_request, clip
+from weft.server.errors import ApiError, bad_request, clip, unavailable
 from weft.server.text.detokenizer import Detokenizer
 from weft.server.text.stops import StopStrings
+from weft.server.tools.structured import explain
+
+BUSY_RETRY_AFTER = 2
+"""seconds"""
 
 
 @dataclass(slots=True)
@@ -49,7 +53,9 @@ class Choice:
         hidden_ids: frozenset[int],
         end_ids: Sequence[int],
         include_stop: bool,
+        constraint: str | None = None,
     ) -> None:
+        """`constraint`: the field of the request that says what the answer may be."""
         self.index = index
         self.prompt = prompt
         self.stream = stream
@@ -66,6 +72,7 @@ class Choice:
         self._hidden_ids = hidden_ids
         self._end_ids = end_ids
         self._include_stop = include_stop
+        self._constraint = constraint
         self._length = 0
         """characters decoded so far"""
         self._left: Piece | Exception | None = None
@@ -76,10 +83,12 @@ class Choice:
         if isinstance(self._left, Exception):
             raise self._left
         if delta.finish is Finish.REFUSED:
-            raise bad_request(clip(delta.error or "The engine refuses this request."))
+            raise bad_request(clip(explain(delta.error or "The engine refuses this request.")), self._constraint)
         if delta.finish is Finish.NONFINITE:
             why = f"The request cannot be answered: {delta.error}."
             raise ApiError(500, why, code="nonfinite_logits")
+        if delta.finish is Finish.BUSY:
+            raise unavailable(clip(delta.error or "The engine is busy."), "engine_busy", BUSY_RETRY_AFTER)
         if delta.finish in (Finish.ERROR, Finish.ABORT):
             raise ApiError(500, delta.error or "The engine ended this request.", code="engine_error")
         if delta.started is not None:

@@ -10,14 +10,13 @@ from fastapi import APIRouter, Request, Response
 
 from weft.server.api.answer import Answer
 from weft.server.api.choice import Choice, Piece
-from weft.server.api.generate import Generation, Prompt, output_limit
+from weft.server.api.generate import Generation, Prompt, constrain, output_limit
 from weft.server.api.protocol import CompletionBody
 from weft.server.api.routing import STREAMED, JsonRoute, ServiceOf
 from weft.server.api.service import Service
 from weft.server.errors import bad_request
 from weft.server.text.logprobs import CompletionLogprobs, prompt_logprobs
 from weft.server.text.tokenizer import Tokenizer
-from weft.server.tools.structured import write_grammar
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -35,8 +34,7 @@ async def completions(body: CompletionBody, request: Request, service: ServiceOf
     prompts = await _prompts(service, body)
     scored = body.logprobs if body.echo else None
     asked = [k for k in (scored, body.prompt_logprobs, 0 if body.max_tokens == 0 else None) if k is not None]
-    writer = body.grammar()
-    grammar = await write_grammar(writer) if writer is not None else None
+    grammar = await constrain(body.grammar(), request, service)
     params = [
         body.sampling(
             max_tokens=output_limit(service, body.max_tokens, DEFAULT_MAX_TOKENS, len(prompt.token_ids), "prompt"),
@@ -46,7 +44,7 @@ async def completions(body: CompletionBody, request: Request, service: ServiceOf
         )
         for prompt in prompts
     ]
-    generation = Generation(service, body, prompts, params, request.scope)
+    generation = Generation(service, body, prompts, params, request.scope, grammar=grammar)
     return Answer(generation, CompletionShape(loaded.tokenizer, body, prompts), model, int(time.time()))
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from starlette.types import Scope
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope
 
 from weft.engine.wire.sampling import SamplingParams
 from weft.engine.wire.streams import Delta
@@ -18,6 +19,7 @@ from weft.server.api.choice import Choice, Piece
 from weft.server.api.protocol import GenerationBody
 from weft.server.api.service import Service, too_long
 from weft.server.text.stops import StopStrings
+from weft.server.tools.structured import Grammar, Writer, write_grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class Generation:
         scope: Scope,
         *,
         show: frozenset[int] = frozenset(),
+        grammar: Grammar | None = None,
     ) -> None:
         """`params`: one per prompt. `scope`: of the request, with what `middleware` put into it.
 
@@ -55,6 +58,7 @@ class Generation:
         """`time.perf_counter()` when the request came"""
         self.choices: list[Choice] = []
         self._params = params
+        self._constraint = grammar.field if grammar is not None else None
         self._loaded = service.loaded
         self._show = show if body.skip_special_tokens else self._loaded.tokenizer.skip_ids
         self._charge: Callable[[int], None] = scope["weft.charge"]
@@ -97,6 +101,7 @@ class Generation:
             hidden_ids=loaded.tokenizer.skip_ids - self._show,
             end_ids=loaded.ready.eos_token_ids,
             include_stop=body.include_stop_str_in_output,
+            constraint=self._constraint,
         )
         self.choices.append(choice)
         self._prefilling[choice.index] = len(prompt.token_ids)
@@ -217,6 +222,30 @@ async def _pump(choice: Choice, queue: asyncio.Queue[tuple[Choice, Delta | Excep
 def _next_seed(seed: int, k: int) -> int:
     """A seed of its own for the k-th sequence of a prompt, within 64 bits."""
     return (seed + k + 2**63) % 2**64 - 2**63
+
+
+async def constrain(writer: Writer | None, request: Request, service: Service) -> Grammar | None:
+    """The grammar of a request, if it asks for one, tried before the engine sees it. Raises `ApiError`, and
+    `ClientDisconnect` for a client that leaves meanwhile: its turn goes to somebody else."""
+    if writer is None:
+        return None
+    work = asyncio.create_task(write_grammar(writer, service.loaded.grammars, request.scope["weft.client"]))
+    gone = asyncio.create_task(disconnected(request.receive))
+    try:
+        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ClientDisconnect
+        return work.result()
+    finally:
+        work.cancel()
+        gone.cancel()
+        await asyncio.wait((gone,))  # the answer listens next
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns once the client has gone, or the answer has ended."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def output_limit(service: Service, asked: int | None, default: int | None, prompt_len: int, param: str) -> int:

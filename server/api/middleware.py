@@ -103,7 +103,7 @@ class Trace:
 
 class Authorise:
     """Lets through who presents a key and stays within its rate; decides on `scope["path"]`, and denies by default.
-    `scope["weft.charge"]` takes the tokens that the request used.
+    `scope["weft.charge"]` takes the tokens that the request used; `["weft.client"]` is whose it is (a key, or a host).
 
     Paths below /admin/ take the admin key and no other; without one they do not exist.
     """
@@ -121,6 +121,7 @@ class Authorise:
             return
         key, error = self._key(scope)
         scope["weft.charge"] = partial(self._limits.charge, key)
+        scope["weft.client"] = f"key {key}" if self._keys else (scope.get("client") or ("",))[0]
         limited = scope["path"] in LIMITED_PATHS and scope["method"] == "POST"
         if error is None and limited:
             error = self._limits.enter(key)

@@ -15,6 +15,7 @@ from weft.server.text.tokenizer import Tokenizer
 from weft.server.text.truncation import Side, Truncation
 from weft.server.tools.structured import (
     Choices,
+    Grammar,
     GrammarText,
     ResponseFormat,
     Schema,
@@ -315,7 +316,7 @@ class GenerationBody(Body):
         return [writer for writer in out if writer is not None]
 
     def sampling(
-        self, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None, grammar: str | None = None
+        self, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None, grammar: Grammar | None = None
     ) -> SamplingParams:
         """Raises `RequestError` for what only the engine's rules refuse."""
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
@@ -325,7 +326,8 @@ class GenerationBody(Body):
             stop_token_ids=tuple(self.stop_token_ids),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            grammar=grammar,
+            grammar=None if grammar is None else grammar.text,
+            grammar_bytes=0 if grammar is None else grammar.num_bytes,
         )
 
 

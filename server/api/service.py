@@ -22,6 +22,7 @@ from weft.server.observe.limits import RateLimits
 from weft.server.observe.metrics import Metrics
 from weft.server.text.tokenizer import Tokenizer
 from weft.server.text.truncation import Truncation
+from weft.server.tools.grammar_compiler import GrammarCompiler
 
 T = TypeVar("T")
 
@@ -58,6 +59,7 @@ class LoadedModel(NamedTuple):
     ready: EngineReady
     tokenizer: Tokenizer
     admission: Admission
+    grammars: GrammarCompiler
 
 
 class Service:
@@ -77,6 +79,7 @@ class Service:
         self.open: set[OpenAnswer] = set()
         self._row = row
         self._loaded: LoadedModel | None = None
+        self._grammars: GrammarCompiler | None = None
         self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
 
     def attach(self, client: Streams, ready: EngineReady, tokenizer: Tokenizer) -> None:
@@ -90,7 +93,10 @@ class Service:
             max_requests=self.config.max_queued_requests,
             max_tokens=self.config.max_queued_tokens,
         )
-        self._loaded = LoadedModel(client, ready, tokenizer, admission)
+        if self._grammars is None:
+            vocabulary = (tokenizer.to_json, ready.vocab_size, ready.eos_token_ids)
+            self._grammars = GrammarCompiler(*vocabulary, self.metrics.grammar_tried)
+        self._loaded = LoadedModel(client, ready, tokenizer, admission, self._grammars)
         self.metrics.engine_loaded(self.config.model_names[0], ready)
         client.on_stats = self.metrics.engine_stats
         if self.phase is Phase.LOADING:
@@ -226,6 +232,8 @@ class Service:
             raise bad_request(f"{param}: token ids must be between 0 and {size - 1}.", param)
 
     def close(self) -> None:
+        if self._grammars is not None:
+            self._grammars.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 

@@ -29,9 +29,35 @@ ENDPOINTS = (
     "/detokenize",
     "/tokenizer_info",
 )
-_STATUSES = ["200", "400", "401", "404", "405", "408", "413", "429", "431", "499", "500", "501", "503", "504"]
-_REFUSALS = ["loading", "draining", "dead", "queue_full", "queue_tokens_full", "rate_limit_exceeded"]
 _CAUSES = ["disconnect", "stall", "timeout", "drain", "engine", "error", "crash"]
+_STATUSES = [
+    "200",
+    "400",
+    "401",
+    "404",
+    "405",
+    "408",
+    "413",
+    "415",
+    "429",
+    "431",
+    "499",
+    "500",
+    "501",
+    "503",
+    "504",
+    "505",
+]
+_REFUSALS = [
+    "loading",
+    "draining",
+    "dead",
+    "queue_full",
+    "queue_tokens_full",
+    "rate_limit_exceeded",
+    "grammar_compilers_busy",
+]
+GRAMMAR_OUTCOMES = ("compiled", "invalid", "too_large", "busy", "abandoned")
 
 
 class Metrics:
@@ -68,6 +94,8 @@ class Metrics:
         )
         self.rejected = counter("rejected", "Requests refused before any work", reason=_REFUSALS)
         self.aborted = counter("aborted", "Sequences ended before they finished", cause=_CAUSES)
+        self.grammar_seconds = histogram("grammar_compile_seconds", "CPU time to try a client's grammar", _LATENCY)
+        self.grammars = counter("grammar_compiles", "Clients' grammars tried, by outcome", outcome=GRAMMAR_OUTCOMES)
         self.engine_restarts = counter("engine_restarts", "Engine processes started after one had ended")
         self.api_restarts = counter("api_process_restarts", "API processes started after one had ended")
         self.requests_lost = counter("requests_lost", "HTTP requests open in an API process that died")
@@ -136,6 +164,14 @@ class Metrics:
         self.requests_lost.inc(requests)
         self.finished.labels("abort").inc(sequences)
         self.aborted.labels("crash").inc(sequences)
+
+    def grammar_tried(self, outcome: str, seconds: float) -> None:
+        """`seconds`: of CPU time; 0 for one whose turn never came."""
+        self.grammars.labels(outcome).inc()
+        if outcome == "busy":
+            self.rejected.labels("grammar_compilers_busy").inc()
+        if seconds:
+            self.grammar_seconds.observe(seconds)
 
     async def watch_event_loop(self) -> None:
         """Measure for ever how late the loop's timers are."""

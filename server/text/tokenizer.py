@@ -181,6 +181,11 @@ class Tokenizer:
         size: int = self._backend.get_vocab_size(with_added_tokens=True)
         return size
 
+    def to_json(self) -> str:
+        """The text of its `tokenizer.json`."""
+        text: str = self._backend.to_str()
+        return text
+
     def info(self) -> dict[str, Any]:
         return {
             "tokenizer_class": type(self._hf).__name__,

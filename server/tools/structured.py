@@ -1,12 +1,10 @@
-"""Structured outputs: the fields that ask for them, and the grammar that enforces them, checked off the event loop."""
+"""Structured outputs: the fields that ask for them, and the grammar that enforces them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, lru_cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
@@ -15,9 +13,8 @@ from weft.engine.wire import grammar_text
 from weft.engine.wire.grammar_text import MAX_GRAMMAR_CHARS
 from weft.server.bodies import Body, parse_json
 from weft.server.errors import bad_request, clip
+from weft.server.tools.grammar_compiler import GrammarCompiler
 
-CHECK_SECONDS = 5.0
-CHECK_THREADS = 2
 MAX_CHOICES = 1024
 MAX_WORDS = 1024
 ENDLESS = 1 << 24
@@ -123,29 +120,46 @@ def without_words(words: Sequence[str]) -> str:
     return grammar_text.lark(f"start: TEXT\nTEXT: ANY & ~(ANY BAD ANY)\nANY: /(.|\\n)*/\nBAD: {bad}")
 
 
-async def write_grammar(writer: Writer) -> str:
-    """The checked grammar of a request. Raises `ApiError` 400, naming the field, for one that cannot be used."""
+class Grammar(NamedTuple):
+    """A grammar that was tried."""
+
+    field: str
+    """of the request"""
+    text: str
+    num_bytes: int
+    """that it takes, compiled"""
+
+
+async def write_grammar(writer: Writer, compiler: GrammarCompiler, client: str) -> Grammar:
+    """The grammar of a request, compiled once to see that it can be. Raises `ApiError`: 400, naming the field, for one
+    that cannot be used, 503 when there is no time for it now. `client`: whose turn it is."""
     field, write = writer
-    work = asyncio.get_running_loop().run_in_executor(_threads(), _write_and_check, write)
     try:
-        async with asyncio.timeout(CHECK_SECONDS):
-            return await asyncio.shield(work)  # what has begun cannot be stopped; its limits end it
-    except TimeoutError:
-        raise bad_request(f"{field}: takes longer than {CHECK_SECONDS:g} s to check.", field) from None
+        text = await asyncio.to_thread(_write, write)
+        return Grammar(field, text, await compiler.prove(text, client))
     except RequestError as error:
-        raise bad_request(f"{field}: {clip(str(error))}", field, "invalid_grammar") from None
+        raise bad_request(f"{field}: {clip(explain(str(error)))}", field, "invalid_grammar") from None
 
 
-def _write_and_check(write: Callable[[], str]) -> str:
+def _write(write: Callable[[], str]) -> str:
     text = write()
-    if (reason := _check(text)) is not None:
-        raise RequestError(reason)
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise RequestError(f"it has {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are taken")
     return text
 
 
-_check = lru_cache(256)(grammar_text.check)
+_EXPLAINED = (
+    ("NoExtensionBias", "it describes no finite text (does it refer to itself?)"),
+    ("Too many items", "it is too ambiguous, or too large, to be followed"),
+    ("fuel", "it is too complex to be followed"),
+    ("too many states", "it is too complex to be followed"),
+)
+"""what the library says, and what that means"""
 
 
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return grammar_text.compile_threads(CHECK_THREADS, "grammar-check")
+def explain(reason: str) -> str:
+    """The library's reason in words that say what to change."""
+    for part, meaning in _EXPLAINED:
+        if part in reason:
+            return meaning
+    return reason.replace(" <non-verbose/>", "")

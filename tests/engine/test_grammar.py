@@ -160,33 +160,57 @@ def test_a_model_without_a_tokenizer_refuses_grammars_only(tmp_path: Path) -> No
 
 
 def test_compiled_grammars_are_kept_and_failures_are_not(demo: Harness) -> None:
-    text, cache = grammar_text.regex("kept"), demo.engine.grammars._cache
+    text, wrong, entries = grammar_text.regex("kept"), grammar_text.regex("("), demo.engine.grammars._entries
     for _ in range(2):
         demo.add(PROMPT, grammar=text, max_tokens=8)
+        demo.add(PROMPT, grammar=wrong, max_tokens=8)
     demo.run()
-    assert [key for key in cache if key == text] == [text]
-    assert len(cache) <= grammars.CACHED_GRAMMARS
+    assert [key for key in entries if key in (text, wrong)] == [text]
 
 
-CHAIN = "\n".join(f"r{i}: r{i + 1}" for i in range(4000))
+def test_what_grammars_take_is_bounded(demo: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = demo.engine.grammars
+    for text in list(compiled._entries):
+        compiled._forget(text)
+    assert compiled.num_bytes == 0
+    monkeypatch.setattr(grammars, "GRAMMAR_BYTES", 2500)
+    texts = [grammar_text.regex(f"[0-9]{{{k},40}}") for k in range(5)]
+    handles = [demo.add(PROMPT, grammar=text, grammar_bytes=1000, max_tokens=30, **GREEDY) for text in texts]
+    most = 0
+    while len(demo.finish) < len(handles) or not all(handle in demo.finish for handle in handles):
+        demo.step()
+        most = max(most, compiled.num_bytes)
+    assert most == 2000, "two at a time, what nobody uses makes room"
+    assert all(demo.tokens[handle] for handle in handles)
+    huge = demo.add(PROMPT, grammar=grammar_text.regex("huge"), grammar_bytes=10_000, max_tokens=8)
+    demo.run()
+    assert demo.tokens[huge], "alone, any fits"
 
 
-@pytest.mark.parametrize(
-    ("text", "usable"),
-    [
-        (grammar_text.lark(f'start: r0\n{CHAIN}\nr4000: "a"'), True),
-        (grammar_text.lark("start: " + "(" * 5000 + '"a"' + ")" * 5000), False),
-        (grammar_text.regex("(" * 20_000 + "a" + ")" * 20_000), False),
-        ('{"grammars":[{"json_schema":' + '{"items":' * 5000 + "{}" + "}" * 5002 + "]}", False),
-        (grammar_text.regex("a" * grammar_text.MAX_GRAMMAR_CHARS), False),
-    ],
-    ids=["chain of rules", "deep rule", "deep regex", "deep schema", "too long"],
-)
-def test_hostile_grammars_end_in_an_answer(text: str, usable: bool) -> None:
-    with grammar_text.compile_threads(1, "test") as pool:
-        reason = pool.submit(grammar_text.check, text).result()
-    assert (reason is None) is usable
-    assert reason is None or "\n" not in reason
+def test_who_finds_no_room_is_told_to_come_again(demo: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "GRAMMAR_BYTES", 1000)
+    monkeypatch.setattr(grammars, "COMPILE_SECONDS", 0.0)
+    first = demo.add(PROMPT, grammar=KINDS["regex"][0], grammar_bytes=900, max_tokens=30, **GREEDY)
+    while not demo.tokens[first] and first not in demo.finish:
+        demo.step()
+    second = demo.add(PROMPT, grammar=grammar_text.regex("second"), grammar_bytes=900, max_tokens=30)
+    demo.run()
+    assert demo.finish[second] is Finish.BUSY
+
+
+def test_nobodys_grammar_is_compiled(demo: Harness) -> None:
+    compiled, gate = demo.engine.grammars, threading.Event()
+    for _ in range(grammars.COMPILE_THREADS):
+        compiled._compilers.submit(gate.wait)
+    text = grammar_text.regex("nobody's")
+    handles = [demo.add(PROMPT, grammar=text) for _ in range(2)]
+    demo.engine.abort(handles[0])
+    assert text in compiled._entries
+    demo.engine.abort(handles[1])
+    assert text not in compiled._entries
+    gate.set()
+    demo.run()
+    assert {demo.finish[handle] for handle in handles} == {Finish.ABORT}
 
 
 def test_text_that_is_no_grammar_is_refused() -> None:

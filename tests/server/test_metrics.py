@@ -32,6 +32,8 @@ NAMES = {
     "weft_kv_tier_capacity_pages": "gauge",
     "weft_kv_tier_up": "gauge",
     "weft_kv_load_seconds": "histogram",
+    "weft_grammar_compile_seconds": "histogram",
+    "weft_grammar_compiles": "counter",
     "weft_time_to_first_token_seconds": "histogram",
     "weft_inter_token_latency_seconds": "histogram",
     "weft_time_per_output_token_seconds": "histogram",

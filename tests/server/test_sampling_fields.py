@@ -34,7 +34,7 @@ def test_every_field_arrives_under_its_name(body: type[GenerationBody], required
     params = body.model_validate({**required, **FIELDS}).sampling(max_tokens=9, logprobs=1, prompt_logprobs=2)
     expected = {**FIELDS, "logit_bias": {9: 2.0}, "stop_token_ids": (4, 5)}
     assert params == SamplingParams(**expected, max_tokens=9, logprobs=1, prompt_logprobs=2)
-    others = {"max_tokens", "logprobs", "prompt_logprobs", "grammar"}
+    others = {"max_tokens", "logprobs", "prompt_logprobs", "grammar", "grammar_bytes"}
     assert set(SamplingParams.__struct_fields__) == set(FIELDS) | others, "a field that this test does not send"
 
 

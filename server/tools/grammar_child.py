@@ -1,0 +1,222 @@
+"""The compiler of grammars that clients send: a process that tries each one in a child of its own, which may be killed.
+
+Started as `python -m weft.server.tools.grammar_child`. On stdin comes a line of JSON with the vocabulary, then one for
+each thing to do; on stdout goes a line for each grammar that was tried (`Job`, `Verdict`). It has one thread, so that
+it can fork: a child begins with the vocabulary read, and what it used up is gone when it ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import selectors
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLTokenizer
+
+from weft.engine.wire.grammar_text import LIMITS, STACK_BYTES
+
+MAX_REASON = 300
+"""characters"""
+
+_PR_SET_PDEATHSIG = 1
+_PAGE = resource.getpagesize()
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Vocabulary(msgspec.Struct):
+    """The first line."""
+
+    tokenizer: str
+    """the text of a tokenizer.json"""
+    vocab_size: int
+    eos_token_ids: list[int]
+    memory_bytes: int
+    """that a grammar may take while it is compiled"""
+
+
+class Job(msgspec.Struct):
+    """Try this grammar for so many seconds of CPU time; without a text: let go of that one."""
+
+    id: int
+    text: str | None = None
+    seconds: float = 0.0
+    nice: int = 0
+    """so much less of the processor than others get"""
+
+
+class Verdict(msgspec.Struct):
+    id: int
+    """0: whether grammars can be tried at all, said once at the beginning"""
+    seconds: float
+    """of CPU time"""
+    num_bytes: int = 0
+    """that the grammar takes, compiled"""
+    error: str | None = None
+    """why it is no grammar for this model"""
+    over: str | None = None
+    """which bound it went beyond: time or memory"""
+
+
+class _Running(NamedTuple):
+    job: int
+    pid: int
+    result: int
+    """file descriptor"""
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _die_with_parent()
+    lines = _Lines(0)
+    vocabulary = msgspec.json.decode(lines.wait(), type=Vocabulary)
+    try:
+        eos = vocabulary.eos_token_ids or None
+        tokenizer = LLTokenizer(vocabulary.tokenizer, n_vocab=vocabulary.vocab_size, eos_token=eos)
+        _mask(LLMatcher(tokenizer, LLMatcher.grammar_from_regex("a")), vocabulary.vocab_size)  # what is made once
+    except Exception as error:  # the library has no type of its own
+        _tell(Verdict(0, time.process_time(), error=" ".join(str(error).split())[:MAX_REASON]))
+        return
+    _tell(Verdict(0, time.process_time()))
+    decoder = msgspec.json.Decoder(Job)
+    selector = selectors.DefaultSelector()
+    selector.register(0, selectors.EVENT_READ)
+    running: dict[int, _Running] = {}
+    while not lines.ended:
+        for line in lines.take():
+            job = decoder.decode(line)
+            if job.text is not None:
+                child = running[job.id] = _fork(job, job.text, vocabulary, tokenizer)
+                selector.register(child.result, selectors.EVENT_READ)
+            elif job.id in running:
+                with suppress(ProcessLookupError):
+                    os.kill(running[job.id].pid, signal.SIGKILL)
+        for key, _ in selector.select():
+            if key.fd == 0:
+                lines.read()
+                continue
+            child = next(child for child in running.values() if child.result == key.fd)
+            selector.unregister(child.result)
+            del running[child.job]
+            _tell(_verdict(child))
+
+
+class _Lines:
+    """Lines from a file descriptor, read as they come."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._rest = b""
+        self.ended = False
+
+    def read(self) -> None:
+        data = os.read(self._fd, 2**20)
+        self.ended = not data
+        self._rest += data
+
+    def take(self) -> list[bytes]:
+        """Those that are whole."""
+        *lines, self._rest = self._rest.split(b"\n")
+        return lines
+
+    def wait(self) -> bytes:
+        """The first one, which is long."""
+        parts: list[bytes] = []
+        while b"\n" not in (data := os.read(self._fd, 2**20)):
+            if not data:
+                sys.exit(0)
+            parts.append(data)
+        line, _, self._rest = data.partition(b"\n")
+        return b"".join([*parts, line])
+
+
+def _tell(verdict: Verdict) -> None:
+    data = msgspec.json.encode(verdict) + b"\n"
+    with suppress(BrokenPipeError):
+        while data:
+            data = data[os.write(1, data) :]
+
+
+def _fork(job: Job, text: str, vocabulary: Vocabulary, tokenizer: LLTokenizer) -> _Running:
+    result, writer = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writer)
+        return _Running(job.id, pid, result)
+    try:
+        _die_with_parent()
+        os.nice(job.nice)
+        with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")  # where memory is short, this is what may go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library's last words, when it is out of memory
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        room = _virtual_bytes() + STACK_BYTES + vocabulary.memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (room, room))
+        signal.setitimer(signal.ITIMER_PROF, job.seconds)  # its signal ends the process
+        threading.stack_size(STACK_BYTES)
+        thread = threading.Thread(target=_try, args=(job.id, text, vocabulary.vocab_size, tokenizer, writer))
+        thread.start()
+        thread.join()
+    finally:
+        os._exit(0)
+
+
+def _try(job: int, text: str, vocab_size: int, tokenizer: LLTokenizer, writer: int) -> None:
+    before = _resident_bytes()
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
+    empty = not matcher.is_error() and not _mask(matcher, vocab_size).any()
+    error = " ".join(matcher.get_error().split())[:MAX_REASON] if matcher.is_error() else None
+    if error is None and empty:
+        error = "it allows no token of this model"
+    num_bytes = max(0, _resident_bytes() - before)
+    os.write(writer, msgspec.json.encode(Verdict(job, time.process_time(), num_bytes, error)))
+
+
+def _mask(matcher: LLMatcher, vocab_size: int) -> npt.NDArray[np.int32]:
+    mask = np.zeros(-(-vocab_size // 32), np.int32)
+    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    return mask
+
+
+def _verdict(child: _Running) -> Verdict:
+    """What came of a child that has ended."""
+    data = os.read(child.result, 2**16)
+    os.close(child.result)
+    _, status, usage = os.wait4(child.pid, 0)
+    if data:
+        return msgspec.json.decode(data, type=Verdict)
+    seconds = usage.ru_utime + usage.ru_stime
+    over = "time" if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF else "memory"
+    return Verdict(child.job, seconds, over=over)
+
+
+def _virtual_bytes() -> int:
+    return _statm()[0] * _PAGE
+
+
+def _resident_bytes() -> int:
+    """Of memory that is no file's: a child finds those again as it goes."""
+    _, resident, shared, *_ = _statm()
+    return (resident - shared) * _PAGE
+
+
+def _statm() -> list[int]:
+    with open("/proc/self/statm", "rb") as file:
+        return [int(field) for field in file.read().split()]
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

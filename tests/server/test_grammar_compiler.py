@@ -1,0 +1,241 @@
+"""Grammars that clients send are tried where that can be stopped: nobody waits for another's, and nothing is eaten."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from weft.engine.demo import MODEL_PATH
+from weft.engine.errors import RequestError
+from weft.engine.wire import grammar_text
+from weft.server.errors import ApiError
+from weft.server.tools import grammar_compiler
+from weft.server.tools.grammar_compiler import GrammarCompiler
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+VOCABULARY = (MODEL_PATH / "tokenizer.json").read_text()
+
+
+def bomb(k: int) -> str:
+    """Sixty bytes that take minutes and gigabytes."""
+    return grammar_text.json_schema({"type": "integer", "multipleOf": 4999999 - 2 * k})
+
+
+class Compiler(GrammarCompiler):
+    """With a record of what was observed."""
+
+    def __init__(self, vocabulary: str = VOCABULARY) -> None:
+        self.seen: list[tuple[str, float]] = []
+        super().__init__(lambda: vocabulary, 2048, (1,), lambda outcome, seconds: self.seen.append((outcome, seconds)))
+        self.slow.seconds = 0.5
+        self.memory_bytes = 2**32
+
+    @property
+    def outcomes(self) -> list[str]:
+        return [outcome for outcome, _ in self.seen]
+
+    def children(self) -> list[str]:
+        assert self._process is not None
+        pid = self._process.pid
+        return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+    async def settle(self, children: int) -> None:
+        async with asyncio.timeout(10):
+            while len(self.children()) != children:
+                await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def compiling(vocabulary: str = VOCABULARY) -> AsyncIterator[Compiler]:
+    compiler = Compiler(vocabulary)
+    try:
+        yield compiler
+    finally:
+        compiler.close()
+        if compiler._reading is not None:
+            await asyncio.wait((compiler._reading,))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared() -> AsyncIterator[Compiler]:
+    async with compiling() as compiler:
+        yield compiler
+
+
+@pytest.fixture
+def compiler(shared: Compiler) -> Compiler:
+    shared.seen.clear()
+    return shared
+
+
+async def test_a_good_grammar_is_tried_once_and_measured(compiler: Compiler) -> None:
+    small = await compiler.prove(grammar_text.regex("[a-z]{3}"), "a")
+    large = await compiler.prove(grammar_text.json_schema({"const": "a" * 50_000}), "a")
+    assert large > 2**22 > small
+    assert await compiler.prove(grammar_text.json_schema({"const": "a" * 50_000}), "b") == large
+    assert compiler.outcomes == ["compiled", "compiled"]
+    assert compiler.seen[1][1] > 0
+
+
+async def test_what_is_no_grammar_says_why_and_is_remembered(compiler: Compiler) -> None:
+    for _ in range(2):
+        with pytest.raises(RequestError, match="Invalid type: nonsense"):
+            await compiler.prove(grammar_text.json_schema({"type": "nonsense"}), "a")
+    with pytest.raises(RequestError, match="Expected token"):
+        await compiler.prove("no grammar at all", "a")
+    assert compiler.outcomes == ["invalid", "invalid"]
+
+
+async def test_time_and_memory_are_bounded(compiler: Compiler) -> None:
+    for _ in range(2):
+        with pytest.raises(RequestError, match=r"more than 0\.5 s"):
+            await compiler.prove(bomb(0), "a")
+    assert compiler.outcomes == ["too_large"]
+    await compiler.settle(0)
+    async with compiling() as small:
+        small.memory_bytes = 2**24
+        with pytest.raises(RequestError, match="more than 16 MiB"):
+            await small.prove(grammar_text.json_schema({"type": "integer", "multipleOf": 100003}), "a")
+        assert await small.prove(grammar_text.choice(["yes", "no"]), "a") >= 0
+
+
+async def test_nobody_waits_for_the_bombs_of_another(compiler: Compiler) -> None:
+    bombs = [asyncio.create_task(compiler.prove(bomb(k), "mallory")) for k in range(1, 21)]
+    await asyncio.sleep(0.05)
+    for k in range(5):
+        await compiler.prove(grammar_text.choice(["w", f"v{k}"]), "alice")
+    assert sum(task.done() for task in bombs) < 10, "alice's came between"
+    for task in bombs:
+        task.cancel()
+    await asyncio.wait(bombs)
+    await compiler.settle(0)
+    assert compiler.outcomes.count("abandoned") + compiler.outcomes.count("too_large") == 20
+    assert await compiler.prove(grammar_text.choice(["mallory", "too"]), "mallory") >= 0
+
+
+async def test_what_is_small_does_not_wait_behind_ones_own_bombs(compiler: Compiler) -> None:
+    compiler.slow.seconds = 60.0
+    bombs = [asyncio.create_task(compiler.prove(bomb(k), "mallory")) for k in range(30, 33)]
+    while not compiler.slow.running:
+        await asyncio.sleep(0.01)
+    assert await compiler.prove(grammar_text.choice(["small"]), "mallory") >= 0
+    assert not any(task.done() for task in bombs)
+    for task in bombs:
+        task.cancel()
+    await asyncio.wait(bombs)
+    compiler.slow.seconds = 0.5
+
+
+async def test_a_client_that_leaves_frees_its_seat(compiler: Compiler) -> None:
+    compiler.slow.seconds = 60.0
+    first, second = (asyncio.create_task(compiler.prove(bomb(40), client)) for client in "ab")
+    while not compiler.slow.running:
+        await asyncio.sleep(0.01)
+    await compiler.settle(1)
+    first.cancel()
+    await asyncio.sleep(0.05)
+    await compiler.settle(1)  # somebody else waits for the same
+    second.cancel()
+    await compiler.settle(0)
+    assert compiler.outcomes == ["abandoned"]
+    compiler.slow.seconds = 0.5
+
+
+async def test_busy_is_said_with_a_time_to_come_back(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_compiler, "WAIT_SECONDS", 0.2)
+    compiler.slow.seconds = 60.0
+    with pytest.raises(ApiError) as busy:
+        await compiler.prove(bomb(50), "a")
+    assert (busy.value.status, busy.value.code) == (503, "grammar_compilers_busy")
+    assert busy.value.retry_after
+    await compiler.settle(0)
+    monkeypatch.setattr(grammar_compiler, "MAX_WAITING", 3)
+    monkeypatch.setattr(grammar_compiler, "WAIT_SECONDS", 20.0)
+    waiting = [asyncio.create_task(compiler.prove(bomb(k), "a")) for k in range(60, 70)]
+    done, _ = await asyncio.wait(waiting, timeout=0.1)
+    assert [task.exception().status for task in done] == [503] * 5  # type: ignore[union-attr]
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
+    await compiler.settle(0)
+    compiler.slow.seconds = 0.5
+
+
+async def test_a_process_that_was_killed_is_replaced(compiler: Compiler) -> None:
+    compiler.slow.seconds = 60.0
+    waiting = asyncio.create_task(compiler.prove(bomb(80), "a"))
+    while not compiler.slow.running:
+        await asyncio.sleep(0.01)
+    assert compiler._process is not None
+    compiler._process.kill()
+    with pytest.raises(ApiError) as busy:
+        await waiting
+    assert busy.value.status == 503
+    assert await compiler.prove(grammar_text.choice(["again"]), "a") >= 0
+    compiler.slow.seconds = 0.5
+
+
+async def test_a_model_without_a_tokenizer_has_no_grammars() -> None:
+    async with compiling("{}") as compiler:
+        for text in ("a", "b"):
+            with pytest.raises(RequestError, match="tokenizer"):
+                await compiler.prove(grammar_text.regex(text), "a")
+
+
+CHAIN = "\n".join(f"r{i}: r{i + 1}" for i in range(4000))
+
+
+@pytest.mark.parametrize(
+    ("text", "usable"),
+    [
+        (grammar_text.lark(f'start: r0\n{CHAIN}\nr4000: "a"'), True),
+        (grammar_text.lark("start: " + "(" * 5000 + '"a"' + ")" * 5000), False),
+        (grammar_text.regex("(" * 20_000 + "a" + ")" * 20_000), False),
+        ('{"grammars":[{"json_schema":' + '{"items":' * 5000 + "{}" + "}" * 5002 + "]}", False),
+    ],
+    ids=["chain of rules", "deep rule", "deep regex", "deep schema"],
+)
+async def test_hostile_grammars_end_in_an_answer(compiler: Compiler, text: str, usable: bool) -> None:
+    if usable:
+        assert await compiler.prove(text, "a") >= 0
+        return
+    with pytest.raises(RequestError) as refused:
+        await compiler.prove(text, "a")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.slow
+async def test_bombs_leave_the_server_as_it_was(tmp_path: Path) -> None:
+    from live import running
+
+    def engine_mib() -> int:
+        return int(Path(f"/proc/{daemon.engine_pid}/statm").read_text().split()[1]) // 256
+
+    def bombed(k: int) -> dict[str, Any]:
+        schema = {"type": "integer", "multipleOf": 1234567 + k}
+        return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+    with running(tmp_path) as daemon:
+        async with httpx.AsyncClient(base_url=daemon.url, timeout=60) as http:
+
+            async def chat(**fields: Any) -> httpx.Response:
+                body = {"max_tokens": 4, "messages": [{"role": "user", "content": "hi"}], **fields}
+                return await http.post("/v1/chat/completions", json=body)
+
+            assert (await chat(structured_outputs={"choice": ["a", "b"]})).status_code == 200
+            before = engine_mib()
+            answers = await asyncio.gather(*(chat(**bombed(k)) for k in range(20)))
+            assert {answer.status_code for answer in answers} <= {400, 503}
+            for answer in answers:
+                error = answer.json()["error"]
+                assert ("retry-after" in answer.headers) if answer.status_code == 503 else error["param"]
+            assert (await chat(structured_outputs={"choice": ["w", "v"]})).status_code == 200
+            assert engine_mib() < before + 100
