@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import typing
+from typing import Any, ClassVar, NamedTuple
 
 import orjson
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
@@ -13,6 +14,30 @@ MAX_NESTING = 128
 
 _CONTAINERS = frozenset({dict, list})
 _NULL = {"type": "null"}
+
+
+class BodyBounds(NamedTuple):
+    """What a request's body may be. Parsing what is within takes a fraction of a second."""
+
+    max_bytes: int
+    max_keys: int
+    """of all objects"""
+    max_values: int
+    """in all arrays and objects"""
+
+    @classmethod
+    def of(cls, max_mib: float | None, max_model_len: int) -> BodyBounds:
+        """For a model of this context, where 64 prompts that fill it are a large request. `max_mib`: the operator's."""
+        size = min(32.0, 1 + max_model_len / 1024) if max_mib is None else max_mib
+        ids = max(max_model_len, min(64 * max_model_len, 2**20))
+        return cls(int(size * 2**20), 2**16 + max_model_len, 2**17 + ids)
+
+    def check(self, data: bytes) -> None:
+        """Raises `ValueError`. Counts marks, which text may have too, but not so many where it fits the model."""
+        if data.count(b":") > self.max_keys:
+            raise ValueError(f"more than {self.max_keys} keys")
+        if data.count(b",") > self.max_values:
+            raise ValueError(f"more than {self.max_values} values")
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -38,16 +63,31 @@ def _children(node: Any) -> list[Any]:
 
 
 class Body(BaseModel):
-    """Strict types, finite numbers, explicit nulls read as "not given", unknown fields ignored."""
+    """Strict types, finite numbers, explicit nulls read as "not given", unknown fields ignored.
+
+    Where an integer is meant, a number that is one may have a fraction of zero: some clients know no integers.
+    """
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
+    _integers: ClassVar[frozenset[str]] = frozenset()
+    """fields that are integers"""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        fields = cls.model_fields.items()
+        cls._integers = frozenset(field.alias or name for name, field in fields if _is_integer(field.annotation))
+
     @model_validator(mode="before")
     @classmethod
-    def _drop_nulls(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            return {key: value for key, value in data.items() if value is not None}
-        return data
+    def _as_meant(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        given = {key: value for key, value in data.items() if value is not None}
+        for name in cls._integers.intersection(given):
+            if type(given[name]) is float and given[name].is_integer():
+                given[name] = int(given[name])
+        return given
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -57,6 +97,10 @@ class Body(BaseModel):
             if name not in model.get("required", ()):
                 model["properties"][name] = _or_null(field)
         return schema
+
+
+def _is_integer(annotation: Any) -> bool:
+    return annotation is int or int in typing.get_args(annotation)
 
 
 def _or_null(field: dict[str, Any]) -> dict[str, Any]:

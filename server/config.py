@@ -41,6 +41,9 @@ class ServeConfig(EngineConfig):
     )
     api_key_file: str | None = Field(None, min_length=1, description="file with more such keys, one a line")
     admin_api_key: str | None = Field(None, min_length=1, repr=False, description="key of /admin/ [/admin/ is off]")
+    salt_per_key: bool | None = Field(
+        None, description="keys share no cached prefixes, whose timing tells what others asked [on with several keys]"
+    )
     rate_limit: int | None = Field(
         None, ge=1, description="completions a minute that a key may ask for; beyond that 429 with Retry-After"
     )
@@ -58,7 +61,14 @@ class ServeConfig(EngineConfig):
     client_stall_timeout: float = Field(
         300.0, ge=0, description="seconds that a client may leave data unread before it is cut off; 0 for ever"
     )
-    max_body_mib: float = Field(32.0, gt=0, description="size of a request body at most, in MiB")
+    max_body_mib: float | None = Field(
+        None,
+        gt=0,
+        description="size of a request body at most, in MiB [1, and 1 for each 1024 tokens of context, to 32]",
+    )
+    allow_special_tokens: bool = Field(
+        False, description="let control tokens that users' messages and tools' results spell be such, not text"
+    )
     tool_call_parser: ToolParserName = Field(
         "auto", description="how the model writes tool calls; auto reads it off the chat template"
     )

@@ -30,7 +30,12 @@ _stack_size_lock = threading.Lock()
 
 
 def json_schema(schema: dict[str, Any] | bool, *, lenient: bool = False) -> str:
-    """Values of a JSON schema. lenient: pass over keywords that cannot be enforced instead of refusing them."""
+    """Values of a JSON schema. lenient: pass over keywords that cannot be enforced instead of refusing them.
+
+    Raises `RequestError` for one without values.
+    """
+    if schema is False or schema == {"not": {}} or schema == {"not": True}:
+        raise RequestError("the schema allows no value", "grammar")
     return json.dumps({"grammars": [{"json_schema": json_options(schema, lenient=lenient)}]})
 
 
@@ -60,6 +65,20 @@ def grammar(text: str) -> str:
         return lark(any_to_lark(text))
     except Exception as error:  # the converter has no error type of its own for everything
         raise RequestError(f"the grammar cannot be read: {' '.join(str(error).split())}"[:200], "grammar") from None
+
+
+def either(texts: Sequence[str]) -> str:
+    """What any of these grammars allows; each keeps its own names for its rules."""
+    first = {"name": "start", "lark_grammar": "start: " + " | ".join(f"@part_{i}" for i in range(len(texts)))}
+    return json.dumps({"grammars": [first, *({**_body(text), "name": f"part_{i}"} for i, text in enumerate(texts))]})
+
+
+def _body(text: str) -> dict[str, Any]:
+    """The serialised form of a grammar of one part, which may be bare Lark."""
+    if not text.lstrip().startswith("{"):
+        return {"lark_grammar": text}
+    (part,) = json.loads(text)["grammars"]
+    return {key: value for key, value in part.items() if value is not None}
 
 
 def literal(text: str) -> str:

@@ -43,9 +43,10 @@ def create_app(service: Service) -> FastAPI:
     for kind in (ApiError, WeftError, RequestValidationError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _on_error)
     # The last one added is the outermost.
-    app.add_middleware(BodyLimit, max_bytes=int(config.max_body_mib * 2**20))
+    app.add_middleware(BodyLimit, bounds=lambda: service.body_bounds)
     admin_key = digest(config.admin_api_key) if config.admin_api_key is not None else None
-    app.add_middleware(Authorise, keys=service.keys, admin_key=admin_key, limits=service.limits)
+    salted = len(service.keys) > 1 if config.salt_per_key is None else config.salt_per_key
+    app.add_middleware(Authorise, keys=service.keys, admin_key=admin_key, limits=service.limits, salted=salted)
     spans = Spans.to(config.otlp_endpoint) if config.otlp_endpoint is not None else None
     app.add_middleware(Trace, metrics=service.metrics, log=config.access_log, spans=spans)
     app.state.spans = spans

@@ -34,7 +34,7 @@ async def completions(body: CompletionBody, request: Request, service: ServiceOf
     prompts = await _prompts(service, body)
     scored = body.logprobs if body.echo else None
     asked = [k for k in (scored, body.prompt_logprobs, 0 if body.max_tokens == 0 else None) if k is not None]
-    grammar = await constrain(body.grammar(), request, service)
+    grammar = await constrain(body.constraint(), request, service)
     params = [
         body.sampling(
             max_tokens=output_limit(service, body.max_tokens, DEFAULT_MAX_TOKENS, len(prompt.token_ids), "prompt"),

@@ -43,10 +43,11 @@ class Generation:
         *,
         show: frozenset[int] = frozenset(),
         grammar: Grammar | None = None,
+        stops: Sequence[str] | None = None,
     ) -> None:
         """`params`: one per prompt. `scope`: of the request, with what `middleware` put into it.
 
-        `show`: special tokens that are text in this answer.
+        `show`: special tokens that are text in this answer. `stops`: instead of the body's stop strings.
         """
         if body.request_id is not None and not scope["weft.named"]:
             scope["weft.request_id"] = body.request_id
@@ -58,6 +59,8 @@ class Generation:
         """`time.perf_counter()` when the request came"""
         self.choices: list[Choice] = []
         self._params = params
+        self._stops = body.stop if stops is None else stops
+        self._salt: str = scope["weft.salt"]
         self._constraint = grammar.field if grammar is not None else None
         self._loaded = service.loaded
         self._show = show if body.skip_special_tokens else self._loaded.tokenizer.skip_ids
@@ -88,14 +91,14 @@ class Generation:
         if k and params.seed is not None:
             params = msgspec.structs.replace(params, seed=_next_seed(params.seed, k))
         stream = loaded.client.submit(
-            prompt.token_ids, params, priority=body.priority, cache_salt=body.cache_salt, leader=leader
+            prompt.token_ids, params, priority=body.priority, cache_salt=self._salt + body.cache_salt, leader=leader
         )
         choice = Choice(
             len(self.choices),
             i,
             stream,
             loaded.tokenizer.detokenizer(prompt.token_ids, show=self._show),
-            StopStrings(body.stop, include=body.include_stop_str_in_output) if body.stop else None,
+            StopStrings(self._stops, include=body.include_stop_str_in_output) if self._stops else None,
             min_tokens=body.min_tokens,
             stop_token_ids=body.stop_token_ids,
             hidden_ids=loaded.tokenizer.skip_ids - self._show,

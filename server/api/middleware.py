@@ -8,7 +8,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.server.api import ui
 from weft.server.api.protocol import REQUEST_ID
+from weft.server.bodies import BodyBounds
 from weft.server.errors import MAX_ECHO, ApiError
 from weft.server.keys import match
 from weft.server.observe import tracing
@@ -103,17 +104,21 @@ class Trace:
 
 class Authorise:
     """Lets through who presents a key and stays within its rate; decides on `scope["path"]`, and denies by default.
-    `scope["weft.charge"]` takes the tokens that the request used; `["weft.client"]` is whose it is (a key, or a host).
+    `scope["weft.charge"]` takes the tokens that the request used; `["weft.client"]` is whose it is (a key, or a host),
+    `["weft.salt"]` what goes before the salt of its prefixes.
 
     Paths below /admin/ take the admin key and no other; without one they do not exist.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[bytes], admin_key: bytes | None, limits: RateLimits) -> None:
-        """`keys`, `admin_key`: digests."""
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[bytes], admin_key: bytes | None, limits: RateLimits, *, salted: bool = False
+    ) -> None:
+        """`keys`, `admin_key`: digests. `salted`: keys share no cached prefixes."""
         self._app = app
         self._keys = keys
         self._admin_keys = [admin_key] if admin_key is not None else []
         self._limits = limits
+        self._salted = salted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -121,6 +126,7 @@ class Authorise:
             return
         key, error = self._key(scope)
         scope["weft.charge"] = partial(self._limits.charge, key)
+        scope["weft.salt"] = f"{self._keys[key].hex()[:32]}:" if self._salted and self._keys else ""
         scope["weft.client"] = f"key {key}" if self._keys else (scope.get("client") or ("",))[0]
         limited = scope["path"] in LIMITED_PATHS and scope["method"] == "POST"
         if error is None and limited:
@@ -158,20 +164,21 @@ class BodyLimit:
     DISCARD_SECONDS = 5.0
     BODY_SECONDS = 60.0
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, bounds: Callable[[], BodyBounds]) -> None:
+        """`bounds`: as they are now; they follow from the model."""
         self._app = app
-        self._max_bytes = max_bytes
-        self._error = ApiError(413, f"The body is larger than {max_bytes} bytes.", code="body_too_large")
+        self._bounds = bounds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        length = _header(scope, b"content-length") or ""
-        if length.isdigit() and int(length) > self._max_bytes:
+        length, most = _header(scope, b"content-length") or "", self._bounds().max_bytes
+        too_large = ApiError(413, f"The body is larger than {most} bytes.", code="body_too_large")
+        if length.isdigit() and int(length) > most:
             if _header(scope, b"expect") is None:
                 await self._discard(receive)
-            await self._error.response()(scope, receive, send)
+            await too_large.response()(scope, receive, send)
             return
         size, complete = 0, False
         deadline = asyncio.get_running_loop().time() + self.BODY_SECONDS
@@ -187,10 +194,10 @@ class BodyLimit:
                 raise ApiError(408, "The body took too long to arrive.", code="slow_request") from None
             complete = not message.get("more_body")
             size += len(message.get("body", b""))
-            if size > self._max_bytes:
+            if size > most:
                 if message.get("more_body"):
                     await self._discard(receive)
-                raise self._error
+                raise too_large
             return message
 
         await self._app(scope, limited_receive, send)

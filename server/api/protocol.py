@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -14,11 +15,9 @@ from weft.server.errors import bad_request, clip
 from weft.server.text.tokenizer import Tokenizer
 from weft.server.text.truncation import Side, Truncation
 from weft.server.tools.structured import (
-    Choices,
     Grammar,
-    GrammarText,
+    LegacyConstraints,
     ResponseFormat,
-    Schema,
     StructuredOutputs,
     Words,
     Writer,
@@ -28,7 +27,7 @@ from weft.server.tools.structured import (
     without_words,
 )
 from weft.server.tools.template import TemplateBody
-from weft.server.tools.tools import NamedToolChoice, ToolChoice, names_of
+from weft.server.tools.tools import AllowedTools, NamedToolChoice, ToolChoice, names_of
 
 MAX_PROMPTS = 1024
 MAX_SEQUENCES = 1024
@@ -37,6 +36,8 @@ MAX_STOP_STRINGS = 4
 MAX_STOP_CHARS = 1024
 MAX_MESSAGES = 8192
 """they are checked on the event loop"""
+MAX_PARTS = 8192
+"""of one message"""
 MAX_CALLS = 1024
 REQUEST_ID = r"^[!-~]{1,128}$"
 INT32 = 2**31 - 1
@@ -106,21 +107,38 @@ def _parse_logit_bias(value: Any) -> dict[int, float]:
     return bias
 
 
+_TEXT_FIELDS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+"""types of parts that are text, and the field that has it"""
+
+
 def _flatten_content(value: Any) -> str:
     """Content as one string; a list of text parts is joined with newlines."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise ValueError("must be a string or a list of text parts")
-    texts: list[str] = []
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            raise ValueError(f"a part of type {clip(kind)!r} is not supported: this server takes text")
-        if not isinstance(part.get("text"), str):
-            raise ValueError("a text part needs a string 'text'")
-        texts.append(part["text"])
-    return "\n".join(texts)
+    if len(value) > MAX_PARTS:
+        raise ValueError(f"must have at most {MAX_PARTS} parts")
+    return "\n".join(map(_part_text, value))
+
+
+def _part_text(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type", "text") if isinstance(part, dict) else None
+    field = _TEXT_FIELDS.get(kind) if isinstance(kind, str) else None
+    if field is None:
+        raise ValueError(f"a part of type {clip(kind)!r} is not supported: this server takes text")
+    if not isinstance(part.get(field), str):
+        raise ValueError(f"a part of type {kind} needs a string {field!r}")
+    text: str = part[field]
+    return text
 
 
 def _some(items: dict[str, Any], most: int | None = None) -> dict[str, Any]:
@@ -132,9 +150,22 @@ _TEXT = {"type": "string", "minLength": 1}
 _ID = {"type": "integer", "minimum": 0, "maximum": INT32}
 _STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 _TEXT_PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "object",
+            "properties": {"type": {"enum": ["text", "input_text", "output_text"]}, "text": {"type": "string"}},
+            "required": ["text"],
+        },
+        *(
+            {
+                "type": "object",
+                "properties": {"type": {"const": kind}, kind: {"type": "string"}},
+                "required": ["type", kind],
+            }
+            for kind in ("refusal", "thinking")
+        ),
+    ]
 }
 
 Prompts = Annotated[
@@ -162,9 +193,22 @@ LogitBias = Annotated[
 Content = Annotated[
     str,
     PlainValidator(_flatten_content),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]}),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART, "maxItems": MAX_PARTS}]}),
 ]
 TokenId = Annotated[int, Field(ge=0, le=INT32)]
+
+
+def _parse_ids(value: Any) -> list[int]:
+    """By hand: as for prompts."""
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
+        raise ValueError("must be a list of token ids")
+    if value and not (min(value) >= 0 and max(value) <= INT32):
+        raise ValueError(f"token ids must be between 0 and {INT32}")
+    return value
+
+
+TokenIds = Annotated[list[int], PlainValidator(_parse_ids), WithJsonSchema({"type": "array", "items": _ID})]
+"""Any number; the endpoint knows how many the model can mean"""
 
 
 # -- chat messages
@@ -180,13 +224,23 @@ class ToolCall(Body):
     type: Literal["function"] = "function"
     function: ToolFunction
 
+    @model_validator(mode="before")
+    @classmethod
+    def _as_function(cls, data: Any) -> Any:
+        """A custom tool's call is that of a function of one text (`Tool`)."""
+        if isinstance(data, dict) and data.get("type") == "custom" and isinstance(data.get("custom"), dict):
+            about = data["custom"]
+            function = {"name": about.get("name"), "arguments": json.dumps({"input": about.get("input", "")})}
+            return {"id": data.get("id"), "function": function}
+        return data
+
 
 class ChatMessage(Body):
     model_config = ConfigDict(
         json_schema_extra={
             "anyOf": [
                 {"properties": {"content": {"not": {"type": "null"}}}, "required": ["content"]},
-                {"properties": {"tool_calls": {"type": "array", "minItems": 1}}, "required": ["tool_calls"]},
+                {"properties": {"role": {"const": "assistant"}}, "required": ["role"]},
             ]
         }
     )
@@ -196,11 +250,15 @@ class ChatMessage(Body):
     name: str | None = None
     tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_CALLS)
     tool_call_id: str | None = None
+    refusal: str | None = Field(None, exclude=True)
+    """what the assistant said instead of content"""
 
     @model_validator(mode="after")
     def _has_content(self) -> ChatMessage:
-        if self.content is None and not self.tool_calls:
-            raise ValueError("a message needs content (null is for tool calls)")
+        if self.content is None and self.role != "assistant":
+            raise ValueError("a message needs content (null is for the assistant's)")
+        if self.content is None and self.refusal is not None:
+            self.content = self.refusal
         return self
 
 
@@ -215,7 +273,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class GenerationBody(Body):
+class GenerationBody(LegacyConstraints):
     """What completions and chat have in common."""
 
     model: str | None = None
@@ -256,11 +314,10 @@ class GenerationBody(Body):
     bad_words: Words = Field([])
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: Schema | None = None
-    guided_regex: GrammarText | None = None
-    guided_choice: Choices | None = None
-    guided_grammar: GrammarText | None = None
-    """the older names of what is in `structured_outputs`"""
+    n_predict: SkipJsonSchema[int | None] = Field(None, ge=-1, le=INT32)
+    """llama.cpp's `max_tokens`; -1: what the context leaves"""
+    no_stop_trim: SkipJsonSchema[bool] = False
+    """SGLang's `include_stop_str_in_output`"""
     use_beam_search: SkipJsonSchema[Any] = None
     logits_processors: SkipJsonSchema[Any] = None
     prompt_embeds: SkipJsonSchema[Any] = None
@@ -276,15 +333,18 @@ class GenerationBody(Body):
             raise bad_request("stream_options needs stream: true.", "stream_options")
         if self.best_of not in (None, 1, self.n):
             raise bad_request("best_of must be 1 or equal to n.", "best_of")
+        if self.max_tokens is None and self.n_predict is not None and self.n_predict >= 0:
+            self.max_tokens = self.n_predict
+        self.include_stop_str_in_output |= self.no_stop_trim
         if self.stream and self.prompt_logprobs is not None:
             raise bad_request("prompt_logprobs cannot be streamed.", "prompt_logprobs")
         if len(self._writers()) > 1:
             raise bad_request(
-                "Give one of response_format, structured_outputs, the guided_ fields, allowed_token_ids and bad_words.",
+                f"Give one constraint of the output, not {' and '.join(field for field, _ in self._writers())}.",
                 "structured_outputs",
             )
 
-    def grammar(self) -> Writer | None:
+    def constraint(self) -> Writer | None:
         """What writes the grammar of the output, if one was asked for."""
         writers = self._writers()
         return writers[0] if writers else None
@@ -302,18 +362,15 @@ class GenerationBody(Body):
         return "token_id:{}".format if self.return_tokens_as_token_ids else tokenizer.token_text
 
     def _writers(self) -> list[Writer]:
-        out = [of_response_format(self.response_format)] if self.response_format is not None else []
+        asked = [of_response_format(self.response_format)] if self.response_format is not None else []
         if self.structured_outputs is not None:
-            out.append(of_structured_outputs(self.structured_outputs))
-        for name in ("json", "regex", "choice", "grammar"):
-            if (value := getattr(self, f"guided_{name}")) is not None:
-                _, write = of_structured_outputs(StructuredOutputs.model_validate({name: value}))
-                out.append((f"guided_{name}", write))
+            asked.append(of_structured_outputs(self.structured_outputs))
+        out = [writer for writer in asked if writer is not None] or self.legacy_writers()
         if (ids := self.allowed_token_ids) is not None:
             out.append(("allowed_token_ids", lambda: only_tokens(ids)))
         if words := self.bad_words:
             out.append(("bad_words", lambda: without_words(words)))
-        return [writer for writer in out if writer is not None]
+        return out
 
     def sampling(
         self, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None, grammar: Grammar | None = None
@@ -335,6 +392,7 @@ _SAMPLING_FIELDS = (set(SamplingParams.__struct_fields__) & set(GenerationBody.m
     "max_tokens",
     "stop_token_ids",
     "prompt_logprobs",
+    "grammar",
 }
 """fields that the engine takes as the client sent them, under the same name"""
 
@@ -376,7 +434,8 @@ class ChatBody(GenerationBody, TemplateBody):
         super().check()
         if self.output_limit == 0 and self.prompt_logprobs is None:
             raise bad_request("max_tokens must be at least 1.", "max_tokens")
-        if self.top_logprobs is not None and not self.logprobs:
+        self._keep_allowed_tools()
+        if self.top_logprobs and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs")
         for name, instead in (("functions", "tools"), ("function_call", "tool_choice")):
             if getattr(self, name):
@@ -385,9 +444,15 @@ class ChatBody(GenerationBody, TemplateBody):
             raise bad_request("tool_choice needs tools.", "tool_choice")
         if isinstance(self.tool_choice, NamedToolChoice) and self.tool_choice.function.name not in names_of(self.tools):
             raise bad_request(f"tool_choice: there is no tool {self.tool_choice.function.name!r}.", "tool_choice")
-        if self.tool_choice not in ("none", "auto") and self.grammar() is not None:
-            raise bad_request("tool_choice and a structured output both say what the answer is.", "tool_choice")
         self.check_template()
+
+    def _keep_allowed_tools(self) -> None:
+        """Of the tools offered only those that `tool_choice` allows."""
+        if isinstance(allowed := self.tool_choice, AllowedTools):
+            if missing := allowed.names - names_of(self.tools):
+                raise bad_request(f"tool_choice: there is no tool {min(missing)!r}.", "tool_choice")
+            self.tools = [tool for tool in self.tools if tool.function.name in allowed.names]
+            self.tool_choice = allowed.mode
 
 
 # -- tokens
@@ -414,4 +479,4 @@ class TokenizeBody(TemplateBody):
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+    tokens: TokenIds

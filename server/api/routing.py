@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from fastapi import Depends, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import ValidationError
 
 from weft.server.api.service import Service
-from weft.server.bodies import parse_json
-from weft.server.errors import bad_request, clip
+from weft.server.bodies import Body, parse_json
+from weft.server.errors import ApiError, bad_request, clip
 
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 """for the schema: what an endpoint answers beside JSON"""
+
+LARGE_BODY = 2**18
+"""bytes beyond which a body is read in a thread"""
 
 LOGGED_BODY = 4096
 """bytes of a body that --log-requests shows at most"""
@@ -23,16 +29,33 @@ logger = logging.getLogger("weft.requests")
 
 
 class JsonRequest(Request):
-    """Reads bodies with `parse_json`."""
+    """Reads bodies with `parse_json`, and validates large ones, off the event loop."""
+
+    model: type[Body] | None = None
+    """what the body must be"""
 
     async def json(self) -> Any:
-        if hasattr(self, "_parsed"):
-            return self._parsed
+        if not hasattr(self, "_parsed"):
+            data = await self.body()
+            small = len(data) <= LARGE_BODY
+            self._parsed: Any = self._read(data) if small else await asyncio.to_thread(self._read, data)
+        return self._parsed
+
+    def _read(self, data: bytes) -> Any:
+        """The document; of a large one the model, which FastAPI takes as it is."""
+        service: Service = self.app.state.service
         try:
-            self._parsed: Any = parse_json(await self.body())
-            return self._parsed
+            if len(data) > LARGE_BODY:
+                service.body_bounds.check(data)
+            value = parse_json(data)
         except ValueError as error:
             raise bad_request(f"The body is not valid JSON: {clip(str(error))}", code="invalid_json") from None
+        if len(data) <= LARGE_BODY or self.model is None:
+            return value
+        try:
+            return self.model.model_validate(value)
+        except ValidationError as error:
+            raise RequestValidationError([{**e, "loc": ("body", *e["loc"])} for e in error.errors()]) from None
 
 
 class JsonRoute(APIRoute):
@@ -45,6 +68,7 @@ class JsonRoute(APIRoute):
             json_request = JsonRequest(request.scope, request.receive)
             if request.method == "POST" and self.body_field is not None:
                 _require_json(request)
+                json_request.model = cast(type[Body], self.body_field.field_info.annotation)
                 await json_request.json()  # here: inside FastAPI the error would lose its message; the value is cached
                 await _log_body(json_request)
             return await handler(json_request)
@@ -61,6 +85,10 @@ async def _log_body(request: Request) -> None:
 
 
 def _require_json(request: Request) -> None:
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        message = f"Content-Encoding '{clip(coding)}' is not supported; send the body as it is."
+        raise ApiError(415, message, code="unsupported_content_encoding", headers={"Accept-Encoding": "identity"})
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise bad_request(f"Content-Type must be application/json, not '{clip(kind)}'.", code="wrong_content_type")

@@ -14,6 +14,7 @@ from weft.engine.wire.messages import EngineReady
 from weft.engine.wire.streams import Streams
 from weft.server.api.admission import Admission
 from weft.server.api.protocol import ChatMessage
+from weft.server.bodies import BodyBounds
 from weft.server.config import ServeConfig
 from weft.server.errors import ApiError, bad_request, clip, unavailable
 from weft.server.keys import load_keys
@@ -25,6 +26,9 @@ from weft.server.text.truncation import Truncation
 from weft.server.tools.grammar_compiler import GrammarCompiler
 
 T = TypeVar("T")
+
+UNKNOWN_CONTEXT = 2**15
+"""tokens, as far as bodies are concerned that come before the model is loaded"""
 
 RENDER_SECONDS = 5.0
 """that a chat template may take"""
@@ -74,6 +78,7 @@ class Service:
         self.board = board or Board(1, len(self.keys))
         self.metrics = Metrics(self.board, row)
         self.limits = RateLimits(self.board, self.metrics.rejected, config.rate_limit, config.rate_limit_tokens)
+        self.body_bounds = BodyBounds.of(config.max_body_mib, UNKNOWN_CONTEXT)
         self.phase = Phase.LOADING
         self.created = int(time.time())
         self.open: set[OpenAnswer] = set()
@@ -93,6 +98,7 @@ class Service:
             max_requests=self.config.max_queued_requests,
             max_tokens=self.config.max_queued_tokens,
         )
+        self.body_bounds = BodyBounds.of(self.config.max_body_mib, ready.max_model_len)
         if self._grammars is None:
             vocabulary = (tokenizer.to_json, ready.vocab_size, ready.eos_token_ids)
             self._grammars = GrammarCompiler(*vocabulary, self.metrics.grammar_tried)
@@ -189,7 +195,8 @@ class Service:
         render = self.loaded.tokenizer.render_chat
         if truncation is None:
             self._check_length(sum(len(message.content or "") for message in messages), "messages")
-        text = await self._in_time(lambda: render(messages, arguments))
+        control = self.config.allow_special_tokens
+        text = await self._in_time(lambda: render(messages, arguments, control=control))
         (ids,) = await self.encode(
             [text], add_special_tokens=add_special_tokens, param="messages", truncation=truncation
         )

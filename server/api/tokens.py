@@ -6,9 +6,13 @@ from typing import Any
 
 from fastapi import APIRouter
 
+from weft.server.api.chat import conversation
 from weft.server.api.protocol import DetokenizeBody, TokenizeBody
 from weft.server.api.routing import JsonRoute, ServiceOf
 from weft.server.errors import bad_request
+
+DETOKENIZED_CONTEXTS = 16
+"""token ids that become text in one request: as many as the context has, so many times"""
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -20,7 +24,7 @@ async def tokenize(body: TokenizeBody, service: ServiceOf) -> dict[str, Any]:
     body.check_template()
     if body.messages is not None and body.prompt is None:
         ids = await service.encode_chat(
-            body.messages, body.template_arguments(), add_special_tokens=bool(body.add_special_tokens)
+            *conversation(body, body.messages, body.tools, service), add_special_tokens=bool(body.add_special_tokens)
         )
     elif body.prompt is not None and body.messages is None:
         special = body.add_special_tokens is not False
@@ -35,6 +39,9 @@ async def tokenize(body: TokenizeBody, service: ServiceOf) -> dict[str, Any]:
 async def detokenize(body: DetokenizeBody, service: ServiceOf) -> dict[str, str]:
     loaded = service.loaded
     service.model_name(body.model)
+    most = DETOKENIZED_CONTEXTS * loaded.ready.max_model_len
+    if len(body.tokens) > most:
+        raise bad_request(f"tokens: must have at most {most} ids, not {len(body.tokens)}.", "tokens")
     service.check_ids(body.tokens, "tokens")
     return {"prompt": await service.offload(lambda: loaded.tokenizer.decode(body.tokens))}
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,10 @@ class Tokenizer:
         """ids that never appear in text"""
         self.special_ids = self.skip_ids
         """ids that the vocabulary itself calls special"""
+        self._control = [token.content for token in added.values() if token.special and len(token.content) > 1]
+        self._seam = str(secrets.randbits(96))
+        """stands inside what spells a control token but is text, from `as_text` to `encode`; digits go through any
+        template, and nobody knows them"""
         self._token_bytes = TokenBytes.of(self._backend)
         self.token_text: Callable[[int], str] = _Spellings(self.token_bytes).__getitem__
         """a token's bytes as a string, see `spell`"""
@@ -75,9 +81,27 @@ class Tokenizer:
     # -- to ids
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        if self._seam in text:
+            first, *rest = text.split(self._seam)
+            ids = self.encode(first, add_special_tokens=add_special_tokens)
+            for part in self._backend.encode_batch_fast(rest, add_special_tokens=False):
+                ids += part.ids
+            return ids
         # The batch call releases the GIL and computes no offsets.
-        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        return ids
+        return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+    def as_text(self, text: str) -> str:
+        """The text, in which no control token will be found by `encode`, though it may spell some."""
+        inside: set[int] = set()
+        for token in self._control:
+            at = text.find(token)
+            while at >= 0:
+                inside.add(at + 1)
+                at = text.find(token, at + 1)
+        if not inside:
+            return text
+        cuts = [0, *sorted(inside), len(text)]
+        return self._seam.join(text[begin:end] for begin, end in pairwise(cuts))
 
     @property
     def has_chat_template(self) -> bool:
@@ -119,8 +143,9 @@ class Tokenizer:
             return template.get("tool_use") or template.get("default")
         return template
 
-    def render_chat(self, messages: Sequence[BaseModel], arguments: Mapping[str, Any]) -> str:
-        """The prompt text for a conversation, special tokens included. Raises `ApiError`.
+    def render_chat(self, messages: Sequence[BaseModel], arguments: Mapping[str, Any], *, control: bool = False) -> str:
+        """The prompt for a conversation, for `encode`: special tokens are in it, and, unless those are let through
+        (`control`), none that a user or a tool has spelled. Raises `ApiError`.
 
         `messages`: with a `role`, as `ChatMessage`. `arguments`: of the template, by `TemplateBody`.
         """
@@ -131,11 +156,32 @@ class Tokenizer:
             raise ApiError(500, why, code="broken_chat_template")
         roles = {} if "developer" in (self.chat_template or "") else {"developer": "system"}
         conversation = [_as_template_input(message, roles) for message in messages]
+        if not control:
+            for message in conversation:
+                if message["role"] in ("user", "tool"):
+                    message["content"] = self.as_text(message["content"])
+                    if "name" in message:
+                        message["name"] = self.as_text(message["name"])
+            outer = {
+                name: self._strings_as_text(arguments[name]) for name in ("tools", "documents") if name in arguments
+            }
+            arguments = {**arguments, **outer}
         try:
             text: str = self._hf.apply_chat_template(conversation, tokenize=False, **arguments)
         except (TemplateError, TypeError, ValueError, LookupError) as error:  # what templates raise on odd messages
-            raise bad_request(f"The chat template refuses these messages: {clip(str(error))}", "messages") from error
+            reason = clip(str(error).replace(self._seam, ""))
+            raise bad_request(f"The chat template refuses these messages: {reason}", "messages") from error
         return text
+
+    def _strings_as_text(self, value: Any) -> Any:
+        """JSON whose strings are `as_text`."""
+        if isinstance(value, str):
+            return self.as_text(value)
+        if isinstance(value, list):
+            return [self._strings_as_text(item) for item in value]
+        if isinstance(value, dict):
+            return {self._strings_as_text(key): self._strings_as_text(item) for key, item in value.items()}
+        return value
 
     # -- to text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
@@ -38,6 +39,8 @@ Schema = Annotated[
     WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "boolean"}, {"type": "string"}]}),
 ]
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
+MaybeGrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)]
+"""Empty counts as not given."""
 Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
 
 Words = Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=MAX_WORDS)]
@@ -53,11 +56,15 @@ class JsonSchemaFormat(Body):
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema_: Schema | None = Field(None, alias="schema")
+    """beside either type of JSON: how llama.cpp and others are told it"""
 
     @model_validator(mode="after")
     def _has_schema(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema goes with type json_schema, and only with it")
+        if self.type == "json_schema" and self.json_schema is None and self.schema_ is None:
+            raise ValueError("type json_schema needs json_schema")
+        if self.type != "json_schema" and self.json_schema is not None:
+            raise ValueError("json_schema goes with type json_schema only")
         return self
 
 
@@ -99,13 +106,53 @@ Writer = tuple[str, Callable[[], str]]
 def of_response_format(asked: ResponseFormat) -> Writer | None:
     if asked.type == "text":
         return None
-    schema: dict[str, Any] | bool = {"type": "object"} if asked.json_schema is None else asked.json_schema.schema_
-    return "response_format", lambda: grammar_text.json_schema(schema)
+    if (given := asked.json_schema) is not None:
+        return "response_format", lambda: grammar_text.json_schema(given.schema_, lenient=not given.strict)
+    schema: dict[str, Any] | bool = {"type": "object"} if asked.schema_ is None else asked.schema_
+    return "response_format", lambda: grammar_text.json_schema(schema, lenient=True)
 
 
 def of_structured_outputs(asked: StructuredOutputs) -> Writer:
     (write,) = asked.given()
     return "structured_outputs", write
+
+
+class LegacyConstraints(Body):
+    """Constraints by the names they had in vLLM before `structured_outputs`, and have in SGLang and llama.cpp. They do
+    not count beside `structured_outputs` or a `response_format`: clients of several servers send both."""
+
+    guided_json: Schema | None = None
+    guided_regex: GrammarText | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: GrammarText | None = None
+    json_schema: Schema | None = None
+    regex: MaybeGrammarText | None = None
+    ebnf: MaybeGrammarText | None = None
+    grammar: MaybeGrammarText | None = None
+
+    def legacy_writers(self) -> list[Writer]:
+        """One for each that is there."""
+        out: list[Writer] = []
+        for name in LegacyConstraints.model_fields:
+            if (value := getattr(self, name)) is not None and value != "":
+                write, lenient = _LEGACY[name.removeprefix("guided_")], name == "json_schema"
+                out.append((name, partial(write, value, lenient=lenient) if "json" in name else partial(write, value)))
+        return out
+
+
+_LEGACY: dict[str, Callable[..., str]] = {
+    "json": grammar_text.json_schema,
+    "json_schema": grammar_text.json_schema,
+    "regex": grammar_text.regex,
+    "choice": grammar_text.choice,
+    "grammar": grammar_text.grammar,
+    "ebnf": grammar_text.grammar,
+}
+
+
+def either(writers: Sequence[Writer]) -> Writer:
+    """What any of these allows; named after the first field."""
+    return writers[0][0], lambda: grammar_text.either([write() for _, write in writers])
 
 
 def only_tokens(token_ids: Sequence[int]) -> str:

@@ -59,6 +59,14 @@ class ToolFormat(Protocol):
         """Lark grammar of one call, or of one or more, of these tools: (name, JSON schema of the arguments)."""
         ...
 
+    def write(self, name: str, arguments: str) -> str:
+        """A call as the model would write it. `arguments`: a JSON object."""
+        ...
+
+
+def call_object(name: str, arguments: str, key: str) -> str:
+    return f'{{"name": {orjson.dumps(name).decode()}, "{key}": {arguments}}}'
+
 
 def call_rules(tools: Sequence[tuple[str, dict[str, Any]]], key: str) -> str:
     """Lark rules: `call` is the object of any of these tools, its arguments under `key`."""

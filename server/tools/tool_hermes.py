@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from weft.server.tools.tool_format import Marker, ObjectParser, Part, ToolParser, call_rules, partial
+from weft.server.tools.tool_format import Marker, ObjectParser, Part, ToolParser, call_object, call_rules, partial
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
@@ -20,6 +20,9 @@ class HermesFormat:
         more = ' ("\\n" wrapped)*' if several else ""
         wrapped = f'wrapped: {marker(BEGIN)} "\\n" call "\\n" {marker(END)}'
         return f"start: wrapped{more}\n{wrapped}\n{call_rules(tools, 'arguments')}"
+
+    def write(self, name: str, arguments: str) -> str:
+        return f"{BEGIN}\n{call_object(name, arguments, 'arguments')}\n{END}"
 
 
 class _HermesParser:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from weft.server.tools.tool_format import Marker, ObjectParser, Part, ToolParser, call_rules, partial
+from weft.server.tools.tool_format import Marker, ObjectParser, Part, ToolParser, call_object, call_rules, partial
 
 TAG = "<|python_tag|>"
 
@@ -19,6 +19,9 @@ class Llama3Format:
     def grammar(self, tools: Sequence[tuple[str, dict[str, Any]]], _: Marker, *, several: bool) -> str:
         more = ' ("; " call)*' if several else ""
         return f"start: call{more}\n{call_rules(tools, 'parameters')}"
+
+    def write(self, name: str, arguments: str) -> str:
+        return call_object(name, arguments, "parameters")
 
 
 class _Llama3Parser:

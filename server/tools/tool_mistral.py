@@ -13,6 +13,7 @@ from weft.server.tools.tool_format import (
     Part,
     ToolParser,
     argument_rules,
+    call_object,
     call_rules,
     partial,
     short_id,
@@ -44,6 +45,11 @@ class MistralFormat:
         calls = " | ".join(f"{literal(name)} {marker(ARGS)} arguments_{i}" for i, (name, _) in enumerate(tools))
         more = "+" if several else ""
         return f"start: marked{more}\nmarked: {marker(BEGIN)} call\ncall: {calls}\n{argument_rules(tools)}"
+
+    def write(self, name: str, arguments: str) -> str:
+        if self._has_args:
+            return f"{BEGIN}{name}{ARGS}{arguments}"
+        return f"{BEGIN}[{call_object(name, arguments, 'arguments')}]"
 
 
 class _MistralParser:

@@ -10,6 +10,7 @@ from weft.server.tools.tool_hermes import HermesFormat
 from weft.server.tools.tool_llama3 import Llama3Format
 from weft.server.tools.tool_mistral import ARGS, MistralFormat
 from weft.server.tools.tool_mistral import BEGIN as MISTRAL_BEGIN
+from weft.server.tools.tool_prompt import knows_tools
 
 UNKNOWN: ToolFormat = Llama3Format()
 """what a model of an unknown family is made to write: it needs no markers"""
@@ -18,7 +19,7 @@ UNKNOWN: ToolFormat = Llama3Format()
 def detect(tokenizer: Tokenizer) -> ToolParserName:
     """The family that the model's chat template belongs to; `auto` when it knows no tools."""
     template = tokenizer.chat_template or ""
-    if "tools" not in template:
+    if not knows_tools(tokenizer):
         return "auto"
     if HERMES_BEGIN in template:
         return "hermes"
@@ -30,7 +31,10 @@ def detect(tokenizer: Tokenizer) -> ToolParserName:
 
 
 def tool_format(name: ToolParserName, tokenizer: Tokenizer) -> ToolFormat | None:
-    """None when calls cannot be told from text: an unknown family."""
+    """None when calls cannot be told from text: an unknown family. A template that knows no tools leaves the form to
+    the server (`tool_prompt`)."""
+    if name == "auto" and not knows_tools(tokenizer):
+        return HermesFormat()
     match detect(tokenizer) if name == "auto" else name:
         case "hermes":
             return HermesFormat()

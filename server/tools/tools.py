@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from contextlib import suppress
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, PlainValidator, ValidationError, WithJsonSchema
+from pydantic import Field, PlainValidator, ValidationError, WithJsonSchema, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
 from weft.engine.wire import grammar_text
 from weft.server.bodies import Body
@@ -15,9 +17,18 @@ from weft.server.tools.tool_format import ToolFormat
 
 MAX_TOOLS = 128
 
-ANY_OBJECT: dict[str, Any] = {"type": "object"}
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+"""of a function that says nothing of any"""
 
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+_INPUT: dict[str, Any] = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+"""the arguments of a custom tool, which takes a text, as those of a function"""
+
+FunctionName = Annotated[str, Field(pattern=r"^[^\x00-\x20\x7f\"\\{}\[\]<>]{1,256}$")]
 
 
 class Function(Body):
@@ -26,10 +37,40 @@ class Function(Body):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    @property
+    def schema_(self) -> dict[str, Any]:
+        return self.parameters or NO_PARAMETERS
+
 
 class Tool(Body):
+    """A function. A custom tool (`{"type": "custom", "custom": {"name": …}}`) is one of a single text, `input`."""
+
     type: Literal["function"] = "function"
     function: Function
+    custom: SkipJsonSchema[bool] = Field(False, exclude=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_function(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        if data.get("type") != "custom":
+            return {key: value for key, value in data.items() if key != "custom"}
+        about = data.get("custom")
+        if not isinstance(about, dict):
+            raise ValueError("a custom tool needs an object 'custom' with its name")
+        given = {key: about[key] for key in ("name", "description") if key in about}
+        return {"function": {**given, "parameters": _input_of(about.get("format"))}, "custom": True}
+
+
+def _input_of(form: Any) -> dict[str, Any]:
+    """The arguments of a custom tool whose input has this format."""
+    if not isinstance(form, dict) or form.get("type", "text") == "text":
+        return _INPUT
+    grammar = form.get("grammar", form)
+    if isinstance(grammar, dict) and grammar.get("syntax") == "regex" and isinstance(grammar.get("definition"), str):
+        return {**_INPUT, "properties": {"input": {"type": "string", "pattern": f"^(?:{grammar['definition']})$"}}}
+    raise ValueError("the format of a custom tool must be text or a grammar of syntax regex")
 
 
 class FunctionChoice(Body):
@@ -39,6 +80,13 @@ class FunctionChoice(Body):
 class NamedToolChoice(Body):
     type: Literal["function"] = "function"
     function: FunctionChoice
+
+
+class AllowedTools(NamedTuple):
+    """Some of the tools offered, under auto or required."""
+
+    mode: Literal["auto", "required"]
+    names: frozenset[str]
 
 
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
@@ -52,23 +100,60 @@ _NAMED_SCHEMA = {
     },
 }
 
+_ALLOWED_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "allowed_tools"},
+        "allowed_tools": {
+            "type": "object",
+            "properties": {
+                "mode": {"enum": ["auto", "required"]},
+                "tools": {"type": "array", "items": _NAMED_SCHEMA, "minItems": 1, "maxItems": MAX_TOOLS},
+            },
+            "required": ["mode", "tools"],
+        },
+    },
+    "required": ["type", "allowed_tools"],
+}
 
-def _parse_choice(value: Any) -> str | NamedToolChoice:
+
+def _parse_choice(value: Any) -> str | NamedToolChoice | AllowedTools:
     """By hand: a union names its members in the path of an error."""
     if isinstance(value, dict):
-        try:
-            return NamedToolChoice.model_validate(value)
-        except ValidationError:
-            pass
-    elif value in _CHOICES:
-        return str(value)
-    raise ValueError('must be "none", "auto", "required" or {"type": "function", "function": {"name": …}}')
+        with suppress(ValidationError, AttributeError, KeyError, TypeError, ValueError):
+            if value.get("type") == "allowed_tools":
+                return _parse_allowed(value.get("allowed_tools", value))
+            return NamedToolChoice.model_validate(_named(value))
+    elif isinstance(value, str) and value in _CHOICES:
+        return value
+    raise ValueError(
+        'must be "none", "auto", "required", {"type": "function", "function": {"name": …}} or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": […]}}'
+    )
+
+
+def _named(value: dict[str, Any]) -> dict[str, Any]:
+    """A function, or a custom tool, as a function."""
+    return {"function": value["custom"]} if value.get("type") == "custom" else value
+
+
+def _parse_allowed(value: dict[str, Any]) -> AllowedTools:
+    mode = value.get("mode", "auto")
+    chosen = [NamedToolChoice.model_validate(_flat(tool)) for tool in value["tools"]]
+    if mode not in ("auto", "required") or not 0 < len(chosen) <= MAX_TOOLS:
+        raise ValueError
+    return AllowedTools(mode, frozenset(tool.function.name for tool in chosen))
+
+
+def _flat(tool: dict[str, Any]) -> dict[str, Any]:
+    """With the name where a choice has it: some clients write it beside the type."""
+    return {"function": {"name": tool["name"]}} if "name" in tool else _named(tool)
 
 
 ToolChoice = Annotated[
-    Literal["none", "auto", "required"] | NamedToolChoice,
+    Literal["none", "auto", "required"] | NamedToolChoice | AllowedTools,
     PlainValidator(_parse_choice),
-    WithJsonSchema({"anyOf": [{"enum": list(_CHOICES)}, _NAMED_SCHEMA]}),
+    WithJsonSchema({"anyOf": [{"enum": list(_CHOICES)}, _NAMED_SCHEMA, _ALLOWED_SCHEMA]}),
 ]
 
 
@@ -84,7 +169,12 @@ def required_call(
         return None
     if isinstance(choice, NamedToolChoice):
         tools, parallel = [tool for tool in tools if tool.function.name == choice.function.name], False
-    schemas = [(tool.function.name, tool.function.parameters or ANY_OBJECT) for tool in tools]
+    return call_of(tools, form, tokenizer, parallel=parallel)
+
+
+def call_of(tools: Sequence[Tool], form: ToolFormat, tokenizer: Tokenizer, *, parallel: bool) -> Writer:
+    """What writes the grammar of answers that call these tools."""
+    schemas = [(tool.function.name, tool.function.schema_) for tool in tools]
 
     def marker(text: str) -> str:
         token_id = tokenizer.token_id(text)

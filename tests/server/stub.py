@@ -229,3 +229,5 @@ async def serving(
     server.should_exit = True
     await task
     service.close()
+    if service._grammars is not None and service._grammars._reading is not None:
+        await asyncio.wait((service._grammars._reading,))

@@ -19,7 +19,7 @@ from weft.server.errors import ApiError
 from weft.server.tools import grammar_compiler
 from weft.server.tools.grammar_compiler import GrammarCompiler
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 VOCABULARY = (MODEL_PATH / "tokenizer.json").read_text()
 

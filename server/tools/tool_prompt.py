@@ -1,0 +1,69 @@
+"""Tools for a model whose chat template knows none: they are described in the system message, calls and results are
+written out as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import orjson
+
+from weft.server.text.tokenizer import Tokenizer
+from weft.server.tools.tool_format import ToolFormat
+from weft.server.tools.tools import Tool
+
+
+def knows_tools(tokenizer: Tokenizer) -> bool:
+    """The model's chat template writes tools itself."""
+    return "tools" in (tokenizer.chat_template or "")
+
+
+def write_out(
+    messages: Sequence[Any], tools: Sequence[Tool], form: ToolFormat, as_text: Callable[[str], str]
+) -> list[Any]:
+    """The conversation (of `ChatMessage`) without roles and fields that only tool-aware templates know.
+
+    `as_text`: breaks control tokens in what describes the tools.
+    """
+    out: list[Any] = []
+    if tools:
+        out.append(_with(messages[0], role="system", content=as_text(describe(tools, form))))
+        if messages[0].role in ("system", "developer"):
+            first, *messages = messages
+            out[0] = _with(first, content=f"{_content(first)}\n\n{_content(out[0])}")
+    for message in messages:
+        if message.role == "tool":
+            result = f"<tool_response>\n{_content(message)}\n</tool_response>"
+            if out and (before := out[-1]).role == "user" and _content(before).endswith("</tool_response>"):
+                out[-1] = _with(before, content=f"{_content(before)}\n{result}")
+            else:
+                out.append(_with(message, role="user", content=result, tool_call_id=None, name=None))
+        elif calls := message.tool_calls:
+            written = [form.write(call.function.name, call.function.arguments) for call in calls]
+            content = "\n".join(part for part in (_content(message), *written) if part)
+            out.append(_with(message, content=content, tool_calls=None))
+        else:
+            out.append(message)
+    return out
+
+
+def describe(tools: Sequence[Tool], form: ToolFormat) -> str:
+    """What a model is told of its tools."""
+    listed = "\n".join(orjson.dumps(tool.model_dump(exclude_none=True)).decode() for tool in tools)
+    example = form.write("NAME", "ARGUMENTS").replace(json.dumps("NAME"), "NAME")
+    return (
+        f"These functions may be called to help with what the user asks:\n<tools>\n{listed}\n</tools>\n"
+        "To call one, answer with its name and its arguments, a JSON object that follows its parameters, in this "
+        "form:\n"
+        f"{example}\n"
+        "The result comes in <tool_response></tool_response>. Without need of a function, answer as usual."
+    )
+
+
+def _content(message: Any) -> str:
+    return message.content or ""
+
+
+def _with(message: Any, **changes: Any) -> Any:
+    return message.model_copy(update=changes)
