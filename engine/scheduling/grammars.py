@@ -125,10 +125,11 @@ class Grammars:
                 self._make_room(text, entry)
             if entry.compiled is not None and entry.compiled.done():
                 refusal, finish = None, Finish.REFUSED
-                try:
-                    request.grammar = Grammar(entry.compiled.result(), self.compute)
-                except RequestError as error:
+                # Not raised here: the traceback would hold this frame, and with it the grammars of others.
+                if isinstance(error := entry.compiled.exception(), RequestError):
                     refusal = str(error)
+                else:
+                    request.grammar = Grammar(entry.compiled.result(), self.compute)
             elif time.monotonic() > deadline:
                 refusal, finish = f"the grammar was not compiled within {COMPILE_SECONDS:g} s", Finish.BUSY
             else:

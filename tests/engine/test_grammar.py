@@ -130,7 +130,7 @@ def test_log_probabilities_are_those_of_the_model_itself(demo: Harness) -> None:
         grammar_text.regex("("),
         grammar_text.json_schema({"type": "nonsense"}),
         grammar_text.json_schema({"type": "array", "uniqueItems": True}),
-        grammar_text.json_schema(False),
+        grammar_text.json_schema({"enum": []}),
         grammar_text.lark("start: missing"),
         "no grammar at all",
     ],
@@ -214,6 +214,9 @@ def test_nobodys_grammar_is_compiled(demo: Harness) -> None:
 
 
 def test_text_that_is_no_grammar_is_refused() -> None:
+    for nothing in (False, {"not": {}}):
+        with pytest.raises(RequestError, match="no value"):
+            grammar_text.json_schema(nothing, lenient=True)
     with pytest.raises(RequestError, match="cannot be read"):
         grammar_text.grammar("root ::= (")
     with pytest.raises(RequestError, match="at most"):
