@@ -32,6 +32,11 @@ class ServeConfig(EngineConfig):
     api_workers: int = Field(
         1, ge=1, le=64, description="processes that answer HTTP on the one port, in front of the one engine"
     )
+    handover: str | None = Field(
+        None,
+        min_length=1,
+        description="Unix socket where a daemon started later, with the same option, takes the port over without a gap",
+    )
     tls_cert: str | None = Field(None, min_length=1, description="PEM file of the certificate chain: serves https")
     tls_key: str | None = Field(None, min_length=1, description="PEM file of its private key [in --tls-cert]")
     ui: bool = Field(True, description="a page at / that shows how the daemon fares, with a box to try the model")

@@ -11,6 +11,9 @@ from pathlib import Path
 from weft.engine.errors import ConfigError
 from weft.server.config import ServeConfig
 
+GAP = b""
+"""in a list of digests: no key"""
+
 _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
 
@@ -27,6 +30,24 @@ def load_keys(config: ServeConfig) -> list[bytes]:
     if config.api_key_file is not None:
         keys += _read(Path(config.api_key_file).expanduser())
     return list(dict.fromkeys(map(digest, keys)))
+
+
+def reread(known: Sequence[bytes], config: ServeConfig, capacity: int) -> list[bytes]:
+    """The keys as they are now, each with the number it had: what is no longer a key leaves a gap, which matches
+    nothing and is filled by new ones. Raises `ConfigError`, also for more than `capacity` keys.
+
+    `known`: digests by number.
+    """
+    now = dict.fromkeys(load_keys(config))
+    keys = [key if key in now else GAP for key in known]
+    new = [key for key in now if key not in known]
+    gaps = [i for i, key in enumerate(keys) if key == GAP]
+    for i, key in zip(gaps, new, strict=False):
+        keys[i] = key
+    keys += new[len(gaps) :]
+    if len(keys) > capacity:
+        raise ConfigError(f"more than {capacity} keys need a restart")
+    return keys
 
 
 def _read(path: Path) -> list[str]:

@@ -1,13 +1,18 @@
-"""Listening sockets: one for each API process, all on one port, taken before anything is loaded."""
+"""Listening sockets, one or more for each API process, all on one port: bound, inherited from a service manager, or
+taken over from another daemon (`handover`). Taken before anything is loaded."""
 
 from __future__ import annotations
 
 import errno
+import os
 import socket
+from collections.abc import MutableMapping, Sequence
 
 from weft.engine.errors import ConfigError
 
 BACKLOG = 2048
+FIRST_FD = 3
+"""of those that a service manager passes: see sd_listen_fds(3)"""
 
 
 def listen(host: str, port: int, count: int) -> list[socket.socket]:
@@ -38,3 +43,32 @@ def listen(host: str, port: int, count: int) -> list[socket.socket]:
     except OSError as error:
         hint = "; choose another --port" if error.errno == errno.EADDRINUSE else ""
         raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}{hint}") from None
+
+
+def inherited(environment: MutableMapping[str, str] = os.environ) -> list[socket.socket]:
+    """What a service manager listens on for this process (`LISTEN_FDS`); empty without one. Takes the variables away.
+
+    It keeps the sockets open while no daemon runs: who connects meanwhile waits. Raises `ConfigError`.
+    """
+    pid, count = environment.pop("LISTEN_PID", ""), environment.pop("LISTEN_FDS", "")
+    environment.pop("LISTEN_FDNAMES", None)
+    if pid != str(os.getpid()) or not count.isdigit():
+        return []
+    listeners = []
+    for fd in range(FIRST_FD, FIRST_FD + int(count)):
+        os.set_inheritable(fd, False)
+        try:
+            listener = socket.socket(fileno=fd)
+            listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        except OSError as error:
+            raise ConfigError(f"LISTEN_FDS: file descriptor {fd}: {error.strerror or error}") from None
+        if not listening or listener.family not in (socket.AF_INET, socket.AF_INET6):
+            raise ConfigError(f"LISTEN_FDS: file descriptor {fd} is no listening TCP socket (ListenStream=, Accept=no)")
+        listeners.append(listener)
+    return listeners
+
+
+def share_out(listeners: Sequence[socket.socket], count: int) -> list[list[socket.socket]]:
+    """Those of each of `count` API processes: every listener has one, and every process at least one, if need be one
+    that another process accepts from too."""
+    return [list(listeners[i::count]) or [listeners[i % len(listeners)].dup()] for i in range(count)]

@@ -18,6 +18,8 @@ from weft.server.api.connection import Connection
 from weft.server.api.service import Service
 from weft.server.observe.scrape import scrape
 
+logger = logging.getLogger("weft")
+
 
 class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
@@ -52,6 +54,20 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.stop_accepting()
         await super().shutdown(sockets)
+
+    def reread_certificate(self) -> None:
+        """For connections from now on."""
+        config = self.config
+        if config.ssl is not None and config.ssl_certfile is not None:
+            context = ssl.SSLContext(config.ssl_version)  # as uvicorn makes it
+            if config.ssl_ciphers:
+                context.set_ciphers(config.ssl_ciphers)
+            try:
+                context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+            except (OSError, ssl.SSLError) as error:  # the daemon has found it good: somebody changes it meanwhile
+                logger.error("the certificate stays as it was: %s", error)
+            else:
+                self.tls = context
 
     def close_behind_answers(self) -> None:
         """Every connection ends behind the next answer on it, or the one under way, and says so as far as it can."""

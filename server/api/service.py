@@ -80,6 +80,8 @@ class Service:
         self.limits = RateLimits(self.board, self.metrics.rejected, config.rate_limit, config.rate_limit_tokens)
         self.body_bounds = BodyBounds.of(config.max_body_mib, UNKNOWN_CONTEXT)
         self.phase = Phase.LOADING
+        self.handed_over = False
+        """another daemon takes the connections from now on"""
         self.created = int(time.time())
         self.open: set[OpenAnswer] = set()
         self._row = row
@@ -133,7 +135,7 @@ class Service:
     @property
     def closing(self) -> bool:
         """Connections end behind their next answer: who asks again shall ask elsewhere."""
-        return self.phase in (Phase.DRAINING, Phase.DEAD)
+        return self.handed_over or self.phase in (Phase.DRAINING, Phase.DEAD)
 
     @property
     def unready(self) -> ApiError | None:

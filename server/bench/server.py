@@ -122,7 +122,7 @@ class _Bench:
             directory.remove()
 
     async def _start_api(self, i: int, address: str) -> ApiProcess:
-        api = await ApiProcess.start(self._config, [], i + 1, self._board, self._listeners[i])
+        api = await ApiProcess.start(self._config, [], i + 1, self._board, [self._listeners[i]])
         api.send(EngineUp(address, i + 1))
         async for message in api.messages():
             if isinstance(message, Ready):

@@ -8,9 +8,10 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from weft.server.config import ServeConfig
+from weft.server.daemon.certificate import Certificate
 from weft.server.daemon.control import Channel, FromWorker, Start, ToWorker
 from weft.server.observe.board import Board
 
@@ -24,9 +25,20 @@ class ApiProcess:
 
     @classmethod
     async def start(
-        cls, config: ServeConfig, keys: list[bytes], row: int, board: Board, listener: socket.socket
+        cls,
+        config: ServeConfig,
+        keys: list[bytes],
+        row: int,
+        board: Board,
+        listeners: Sequence[socket.socket],
+        *,
+        certificate: Certificate | None = None,
+        taking_over: bool = False,
     ) -> ApiProcess:
-        """`keys`: digests. `row`: the process's own on the board."""
+        """`keys`: digests. `row`: the process's own on the board. `taking_over`: as in `Start`."""
+        fds = [listener.fileno() for listener in listeners]
+        tls_fds = [] if certificate is None else [certificate.fd]
+        tls = {} if certificate is None else {"tls_cert": certificate.path, "tls_key": None}
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
@@ -35,7 +47,7 @@ class ApiProcess:
                 "-m",
                 "weft.server.daemon.worker",
                 stdin=theirs.fileno(),
-                pass_fds=(board.fd, listener.fileno()),
+                pass_fds=(board.fd, *fds, *tls_fds),
                 start_new_session=True,  # Ctrl-C reaches the daemon alone, which then drains
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
@@ -43,12 +55,13 @@ class ApiProcess:
         channel.send(
             Start(
                 # The keys themselves stay here.
-                config=config.model_copy(update={"api_key": [], "api_key_file": None}).model_dump_json(),
+                config=config.model_copy(update={"api_key": [], "api_key_file": None, **tls}).model_dump_json(),
                 keys=[key.hex() for key in keys],
                 row=row,
                 rows=board.rows,
                 board_fd=board.fd,
-                listener_fd=listener.fileno(),
+                listener_fds=fds,
+                taking_over=taking_over,
             )
         )
         return cls(process, channel)

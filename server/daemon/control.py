@@ -23,11 +23,13 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
     config: str
     """a `ServeConfig` as JSON"""
     keys: list[str]
-    """digests of the API keys, hexadecimal; their order is that of the board's buckets"""
+    """digests of the API keys, hexadecimal, by number, which is that of the board's bucket; empty for none"""
     row: int
     rows: int
     board_fd: int
-    listener_fd: int
+    listener_fds: list[int]
+    taking_over: bool
+    """Another daemon has these listeners too and serves: take connections once this process does."""
 
 
 class EngineUp(msgspec.Struct, tag="engine_up", frozen=True):
@@ -46,6 +48,17 @@ class EngineDown(msgspec.Struct, tag="engine_down", frozen=True):
 
 class Drain(msgspec.Struct, tag="drain", frozen=True):
     """Take no new work; say `Idle` once nothing is open."""
+
+
+class HandOver(msgspec.Struct, tag="hand_over", frozen=True):
+    """Another daemon has the port: take no more connections, answer on those there are, and say `Idle` once there are
+    none."""
+
+
+class Reload(msgspec.Struct, tag="reload", frozen=True):
+    """`keys` as in `Start`. The certificate is to be read again."""
+
+    keys: list[str]
 
 
 class Interrupt(msgspec.Struct, tag="interrupt", frozen=True):
@@ -72,7 +85,7 @@ class Idle(msgspec.Struct, tag="idle", frozen=True):
     """Draining, and nothing is open any more."""
 
 
-ToWorker = Start | EngineUp | EngineDown | Drain | Interrupt | Stop
+ToWorker = Start | EngineUp | EngineDown | Drain | HandOver | Reload | Interrupt | Stop
 FromWorker = Ready | Failed | Idle
 Incoming = TypeVar("Incoming")
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import signal
-import ssl
 import sys
 import time
 from collections.abc import Coroutine
@@ -19,9 +17,21 @@ from weft.engine.wire.spawn import EngineProcess
 from weft.server.announce import announce
 from weft.server.config import ServeConfig
 from weft.server.daemon.api_process import ApiProcess
-from weft.server.daemon.control import Drain, EngineDown, EngineUp, Failed, Idle, Interrupt, Ready, Stop, ToWorker
-from weft.server.keys import load_keys
-from weft.server.listen import listen
+from weft.server.daemon.control import (
+    Drain,
+    EngineDown,
+    EngineUp,
+    Failed,
+    HandOver,
+    Idle,
+    Interrupt,
+    Ready,
+    Reload,
+    Stop,
+    ToWorker,
+)
+from weft.server.daemon.front import Front
+from weft.server.daemon.signals import handle, own_stacks
 from weft.server.logs import configure, count_dropped
 from weft.server.observe.board import Board
 from weft.server.observe.metrics import Metrics
@@ -60,10 +70,8 @@ class Daemon:
         """Takes the port. Raises `ConfigError` for what an operator can mend."""
         self._begun = time.monotonic()
         self._config = config
-        _check_tls(config)
-        self._keys = load_keys(config)
-        self._listeners = listen(config.host, config.port, config.api_workers)
-        self._board = Board(config.api_workers + 1, len(self._keys))
+        self._front = Front(config)
+        self._board = Board(config.api_workers + 1, self._front.key_capacity)
         self._metrics = Metrics(self._board, 0)
         count_dropped(self._metrics.log_lines_dropped.labels().inc)
         self._numbers = itertools.count(1)
@@ -82,23 +90,25 @@ class Daemon:
         self._idle = asyncio.Event()
         self._asked_to_stop = asyncio.Event()
         self._asked_twice = asyncio.Event()
+        self._signalled = False
+        self._handed_over = False
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> int:
-        loop = asyncio.get_running_loop()
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, self._on_signal)
+        handle(self._on_signal, self._reload, self._log_stacks)
         keepers = [self._begin(self._keep_engine())]
         keepers += [self._begin(self._keep_api(i)) for i in range(self._config.api_workers)]
+        keepers.append(self._begin(self._front.notifier.watch()))
         try:
             stop = asyncio.create_task(self._asked_to_stop.wait())
             await asyncio.wait((stop, self._failure), return_when=asyncio.FIRST_COMPLETED)
             self._asked_to_stop.set()
+            self._front.notifier.stopping("ending")
             if self._announced and not self._failure.done():
-                await self._drain()
+                await self._end_answers()
             if self._failure.done():
                 print(f"weft: {self._failure.result()}", file=sys.stderr, flush=True)
-                self._tell_drain()
+                self._tell_end(Drain())
                 await self._wait_idle(FAREWELL)
             return 1 if self._failure.done() else 0
         finally:
@@ -123,9 +133,21 @@ class Daemon:
             self._failure.set_result(why)
 
     def _on_signal(self) -> None:
-        if self._asked_to_stop.is_set():
+        if self._signalled:
             self._asked_twice.set()
+        self._signalled = True
         self._asked_to_stop.set()
+
+    def _on_successor(self) -> None:
+        self._handed_over = True
+        self._asked_to_stop.set()
+
+    def _reload(self) -> None:
+        if self._front.reload():
+            self._tell(Reload([key.hex() for key in self._front.keys]))
+
+    def _log_stacks(self) -> None:
+        logger.warning("SIGQUIT: the daemon\n%s", own_stacks())
 
     def _tell(self, message: ToWorker) -> None:
         for process in self._api.values():
@@ -197,6 +219,8 @@ class Daemon:
         while True:
             begun = time.monotonic()
             how = await self._run_api(i)
+            if self._handed_over:
+                return
             short_lives = short_lives + 1 if time.monotonic() - begun < SHORT_LIFE else 0
             if short_lives == SHORT_LIVES:
                 self._fail(f"API processes end as soon as they have started ({how})")
@@ -206,7 +230,16 @@ class Daemon:
 
     async def _run_api(self, i: int) -> str:
         """One API process from start to end; tells how it ended."""
-        process = await ApiProcess.start(self._config, self._keys, i + 1, self._board, self._listeners[i])
+        front = self._front
+        process = await ApiProcess.start(
+            self._config,
+            front.keys,
+            i + 1,
+            self._board,
+            front.listeners[i],
+            certificate=front.certificate,
+            taking_over=front.taking_over,
+        )
         self._api[i] = process
         self._introduce(i)
         if self._asked_to_stop.is_set():
@@ -244,15 +277,17 @@ class Daemon:
         if not self._announced and self._engine_ready is not None and len(self._serving) == self._config.api_workers:
             self._announced = True
             seconds = time.monotonic() - self._begun
-            address = self._listeners[0].getsockname()
-            announce(self._config, address, self._engine_ready, seconds, chat=self._chat, key=bool(self._keys))
+            key = bool(self._front.keys)
+            announce(self._config, self._front.address, self._engine_ready, seconds, chat=self._chat, key=key)
+            self._front.serving(self._on_successor)
 
     # -- the end
 
-    def _tell_drain(self) -> None:
+    def _tell_end(self, message: Drain | HandOver) -> None:
+        """`Idle` is the answer."""
         self._busy = set(self._api)
         self._idle.clear()
-        self._tell(Drain())
+        self._tell(message)
         if not self._busy:
             self._idle.set()
 
@@ -261,39 +296,34 @@ class Daemon:
         if not self._busy:
             self._idle.set()
 
-    async def _drain(self) -> None:
-        """Take no new work, let open answers finish, then end those that did not."""
-        logger.info("draining; another Ctrl-C or SIGTERM ends at once")
-        self._tell_drain()
-        idle = asyncio.create_task(self._idle.wait())
-        twice = asyncio.create_task(self._asked_twice.wait())
-        timeout = self._config.drain_timeout
-        await asyncio.wait((idle, twice, self._failure), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        twice.cancel()
-        if not idle.done() and not self._failure.done():
+    async def _end_answers(self) -> None:
+        """Let open answers finish, in the time there is, then end those that did not."""
+        until = time.monotonic() + self._config.drain_timeout
+        if self._handed_over:
+            logger.info("another daemon has the port; ending behind the answers on the connections there are")
+            self._tell_end(HandOver())
+            self._front.close()
+            await self._wait_idle_or_asked(until)
+        else:
+            logger.info("draining; another Ctrl-C or SIGTERM ends at once")
+        if self._failure.done():
+            return
+        self._tell_end(Drain())
+        await self._wait_idle_or_asked(until)
+        if not self._idle.is_set() and not self._failure.done():
             self._tell(Interrupt())
             await self._wait_idle(FAREWELL)
+
+    async def _wait_idle_or_asked(self, until: float) -> None:
+        """`until`: as `time.monotonic()`."""
+        idle = asyncio.create_task(self._idle.wait())
+        twice = asyncio.create_task(self._asked_twice.wait())
+        timeout = max(0.0, until - time.monotonic())
+        await asyncio.wait((idle, twice, self._failure), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        twice.cancel()
         idle.cancel()
 
     async def _wait_idle(self, timeout: float) -> None:
         waiting = asyncio.create_task(self._idle.wait())
         await asyncio.wait((waiting,), timeout=timeout)
         waiting.cancel()
-
-
-def _check_tls(config: ServeConfig) -> None:
-    """Raises `ConfigError` for a certificate and key that cannot serve."""
-    if config.tls_cert is None:
-        return
-    try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
-            config.tls_cert, config.tls_key, password=_no_password
-        )
-    except ssl.SSLError as error:
-        raise ConfigError(f"--tls-cert, --tls-key: no certificate with its key: {error.reason or error}") from None
-    except OSError as error:
-        raise ConfigError(f"--tls-cert, --tls-key: cannot be read: {error.strerror}") from None
-
-
-def _no_password() -> str:
-    raise ConfigError("--tls-key: the key has a password; a daemon cannot type one")

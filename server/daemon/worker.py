@@ -28,9 +28,11 @@ from weft.server.daemon.control import (
     EngineDown,
     EngineUp,
     Failed,
+    HandOver,
     Idle,
     Interrupt,
     Ready,
+    Reload,
     Start,
     Stop,
     ToWorker,
@@ -57,17 +59,19 @@ class Worker:
         config = ServeConfig.model_validate_json(start.config)
         configure(config)
         keys = [bytes.fromhex(key) for key in start.keys]
-        board = Board(start.rows, len(keys), start.board_fd)
+        board = Board(start.rows, fd=start.board_fd)
         self._service = Service(config, board, start.row, keys)
         count_dropped(self._service.metrics.log_lines_dropped.labels().inc)
-        self._listener = socket.socket(fileno=start.listener_fd)
+        self._server = make_server(self._service)
+        self._serving: asyncio.Task[None] | None = None
+        self._taking_over = start.taking_over
+        self._listeners = [socket.socket(fileno=fd) for fd in start.listener_fds]
         self._tells_faults = start.row == 1  # one of them is enough
         self._client: EngineClient | None = None
         self._tasks: set[asyncio.Future[None]] = set()
 
     async def run(self) -> None:
-        self._server = server = make_server(self._service)
-        serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+        self._accept()
         self._tokenizer = asyncio.create_task(self._load_tokenizer())
         async for message in self._channel.messages():
             if isinstance(message, Stop):
@@ -76,13 +80,20 @@ class Worker:
         else:
             last_lines()
             os._exit(1)  # the daemon has died: nobody would watch this process
-        server.should_exit = True
-        await asyncio.wait((serving,), timeout=FAREWELL)
-        server.force_exit = True
-        await asyncio.gather(serving, return_exceptions=True)
+        if self._serving is not None:
+            self._server.should_exit = True
+            await asyncio.wait((self._serving,), timeout=FAREWELL)
+            self._server.force_exit = True
+            await asyncio.gather(self._serving, return_exceptions=True)
         if self._client is not None:
             self._client.close()
         self._service.close()
+
+    def _accept(self) -> None:
+        """Take connections, unless another daemon serves them. Idempotent."""
+        elsewhere = self._taking_over and self._service.phase is not Phase.SERVING
+        if self._serving is None and not elsewhere and not self._service.handed_over:
+            self._serving = asyncio.create_task(self._server.serve(sockets=self._listeners))
 
     def _take(self, message: ToWorker) -> None:
         service = self._service
@@ -94,8 +105,17 @@ class Worker:
             case Drain():
                 if service.phase is not Phase.DEAD:
                     service.phase = Phase.DRAINING
+                self._accept()  # to say so
                 self._server.close_behind_answers()
                 self._begin(self._tell_idle())
+            case HandOver():
+                service.handed_over = True
+                self._server.stop_accepting()
+                self._server.close_behind_answers()
+                self._begin(self._tell_alone())
+            case Reload():
+                service.keys[:] = [bytes.fromhex(key) for key in message.keys]
+                self._server.reread_certificate()
             case Interrupt():
                 error = ApiError(503, "The server is shutting down.", code="draining", retry_after=10)
                 service.interrupt_all(error, "drain")
@@ -136,10 +156,12 @@ class Worker:
         self._service.attach(client, ready, tokenizer)
         gc.collect()
         gc.freeze()  # what is there now stays: later collections need not look at it
+        self._accept()
         self._channel.send(Ready(tokenizer.can_chat))
 
     def _engine_down(self, message: EngineDown) -> None:
         self._service.engine_died(restarting=message.restarting)
+        self._accept()  # to say so
         if self._client is not None:
             self._client.mark_dead(message.why)
             self._client.close()
@@ -147,6 +169,11 @@ class Worker:
 
     async def _tell_idle(self) -> None:
         while self._service.open:
+            await asyncio.sleep(IDLE_TICK)
+        self._channel.send(Idle())
+
+    async def _tell_alone(self) -> None:
+        while self._service.open or self._server.num_connections:
             await asyncio.sleep(IDLE_TICK)
         self._channel.send(Idle())
 

@@ -24,10 +24,12 @@ class Board:
     """
 
     def __init__(self, rows: int, num_keys: int = 0, fd: int | None = None) -> None:
-        """`fd`: of a board made by another process; rows and keys as there."""
+        """`fd`: of a board made by another process; rows as there, and all its keys."""
         self.rows = rows
         self.fd = os.memfd_create("weft-board") if fd is None else fd
         keys = max(1, num_keys)
+        if fd is not None:
+            keys = (os.fstat(fd).st_size // 8 - rows * (CELLS + 3)) // 3
         sizes = np.array([rows * CELLS, rows * 3, keys * 3]) * 8
         if fd is None:
             os.ftruncate(self.fd, int(sizes.sum()))

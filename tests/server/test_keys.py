@@ -12,7 +12,7 @@ from stub import serving
 
 from weft.engine.errors import ConfigError
 from weft.server.config import ServeConfig
-from weft.server.keys import digest, load_keys, match
+from weft.server.keys import digest, load_keys, match, reread
 from weft.server.observe.board import Board
 from weft.server.observe.limits import RateLimits
 from weft.server.observe.metrics import Metrics
@@ -40,6 +40,24 @@ def test_a_file_without_keys_is_an_error_not_an_open_door(
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=message):
         load_keys(ServeConfig(api_key_file=str(file)))
+
+
+def test_keys_keep_their_numbers_when_the_file_changes(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("a\nb\nc\n")
+    config = ServeConfig(api_key_file=str(file))
+    keys = load_keys(config)
+    file.write_text("c\nd\n")
+    keys = reread(keys, config, 4)
+    assert keys == [digest("d"), b"", digest("c")]
+    assert [match(key, keys) for key in ("a", "b", "c", "d", "")] == [None, None, 2, 0, None]
+    file.write_text("e\nf\ng\nh\nc\n")
+    with pytest.raises(ConfigError, match="more than 4"):
+        reread(keys, config, 4)
+    assert reread(keys, config, 5) == [digest(key) for key in "efcgh"]
+    file.write_text("")
+    with pytest.raises(ConfigError, match="has no key"):
+        reread(keys, config, 4)
 
 
 class Clock:

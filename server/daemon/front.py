@@ -1,0 +1,112 @@
+"""`Front`: what the daemon has towards the outside: the port, the keys, the certificate, the service manager."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable
+
+from weft.engine.errors import ConfigError
+from weft.server.config import ServeConfig
+from weft.server.daemon.certificate import Certificate
+from weft.server.daemon.handover import Handover, find
+from weft.server.daemon.notify import Notifier
+from weft.server.keys import load_keys, reread
+from weft.server.listen import inherited, listen, share_out
+
+MIN_KEYS = 1024
+"""room for keys that come later"""
+
+logger = logging.getLogger("weft")
+
+
+class Front:
+    """Attributes:
+    listeners: those of each API process. The daemon keeps them open: what has connected to a process that died waits
+        for its successor.
+    keys: digests by number; a gap is an empty one.
+    key_capacity: numbers at most.
+    taking_over: another daemon has the port until `serving`.
+    """
+
+    def __init__(self, config: ServeConfig) -> None:
+        """Takes the port. Raises `ConfigError` for what an operator can mend."""
+        self.notifier = Notifier()
+        self._config = config
+        self.certificate = Certificate(config.tls_cert, config.tls_key) if config.tls_cert is not None else None
+        self.keys = load_keys(config)
+        self.key_capacity = max(MIN_KEYS, 2 * len(self.keys))
+        self._predecessor = find(config.handover) if config.handover is not None else None
+        if self._predecessor is not None:
+            taken = self._predecessor.listeners
+            _check_port(config, taken[0].getsockname()[1])
+        else:
+            taken = inherited() or listen(config.host, config.port, config.api_workers)
+        self._taken = taken
+        self.listeners = share_out(taken, config.api_workers)
+        self._handover: Handover | None = None
+        self._serving = False
+
+    @property
+    def taking_over(self) -> bool:
+        return self._predecessor is not None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Of the port."""
+        host, port = self._taken[0].getsockname()[:2]
+        return host, port
+
+    def serving(self, on_successor: Callable[[], None]) -> None:
+        """Everything serves: a predecessor may go, and a successor come."""
+        if self._config.handover is not None:
+            self._handover = Handover(self._config.handover, self._taken, on_successor)
+            try:
+                self._handover.open()
+            except OSError as error:
+                logger.error("--handover %s: %s; no other daemon can take over", self._config.handover, error)
+        if self._predecessor is not None:
+            logger.info("taking the port over from process %d", self._predecessor.pid)
+            self._predecessor.replace()
+            self._predecessor = None
+        self._serving = True
+        self._tell_ready()
+
+    def reload(self) -> bool:
+        """Read keys and certificate again. False, with a line in the log, where they cannot serve: the old stay."""
+        if self._serving:
+            self.notifier.reloading()
+        try:
+            keys = reread(self.keys, self._config, self.key_capacity)
+            if self.certificate is not None:
+                self.certificate.reread()
+        except ConfigError as error:
+            logger.error("SIGHUP: %s; keys and certificate stay as they are", error)
+            return False
+        else:
+            self.keys = keys
+            what = " and the certificate" if self.certificate is not None else ""
+            logger.info("SIGHUP: %d API keys%s read again", len([key for key in keys if key]), what)
+            return True
+        finally:
+            if self._serving:
+                self._tell_ready()
+
+    def _tell_ready(self) -> None:
+        self.notifier.ready(f"serving {self._config.model_names[0]} on port {self.address[1]}")
+
+    def close(self) -> None:
+        """Let go of the port. Idempotent."""
+        if self._handover is not None:
+            self._handover.close()
+        for listener in [*self._taken, *(one for own in self.listeners for one in own)]:
+            listener.close()
+
+
+def _check_port(config: ServeConfig, port: int) -> None:
+    if config.port not in (0, port):
+        raise ConfigError(f"--handover {config.handover}: the daemon there has port {port}, not {config.port}")
+
+
+def fds_of(listeners: list[socket.socket]) -> list[int]:
+    return [listener.fileno() for listener in listeners]

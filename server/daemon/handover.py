@@ -1,0 +1,155 @@
+"""Handing the port over: the listeners of a daemon, passed to its successor over a Unix socket.
+
+Both accept from the same queues until the successor serves; then the old one stops accepting and answers what it has.
+No listener is closed before somebody else has it, so no connection is lost: what a second set of listeners on the port
+(SO_REUSEPORT) could not promise, since the kernel resets what waits in a queue that is closed.
+
+    successor                         daemon at PATH
+    connect            ->
+                       <-             a line of JSON (`Offer`), with the listeners
+    "serving"          ->             hands over: stops accepting, ends behind the last answer
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from weft.engine.errors import ConfigError
+
+PATIENCE = 5.0
+"""seconds for the daemon at the path to answer"""
+MAX_LISTENERS = 250
+"""the kernel passes 253 file descriptors in a message"""
+_SERVING = b"serving\n"
+
+logger = logging.getLogger("weft")
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """What the daemon at the path says."""
+
+    pid: int
+    refusal: str = ""
+    """why it does not hand over"""
+
+
+class Predecessor:
+    """The daemon that has this port now."""
+
+    def __init__(self, sock: socket.socket, pid: int, listeners: list[socket.socket]) -> None:
+        self.pid = pid
+        self.listeners = listeners
+        self._socket = sock
+
+    def replace(self) -> None:
+        """This daemon serves: that one may go."""
+        with suppress(OSError):  # it has gone already
+            self._socket.sendall(_SERVING)
+        self._socket.close()
+
+
+def find(path: str) -> Predecessor | None:
+    """Ask the daemon at `path` for its listeners; None when there is none. Raises `ConfigError`."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(PATIENCE)
+    try:
+        sock.connect(path)
+    except (FileNotFoundError, ConnectionRefusedError):
+        sock.close()
+        return None
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"--handover {path}: {error.strerror or error}") from None
+    try:
+        if _uid_of(sock) != os.geteuid():
+            raise ConfigError(f"--handover {path}: the daemon there is another user's")
+        data, fds, _, _ = socket.recv_fds(sock, 65536, MAX_LISTENERS)
+        listeners = [socket.socket(fileno=fd) for fd in fds]
+        if not data:
+            raise ConfigError(f"--handover {path}: the daemon there is ending; try again")
+        offer = msgspec.json.decode(data, type=Offer)
+    except TimeoutError:
+        raise ConfigError(f"--handover {path}: the daemon there does not answer") from None
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"--handover {path}: no weft daemon answers there: {error}") from None
+    if offer.refusal or not listeners:
+        raise ConfigError(f"--handover {path}: {offer.refusal or 'the daemon there has no listeners'}")
+    sock.settimeout(None)
+    return Predecessor(sock, offer.pid, listeners)
+
+
+class Handover:
+    """Waits at a path for a successor."""
+
+    def __init__(self, path: str, listeners: Sequence[socket.socket], on_successor: Callable[[], None]) -> None:
+        """`on_successor`: called once, when the successor serves."""
+        self._path = Path(path)
+        self._listeners = listeners
+        self._on_successor = on_successor
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._successor: asyncio.Task[None] | None = None
+        self._waiting: asyncio.Task[None] | None = None
+
+    def open(self) -> None:
+        """Take the path, from a predecessor too. Raises `OSError`."""
+        mine = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        with suppress(FileNotFoundError):
+            mine.unlink()
+        self._socket.bind(str(mine))
+        mine.chmod(0o600)
+        self._socket.listen(4)
+        self._socket.setblocking(False)
+        mine.rename(self._path)
+        self._waiting = asyncio.create_task(self._wait())
+
+    async def _wait(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            peer, _ = await loop.sock_accept(self._socket)
+            with peer:
+                if _uid_of(peer) != os.geteuid():
+                    continue
+                if self._successor is not None and not self._successor.done():
+                    _say(peer, Offer(pid=os.getpid(), refusal="another daemon is about to take the port over"), ())
+                    continue
+                if _say(peer, Offer(pid=os.getpid()), self._listeners):
+                    self._successor = asyncio.create_task(self._follow(peer.dup()))
+
+    async def _follow(self, peer: socket.socket) -> None:
+        """Until the successor serves, or has given up."""
+        with peer:
+            peer.setblocking(False)
+            with suppress(OSError):
+                if await asyncio.get_running_loop().sock_recv(peer, 100) == _SERVING:
+                    self._on_successor()
+
+    def close(self) -> None:
+        """The path stays: it may be a successor's already, and one that nobody listens at is none."""
+        for task in (self._waiting, self._successor):
+            if task is not None:
+                task.cancel()
+        self._socket.close()
+
+
+def _say(peer: socket.socket, offer: Offer, listeners: Sequence[socket.socket]) -> bool:
+    try:
+        peer.setblocking(False)
+        socket.send_fds(peer, [msgspec.json.encode(offer)], [listener.fileno() for listener in listeners])
+    except OSError as error:
+        logger.warning("a daemon that asked for the port got none: %s", error)
+        return False
+    return True
+
+
+def _uid_of(peer: socket.socket) -> int:
+    _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(uid)

@@ -1,0 +1,53 @@
+"""The units of deploy/systemd fit each other and the daemon's options, and systemd understands them."""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from files import DEPLOY
+
+from weft.server.config import ServeConfig
+from weft.server.daemon.daemon import FAREWELL, STOP_SECONDS
+
+UNITS = DEPLOY / "systemd"
+SERVICES = ("weft.service", "weft@.service")
+
+
+def settings(name: str) -> dict[str, str]:
+    lines = [line for line in (UNITS / name).read_text().splitlines() if "=" in line and not line.startswith("#")]
+    return dict(line.split("=", 1) for line in lines)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_stop_leaves_the_drain_its_time_and_its_processes(name: str) -> None:
+    unit = settings(name)
+    drain: float = ServeConfig.model_fields["drain_timeout"].default
+    assert int(unit["TimeoutStopSec"]) > drain + FAREWELL + 2 * STOP_SECONDS
+    assert unit["KillMode"] == "mixed"  # to signal all processes at once would cut streams
+    assert (unit["Type"], unit["NotifyAccess"]) == ("notify", "main")
+
+
+def test_the_instances_differ_from_the_service_in_the_handover_alone() -> None:
+    one, two = ((UNITS / name).read_text().partition("[Unit]")[2].splitlines() for name in SERVICES)
+    changed = [line for line in difflib.ndiff(one, two) if line[0] in "+-"]
+    assert [line[2:].partition("=")[0] for line in changed] == ["Description", "Description", "ExecStart", "ExecStart"]
+    assert "--handover" in settings("weft@.service")["ExecStart"]
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")
+def test_systemd_finds_nothing_wrong(tmp_path: Path) -> None:
+    for file in UNITS.iterdir():
+        (tmp_path / file.name).write_text(file.read_text().replace("/opt/weft/bin/weft", "/bin/true"))
+    for name in ("weft.service", "weft.socket", "weft@blue.service"):
+        done = subprocess.run(
+            ["systemd-analyze", "verify", "--man=no", str(tmp_path / name)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")

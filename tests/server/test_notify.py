@@ -1,0 +1,87 @@
+"""What a service manager is told, on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from weft.server.daemon.notify import Notifier
+
+
+class Manager:
+    def __init__(self, address: str) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.settimeout(10)
+        self.socket.bind("\0" + address[1:] if address[0] == "@" else address)
+        self.environment = {"NOTIFY_SOCKET": address, "HOME": "/"}
+
+    def heard(self) -> list[str]:
+        return self.socket.recv(4096).decode().split("\n")
+
+
+@pytest.fixture(params=["path", "abstract"])
+def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Manager]:
+    path = f"{tmp_path}/notify"
+    manager = Manager(path if request.param == "path" else "@" + path)
+    yield manager
+    manager.socket.close()
+
+
+def test_a_life(manager: Manager) -> None:
+    notifier = Notifier(manager.environment)
+    assert manager.environment == {"HOME": "/"}  # children are not to speak for us
+    notifier.status("loading")
+    assert manager.heard() == ["STATUS=loading"]
+    notifier.ready("serving")
+    assert manager.heard() == ["READY=1", "STATUS=serving"]
+    notifier.reloading()
+    reloading, at = manager.heard()
+    assert reloading == "RELOADING=1"
+    assert int(at.removeprefix("MONOTONIC_USEC=")) > 0
+    notifier.stopping("draining")
+    assert manager.heard() == ["STOPPING=1", "STATUS=draining"]
+    notifier.more_time(1.5)
+    assert manager.heard() == ["EXTEND_TIMEOUT_USEC=1500000"]
+
+
+async def test_life_is_shown_while_healthy(manager: Manager) -> None:
+    manager.environment |= {"WATCHDOG_USEC": "20000", "WATCHDOG_PID": str(os.getpid())}
+    notifier = Notifier(manager.environment)
+    assert notifier.watchdog_seconds == 0.02
+    healthy = True
+    watch = asyncio.create_task(notifier.watch(lambda: healthy))
+    for _ in range(3):
+        assert await asyncio.to_thread(manager.heard) == ["WATCHDOG=1"]
+    healthy = False
+    await asyncio.sleep(0.1)
+    manager.socket.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:  # what came before
+            manager.heard()
+    await asyncio.sleep(0.1)
+    with pytest.raises(BlockingIOError):
+        manager.heard()
+    watch.cancel()
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{}, {"NOTIFY_SOCKET": ""}, {"NOTIFY_SOCKET": "vsock:1:2"}, {"NOTIFY_SOCKET": "/nowhere/notify"}],
+)
+async def test_without_a_manager_nothing_happens(environment: dict[str, str]) -> None:
+    notifier = Notifier({**environment, "WATCHDOG_USEC": "1000000", "WATCHDOG_PID": "1"})
+    assert notifier.watchdog_seconds is None  # it is another process that is watched
+    notifier.ready("serving")
+    await notifier.watch()
+
+
+def test_a_manager_that_does_not_listen_holds_nobody_up(manager: Manager) -> None:
+    notifier = Notifier(manager.environment)
+    for _ in range(10_000):
+        notifier.status("x" * 1000)

@@ -1,0 +1,185 @@
+"""What signals do to a daemon under way: nothing is lost by any of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pty
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from live import Daemon, running
+
+pytestmark = pytest.mark.slow
+
+QUESTION = {"prompt": "What is 12 + 30?", "max_tokens": 8, "temperature": 0}
+LONG = {"prompt": "What is 12 + 30?", "max_tokens": 400, "ignore_eos": True, "stream": True}
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def asks(http: httpx.Client, key: str) -> int:
+    return http.post("/v1/completions", json=QUESTION, headers={"Authorization": f"Bearer {key}"}).status_code
+
+
+def test_keys_are_read_again(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("old\nboth\n")
+    with (
+        running(tmp_path, "--api-key-file", str(keys), "--api-workers", "2", "--rate-limit", "100") as daemon,
+        httpx.Client(base_url=daemon.url, timeout=60) as http,
+    ):
+        assert [asks(http, key) for key in ("old", "both", "new")] == [200, 200, 401]
+        opened = http._transport._pool.connections[0]  # type: ignore[attr-defined]
+        keys.write_text("both\nnew\n")
+        daemon.process.send_signal(signal.SIGHUP)
+        until(lambda: asks(http, "new") == 200)
+        assert [asks(http, key) for key in ("old", "both", "new")] == [401, 200, 200]
+        assert http._transport._pool.connections == [opened]  # type: ignore[attr-defined]
+        until(lambda: "2 API keys" in daemon.stderr())
+        keys.write_text("# nobody\n")
+        daemon.process.send_signal(signal.SIGHUP)
+        until(lambda: "has no key in it; keys and certificate stay" in daemon.stderr())
+        assert [asks(http, key) for key in ("old", "both", "new")] == [401, 200, 200]
+        # A process that comes now knows what the others know, whatever the file says.
+        os.kill(daemon.children("weft.server.daemon.worker")[0], signal.SIGKILL)
+        fresh = httpx.Limits(max_keepalive_connections=0)
+        with httpx.Client(base_url=daemon.url, timeout=60, limits=fresh) as others:
+
+            def recovered() -> bool:
+                try:
+                    return all(asks(others, "new") == 200 for _ in range(10))
+                except httpx.HTTPError:
+                    return False
+
+            until(recovered)
+            assert asks(others, "old") == 401
+
+
+def make_certificate(folder: Path, name: str) -> tuple[str, str]:
+    cert, key = f"{folder}/{name}.pem", f"{folder}/{name}.key"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", f"/CN={name}"),
+            *("-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return cert, key
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
+def test_the_certificate_is_read_again(tmp_path: Path) -> None:
+    old, new = make_certificate(tmp_path, "old"), make_certificate(tmp_path, "new")
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+
+    def put(files: tuple[str, str]) -> None:
+        shutil.copy(files[0], cert)
+        shutil.copy(files[1], key)
+
+    put(old)
+    daemon = Daemon(tmp_path / "stderr", "--tls-cert", str(cert), "--tls-key", str(key))
+    try:
+        assert daemon.process.stdout is not None
+        line = daemon.process.stdout.readline()
+        port = int(line.split("https://127.0.0.1:")[1].split()[0])
+
+        def served() -> str:
+            return ssl.get_server_certificate(("127.0.0.1", port))
+
+        assert served() == Path(old[0]).read_text()
+        context = ssl.create_default_context(cafile=old[0])
+        with httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=context, timeout=60) as http:
+            assert http.get("/health").status_code == 200
+            put(new)
+            daemon.process.send_signal(signal.SIGHUP)
+            until(lambda: served() == Path(new[0]).read_text())
+            assert http.get("/health").status_code == 200  # on the connection it had
+            put((old[0], new[1]))  # a key of another certificate
+            daemon.process.send_signal(signal.SIGHUP)
+            until(lambda: "no certificate with its key" in daemon.stderr())
+            assert served() == Path(new[0]).read_text()
+            os.kill(daemon.children("weft.server.daemon.worker")[0], signal.SIGKILL)
+
+            def recovered() -> bool:
+                try:
+                    return served() == Path(new[0]).read_text()
+                except (OSError, ssl.SSLError):
+                    return False
+
+            until(recovered)
+    finally:
+        daemon.end()
+
+
+async def test_other_signals_end_nothing(tmp_path: Path) -> None:
+    with running(tmp_path) as daemon:
+        async with (
+            httpx.AsyncClient(base_url=daemon.url, timeout=60) as http,
+            http.stream("POST", "/v1/completions", json=LONG) as response,
+        ):
+            lines = response.aiter_lines()
+            await anext(lines)
+            for name in ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGQUIT"):
+                daemon.process.send_signal(getattr(signal, name))
+            last = [line async for line in lines if line][-1]
+            assert last == "data: [DONE]"
+            async with asyncio.timeout(60):
+                while "MainThread" not in daemon.stderr():
+                    await asyncio.sleep(0.05)
+            assert (await http.get("/ready")).status_code == 200
+        daemon.process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(daemon.process.wait, 60) == 0
+        assert "another Ctrl-C or SIGTERM ends at once" in daemon.stderr()
+
+
+@pytest.mark.parametrize("nohup", [False, True])
+def test_a_terminal_that_closes_ends_what_was_started_on_it(tmp_path: Path, nohup: bool) -> None:
+    serve = [sys.executable, "-P", "-m", "weft.server.daemon.cli", "serve", "--port", "0"]
+    with (tmp_path / "stdout").open("wb") as out, (tmp_path / "stderr").open("wb") as err:
+        pid, terminal = pty.fork()
+        if pid == 0:
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            if nohup:
+                signal.signal(signal.SIGHUP, signal.SIG_IGN)
+            os.execv(serve[0], serve)
+    try:
+        until(lambda: b"try:" in (tmp_path / "stdout").read_bytes(), 120)
+        os.close(terminal)
+        if nohup:
+            until(lambda: "SIGHUP: 0 API keys" in (tmp_path / "stderr").read_text())
+            assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+            os.kill(pid, signal.SIGTERM)
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert "draining" in (tmp_path / "stderr").read_text()
+        pid = 0
+    finally:
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def test_ports_are_left_at_once_for_the_next_one(tmp_path: Path) -> None:
+    with running(tmp_path) as daemon:
+        port = int(daemon.url.rsplit(":", 1)[1])
+        daemon.process.send_signal(signal.SIGTERM)
+        assert daemon.process.wait(60) == 0
+        with socket.create_server(("127.0.0.1", port)):
+            pass
