@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -112,6 +113,8 @@ class Engine:
         )
         self._depth = 1 if config.async_scheduling else 0
         self._in_flight: deque[InFlight] = deque()
+        self.on_wait: Callable[[InFlight], None] | None = None
+        """called before an iteration's end is waited for"""
         self._step = 0
         self._arrivals = 0
         self._refused: list[tuple[int, str, Finish]] = []
@@ -227,7 +230,10 @@ class Engine:
             if batch is None and not self.grammars.wait(TIER_WAIT_SECONDS) and self.tiers is not None:
                 self.tiers.wait(TIER_WAIT_SECONDS)
             return None
-        result = self._in_flight.popleft().wait()
+        in_flight = self._in_flight.popleft()
+        if self.on_wait is not None:
+            self.on_wait(in_flight)
+        result = in_flight.wait()
         begin = time.perf_counter()
         events = self.scheduler.commit(result)
         self._warn_of_nonfinite(begin)

@@ -1,20 +1,19 @@
 """The engine process: a thin loop around `Engine`, between its clients and the next iteration.
 
-Started as `python -m weft.engine.process ADDRESS`, where to listen for clients, with an `EngineConfig` as one line of
-JSON on stdin. It ends when stdin closes, so that it cannot outlive the daemon.
+Started by `EngineProcess` as `python -m weft.engine.process DAEMON LISTENER BEATS STACKS` (a process id and file
+descriptors), with an `EngineConfig` as one line of JSON on stdin. It ends when stdin closes, and with the daemon.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import zmq
@@ -23,6 +22,8 @@ from weft.engine.config import EngineConfig
 from weft.engine.errors import WeftError
 from weft.engine.progress import ProgressLines
 from weft.engine.runner.compile_job import CompileJob
+from weft.engine.wire.beat import BEAT_SECONDS, ENGINE, Beat, Beats, LastStep
+from weft.engine.wire.child import settle
 from weft.engine.wire.engine_socket import Clients
 from weft.engine.wire.log_sink import install, last_lines
 from weft.engine.wire.messages import (
@@ -41,14 +42,19 @@ from weft.engine.wire.messages import (
 if TYPE_CHECKING:
     from weft.engine.engine import Engine
     from weft.engine.profiling import Profiling
+    from weft.engine.runner.runner import InFlight
 
-IDLE_POLL_MS = 1000
+IDLE_POLL_MS = int(1000 * BEAT_SECONDS)
 HELLO_WAIT_MS = 1000
 """for the first client to be there, when there is bad news for it"""
 FLUSH_POLL_MS = 100
 """with KV tiers: an idle loop also takes in transfers that have ended, and notices the end of stdin in time"""
 FLUSH_PATIENCE_SECONDS = 4.5
 """less than the daemon waits for this process to end"""
+PROFILE_SECONDS = 300.0
+"""that writing a profile may take"""
+COMPILE_SECONDS = 300.0
+"""that a kernel may take to compile which no warm-up has met"""
 
 
 class _Ending(threading.Thread):
@@ -72,11 +78,13 @@ class _Ending(threading.Thread):
 
 
 class _Loop:
-    """Takes the clients' messages, steps the engine, sends what it says."""
+    """Takes the clients' messages, steps the engine, sends what it says, and shows with each round that it lives."""
 
-    def __init__(self, clients: Clients, ending: _Ending) -> None:
+    def __init__(self, clients: Clients, ending: _Ending, beats: Beats) -> None:
         self._clients = clients
         self._ending = ending
+        self._beats = beats
+        self._beat = beats.of(ENGINE)
         self._open: dict[int, set[int]] = {}
         """handles by client"""
         self._profiling: Profiling | None = None
@@ -86,14 +94,18 @@ class _Loop:
         try:
             from weft.engine.engine import Engine  # torch is imported here, inside the reach of EngineFailed
 
-            engine = Engine(config, ProgressLines(), compiling)
+            self._beat.stage("importing", self._beats.start_timeout)
+            engine = Engine(config, _AnnouncedProgress(self._beat, self._beats.start_timeout), compiling)
         except WeftError as error:
             return self._fail(str(error))
         except MemoryError:
             return self._fail("out of memory while loading the model")
         if engine.tiers is not None:
             self._ending.patience = FLUSH_PATIENCE_SECONDS
+        engine.on_wait = self._wait_for_step
+        _announce_compiles(self._beat)
         while not self._ending.begun.is_set():
+            self._beat()
             for client, message in self._clients.receive(0 if engine.has_work else self._idle_poll_ms()):
                 self._take(engine, client, message)
             if self._profiling is not None and self._profiling.due:
@@ -102,8 +114,21 @@ class _Loop:
             if outputs is not None:
                 self._forget_finished(outputs)
                 self._clients.send_outputs(outputs)
+        self._beat.stage("ending", FLUSH_PATIENCE_SECONDS)
         engine.close()
         return 0
+
+    def _wait_for_step(self, in_flight: InFlight) -> None:
+        """Where a step that never ends is waited for. A device that can only be waited for to the end, a GPU, shows no
+        beat meanwhile: its steps take milliseconds. A CPU's may take long, and the beat goes on for as long."""
+        batch = in_flight.batch
+        self._beat.step(
+            LastStep(batch.step, batch.num_requests, batch.num_tokens, batch.num_decodes, in_flight.nano_batches)
+        )
+        begun = time.monotonic()
+        while not in_flight.ends_within(BEAT_SECONDS):
+            if time.monotonic() - begun < self._beats.step_timeout:
+                self._beat.still()
 
     def _idle_poll_ms(self) -> int:
         return FLUSH_POLL_MS if self._ending.patience else IDLE_POLL_MS
@@ -139,6 +164,7 @@ class _Loop:
     def _end_profiling(self) -> None:
         profiling, self._profiling = self._profiling, None
         if profiling is not None:
+            self._beat.stage("writing a profile", PROFILE_SECONDS)
             try:
                 profiling.end()
             except (OSError, RuntimeError):
@@ -160,16 +186,55 @@ class _Loop:
         return 1
 
 
+class _AnnouncedProgress:
+    """What a start reports, on stderr and as the stage that its beat tells."""
+
+    def __init__(self, beat: Beat, seconds: float) -> None:
+        """`seconds`: that a part may take."""
+        self._beat = beat
+        self._seconds = seconds
+        self._lines = ProgressLines()
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        self._beat.stage(f"{phase}, {done} of {total}", self._seconds)
+        self._lines(phase, done, total)
+
+
+def _announce_compiles(beat: Beat) -> None:
+    """A kernel that the loop stops to compile is no hang."""
+    if "triton" not in sys.modules:
+        return
+    from triton.runtime.jit import JITFunction
+
+    # Not Triton's hook: that wants every argument of a kernel as JSON.
+    compile: Callable[..., Any] | None = getattr(JITFunction, "_do_compile", None)
+    if compile is None:
+        return
+    loop = threading.get_ident()
+
+    def announced(function: Any, *arguments: Any, **options: Any) -> Any:
+        if threading.get_ident() != loop:
+            return compile(function, *arguments, **options)
+        beat.stage(f"compiling {getattr(function, '__name__', 'a kernel')}", COMPILE_SECONDS)
+        try:
+            return compile(function, *arguments, **options)
+        finally:
+            beat()
+
+    JITFunction._do_compile = announced
+
+
 def main() -> int:
     install()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon decides when to end
+    daemon, listener_fd, beats_fd, stacks_fd = map(int, sys.argv[1:5])
+    settle(daemon, stacks_fd)
     config = EngineConfig.model_validate_json(sys.stdin.buffer.readline())
     ending = _Ending()
     ending.start()
     context = zmq.Context()
-    clients = Clients(context, sys.argv[1])
+    clients = Clients(context, listener_fd)
     try:
-        code = _Loop(clients, ending).run(config)
+        code = _Loop(clients, ending, Beats(fd=beats_fd)).run(config)
     except Exception:
         # A defect, not a user's mistake: the trace belongs in the log, the daemon tells every client.
         traceback.print_exc()

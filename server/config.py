@@ -79,7 +79,22 @@ class ServeConfig(EngineConfig):
     )
     tokenizer_threads: int = Field(2, ge=1, le=64, description="threads that tokenize and render chat templates")
     restart_engine: bool = Field(
-        False, description="start another engine process when it ends, instead of ending the daemon"
+        True, description="start another engine process when one ends or hangs, instead of ending the daemon"
+    )
+    engine_restart_limit: int = Field(
+        10, ge=1, description="engine processes started anew within ten minutes at most; then the daemon ends, status 1"
+    )
+    hang_timeout: float = Field(
+        30.0,
+        ge=0,
+        description="seconds without progress after which the engine is killed, its stacks logged; 0 for never",
+    )
+    api_hang_timeout: float = Field(10.0, ge=0, description="the same for a process that answers HTTP; 0 for never")
+    step_timeout: float = Field(
+        600.0, gt=0, description="seconds an iteration may take on a CPU; on a GPU --hang-timeout bounds it"
+    )
+    start_timeout: float = Field(
+        600.0, gt=0, description="seconds that loading, compiling and the like may go on without a step of progress"
     )
     log_level: LogLevel = Field("info", description="how much is logged to stderr")
     log_format: Literal["text", "json"] = Field("text", description="lines of text, or a JSON object a line")

@@ -46,6 +46,8 @@ def _finish(jobs: queue.SimpleQueue[CpuInFlight | None], thread: threading.Threa
 class CpuInFlight:
     """An iteration on the worker thread."""
 
+    nano_batches = 1
+
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
         self._done = threading.Event()
@@ -55,6 +57,9 @@ class CpuInFlight:
     def _resolve(self, result: StepResult | None, error: BaseException | None = None) -> None:
         self._result, self._error = result, error
         self._done.set()
+
+    def ends_within(self, seconds: float) -> bool:
+        return self._done.wait(seconds)
 
     def wait(self) -> StepResult:
         self._done.wait()

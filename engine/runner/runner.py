@@ -14,6 +14,16 @@ class InFlight(Protocol):
     @property
     def batch(self) -> Batch: ...
 
+    @property
+    def nano_batches(self) -> int:
+        """of the pipeline that runs it; 1 for the serial plan"""
+        ...
+
+    def ends_within(self, seconds: float, /) -> bool:
+        """Wait so long for its end at most. True when it has ended, and on a device that can only be waited for to
+        the end: then `wait()` does."""
+        ...
+
     def wait(self) -> StepResult: ...
 
 

@@ -20,12 +20,14 @@ def identity(client: int) -> bytes:
 class Clients:
     """A bound ROUTER socket. A client is known from its `Hello` until `forget`; what is for others is dropped."""
 
-    def __init__(self, context: zmq.Context[Any], address: str) -> None:
+    def __init__(self, context: zmq.Context[Any], listener_fd: int) -> None:
+        """`listener_fd`: of a socket that listens already (`PrivateSocket`)."""
         self._socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.bind(address)
+        self._socket.setsockopt(zmq.USE_FD, listener_fd)
+        self._socket.bind(f"ipc:///proc/self/fd/{listener_fd}")  # a name is asked for, and not used
         self._known: set[int] = set()
 
     def receive(self, wait_ms: int) -> list[tuple[int, ToEngine]]:

@@ -9,7 +9,9 @@ import sys
 from asyncio.subprocess import PIPE, Process
 
 from weft.engine.config import EngineConfig
-from weft.engine.wire.private_dir import PrivateDir
+from weft.engine.wire.beat import ENGINE, Beats
+from weft.engine.wire.child import Stacks
+from weft.engine.wire.private_socket import PrivateSocket
 
 LAST_WORDS_SECONDS = 0.05
 PRIMITIVE_CACHES = {"LRU_CACHE_CAPACITY": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
@@ -26,32 +28,48 @@ def environment() -> dict[str, str]:
 class EngineProcess:
     """A running engine process. Create with `await EngineProcess.start(config)`; clients connect to `address`."""
 
-    def __init__(self, process: Process, directory: PrivateDir, address: str) -> None:
-        self.address = address
+    def __init__(self, process: Process, socket: PrivateSocket, stacks: Stacks, *, owns_socket: bool) -> None:
+        self.address = socket.address
+        self.stacks = stacks
         self._process = process
-        self._directory = directory
+        self._socket = socket
+        self._owns_socket = owns_socket
         self._stopping = False
+        self._why = ""
         self._ended = asyncio.create_task(self._wait())
 
     @classmethod
-    async def start(cls, config: EngineConfig) -> EngineProcess:
-        """Spawn it. Returns at once; a client's `wait_ready` waits for the model to be loaded."""
-        directory = PrivateDir()
-        address = f"ipc://{directory.path}/engine.sock"
+    async def start(
+        cls, config: EngineConfig, socket: PrivateSocket | None = None, beats: Beats | None = None
+    ) -> EngineProcess:
+        """Spawn it. Returns at once; a client's `wait_ready` waits for the model to be loaded.
+
+        `socket`: where it listens, one of its own by default. `beats`: where it shows that it lives.
+        Raises `ConfigError` where no socket can be made.
+        """
+        owns_socket = socket is None
+        socket = socket or PrivateSocket()
+        beats = beats or Beats()
+        stacks = Stacks()
+        fds = (socket.fd, beats.fd, stacks.fd)
+        beats.of(ENGINE).begin("starting", beats.start_timeout)
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",
             "-m",
             "weft.engine.process",
-            address,
+            str(os.getpid()),
+            *map(str, fds),
             stdin=PIPE,
+            pass_fds=fds,
             start_new_session=True,  # Ctrl-C reaches the daemon alone, which then drains
             env=environment(),
         )
+        beats.of(ENGINE).begin("starting", beats.start_timeout, process.pid)
         # It reads its configuration from stdin and ends when stdin closes: it cannot outlive this process.
         assert process.stdin is not None
         process.stdin.write(config.model_dump_json().encode() + b"\n")
-        return cls(process, directory, address)
+        return cls(process, socket, stacks, owns_socket=owns_socket)
 
     @property
     def pid(self) -> int:
@@ -66,11 +84,15 @@ class EngineProcess:
         await asyncio.sleep(LAST_WORDS_SECONDS)
         if self._stopping:
             return "the engine was stopped"
+        if self._why:
+            return self._why
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
         return f"the engine ended ({how})"
 
-    def kill(self) -> None:
+    def kill(self, why: str = "") -> None:
+        """`why`: what `wait_dead` then tells, in place of the signal."""
         if self._process.returncode is None:
+            self._why = self._why or why
             self._process.kill()
 
     async def stop(self, timeout: float = 5.0) -> None:
@@ -83,4 +105,5 @@ class EngineProcess:
         except TimeoutError:
             self.kill()
             await self.wait_dead()
-        self._directory.remove()
+        if self._owns_socket:
+            self._socket.close()

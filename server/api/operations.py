@@ -49,11 +49,14 @@ async def model(model: str, service: ServiceOf) -> dict[str, Any]:
     return _model(service, service.model_name(model))
 
 
-@router.get("/health", summary="200 while the engine lives")
+@router.get("/health", summary="200 while the engine lives and goes on; 503 when it has ended or hangs")
 async def health(service: ServiceOf) -> dict[str, str]:
     if service.phase is Phase.DEAD:
         raise ApiError(503, "The engine has ended.", code="engine_dead")
-    return {"status": "ok"}
+    if (reason := service.stalled) is not None:
+        raise reason
+    stage = service.engine_stage
+    return {"status": "ok", "stage": stage} if stage else {"status": "ok"}
 
 
 @router.get("/ready", summary="200 when new work is taken")

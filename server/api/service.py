@@ -10,6 +10,7 @@ from contextlib import suppress
 from enum import Enum
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from weft.engine.wire.beat import ENGINE, LATE_SECONDS, Watch
 from weft.engine.wire.messages import EngineReady
 from weft.engine.wire.streams import Streams
 from weft.server.api.admission import Admission
@@ -70,13 +71,21 @@ class Service:
     """One API process's state. Lives on the event loop; only `offload` leaves it."""
 
     def __init__(
-        self, config: ServeConfig, board: Board | None = None, row: int = 0, keys: Sequence[bytes] | None = None
+        self,
+        config: ServeConfig,
+        board: Board | None = None,
+        row: int = 0,
+        keys: Sequence[bytes] | None = None,
+        watch: Watch | None = None,
     ) -> None:
-        """`row`: of this process on the daemon's `board`. `keys`: digests, when they have been read already."""
+        """`row`: of this process on the daemon's `board`. `keys`: digests, when they have been read already.
+
+        `watch`: over the daemon's processes.
+        """
         self.config = config
         self.keys = load_keys(config) if keys is None else list(keys)
         self.board = board or Board(1, len(self.keys))
-        self.metrics = Metrics(self.board, row)
+        self.metrics = Metrics(self.board, row, watch)
         self.limits = RateLimits(self.board, self.metrics.rejected, config.rate_limit, config.rate_limit_tokens)
         self.body_bounds = BodyBounds.of(config.max_body_mib, UNKNOWN_CONTEXT)
         self.phase = Phase.LOADING
@@ -85,6 +94,7 @@ class Service:
         self.created = int(time.time())
         self.open: set[OpenAnswer] = set()
         self._row = row
+        self._watch = watch
         self._loaded: LoadedModel | None = None
         self._grammars: GrammarCompiler | None = None
         self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
@@ -138,8 +148,22 @@ class Service:
         return self.handed_over or self.phase in (Phase.DRAINING, Phase.DEAD)
 
     @property
+    def stalled(self) -> ApiError | None:
+        """The engine shows no progress, as it tells all processes itself; else None."""
+        if self._watch is None or (age := self._watch.late(ENGINE, LATE_SECONDS)) is None:
+            return None
+        return unavailable(f"The engine has shown no progress for {age:.0f} seconds.", "engine_stalled", 10)
+
+    @property
+    def engine_stage(self) -> str:
+        """The long work the engine is at, a start for example, in words; else empty."""
+        return self._watch.beats.stage(ENGINE) if self._watch is not None else ""
+
+    @property
     def unready(self) -> ApiError | None:
         """Why a router should send its work elsewhere, or None."""
+        if (reason := self.stalled) is not None:
+            return reason
         if self.phase is not Phase.SERVING:
             message, retry_after = _REFUSALS[self.phase]
             return unavailable(message, self.phase.value, retry_after)

@@ -37,8 +37,8 @@ TOKENS = (72, 105)
 
 
 class StubEngine:
-    def __init__(self, address: str, rate: float, vocab_size: int) -> None:
-        self._clients = Clients(zmq.Context(), address)
+    def __init__(self, listener_fd: int, rate: float, vocab_size: int) -> None:
+        self._clients = Clients(zmq.Context(), listener_fd)
         self._tick_seconds = 1 / rate
         self._vocab_size = vocab_size
         self._left: dict[int, int] = {}
@@ -133,4 +133,4 @@ def _end_with_stdin() -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=_end_with_stdin, daemon=True).start()
-    StubEngine(sys.argv[1], float(sys.argv[2]), int(sys.argv[3])).run()
+    StubEngine(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])).run()

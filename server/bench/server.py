@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from weft.engine.errors import WeftError
+from weft.engine.wire.beat import Beats
 from weft.engine.wire.client import EngineClient
-from weft.engine.wire.private_dir import PrivateDir
+from weft.engine.wire.private_socket import PrivateSocket
 from weft.server.bench.client import http_request
 from weft.server.config import ServeConfig
-from weft.server.daemon.api_process import ApiProcess
+from weft.server.daemon.api_process import ApiProcess, Place
 from weft.server.daemon.control import EngineUp, Failed, Ready, Stop
 from weft.server.listen import listen
 from weft.server.observe.board import Board
@@ -83,19 +84,21 @@ class _Bench:
         )
         self._listeners = listen("127.0.0.1", 0, arguments.api_workers)
         self._board = Board(arguments.api_workers + 1)
+        self._beats = Beats(arguments.api_workers + 1)
         self._metrics = Metrics(self._board, 0)
 
     async def run(self) -> dict[str, Any]:
-        directory = PrivateDir()
-        address = f"ipc://{directory.path}/engine.sock"
+        socket = PrivateSocket()
         children: list[Process] = []
         apis: list[ApiProcess] = []
         try:
-            children.append(await _start("weft.server.bench.engine", address, self._arguments.rate, 300))
-            watcher = EngineClient(address, 0)
+            children.append(
+                await _start("weft.server.bench.engine", socket.fd, self._arguments.rate, 300, fd=socket.fd)
+            )
+            watcher = EngineClient(socket.address, 0)
             await watcher.wait_ready()
             for i in range(self._arguments.api_workers):
-                apis.append(await self._start_api(i, address))
+                apis.append(await self._start_api(i, socket))
             with tempfile.NamedTemporaryFile() as file:
                 path, body = self._request(1, 1 << 19, stream=True, **self._fields)
                 file.write(body)
@@ -119,11 +122,12 @@ class _Bench:
             for api in apis:
                 api.kill()
             await asyncio.gather(*(api.wait() for api in apis), *(child.wait() for child in children))
-            directory.remove()
+            socket.close()
 
-    async def _start_api(self, i: int, address: str) -> ApiProcess:
-        api = await ApiProcess.start(self._config, [], i + 1, self._board, [self._listeners[i]])
-        api.send(EngineUp(address, i + 1))
+    async def _start_api(self, i: int, socket: PrivateSocket) -> ApiProcess:
+        place = Place(row=i + 1, board=self._board, beats=self._beats, engine_fd=socket.path_fd)
+        api = await ApiProcess.start(self._config, [], place, [self._listeners[i]])
+        api.send(EngineUp(socket.address, i + 1))
         async for message in api.messages():
             if isinstance(message, Ready):
                 return api
@@ -200,9 +204,11 @@ class _Bench:
             writer.close()
 
 
-async def _start(module: str, *arguments: object) -> Process:
+async def _start(module: str, *arguments: object, fd: int | None = None) -> Process:
+    """`fd`: that the process inherits."""
+    fds = () if fd is None else (fd,)
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-m", module, *map(str, arguments), stdin=PIPE, stdout=PIPE
+        sys.executable, "-P", "-m", module, *map(str, arguments), stdin=PIPE, stdout=PIPE, pass_fds=fds
     )
 
 

@@ -21,15 +21,14 @@ from typing import Literal, NamedTuple
 
 from weft import __version__, install_hint
 from weft.engine.config import EngineConfig
+from weft.engine.errors import ConfigError
+from weft.engine.wire.private_socket import PrivateSocket
 
 GIB = 2**30
 PYTHON = ((3, 11), (3, 14))
 FEW_FILES = 4096
 """a connection is a file descriptor"""
 LITTLE_DISK = 20 * GIB
-SOCKET_PATH = 107
-"""bytes that the path of a Unix socket may have"""
-SOCKET_TAIL = len("/weft-12345678/engine.sock")
 HUB_SECONDS = 4.0
 
 
@@ -220,16 +219,11 @@ def temporary(_: argparse.Namespace) -> Iterator[Finding]:
     except OSError as error:
         yield Finding("sockets", "bad", _line(error), "set TMPDIR to a folder that can be written to")
     else:
-        if len(os.fsencode(folder)) + SOCKET_TAIL > SOCKET_PATH:
-            most = SOCKET_PATH - SOCKET_TAIL
-            yield Finding(
-                "sockets",
-                "bad",
-                f"{folder} is too long a path for sockets",
-                f"set TMPDIR to one of at most {most} bytes",
-            )
-        else:
+        try:
+            PrivateSocket().close()
             yield Finding("sockets", "ok", f"in {folder}")
+        except ConfigError as error:
+            yield Finding("sockets", "bad", _line(error), "set TMPDIR to another folder")
     try:
         fd = os.memfd_create("weft-doctor")
         os.ftruncate(fd, 1 << 20)

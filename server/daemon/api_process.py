@@ -9,36 +9,58 @@ import socket
 import sys
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple
 
+from weft.engine.wire.beat import Beats
+from weft.engine.wire.child import Stacks
 from weft.server.config import ServeConfig
 from weft.server.daemon.certificate import Certificate
 from weft.server.daemon.control import Channel, FromWorker, Start, ToWorker
 from weft.server.observe.board import Board
 
+START_SECONDS = 120.0
+"""that an API process may take from its start to its first beat"""
+
+
+class Place(NamedTuple):
+    """What an API process shares with the daemon and its other processes."""
+
+    row: int
+    """its own, of the board and of the beats"""
+    board: Board
+    beats: Beats
+    engine_fd: int
+    """what the engine's address refers to"""
+
 
 class ApiProcess:
     """A running API process. Create with `await ApiProcess.start(...)`."""
 
-    def __init__(self, process: Process, channel: Channel[FromWorker]) -> None:
+    def __init__(self, process: Process, channel: Channel[FromWorker], stacks: Stacks) -> None:
+        self.stacks = stacks
         self._process = process
         self._channel = channel
+        self._why = ""
 
     @classmethod
     async def start(
         cls,
         config: ServeConfig,
         keys: list[bytes],
-        row: int,
-        board: Board,
+        place: Place,
         listeners: Sequence[socket.socket],
         *,
         certificate: Certificate | None = None,
         taking_over: bool = False,
+        hold: bool = False,
     ) -> ApiProcess:
-        """`keys`: digests. `row`: the process's own on the board. `taking_over`: as in `Start`."""
+        """`keys`: digests. `taking_over`, `hold`: as in `Start`."""
+        row, board, beats, engine_fd = place
         fds = [listener.fileno() for listener in listeners]
         tls_fds = [] if certificate is None else [certificate.fd]
         tls = {} if certificate is None else {"tls_cert": certificate.path, "tls_key": None}
+        stacks = Stacks()
+        beats.of(row).begin("starting", START_SECONDS)
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
@@ -46,11 +68,14 @@ class ApiProcess:
                 "-P",
                 "-m",
                 "weft.server.daemon.worker",
+                str(os.getpid()),
+                str(stacks.fd),
                 stdin=theirs.fileno(),
-                pass_fds=(board.fd, *fds, *tls_fds),
+                pass_fds=(board.fd, beats.fd, stacks.fd, engine_fd, *fds, *tls_fds),
                 start_new_session=True,  # Ctrl-C reaches the daemon alone, which then drains
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
+        beats.of(row).begin("starting", START_SECONDS, process.pid)
         channel = await Channel.of_daemon(ours)
         channel.send(
             Start(
@@ -60,11 +85,13 @@ class ApiProcess:
                 row=row,
                 rows=board.rows,
                 board_fd=board.fd,
+                beats_fd=beats.fd,
                 listener_fds=fds,
                 taking_over=taking_over,
+                hold=hold,
             )
         )
-        return cls(process, channel)
+        return cls(process, channel, stacks)
 
     @property
     def pid(self) -> int:
@@ -81,8 +108,12 @@ class ApiProcess:
         """Wait for its end, and tell how it ended."""
         code = await self._process.wait()
         self._channel.close()
+        if self._why:
+            return self._why
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
 
-    def kill(self) -> None:
+    def kill(self, why: str = "") -> None:
+        """`why`: what `wait` then tells, in place of the signal."""
         if self._process.returncode is None:
+            self._why = self._why or why
             self._process.kill()

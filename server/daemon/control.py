@@ -27,9 +27,12 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
     row: int
     rows: int
     board_fd: int
+    beats_fd: int
     listener_fds: list[int]
     taking_over: bool
     """Another daemon has these listeners too and serves: take connections once this process does."""
+    hold: bool
+    """The engine is ready, and so are others: leave connections in the listener's queue until this one is too."""
 
 
 class EngineUp(msgspec.Struct, tag="engine_up", frozen=True):

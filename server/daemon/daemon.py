@@ -7,16 +7,18 @@ import itertools
 import logging
 import sys
 import time
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
 
 from weft.engine.errors import ConfigError, WeftError
+from weft.engine.wire.beat import ENGINE, Beats, Watch
 from weft.engine.wire.client import EngineClient
 from weft.engine.wire.messages import EngineReady
+from weft.engine.wire.private_socket import PrivateSocket
 from weft.engine.wire.spawn import EngineProcess
 from weft.server.announce import announce
 from weft.server.config import ServeConfig
-from weft.server.daemon.api_process import ApiProcess
+from weft.server.daemon.api_process import ApiProcess, Place
 from weft.server.daemon.control import (
     Drain,
     EngineDown,
@@ -31,7 +33,9 @@ from weft.server.daemon.control import (
     ToWorker,
 )
 from weft.server.daemon.front import Front
+from weft.server.daemon.restarts import Restarts
 from weft.server.daemon.signals import handle, own_stacks
+from weft.server.daemon.watchman import Charge, Watchman
 from weft.server.logs import configure, count_dropped
 from weft.server.observe.board import Board
 from weft.server.observe.metrics import Metrics
@@ -40,11 +44,17 @@ FAREWELL = 1.0
 """seconds that last answers get to leave"""
 STOP_SECONDS = 5.0
 """that a process gets to end when asked"""
-RESTART_SECONDS = 1.0
-"""between an engine's end and the next one's start"""
+RESTART_SECONDS = (1.0, 30.0)
+"""between an engine's end and the next one's start: at first, and at most"""
+API_RESTART_SECONDS = (0.5, 5.0)
+"""the same for an API process that lived less than SHORT_LIFE seconds"""
 SHORT_LIFE = 5.0
-SHORT_LIVES = 3
-"""so many API processes in a row that lived less than SHORT_LIFE seconds: another one will not help"""
+FRUITLESS_LIVES = 3
+"""so many API processes in a row that ended before they served: another one will not help"""
+ATTACH_SECONDS = 120.0
+"""that an API process may take to serve once there is an engine that is ready"""
+
+Process = TypeVar("Process")
 
 logger = logging.getLogger("weft")
 
@@ -71,6 +81,10 @@ class Daemon:
         self._begun = time.monotonic()
         self._config = config
         self._front = Front(config)
+        self._socket = PrivateSocket()
+        self._beats = Beats(
+            config.api_workers + 1, step_timeout=config.step_timeout, start_timeout=config.start_timeout
+        )
         self._board = Board(config.api_workers + 1, self._front.key_capacity)
         self._metrics = Metrics(self._board, 0)
         count_dropped(self._metrics.log_lines_dropped.labels().inc)
@@ -79,10 +93,18 @@ class Daemon:
         self._engine: EngineProcess | None = None
         self._control: EngineClient | None = None
         self._engine_ready: EngineReady | None = None
+        self._engine_worked = False
+        """an engine has been ready: what ends from now on can be a passing trouble"""
+        self._engine_restarts = Restarts(*RESTART_SECONDS, config.engine_restart_limit)
+        self._starting: set[asyncio.Task[Any]] = set()
+        """processes that are being started, and are in no table yet"""
         self._api: dict[int, ApiProcess] = {}
         self._clients: dict[int, int] = {}
         """the client's number by API process"""
         self._serving: set[int] = set()
+        """API processes that are attached to the engine"""
+        self._fruitless = [0] * config.api_workers
+        """by API process: how many in a row ended before they served"""
         self._busy: set[int] = set()
         """draining API processes with open answers"""
         self._announced = False
@@ -99,6 +121,7 @@ class Daemon:
         keepers = [self._begin(self._keep_engine())]
         keepers += [self._begin(self._keep_api(i)) for i in range(self._config.api_workers)]
         keepers.append(self._begin(self._front.notifier.watch()))
+        keepers.append(self._begin(Watchman(Watch(self._beats), self._charges).run()))
         try:
             stop = asyncio.create_task(self._asked_to_stop.wait())
             await asyncio.wait((stop, self._failure), return_when=asyncio.FIRST_COMPLETED)
@@ -115,7 +138,42 @@ class Daemon:
             for keeper in keepers:
                 keeper.cancel()
             await asyncio.gather(*keepers, return_exceptions=True)
-            await asyncio.gather(self._stop_engine(), *(self._stop_api(process) for process in self._api.values()))
+            await self._stop_all()
+
+    async def _stop_all(self) -> None:
+        """First the port is closed, so that whoever comes now is refused at once, then the engine ends."""
+        self._front.close()
+        stopping = [asyncio.create_task(self._stop_api(process)) for process in self._api.values()]
+        for started in await asyncio.gather(*self._starting, return_exceptions=True):
+            # Whoever waited for it was cancelled meanwhile.
+            if isinstance(started, ApiProcess) and started not in self._api.values():
+                stopping.append(asyncio.create_task(self._stop_api(started)))
+            elif isinstance(started, EngineProcess) and started is not self._engine:
+                stopping.append(asyncio.create_task(started.stop(STOP_SECONDS)))
+        if stopping:
+            await asyncio.wait(stopping, timeout=FAREWELL)
+        await asyncio.gather(self._stop_engine(), *stopping)
+        self._socket.close()
+
+    async def _started(self, start: Coroutine[Any, Any, Process]) -> Process:
+        """Start a process so that `_stop_all` knows of it, even when whoever waits for it is cancelled."""
+        task = asyncio.create_task(start)
+        self._starting.add(task)
+        try:
+            process = await asyncio.shield(task)
+        except OSError:
+            self._starting.discard(task)
+            raise
+        self._starting.discard(task)
+        return process
+
+    def _charges(self) -> Iterator[Charge]:
+        """The processes that must show life."""
+        config, metrics = self._config, self._metrics
+        if self._engine is not None:
+            yield Charge("the engine", ENGINE, self._engine, config.hang_timeout, metrics.engine_hangs)
+        for i, process in self._api.items():
+            yield Charge(f"API process {i}", i + 1, process, config.api_hang_timeout, metrics.api_hangs)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -159,19 +217,37 @@ class Daemon:
         """Run an engine process, and another one after it if so configured."""
         while True:
             why = await self._run_engine()
-            restarting = self._config.restart_engine and self._announced and not self._asked_to_stop.is_set()
-            self._tell(EngineDown(why, restarting))
+            pause, why = self._pause_after(why)
+            self._serving.clear()
+            self._tell(EngineDown(why, restarting=pause is not None))
             await self._stop_engine()
-            if not restarting:
+            if pause is None:
                 self._fail(why)
                 return
-            logger.error("%s; starting another one", why)
+            logger.error("%s; another one starts in %g s", why, pause)
             self._metrics.engine_restarts.inc()
-            await asyncio.sleep(RESTART_SECONDS)
+            waiting = "waiting to start another engine"
+            self._beats.of(ENGINE).begin(waiting, pause + self._config.start_timeout)
+            await asyncio.sleep(pause)
+
+    def _pause_after(self, why: str) -> tuple[float | None, str]:
+        """Seconds before another engine starts, None for no other one; and why the last one ended, completed."""
+        if not (self._config.restart_engine and self._engine_worked) or self._asked_to_stop.is_set():
+            return None, why
+        pause = self._engine_restarts.next_pause()
+        if pause is not None:
+            return pause, why
+        self._metrics.restarts_given_up.inc()
+        count = self._engine_restarts.count
+        return None, f"{why}; {count} others were started within ten minutes: that is enough (--engine-restart-limit)"
 
     async def _run_engine(self) -> str:
-        """One engine process from start to end; tells why it ended. Raises `WeftError` when it cannot start."""
-        self._engine = engine = await EngineProcess.start(self._config.engine)
+        """One engine process from start to end; tells why it ended, or why it could not start."""
+        config = self._config.engine
+        try:
+            self._engine = engine = await self._started(EngineProcess.start(config, self._socket, self._beats))
+        except OSError as error:
+            return f"no engine process can be started: {error.strerror or error}"
         self._control = control = EngineClient(engine.address, next(self._numbers))
         control.on_stats = self._metrics.count_iteration
         # Nobody would know how it fares; an engine that is being stopped ends by itself, its KV pages kept.
@@ -184,12 +260,13 @@ class Daemon:
             await asyncio.wait((loading, dead), return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
                 self._engine_ready = loading.result()
+                self._engine_worked = True
                 self._announce_once()
+                for i in self._api:
+                    self._expect(i)
                 await asyncio.wait((dead,))
             why = dead.result()
             control.mark_dead(why)
-            if self._engine_ready is None:
-                raise WeftError(control.failure or why)
             return control.failure or why
         finally:
             loading.cancel()
@@ -201,6 +278,18 @@ class Daemon:
         if self._engine is not None:
             self._clients[i] = number = next(self._numbers)
             self._api[i].send(EngineUp(self._engine.address, number))
+            if self._engine_ready is not None:
+                self._expect(i)
+
+    def _expect(self, i: int) -> None:
+        """The engine is ready: an API process that does not serve soon is of no use."""
+        number = self._clients[i]
+
+        def check() -> None:
+            if self._clients.get(i) == number and i in self._api and i not in self._serving and self._engine_ready:
+                self._api[i].kill(f"not ready {ATTACH_SECONDS:g} s after the engine")
+
+        asyncio.get_running_loop().call_later(ATTACH_SECONDS, check)
 
     async def _stop_engine(self) -> None:
         engine, self._engine = self._engine, None
@@ -215,32 +304,53 @@ class Daemon:
 
     async def _keep_api(self, i: int) -> None:
         """Run the i-th API process, and another one after it."""
-        short_lives = 0
+        restarts = Restarts(*API_RESTART_SECONDS)
         while True:
             begun = time.monotonic()
             how = await self._run_api(i)
-            if self._handed_over:
+            if self._asked_to_stop.is_set():
+                for listener in self._front.listeners[i]:
+                    listener.close()  # its connections are for the others now
                 return
-            short_lives = short_lives + 1 if time.monotonic() - begun < SHORT_LIFE else 0
-            if short_lives == SHORT_LIVES:
-                self._fail(f"API processes end as soon as they have started ({how})")
+            if self._nobody_will_serve(i):
+                self._fail(f"API processes end before they serve ({how})")
                 return
-            logger.error("API process %d ended (%s); starting another one", i, how)
+            if time.monotonic() - begun < SHORT_LIFE:
+                pause = restarts.next_pause() or 0.0
+            else:
+                restarts.forget()
+                pause = 0.0
+            logger.error("API process %d ended (%s); another one starts in %g s", i, how, pause)
             self._metrics.api_restarts.inc()
+            await asyncio.sleep(pause)
+
+    def _nobody_will_serve(self, i: int) -> bool:
+        """The i-th API process has ended again, and no other one makes up for it."""
+        if not self._announced:
+            return self._fruitless[i] >= FRUITLESS_LIVES
+        in_vain = self._engine_ready is not None and not self._serving
+        return in_vain and all(count >= FRUITLESS_LIVES for count in self._fruitless)
 
     async def _run_api(self, i: int) -> str:
         """One API process from start to end; tells how it ended."""
         front = self._front
-        process = await ApiProcess.start(
+        place = Place(row=i + 1, board=self._board, beats=self._beats, engine_fd=self._socket.path_fd)
+        start = ApiProcess.start(
             self._config,
             front.keys,
-            i + 1,
-            self._board,
+            place,
             front.listeners[i],
             certificate=front.certificate,
             taking_over=front.taking_over,
+            hold=self._announced and self._engine_ready is not None,
         )
+        try:
+            process = await self._started(start)
+        except OSError as error:
+            self._fruitless[i] += 1
+            return f"cannot be started: {error.strerror or error}"
         self._api[i] = process
+        self._fruitless[i] += 1
         self._introduce(i)
         if self._asked_to_stop.is_set():
             process.send(Drain())
@@ -248,7 +358,10 @@ class Daemon:
             match message:
                 case Ready():
                     self._serving.add(i)
+                    self._fruitless[i] = 0
                     self._announce_once(chat=message.chat)
+                case Failed() if self._announced:
+                    process.kill(message.message)
                 case Failed():
                     self._fail(message.message)
                 case Idle():
@@ -274,7 +387,8 @@ class Daemon:
     def _announce_once(self, *, chat: bool | None = None) -> None:
         """Once everything serves. `chat`: the model has a chat template, as an API process tells."""
         self._chat = self._chat or bool(chat)
-        if not self._announced and self._engine_ready is not None and len(self._serving) == self._config.api_workers:
+        everyone = len(self._serving) == self._config.api_workers
+        if not self._announced and self._engine_ready is not None and everyone and not self._asked_to_stop.is_set():
             self._announced = True
             seconds = time.monotonic() - self._begun
             key = bool(self._front.keys)

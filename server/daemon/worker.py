@@ -1,5 +1,6 @@
 """An API process: answers HTTP on its listener, from a connection of its own to the engine. Started by the daemon as
-`python -m weft.server.daemon.worker` with a socket to it on file descriptor 0; ends when that socket closes."""
+`python -m weft.server.daemon.worker DAEMON STACKS` (a process id and a file descriptor) with a socket to it on file
+descriptor 0; ends when that socket closes, and with the daemon."""
 
 from __future__ import annotations
 
@@ -8,7 +9,6 @@ import gc
 import logging
 import os
 import resource
-import signal
 import socket
 import sys
 from collections.abc import Awaitable
@@ -17,6 +17,8 @@ from contextlib import suppress
 import uvloop
 
 from weft.engine.errors import WeftError
+from weft.engine.wire.beat import BEAT_SECONDS, ENGINE, Beats, Watch
+from weft.engine.wire.child import has_ended, settle
 from weft.engine.wire.client import EngineClient
 from weft.engine.wire.log_sink import last_lines
 from weft.server.api.http_server import make_server
@@ -45,6 +47,13 @@ from weft.server.text.tokenizer import Tokenizer
 IDLE_TICK = 0.02
 FAREWELL = 1.0
 """seconds that last answers get to leave"""
+HOLD_SECONDS = 15.0
+"""that connections wait at most for a process that takes the place of another one"""
+BEAT_TICK = BEAT_SECONDS / 4
+TELL_SECONDS = 2 * BEAT_SECONDS
+"""after which the daemon would have told of an engine's end"""
+SUPERVISOR_SECONDS = 10.0
+"""after which the daemon would have ended an engine that hangs"""
 BROKEN = 70
 """exit status of a process that could not go on"""
 
@@ -60,18 +69,26 @@ class Worker:
         configure(config)
         keys = [bytes.fromhex(key) for key in start.keys]
         board = Board(start.rows, fd=start.board_fd)
-        self._service = Service(config, board, start.row, keys)
+        beats = Beats(start.rows, start.beats_fd)
+        self._beat = beats.of(start.row)
+        self._watch = Watch(beats)
+        self._service = Service(config, board, start.row, keys, self._watch)
         count_dropped(self._service.metrics.log_lines_dropped.labels().inc)
         self._server = make_server(self._service)
         self._serving: asyncio.Task[None] | None = None
         self._taking_over = start.taking_over
+        self._hold = start.hold
         self._listeners = [socket.socket(fileno=fd) for fd in start.listener_fds]
         self._tells_faults = start.row == 1  # one of them is enough
         self._client: EngineClient | None = None
         self._tasks: set[asyncio.Future[None]] = set()
 
     async def run(self) -> None:
-        self._accept()
+        self._begin(self._show_life())
+        if self._hold:
+            asyncio.get_running_loop().call_later(HOLD_SECONDS, self._accept)
+        else:
+            self._accept()
         self._tokenizer = asyncio.create_task(self._load_tokenizer())
         async for message in self._channel.messages():
             if isinstance(message, Stop):
@@ -94,6 +111,25 @@ class Worker:
         elsewhere = self._taking_over and self._service.phase is not Phase.SERVING
         if self._serving is None and not elsewhere and not self._service.handed_over:
             self._serving = asyncio.create_task(self._server.serve(sockets=self._listeners))
+
+    async def _show_life(self) -> None:
+        """Beat from the event loop; and end answers that nobody else would end, should the daemon hang too."""
+        while True:
+            self._beat()
+            self._watch.look()
+            if self._service.open and self._abandoned:
+                error = ApiError(503, "The engine does not answer.", code="engine_dead", retry_after=10)
+                self._service.interrupt_all(error, "engine")
+            await asyncio.sleep(BEAT_TICK)
+
+    @property
+    def _abandoned(self) -> bool:
+        """The engine has ended or hangs, and the daemon neither tells of it nor starts another one."""
+        watch, bound = self._watch, self._service.config.hang_timeout
+        if bound and watch.late(ENGINE, bound + SUPERVISOR_SECONDS) is not None:
+            return True
+        pid = watch.beats.pid(ENGINE)
+        return watch.age(ENGINE) > TELL_SECONDS and pid != 0 and has_ended(pid)
 
     def _take(self, message: ToWorker) -> None:
         service = self._service
@@ -186,7 +222,8 @@ async def _run(sock: socket.socket) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon decides when to end
+    daemon, stacks_fd = map(int, sys.argv[1:3])
+    settle(daemon, stacks_fd)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a connection is a file descriptor

@@ -37,19 +37,20 @@ class EngineFigures:
         self._shown: tuple[object, bytes] = (None, b"")
         """what `text` was last made of, and its answer"""
 
-    def text(self) -> bytes:
-        """In Prometheus's text format."""
-        told = (self.stats, self.ready, self.model, self.up)
+    def text(self, *, late: bool = False) -> bytes:
+        """In Prometheus's text format. `late`: the engine makes no progress."""
+        up = self.up and not late
+        told = (self.stats, self.ready, self.model, up)
         if told != self._shown[0]:
-            self._shown = (told, "".join(self._metrics()).encode())
+            self._shown = (told, "".join(self._metrics(up)).encode())
         return self._shown[1]
 
-    def _metrics(self) -> Iterable[str]:
+    def _metrics(self, up: bool) -> Iterable[str]:
         stats, engine = self.stats.scheduler, self.stats
         hits, queried = "weft_prefix_cache_hit_tokens_total", "weft_prefix_cache_queried_tokens"
         usage = stats.pages_held / stats.pages_total if stats.pages_total else 0.0
         queue = {reason: stats.queue.get(reason, 0) for reason in _QUEUE}
-        yield _gauge("weft_engine_up", "1 while the engine lives and its model is loaded", self.up)
+        yield _gauge("weft_engine_up", "1 while the engine makes progress and its model is loaded", up)
         yield _gauge("weft_requests_running", "Sequences running", stats.running)
         yield _gauge("weft_requests_waiting", "Sequences waiting", stats.waiting)
         yield _family("weft_requests_queued", "gauge", "Sequences that wait, by what they wait for", "reason", queue)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from weft.engine.wire.beat import ENGINE, LATE_SECONDS, Watch
 from weft.engine.wire.messages import EngineReady, EngineStats, Started
 from weft.server.observe.board import Board
 from weft.server.observe.counters import Counter, Histogram, Store
 from weft.server.observe.engine_metrics import TIERS, EngineFigures
+from weft.server.observe.exposition import head, labelled
 
 LAG_INTERVAL = 0.05
 
@@ -63,8 +65,9 @@ GRAMMAR_OUTCOMES = ("compiled", "invalid", "too_large", "busy", "abandoned")
 class Metrics:
     """The metrics of a daemon. A process counts in its own row of the board; `render` tells the sum of all rows."""
 
-    def __init__(self, board: Board | None = None, row: int = 0) -> None:
+    def __init__(self, board: Board | None = None, row: int = 0, watch: Watch | None = None) -> None:
         board = board or Board(1)
+        self._watch = watch
         self._store = store = Store(board, row)
         self._load = board.load[row]
 
@@ -102,6 +105,11 @@ class Metrics:
         self.clients_stalled = counter("clients_stalled", "Clients cut because they did not read")
         self.accepts_refused = counter("accepts_refused", "Connections closed unread: no file descriptor was left")
         self.log_lines_dropped = counter("log_lines_dropped", "Log lines that nobody took in time")
+        self.engine_hangs = counter("engine_hangs", "Engine processes ended because they made no progress")
+        self.api_hangs = counter("api_process_hangs", "API processes ended because they made no progress")
+        self.restarts_given_up = counter(
+            "restarts_given_up", "Times that too many engines had ended to start another one"
+        )
         self._engine = EngineFigures()
         self._iterations = 0
         self._engine_lines_dropped = 0
@@ -183,4 +191,18 @@ class Metrics:
 
     def render(self) -> bytes:
         """Everything, in Prometheus's text format."""
-        return self._store.text() + self._engine.text()
+        watch = self._watch
+        if watch is None:
+            return self._store.text() + self._engine.text()
+        late = watch.late(ENGINE, LATE_SECONDS) is not None
+        return self._store.text() + self._engine.text(late=late) + _beats(watch)
+
+
+def _beats(watch: Watch) -> bytes:
+    engine, api = "weft_engine_last_beat_seconds", "weft_api_process_last_beat_seconds"
+    ages = [f"{api}{labelled({'process': str(row - 1)})} {watch.age(row):.3f}\n" for row in range(1, watch.beats.rows)]
+    return (
+        f"{head(engine, 'gauge', 'Since the engine showed last that it makes progress')}"
+        f"{engine} {watch.age(ENGINE):.3f}\n"
+        f"{head(api, 'gauge', 'Since an API process showed last that it makes progress')}{''.join(ages)}"
+    ).encode()

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 
 class Daemon:
     """`weft serve` on a free port."""
 
-    def __init__(self, log: Path, *options: str) -> None:
+    def __init__(self, log: Path, *options: str, env: Mapping[str, str] | None = None) -> None:
+        """`env`: variables beside those of this process."""
         self._log = log
         self.begun = time.monotonic()
         with log.open("wb") as stderr:
@@ -23,6 +25,7 @@ class Daemon:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
+                env={**os.environ, **(env or {})},
             )
         self.ready_line = ""
 
@@ -40,7 +43,7 @@ class Daemon:
     def children(self, module: str) -> list[int]:
         """Process ids of the daemon's processes that run this module."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return [int(pid) for pid in children if module in Path(f"/proc/{pid}/cmdline").read_text()]
+        return [int(pid) for pid in children if module in command_line(pid)]
 
     @property
     def engine_pid(self) -> int:
@@ -53,9 +56,17 @@ class Daemon:
         self.process.wait()
 
 
+def command_line(pid: int | str) -> str:
+    """Of a process; empty once it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
 @contextlib.contextmanager
-def running(tmp_path: Path, *options: str) -> Iterator[Daemon]:
-    daemon = Daemon(tmp_path / "stderr", *options)
+def running(tmp_path: Path, *options: str, env: Mapping[str, str] | None = None) -> Iterator[Daemon]:
+    daemon = Daemon(tmp_path / "stderr", *options, env=env)
     try:
         daemon.wait_ready()
         yield daemon

@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 import vocabularies
 
+from weft.engine.wire.beat import Beats, Watch
 from weft.engine.wire.messages import (
     AbortRequests,
     AddRequest,
@@ -211,7 +212,8 @@ async def serving(
     *, attach: bool = True, max_num_seqs: int = 256, adds_bos: bool = False, **options: Any
 ) -> AsyncIterator[Server]:
     """A running server. `options` are those of `ServeConfig`."""
-    service = Service(ServeConfig(**{"served_model_name": ["stub"], "port": 0, **options}))
+    watch = Watch(Beats(2))  # nobody is late who has never beaten
+    service = Service(ServeConfig(**{"served_model_name": ["stub"], "port": 0, **options}), watch=watch)
     tokenizer = Tokenizer(vocabularies.wrapped(vocabularies.byte_level(adds_bos=adds_bos)))
     engine = Stub(tokenizer, max_num_seqs=max_num_seqs)
     tokenizer.hide([engine.eos])

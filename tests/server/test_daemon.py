@@ -151,7 +151,7 @@ async def test_generated_tokens_score_the_same_as_a_prompt(daemon: Daemon) -> No
 
 
 async def test_engine_death_reaches_every_client_and_ends_the_daemon(tmp_path: Path) -> None:
-    with running(tmp_path) as daemon:
+    with running(tmp_path, "--no-restart-engine") as daemon:
         async with open_streams(daemon, 20) as streams:
             os.kill(daemon.engine_pid, signal.SIGKILL)
             killed = time.monotonic()

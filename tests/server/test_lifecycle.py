@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import time
 from typing import Any
 
 import httpx
@@ -11,6 +13,7 @@ import pytest
 from exposed import value_of
 from stub import Script, Server, serving
 
+from weft.engine.wire.beat import ENGINE, Beats, Watch
 from weft.server.api import answer
 from weft.server.api.service import Phase
 from weft.server.errors import ApiError
@@ -99,6 +102,32 @@ async def test_engine_death_ends_every_request_with_an_error() -> None:
         assert (await server.http.get("/ready")).status_code == 503
         assert (await server.post("/v1/completions", BODY)).status_code == 503
         assert "weft_engine_up 0.0" in (await server.http.get("/metrics")).text
+
+
+async def test_an_engine_without_progress_is_told_to_probes_until_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving() as server:
+        beats = Beats(2)
+        ahead = [0.0]
+        watch = Watch(beats, lambda: time.monotonic() + ahead[0])
+        monkeypatch.setattr(server.service, "_watch", watch)
+        monkeypatch.setattr(server.service.metrics, "_watch", watch)
+        beat = beats.of(ENGINE)
+        beat.stage("loading weights, 1 of 2", 100)
+        assert (await server.http.get("/health")).json() == {"status": "ok", "stage": "loading weights, 1 of 2"}
+        beat()
+        for _ in range(9):
+            ahead[0] += 1
+            watch.look()
+        health, ready = await server.http.get("/health"), await server.http.get("/ready")
+        assert (health.status_code, health.json()["error"]["code"]) == (503, "engine_stalled")
+        assert (ready.status_code, ready.json()["error"]["code"]) == (503, "engine_stalled")
+        text = (await server.http.get("/metrics")).text
+        assert "weft_engine_up 0.0" in text
+        assert re.search(r"^weft_engine_last_beat_seconds 9\.", text, re.MULTILINE)
+        ahead[0] = 0.0
+        assert (await server.http.get("/health")).json() == {"status": "ok"}
+        assert (await server.http.get("/ready")).status_code == 200
+        assert "weft_engine_up 1.0" in (await server.http.get("/metrics")).text
 
 
 async def test_draining_takes_no_new_work_and_finishes_the_old() -> None:

@@ -28,7 +28,8 @@ EACH_ITS_OWN = httpx.Limits(max_keepalive_connections=0)
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with running(tmp_path_factory.mktemp("workers"), "--api-workers", "2") as daemon:
+    options = ("--api-workers", "2", "--api-hang-timeout", "0")  # tests stop processes for as long as they like
+    with running(tmp_path_factory.mktemp("workers"), *options) as daemon:
         yield daemon
 
 
@@ -140,7 +141,7 @@ async def test_killing_an_api_process_ends_its_streams_only(daemon: Daemon) -> N
         after = [await metric(http, name) for name in names]
         assert [b - a for a, b in zip(before, after, strict=True)] == [len(finished), len(lost), len(lost)]
         responses = await asyncio.gather(*(http.post("/v1/completions", json=SHORT) for _ in range(20)))
-        assert {response.status_code for response in responses} <= {200, 503}  # 503: the new one is still loading
+        assert {response.status_code for response in responses} == {200}  # the new one takes none before it serves
     assert "SIGKILL" in daemon.stderr()
 
 
@@ -173,7 +174,7 @@ async def test_a_process_that_stops_reading_and_dies_holds_nobody_up(daemon: Dae
         await until_recovered(daemon, http, restarts + 1)
         # Nobody waits for ever at the listener of the one that died: its successor takes over.
         replies = await asyncio.gather(*(plain(http, **SHORT) for _ in range(20)))
-        assert all(isinstance(reply, httpx.Response) and reply.status_code in (200, 503) for reply in replies)
+        assert all(isinstance(reply, httpx.Response) and reply.status_code == 200 for reply in replies)
 
 
 async def test_an_end_with_messages_unread_is_an_end() -> None:
@@ -212,7 +213,7 @@ async def under_load(http: httpx.AsyncClient, seats: int) -> tuple[list[asyncio.
 
 
 async def test_engine_death_reaches_the_clients_of_every_process(tmp_path: Path) -> None:
-    with running(tmp_path, "--api-workers", "2", "--max-num-seqs", "8") as daemon:
+    with running(tmp_path, "--api-workers", "2", "--max-num-seqs", "8", "--no-restart-engine") as daemon:
         async with client(daemon) as http:
             streams, plains = await under_load(http, 8)
             os.kill(daemon.engine_pid, signal.SIGKILL)
@@ -228,7 +229,7 @@ async def test_engine_death_reaches_the_clients_of_every_process(tmp_path: Path)
 
 
 async def test_an_engine_can_be_started_again(tmp_path: Path) -> None:
-    with running(tmp_path, "--api-workers", "2", "--restart-engine") as daemon:
+    with running(tmp_path, "--api-workers", "2") as daemon:
         async with client(daemon) as http:
             tasks = await begin(http, 8)
             os.kill(daemon.engine_pid, signal.SIGKILL)

@@ -1,0 +1,66 @@
+"""`Watchman`: looks at the beats of the daemon's processes, and ends those that hang."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
+
+from weft.engine.wire.beat import ENGINE, Watch
+from weft.engine.wire.child import Stacks, has_ended
+from weft.server.observe.counters import Counter
+
+LOOK_SECONDS = 0.5
+
+logger = logging.getLogger("weft")
+
+
+class Killable(Protocol):
+    stacks: Stacks
+
+    @property
+    def pid(self) -> int: ...
+
+    def kill(self, why: str = "") -> None: ...
+
+
+class Charge(NamedTuple):
+    """A process to watch."""
+
+    name: str
+    row: int
+    process: Killable
+    bound: float
+    """seconds without a beat; 0: it is not watched"""
+    hangs: Counter
+
+
+class Watchman:
+    def __init__(self, watch: Watch, charges: Callable[[], Iterable[Charge]]) -> None:
+        """`charges`: those of this moment."""
+        self._watch = watch
+        self._charges = charges
+
+    async def run(self) -> None:
+        """For ever."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            self._watch.look()
+            for charge in list(self._charges()):
+                if charge.bound and (age := self._watch.late(charge.row, charge.bound)) is not None:
+                    await self._end(charge, age)
+
+    async def _end(self, charge: Charge, age: float) -> None:
+        name, row, process, _, hangs = charge
+        if has_ended(process.pid):
+            return  # its keeper is about to know
+        beats = self._watch.beats
+        doing = f" at {stage!r}" if (stage := beats.stage(row)) else ""
+        last = f"; last batch: {step}" if row == ENGINE and (step := beats.last_step()) is not None else ""
+        # The engine has nothing to lose by going on for a moment; an API process would take connections and die.
+        beats.of(row).give_up()
+        stacks = await process.stacks.ask(process.pid, wake=row == ENGINE)
+        logger.error("%s hangs%s: no progress for %.0f s; it is killed%s\n%s", name, doing, age, last, stacks)
+        hangs.inc()
+        process.kill(f"{name} hung{doing}: no progress for {age:.0f} s")

@@ -1,0 +1,105 @@
+"""Signs of life: who is late, for whom an allowance was announced, and what a watcher slept through."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from weft.engine.wire.beat import ENGINE, Beats, LastStep, Watch
+
+
+class Clock:
+    """Ahead of the real one, by as much as it is told."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead
+
+    def pass_by(self, watch: Watch, seconds: int) -> None:
+        """Time passes while the watcher looks every second."""
+        for _ in range(seconds):
+            self.ahead += 1
+            watch.look()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_a_process_that_has_not_begun_is_not_late(clock: Clock) -> None:
+    watch = Watch(Beats(2), clock)
+    clock.pass_by(watch, 1000)
+    assert watch.late(ENGINE, 5) is None
+    assert watch.age(ENGINE) == 0
+
+
+def test_without_a_beat_for_longer_than_the_bound_it_is_late(clock: Clock) -> None:
+    watch = Watch(beats := Beats(2), clock)
+    beat = beats.of(1)
+    beat()
+    clock.pass_by(watch, 4)
+    assert watch.late(1, 5) is None
+    clock.pass_by(watch, 3)
+    assert watch.late(1, 5) == pytest.approx(7, abs=1)
+    assert watch.late(1, 60) is None
+    assert watch.late(ENGINE, 5) is None  # each has its own row
+
+
+def test_a_stage_has_a_bound_of_its_own_and_shows(clock: Clock) -> None:
+    watch = Watch(beats := Beats(), clock)
+    beat = beats.of(ENGINE)
+    beat.stage("loading weights, 3 of 12", 100)
+    assert beats.stage(ENGINE) == "loading weights, 3 of 12"
+    clock.pass_by(watch, 90)
+    assert watch.late(ENGINE, 5) is None
+    clock.pass_by(watch, 20)
+    assert watch.late(ENGINE, 5) is not None
+    beat()
+    assert beats.stage(ENGINE) == ""
+    assert beats.allowed(ENGINE) == 0
+
+
+def test_a_long_name_of_a_stage_is_cut() -> None:
+    beats = Beats()
+    beats.of(ENGINE).stage("é" * 200, 1)
+    assert beats.stage(ENGINE).startswith("é" * 60)
+
+
+def test_what_the_watcher_slept_through_does_not_count(clock: Clock) -> None:
+    watch = Watch(beats := Beats(), clock)
+    beats.of(ENGINE)()
+    clock.ahead += 1000  # the machine was suspended: nobody looked
+    watch.look()
+    assert watch.late(ENGINE, 5) is None
+    clock.pass_by(watch, 7)
+    assert watch.late(ENGINE, 5) is not None
+
+
+def test_another_process_reads_the_same() -> None:
+    ours = Beats(2, step_timeout=7, start_timeout=9)
+    theirs = Beats(1, os.dup(ours.fd))  # it needs to know of no others
+    assert (theirs.step_timeout, theirs.start_timeout) == (7, 9)
+    step = LastStep(5, 3, 20, 2, 1)
+    theirs.of(ENGINE).begin("starting", 5, os.getpid())
+    theirs.of(ENGINE).step(step)
+    assert ours.last_step() == step
+    assert "3 requests, 20 tokens (2 of decodes, 18 of prefills)" in str(ours.last_step())
+    assert ours.pid(ENGINE) == os.getpid()
+    ours.of(ENGINE).begin("starting", 5)  # a successor
+    assert theirs.last_step() is None
+    assert theirs.pid(ENGINE) == 0
+
+
+def test_a_process_that_is_about_to_be_ended_is_late_whatever_it_shows(clock: Clock) -> None:
+    watch = Watch(beats := Beats(), clock)
+    beats.of(ENGINE)()
+    beats.of(ENGINE).give_up()
+    beats.of(ENGINE)()
+    assert watch.late(ENGINE, 5) is not None
+    beats.of(ENGINE).begin("starting", 5)
+    assert watch.late(ENGINE, 5) is None

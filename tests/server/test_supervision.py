@@ -1,0 +1,346 @@
+"""What hangs or dies in a running daemon is found, told, replaced, or given up: real processes, real signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from live import Daemon, command_line, running
+
+from weft.engine.demo import MODEL_PATH
+
+pytestmark = pytest.mark.slow
+
+LONG = {"prompt": "What is 12 + 30?", "max_tokens": 400, "ignore_eos": True, "stream": True}
+SHORT = {"prompt": "What is 12 + 30?", "max_tokens": 3}
+EACH_ITS_OWN = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+WORKER, ENGINE = "weft.server.daemon.worker", "weft.engine.process"
+WATCHED = ("--hang-timeout", "6", "--api-hang-timeout", "6")
+
+
+@contextlib.asynccontextmanager
+async def client(daemon: Daemon) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=daemon.url, timeout=60, limits=EACH_ITS_OWN) as http:
+        yield http
+
+
+async def until(condition: Callable[[], Any], seconds: float = 60) -> Any:
+    async with asyncio.timeout(seconds):
+        while not (value := condition()):
+            await asyncio.sleep(0.05)
+        return value
+
+
+async def status(http: httpx.AsyncClient, path: str) -> int:
+    try:
+        return (await http.get(path, timeout=5)).status_code
+    except httpx.HTTPError:
+        return 0
+
+
+async def until_status(http: httpx.AsyncClient, path: str, wanted: int, seconds: float = 90) -> None:
+    async with asyncio.timeout(seconds):
+        while await status(http, path) != wanted:
+            await asyncio.sleep(0.1)
+
+
+async def metric(http: httpx.AsyncClient, name: str) -> float:
+    lines = (await http.get("/metrics")).text.splitlines()
+    return next((float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + " ")), 0.0)
+
+
+async def stream(http: httpx.AsyncClient, begun: asyncio.Event) -> Any:
+    """The last event, the error before the first one, or the exception that ended it."""
+    last: Any = None
+    try:
+        async with http.stream("POST", "/v1/completions", json=LONG) as response:
+            if response.status_code != 200:
+                return json.loads(await response.aread())
+            async for line in response.aiter_lines():
+                if line.startswith("data: "):
+                    last = line[6:] if line == "data: [DONE]" else json.loads(line[6:])
+                    begun.set()
+    except httpx.HTTPError as error:
+        return error
+    return last
+
+
+async def begin(http: httpx.AsyncClient, count: int) -> list[asyncio.Task[Any]]:
+    events = [asyncio.Event() for _ in range(count)]
+    tasks = [asyncio.create_task(stream(http, event)) for event in events]
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(event.wait() for event in events))
+    return tasks
+
+
+async def codes(tasks: list[asyncio.Task[Any]], seconds: float = 60) -> set[Any]:
+    """The error codes that streams end with; what else they end with as it is."""
+    async with asyncio.timeout(seconds):
+        ends = await asyncio.gather(*tasks)
+    return {end["error"]["code"] if isinstance(end, dict) and "error" in end else str(end) for end in ends}
+
+
+async def ended(daemon: Daemon, seconds: float = 60) -> int:
+    return await asyncio.to_thread(daemon.process.wait, seconds)
+
+
+def everyone(daemon: Daemon) -> list[int]:
+    return [daemon.process.pid, *daemon.children(ENGINE), *daemon.children(WORKER)]
+
+
+def port_of(daemon: Daemon) -> int:
+    return int(daemon.url.rsplit(":", 1)[1])
+
+
+def hanging(tmp_path: Path, *, as_on_a_gpu: bool) -> tuple[Path, dict[str, str]]:
+    """A file, and the environment of a daemon whose engine never ends a step while that file is there.
+
+    `as_on_a_gpu`: a step's end can only be waited for to the end.
+    """
+    trigger, folder = tmp_path / "hang", tmp_path / "site"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(f"""
+import os, sys, time
+if "{ENGINE}" in sys.orig_argv:
+    from weft.engine.runner import cpu_runner
+    run = cpu_runner.CpuRunner.run
+    def hang(self, batch):
+        if os.path.exists({str(trigger)!r}):
+            time.sleep(10_000)
+        return run(self, batch)
+    cpu_runner.CpuRunner.run = hang
+    if {as_on_a_gpu}:
+        cpu_runner.CpuInFlight.ends_within = lambda self, seconds: True
+""")
+    paths = [str(folder), *(path for path in [os.environ.get("PYTHONPATH")] if path)]
+    return trigger, {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+@pytest.mark.parametrize("streams", [0, 8])
+async def test_a_stopped_engine_is_told_within_seconds_and_replaced(tmp_path: Path, streams: int) -> None:
+    with running(tmp_path, "--api-workers", "2", *WATCHED) as daemon:
+        async with client(daemon) as http:
+            tasks = await begin(http, streams)
+            engine = daemon.engine_pid
+            os.kill(engine, signal.SIGSTOP)
+            await until_status(http, "/health", 503, 20)
+            assert await codes(tasks) <= {"engine_dead"}
+            await until_status(http, "/ready", 200)
+            assert daemon.engine_pid != engine
+            assert (await http.post("/v1/completions", json=SHORT)).status_code == 200
+            assert await metric(http, "weft_engine_hangs_total") == 1
+            assert await metric(http, "weft_engine_restarts_total") == 1
+            assert await metric(http, "weft_engine_last_beat_seconds") < 6
+        log = daemon.stderr()
+        assert "the engine hangs" in log
+        assert "engine/process.py" in log  # the stacks
+        assert ("last batch: step" in log) == bool(streams)
+
+
+@pytest.mark.parametrize("as_on_a_gpu", [False, True], ids=["cpu", "as on a gpu"])
+async def test_a_step_that_never_ends_is_found(tmp_path: Path, as_on_a_gpu: bool) -> None:
+    trigger, env = hanging(tmp_path, as_on_a_gpu=as_on_a_gpu)
+    with running(tmp_path, *WATCHED, "--step-timeout", "2", env=env) as daemon:
+        async with client(daemon) as http:
+            assert (await http.post("/v1/completions", json=SHORT)).status_code == 200
+            trigger.touch()
+            tasks = [asyncio.create_task(stream(http, asyncio.Event())) for _ in range(4)]
+            await until_status(http, "/health", 503, 30)
+            assert await codes(tasks) == {"engine_dead"}
+            trigger.unlink()
+            await until_status(http, "/ready", 200)
+            assert (await http.post("/v1/completions", json=SHORT)).status_code == 200
+        assert "last batch: step" in daemon.stderr()
+        assert "in hang" in daemon.stderr()  # the thread that the step blocks
+
+
+async def test_an_engine_that_hangs_at_the_first_start_ends_the_daemon(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path / "stderr", "--hang-timeout", "1", "--start-timeout", "3")
+    try:
+        (engine,) = await until(lambda: daemon.children(ENGINE))
+        os.kill(engine, signal.SIGSTOP)
+        assert await ended(daemon) == 1
+        assert daemon.stderr().splitlines()[-1].startswith("weft: the engine hung")
+    finally:
+        daemon.end()
+
+
+async def test_a_stopped_api_process_is_replaced(tmp_path: Path) -> None:
+    with running(tmp_path, "--api-workers", "2", *WATCHED) as daemon:
+        async with client(daemon) as http:
+            stopped = daemon.children(WORKER)[0]
+            os.kill(stopped, signal.SIGSTOP)
+            waiting = [asyncio.create_task(http.get("/health")) for _ in range(20)]
+            await until(lambda: stopped not in daemon.children(WORKER))
+            # All are answered: what had connected to the one that was stopped, by its successor.
+            async with asyncio.timeout(60):
+                answers = await asyncio.gather(*waiting, return_exceptions=True)
+            assert {a.status_code for a in answers if isinstance(a, httpx.Response)} == {200}
+            await until(lambda: len(daemon.children(WORKER)) == 2)
+            answers = await asyncio.gather(*(http.post("/v1/completions", json=SHORT) for _ in range(20)))
+            assert {answer.status_code for answer in answers} == {200}
+            assert await metric(http, "weft_api_process_hangs_total") == 1
+        assert "API process" in daemon.stderr()
+        assert "do_signal_stop" in daemon.stderr() or "no Python stacks" in daemon.stderr()
+
+
+async def test_an_engine_killed_while_it_loads_again_is_followed_by_another_one(tmp_path: Path) -> None:
+    with running(tmp_path) as daemon:
+        async with client(daemon) as http:
+            for restarts in (1, 2):
+                os.kill(daemon.engine_pid, signal.SIGKILL)
+                await until(lambda n=restarts: daemon.stderr().count("another one starts") == n)
+                await until(lambda: daemon.children(ENGINE))
+            await until_status(http, "/ready", 200)
+            assert await metric(http, "weft_engine_restarts_total") == 2
+
+
+async def test_a_checkpoint_that_cannot_be_read_for_a_while_is_waited_for(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(MODEL_PATH, model)
+    with running(tmp_path, str(model)) as daemon:
+        async with client(daemon) as http:
+            (model / "config.json").rename(tmp_path / "away")
+            os.kill(daemon.engine_pid, signal.SIGKILL)
+            await until(lambda: daemon.stderr().count("another one starts") == 2)
+            assert await status(http, "/health") == 200
+            assert await status(http, "/ready") == 503
+            (tmp_path / "away").rename(model / "config.json")
+            await until_status(http, "/ready", 200)
+
+
+async def test_too_many_restarts_end_the_daemon_with_one_line(tmp_path: Path) -> None:
+    with running(tmp_path, "--engine-restart-limit", "1") as daemon:
+        async with client(daemon) as http:
+            os.kill(daemon.engine_pid, signal.SIGKILL)
+            await until(lambda: "another one starts" in daemon.stderr())
+            await until_status(http, "/ready", 200)
+            os.kill(daemon.engine_pid, signal.SIGKILL)
+            assert await ended(daemon) == 1
+        assert "--engine-restart-limit" in daemon.stderr().splitlines()[-1]
+        assert "Traceback" not in daemon.stderr()
+
+
+async def test_three_deaths_of_an_api_process_end_nothing(tmp_path: Path) -> None:
+    with running(tmp_path, "--api-workers", "2") as daemon:
+        async with client(daemon) as http:
+            stays = daemon.children(WORKER)[0]
+            for restarts in range(1, 5):
+                victim = await until(lambda: [pid for pid in daemon.children(WORKER) if pid != stays])
+                os.kill(victim[0], signal.SIGKILL)
+                await until(lambda n=restarts: daemon.stderr().count("another one starts") == n)
+            await until(lambda: len(daemon.children(WORKER)) == 2)
+            answers = await asyncio.gather(*(http.post("/v1/completions", json=SHORT) for _ in range(20)))
+            # Those at the listener of the one that is starting wait for it.
+            assert {answer.status_code for answer in answers} == {200}
+            assert daemon.process.poll() is None
+
+
+async def test_an_only_api_process_may_die_often(tmp_path: Path) -> None:
+    with running(tmp_path) as daemon:
+        async with client(daemon) as http:
+            for _ in range(4):
+                (victim,) = await until(lambda: daemon.children(WORKER))
+                assert (await http.post("/v1/completions", json=SHORT)).status_code == 200
+                os.kill(victim, signal.SIGKILL)
+                await until(lambda pid=victim: not command_line(pid))
+            assert (await http.post("/v1/completions", json=SHORT)).status_code == 200
+
+
+async def test_nobody_is_told_that_the_model_loads_while_a_sibling_serves(tmp_path: Path) -> None:
+    with running(tmp_path, "--api-workers", "2") as daemon:
+        async with client(daemon) as http:
+            victim = daemon.children(WORKER)[0]
+            os.kill(victim, signal.SIGKILL)
+            seen = set()
+            served_again = asyncio.create_task(until(lambda: "another one" in daemon.stderr()))
+            for _ in range(40):
+                answers = await asyncio.gather(*(status(http, "/ready") for _ in range(5)))
+                seen.update(answers)
+            await served_again
+            assert 503 not in seen
+            assert 200 in seen
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_an_api_process_that_dies_as_the_daemon_ends_leaves_no_orphan(tmp_path: Path, workers: int) -> None:
+    for pause in (0.0, 0.004):
+        with running(tmp_path, "--api-workers", str(workers)) as daemon:
+            os.kill(daemon.children(WORKER)[0], signal.SIGKILL)
+            time.sleep(pause)
+            daemon.process.send_signal(signal.SIGTERM)
+            assert await ended(daemon) == 0
+            with socket.socket() as free:  # whoever still listened would make this fail
+                free.bind(("127.0.0.1", port_of(daemon)))
+            assert "Traceback" not in daemon.stderr()
+
+
+async def test_sigterm_to_all_processes_loses_no_stream(tmp_path: Path) -> None:
+    with running(tmp_path, "--api-workers", "2", "--drain-timeout", "120") as daemon:
+        async with client(daemon) as http:
+            tasks = await begin(http, 10)
+            for pid in everyone(daemon):
+                os.kill(pid, signal.SIGTERM)
+            assert await codes(tasks, 120) == {"[DONE]"}
+        assert await ended(daemon) == 0
+        assert "Traceback" not in daemon.stderr()
+
+
+async def test_a_killed_daemon_leaves_no_process_that_was_stopped(tmp_path: Path) -> None:
+    with running(tmp_path, "--api-workers", "2") as daemon:
+        children = everyone(daemon)[1:]
+        for pid in children:
+            os.kill(pid, signal.SIGSTOP)
+        daemon.process.kill()
+        await until(lambda: not any(command_line(pid) for pid in children), 20)
+
+
+async def test_the_port_is_closed_before_the_engine_ends(tmp_path: Path) -> None:
+    with running(tmp_path) as daemon:
+        os.kill(daemon.engine_pid, signal.SIGSTOP)  # it takes seconds to end
+        daemon.process.send_signal(signal.SIGTERM)
+
+        def refused() -> bool:
+            with contextlib.closing(socket.socket()) as probe:
+                return probe.connect_ex(("127.0.0.1", port_of(daemon))) != 0
+
+        await until(refused, 30)
+        assert daemon.process.poll() is None
+        assert await ended(daemon) == 0
+
+
+@pytest.mark.parametrize("name", ["tmp", "t" * 100])
+async def test_an_api_process_attaches_whatever_becomes_of_temporary_files(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    with running(tmp_path, env={"TMPDIR": str(folder)}) as daemon:
+        async with client(daemon) as http:
+            shutil.rmtree(folder)
+            os.kill(daemon.children(WORKER)[0], signal.SIGKILL)
+            await until(lambda: "another one starts" in daemon.stderr())
+            assert (await http.post("/v1/completions", json=SHORT)).status_code == 200
+
+
+async def test_an_engine_that_dies_while_the_daemon_hangs_is_told(tmp_path: Path) -> None:
+    with running(tmp_path) as daemon:
+        async with client(daemon) as http:
+            tasks = await begin(http, 4)
+            engine = daemon.engine_pid
+            os.kill(daemon.process.pid, signal.SIGSTOP)
+            os.kill(engine, signal.SIGKILL)
+            assert await codes(tasks) == {"engine_dead"}
+            await until_status(http, "/health", 503, 30)
+            os.kill(daemon.process.pid, signal.SIGCONT)
+            await until_status(http, "/ready", 200)
+            assert (await http.post("/v1/completions", json=SHORT)).status_code == 200
