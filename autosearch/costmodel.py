@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -9,6 +11,7 @@ import torch
 from weft.autosearch.accelerators import Accelerator
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.operations import Resource, Role
+from weft.engine.model.parts import Layer
 from weft.engine.model.spec import ModelSpec
 
 
@@ -101,35 +104,47 @@ def optimal_throughput(flops: float, parameters: float) -> float:
     return flops / (2 * parameters)
 
 
+def _kinds(spec: ModelSpec) -> Counter[int]:
+    """The first layer of each kind, and how many there are: layers differ in windows and in experts."""
+    first: dict[Layer, int] = {}
+    return Counter(first.setdefault(spec.layer(i), i) for i in range(spec.num_layers))
+
+
 def operation_costs(spec: ModelSpec, usage: Usage, gpus: int = 1, itemsize: int = 2) -> list[Cost]:
     """Table 2: every operation of an iteration over all layers. `gpus` > 1 adds the collectives.
 
-    A product reads its weights and its input once and writes its output once. Attention reads keys and values, reads
-    queries, writes outputs, and writes the new keys and values. Prompts attend to all of their tokens (not to half of
-    them), as in the paper's table. Collectives move the activations of two all-reduces to every other GPU, and half of
-    what they move is added up.
+    A product reads its weights and its input once and writes its output once; one with experts reads all of theirs.
+    Attention reads keys and values, reads queries, writes outputs, and writes the new keys and values. Prompts attend
+    to all of their tokens (not to half of them), as in the paper's table. Collectives move the activations of two all-
+    reduces to every other GPU, and half of what they move is added up.
     """
-    layers, tokens = spec.num_layers, usage.dense_batch
-    kv_bytes = KvLayout.of(spec, 1, torch.bfloat16).token_values * itemsize
-    out = []
-    for op in spec.layer_operations():
-        gflop: float
-        moved: float
-        match op.role:
-            case Role.PRODUCT:
-                gflop = op.flops * tokens * layers
-                moved = (op.parameters + tokens * op.moved) * itemsize * layers
-            case Role.DECODE_ATTENTION:
-                gflop = op.flops * usage.decodes * usage.context * layers
-                moved = usage.decodes * (usage.context * kv_bytes + op.moved * itemsize * layers + kv_bytes)
-            case Role.PREFILL_ATTENTION:
-                gflop = op.flops * usage.prefills * usage.prompt * layers
-                moved = usage.prefills * (op.moved * itemsize * layers + kv_bytes)
-            case Role.NETWORK:
-                continue  # all collectives of a layer are one row of the table, below
-        out.append(Cost(op.name, gflop / 1e9, moved / 1e9, 0.0))
+    tokens = usage.dense_batch
+    kv_bytes = KvLayout.of(spec, 1, torch.bfloat16).token_values * itemsize / spec.num_layers
+    found: dict[str, Cost] = {}
+    for layer, layers in _kinds(spec).items():
+        window = spec.layer(layer).window or math.inf
+        context, prompt = min(usage.context, window), min(usage.prompt, window)
+        for op in spec.layer_operations(layer):
+            gflop: float
+            moved: float
+            match op.role:
+                case Role.PRODUCT | Role.EXPERTS:
+                    gflop = op.flops * tokens
+                    moved = (op.parameters + tokens * op.moved) * itemsize
+                case Role.DECODE_ATTENTION:
+                    gflop = op.flops * usage.decodes * context
+                    moved = usage.decodes * (context * kv_bytes + op.moved * itemsize + kv_bytes)
+                case Role.PREFILL_ATTENTION:
+                    gflop = op.flops * usage.prefills * prompt
+                    moved = usage.prefills * (op.moved * itemsize + kv_bytes)
+                case Role.NETWORK:
+                    continue  # all collectives of a layer are one row of the table, below
+            before = found.get(op.name, Cost(op.name, 0.0, 0.0, 0.0))
+            gflop, moved = gflop * layers / 1e9, moved * layers / 1e9
+            found[op.name] = Cost(op.name, before.gflop + gflop, before.mem_gb + moved, 0.0)
+    out = list(found.values())
     if gpus > 1:
-        traffic = 4 * (gpus - 1) * tokens * spec.hidden_size * itemsize * layers / 1e9
+        traffic = 4 * (gpus - 1) * tokens * spec.hidden_size * itemsize * spec.num_layers / 1e9
         out.append(Cost("network", traffic / itemsize / 2, traffic, traffic))
     return out
 

@@ -64,9 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )  # fmt: skip
     console = Console()
     console.print(table)
-    ratio = costmodel.t_ratio(arguments.tokens, spec.num_parameters, device, gpus)
-    kind = costmodel.classify(arguments.tokens, spec.num_parameters, device, gpus).value
-    best = costmodel.optimal_throughput(device.gflops * 1e9, spec.num_parameters)
+    ratio = costmodel.t_ratio(arguments.tokens, spec.active_parameters, device, gpus)
+    kind = costmodel.classify(arguments.tokens, spec.active_parameters, device, gpus).value
+    best = costmodel.optimal_throughput(device.gflops * 1e9, spec.active_parameters)
     console.print(f"T_R {ratio:.2f}: bound by {kind} (Equation 4)", highlight=False)
     console.print(f"optimal throughput {best:,.0f} tokens/s/GPU at the printed FLOP/s (Equation 5)", highlight=False)
     return 0

@@ -134,13 +134,13 @@ class Profiler:
         guests = grid.guest_sms
         some = self._bench.num_sms - guests[len(guests) // 2 - 1]
         for op in self._operations.values():
-            if op.role is Role.PRODUCT:
+            if op.role in (Role.PRODUCT, Role.EXPERTS):
                 tokens = grid.tokens[len(grid.tokens) // 2]
                 yield f"{op.name} configurations", lambda op=op, n=tokens: self._choose(op, n, some)  # type: ignore[misc]
 
     def _alone_on_few(self, grid: Grid) -> Iterator[tuple[str, Callable[[], None]]]:
         for op in self._operations.values():
-            is_product, amounts = op.role is Role.PRODUCT, self._amounts(op, grid, grid.few_tokens)
+            is_product, amounts = op.role in (Role.PRODUCT, Role.EXPERTS), self._amounts(op, grid, grid.few_tokens)
             if is_product:
                 for amount in amounts:
                     yield f"{op.name} alone", self._task(op, amount, self._bench.num_sms, op.name)
@@ -211,7 +211,7 @@ class Profiler:
         def task() -> None:
             own, load = self._bench.num_sms - sms, self._load
             amounts = self._amounts(op, grid, grid.few_tokens)
-            amount = amounts[len(amounts) // 2 if op.role is Role.PRODUCT else -1]
+            amount = amounts[len(amounts) // 2 if op.role in (Role.PRODUCT, Role.EXPERTS) else -1]
             other = self._amounts(guest, grid, grid.few_tokens)[-1]
             works = work_of(op, amount), work_of(guest, other)
             if any(
@@ -222,7 +222,7 @@ class Profiler:
             config = self._configs.get(op.name)
             self._alone(op, amount, own, config)  # the pair is judged against these
             self._alone(guest, other, sms, None)
-            tokens = amount.tokens if op.role is Role.PRODUCT else load.tokens
+            tokens = amount.tokens if op.role in (Role.PRODUCT, Role.EXPERTS) else load.tokens
             a = NanoOperation(op.name, 0, tokens, own, "compute", config=config)
             b = NanoOperation(guest.name, 0, load.tokens, sms, LANES[guest.resource])
             first, second = self._bench.pair(a, b, load)

@@ -231,7 +231,7 @@ class Search:
 
 def offload_beside(spec: ModelSpec) -> str:
     """The largest product, where memory is idlest for longest: gate-up of the FFN (paper §4.2.2)."""
-    products = [o for o in spec.layer_operations() if o.role is Role.PRODUCT]
+    products = [o for o in spec.layer_operations() if o.role in (Role.PRODUCT, Role.EXPERTS)]
     return max(products, key=lambda o: o.parameters).name
 
 

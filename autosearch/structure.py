@@ -56,7 +56,7 @@ def attention(spec: ModelSpec) -> tuple[str, ...]:
 def first_structures(spec: ModelSpec) -> Iterator[Structure]:
     """Two nano-batches: everything cut, then every choice of products that are kept whole."""
     operations = list(spec.layer_operations())
-    free = [o.name for o in operations if o.role is Role.PRODUCT]
+    free = [o.name for o in operations if o.role in (Role.PRODUCT, Role.EXPERTS)]
     by_size = {o.name: o.parameters for o in operations}
     choices = product((True, False), repeat=len(free))
     # fewest whole matrices first
@@ -75,7 +75,7 @@ class VariantSpec(ModelSpec):
 
     operations: tuple[Operation, ...] = ()
 
-    def layer_operations(self) -> Iterator[Operation]:
+    def layer_operations(self, layer: int = -1) -> Iterator[Operation]:  # noqa: ARG002
         yield from self.operations
 
 

@@ -31,10 +31,21 @@ class AttentionShape(NamedTuple):
     device: torch.device
     kv_dtype: torch.dtype | None = None
     """of keys and values in their pages; None: that of the queries"""
+    windows: tuple[int | None, ...] = (None,)
+    """of each layer, in a pattern that repeats: how many positions a query sees, its own included; None: all"""
+    scale: float | None = None
+    """of the scores; None: head_dim ** -0.5"""
+    softcap: float = 0.0
+    """scores are bent below this; 0: they are not"""
+    sinks: bool = False
+    """a logit of each head takes part in the softmax (`sinks [Hq]` of `decode` and `prefill`)"""
 
     @property
     def pool_dtype(self) -> torch.dtype:
         return self.kv_dtype or self.dtype
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer % len(self.windows)]
 
     @property
     def group(self) -> int:
@@ -74,6 +85,7 @@ class AttentionBackend(Protocol[Held]):
     q `[T, Hq, D]`; kv `[pages, layers, 2, page_size, Hkv, D]`, K and V of this layer already in their pages; each call
     writes its requests' rows of `out [T, Hq * D]` and returns it. T may be larger than the requests have tokens: what
     is left of `out` stays as it is. num_sms: SMs to use at most, where the back end can tell its kernels; None: all.
+    sinks `[Hq]` are given where the shape says so, and by name.
 
     The constructors raise `AttentionUnavailable`.
     """

@@ -35,6 +35,8 @@ def check(name: BackendName, shape: AttentionShape) -> None:
         return
     if shape.pool_dtype != shape.dtype:
         raise AttentionUnavailable(f"the {name} attention back end reads pages of the queries' dtype alone; use torch")
+    if lacking := _lacking(shape):
+        raise AttentionUnavailable(f"the {name} attention back end has no {lacking}; use torch")
     if not on_gpu(shape.device):
         raise AttentionUnavailable(f"the {name} attention back end needs a GPU; on a CPU use auto or torch")
     if name == "triton":
@@ -43,6 +45,17 @@ def check(name: BackendName, shape: AttentionShape) -> None:
         from weft.kernels.flash import check_flash
 
         check_flash(shape)
+
+
+def _lacking(shape: AttentionShape) -> str:
+    """The first of the shape's parts that only the twin computes; "" when there is none."""
+    parts = {
+        "sliding windows": any(shape.windows),
+        "scale of its own for the scores": shape.scale not in (None, shape.head_dim**-0.5),
+        "soft-cap on scores": bool(shape.softcap),
+        "attention sinks": shape.sinks,
+    }
+    return next((name for name, asked in parts.items() if asked), "")
 
 
 def check_triton(shape: AttentionShape) -> None:

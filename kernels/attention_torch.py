@@ -2,11 +2,14 @@
 
 Serves on the CPU. On a GPU it is for comparison: it copies the K and V that it reads, so it needs memory beside the
 pool, and it waits for its transfers.
+
+Layers of one window share a plan: it begins with the first page that any of a request's queries sees, so pages behind
+the window are not read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -28,11 +31,15 @@ def _similar(lengths: NDArray[np.int32]) -> Iterator[NDArray[np.intp]]:
         yield np.flatnonzero(bucket == b)
 
 
-class TorchStep(NamedTuple):
-    """Both are empty where there is nothing to do; the scratch is the same."""
+class WindowStep(NamedTuple):
+    """Of the layers with one window. Both are empty where there is nothing to do; the scratch is the same."""
 
     decode: AttentionWork
     prefill: AttentionWork
+
+
+TorchStep = Mapping[int | None, WindowStep]
+"""by window"""
 
 
 class TorchAttention(HostAttention[TorchStep]):
@@ -41,27 +48,38 @@ class TorchAttention(HostAttention[TorchStep]):
     captured = False
 
     def __init__(self, shape: AttentionShape) -> None:
+        self._shape = shape
         self._page_size, self._group_size, self._device = shape.page_size, shape.group, shape.device
         self._dtype = shape.dtype
         self._page_elements = shape.page_size * shape.num_kv_heads * shape.head_dim
         self._scratch = torch.zeros(2, 0, dtype=shape.pool_dtype, device=shape.device)
 
     def prepare(self, requests: AttentionRequests) -> TorchStep:
-        num_pages = -(-requests.kv_len // self._page_size)
-        d = requests.num_decodes
-
-        def groups(lengths: NDArray[np.int32], first: int) -> tuple[AttentionGroup, ...]:
-            return tuple(
-                self._group(requests, part, num_pages)
-                for rows in _similar(lengths)
-                for part in self._parts(requests, rows + first, num_pages)
-            )
-
-        decode, prefill = groups(num_pages[:d], 0), groups(requests.query_len[d:], d)
-        needed = max(len(g.pages) for g in decode + prefill) * self._page_elements
+        planned = {window: self._plan(requests, window) for window in set(self._shape.windows)}
+        needed = max(len(g.pages) for d, p in planned.values() for g in d + p) * self._page_elements
         if needed > self._scratch.shape[1]:
             self._scratch = torch.zeros(2, needed, dtype=self._scratch.dtype, device=self._device)
-        return TorchStep(AttentionWork(decode, self._scratch), AttentionWork(prefill, self._scratch))
+        return {
+            window: WindowStep(AttentionWork(decode, self._scratch), AttentionWork(prefill, self._scratch))
+            for window, (decode, prefill) in planned.items()
+        }
+
+    def _plan(
+        self, requests: AttentionRequests, window: int | None
+    ) -> tuple[tuple[AttentionGroup, ...], tuple[AttentionGroup, ...]]:
+        seen = requests.kv_len - requests.query_len + 1 - (window or 0)
+        first = np.maximum(seen, 0) // self._page_size if window else np.zeros_like(requests.kv_len)
+        num_pages = -(-requests.kv_len // self._page_size) - first
+        d = requests.num_decodes
+
+        def groups(lengths: NDArray[np.int32], start: int) -> tuple[AttentionGroup, ...]:
+            return tuple(
+                self._group(requests, part, num_pages, first, window)
+                for rows in _similar(lengths)
+                for part in self._parts(requests, rows + start, num_pages)
+            )
+
+        return groups(num_pages[:d], 0), groups(requests.query_len[d:], d)
 
     def decode(
         self,
@@ -72,8 +90,9 @@ class TorchAttention(HostAttention[TorchStep]):
         *,
         out: Tensor,
         num_sms: int | None = None,  # noqa: ARG002 - the library knows no such thing
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        return paged_attention(q, kv, layer, step.decode, out=out)
+        return self._attend(q, kv, layer, step[self._shape.window(layer)].decode, out, sinks)
 
     def prefill(
         self,
@@ -84,8 +103,17 @@ class TorchAttention(HostAttention[TorchStep]):
         *,
         out: Tensor,
         num_sms: int | None = None,  # noqa: ARG002
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        return paged_attention(q, kv, layer, step.prefill, out=out)
+        return self._attend(q, kv, layer, step[self._shape.window(layer)].prefill, out, sinks)
+
+    def _attend(
+        self, q: Tensor, kv: Tensor, layer: int, work: AttentionWork, out: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        shape = self._shape
+        return paged_attention(
+            q, kv, layer, work, out=out, scale=shape.scale, softcap=shape.softcap, sinks=sinks if shape.sinks else None
+        )
 
     def _parts(
         self, requests: AttentionRequests, rows: NDArray[np.intp], num_pages: NDArray[np.int32]
@@ -97,9 +125,16 @@ class TorchAttention(HostAttention[TorchStep]):
         return np.array_split(rows, min(len(rows), groups))
 
     def _group(
-        self, requests: AttentionRequests, rows: NDArray[np.intp], num_pages: NDArray[np.int32]
+        self,
+        requests: AttentionRequests,
+        rows: NDArray[np.intp],
+        num_pages: NDArray[np.int32],
+        first: NDArray[np.int32],
+        window: int | None,
     ) -> AttentionGroup:
-        query_len, kv_len, own_pages = requests.query_len[rows], requests.kv_len[rows], num_pages[rows]
+        query_len, own_pages, begin = requests.query_len[rows], num_pages[rows], first[rows]
+        # positions count from the first page that is read
+        kv_len = requests.kv_len[rows] - begin * self._page_size
         starts = (np.cumsum(requests.query_len) - requests.query_len)[rows]
         queries, width = int(query_len.max()), int(own_pages.max())
         column = np.arange(queries)
@@ -107,12 +142,17 @@ class TorchAttention(HostAttention[TorchStep]):
         # Padding repeats the request's first token: it attends to something and its result is thrown away.
         offset = np.where(real, column, 0)
         tokens = starts[:, None] + offset
-        position = (kv_len - query_len)[:, None] + offset
+        position = ((kv_len - query_len)[:, None] + offset)[:, :, None]
         key = np.arange(width * self._page_size)
-        mask = np.where(key <= position[:, :, None], np.float32(0), np.float32(-np.inf))  # [G, Q, keys]
+        visible = key <= position
+        if window:
+            visible &= key > position - window
+        mask = np.where(visible, np.float32(0), np.float32(-np.inf))  # [G, Q, keys]
         mask = np.repeat(mask[:, None], self._group_size, axis=1)
         # Pages reserved for later chunks are left out.
-        pages = np.where(np.arange(width) < own_pages[:, None], requests.page_table[rows, :width], 0)
+        place = np.arange(width)
+        table = requests.page_table[rows[:, None], np.minimum(begin[:, None] + place, requests.page_table.shape[1] - 1)]
+        pages = np.where(place < own_pages[:, None], table, 0)
         # Beyond a request's own pages lies the dummy page, which stays finite: only its own last page has a stale tail.
         stale = np.flatnonzero((key >= kv_len[:, None]) & (key < (own_pages * self._page_size)[:, None]))
 

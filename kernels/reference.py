@@ -6,18 +6,44 @@ GPU, `embedding.final_norm` and `gemm.matmul`, and attention has a work list of 
 
 Shapes use T tokens, R requests, H hidden, Hq query heads, Hkv KV heads, D head_dim, V vocabulary. The residual stream
 `x [T, H]` travels with `sumsq [T] float32`, the sum of squares of each row: with norm weights folded into matrices
-(`pack.fold_norm`), the RMS norm before a matrix is one scale per row.
+(`pack.fold_norm`), the RMS norm before a matrix is one scale per row. A LayerNorm is one too: the rows of its matrix
+have no mean (`pack.fold_norm`), and the squares are those of what a row has beyond its own (`centred`).
 
 The KV pool is `[pages, layers, 2, page_size, Hkv, D]`: a page is one extent that holds all layers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+OAI_LIMIT, OAI_ALPHA = 7.0, 1.702
+
+
+def _relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": _relu2,
+}
+
+
+def gated(activation: str, gate: Tensor, up: Tensor) -> Tensor:
+    """activation(gate) * up; `swiglu_oai` is gpt-oss's: clamped, and with `up + 1`."""
+    if activation == "swiglu_oai":
+        gate, up = gate.clamp(max=OAI_LIMIT), up.clamp(-OAI_LIMIT, OAI_LIMIT)
+        return (up + 1) * gate * torch.sigmoid(OAI_ALPHA * gate)
+    return ACTIVATIONS[activation](gate).mul_(up)
 
 
 def rms_scale(sumsq: Tensor, width: int, eps: float) -> Tensor:
@@ -25,19 +51,38 @@ def rms_scale(sumsq: Tensor, width: int, eps: float) -> Tensor:
     return torch.rsqrt(sumsq / width + eps)
 
 
-def _sumsq(x: Tensor) -> Tensor:
+def _sumsq(x: Tensor, centred: bool = False) -> Tensor:
     # float() of a float32 tensor is the tensor itself
-    return x.float().square().sum(-1)
+    h = x.float()
+    return (h - h.mean(-1, keepdim=True) if centred else h).square().sum(-1)
 
 
-def _normed(x: Tensor, sumsq: Tensor, eps: float) -> Tensor:
+def _normed(x: Tensor, sumsq: Tensor | None, eps: float) -> Tensor:
+    if sumsq is None:
+        return x
     return (x.float() * rms_scale(sumsq, x.shape[-1], eps)[:, None]).to(x.dtype)
 
 
-def embed(token_ids: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of `table [V, H]` for `token_ids [T]` int -> `x [T, H]`, `sumsq [T]`."""
+def embed(
+    token_ids: Tensor,
+    table: Tensor,
+    *,
+    scale: float = 1.0,
+    places: Tensor | None = None,
+    positions: Tensor | None = None,
+    centred: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Rows of `table [V, H]` for `token_ids [T]` int -> `x [T, H]`, `sumsq [T]`.
+
+    scale is rounded to the table's dtype. places `[positions, H]`: learned positions, whose row of each token's
+    position `[T]` is added.
+    """
     x = F.embedding(token_ids, table)
-    return x, _sumsq(x)
+    if scale != 1.0:
+        x = x * torch.tensor(scale, dtype=x.dtype)
+    if places is not None and positions is not None:
+        x = x + places[positions]
+    return x, _sumsq(x, centred)
 
 
 def _rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
@@ -49,14 +94,18 @@ def _rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
 
 
 def _head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm over each head of `x [T, heads, D]` (Qwen 3)."""
+    """RMS norm over each head of `x [T, heads, D]` (weight `[D]`: Qwen 3), or all at once (`[heads * D]`: OLMo 2)."""
     h = x.float()
+    if weight.numel() != x.shape[-1]:
+        flat = h.flatten(-2)
+        flat = flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps) * weight.float()
+        return flat.view(x.shape).to(x.dtype)
     return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
 
 
 def qkv_project(
     x: Tensor,
-    sumsq: Tensor,
+    sumsq: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
@@ -69,7 +118,7 @@ def qkv_project(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
 ) -> Tensor:
-    """Norm, QKV matrix, bias, q/k norm, rotary embedding; K and V go into the pages.
+    """Norm, QKV matrix, bias, q/k norm, rotary embedding; K and V go into the pages. No norm without `sumsq`.
 
     weight `[(Hq + 2 Hkv) D, H]` packed by `pack`; rotary `[positions, D/2, 2]` float32; positions `[T]` int, or
     `slice(None)` when the caller picked the tokens' rows of rotary already; slot_mapping `[T]` int: page * page_size +
@@ -90,23 +139,85 @@ def qkv_project(
     return q
 
 
-def residual_project(a: Tensor, weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """`x + a @ weight.T`, rounded once, and its sum of squares. a `[T, K]`, weight `[H, K]`, x `[T, H]`."""
-    y = torch.addmm(x, a, weight.t()) if x.dtype == torch.float32 else (x.float() + F.linear(a, weight)).to(x.dtype)
-    return y, _sumsq(y)
+def residual_project(
+    a: Tensor,
+    weight: Tensor,
+    x: Tensor,
+    *,
+    post_norm: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 0.0,
+    centred: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`x + a @ weight.T`, rounded once, and its sum of squares. a `[T, K]`, weight `[H, K]`, x `[T, H]`.
+
+    post_norm `[H]`: what is added goes through an RMS norm first, with its bias `[H]`.
+    """
+    if post_norm is not None:
+        h = F.linear(a, weight, bias).float()
+        h = h * rms_scale(h.square().sum(-1), h.shape[-1], eps)[:, None] * post_norm.float()
+        y = (x.float() + h).to(x.dtype)
+    else:
+        x = x if bias is None else x + bias
+        y = torch.addmm(x, a, weight.t()) if x.dtype == torch.float32 else (x.float() + F.linear(a, weight)).to(x.dtype)
+    return y, _sumsq(y, centred)
 
 
-def gate_up_project(x: Tensor, sumsq: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Norm, gate-up matrix `[2 I, H]` (rows alternate), SwiGLU -> `[T, I]`."""
+def gate_up_project(
+    x: Tensor,
+    sumsq: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    *,
+    activation: str = "silu",
+    bias: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> Tensor:
+    """Norm, gate-up matrix `[2 I, H]` (rows alternate), bias, SwiGLU or a kin of it -> `[T, I]`.
+
+    gate `[1, H]`: of a shared expert (Qwen 2 MoE): the result times the sigmoid of this product.
+    """
     h = _normed(x, sumsq, eps)
     # Two products of strided weights, so that what follows reads contiguous rows.
-    return F.silu(F.linear(h, weight[0::2])).mul_(F.linear(h, weight[1::2]))
+    g = F.linear(h, weight[0::2], None if bias is None else bias[0::2])
+    y = gated(activation, g, F.linear(h, weight[1::2], None if bias is None else bias[1::2]))
+    return y if gate is None else y * torch.sigmoid(F.linear(h, gate))
 
 
-def lm_head(x: Tensor, sumsq: Tensor, norm_weight: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Final norm and vocabulary projection of the rows that need logits: x `[S, H]` -> `[S, V]` float32."""
-    h = (_normed(x, sumsq, eps).float() * norm_weight.float()).to(x.dtype)
-    return F.linear(h, weight).float()
+def up_project(
+    x: Tensor, sumsq: Tensor | None, weight: Tensor, eps: float, *, activation: str, bias: Tensor | None = None
+) -> Tensor:
+    """Norm, matrix `[I, H]` of an MLP without a gate, bias, activation -> `[T, I]`."""
+    return ACTIVATIONS[activation](F.linear(_normed(x, sumsq, eps), weight, bias))
+
+
+def lm_head(
+    x: Tensor,
+    sumsq: Tensor,
+    norm_weight: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    norm_bias: Tensor | None = None,
+    centred: bool = False,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Final norm and vocabulary projection of the rows that need logits: x `[S, H]` -> `[S, V]` float32.
+
+    The logits are multiplied by `scale`, then bent below `softcap` where there is one.
+    """
+    if centred:
+        x, dtype = x.float() - x.float().mean(-1, keepdim=True), x.dtype
+        h = x * rms_scale(sumsq, x.shape[-1], eps)[:, None] * norm_weight.float()
+        h = (h if norm_bias is None else h + norm_bias.float()).to(dtype)
+    else:
+        h = (_normed(x, sumsq, eps).float() * norm_weight.float()).to(x.dtype)
+    logits = F.linear(h, weight, bias).float()
+    if scale != 1.0:
+        logits = logits * scale
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
 class AttentionGroup(NamedTuple):
@@ -142,7 +253,7 @@ MAX_DIAGONAL_HEADS = 4
 """KV heads up to which `_decode` wastes less than the strided access of one head at a time"""
 
 
-def _decode(q: Tensor, k: Tensor, v: Tensor, group: AttentionGroup) -> Tensor:
+def _decode(q: Tensor, k: Tensor, v: Tensor, group: AttentionGroup, scale: float) -> Tensor:
     """Attention of one query a request: q `[G, Hq, D]`, k and v `[G, keys, Hkv * D]` -> `[G, Hq, D]`.
 
     All heads go through one product of contiguous operands: the query of head h is zero outside its KV head's columns.
@@ -154,18 +265,50 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, group: AttentionGroup) -> Tensor:
     )  # [Hq, Hkv]
     wide = (q[:, :, None] * own[:, :, None]).view(size, num_heads, -1)
     mask = group.mask[:, 0, :1].expand(-1, num_heads, -1)
-    scores = torch.baddbmm(mask, wide, k.transpose(1, 2), alpha=head_dim**-0.5)
+    scores = torch.baddbmm(mask, wide, k.transpose(1, 2), alpha=scale)
     o = torch.bmm(scores.softmax(-1), v).view(size, num_heads, num_kv_heads, head_dim)
     return (o * own[:, :, None]).sum(2)
 
 
-def paged_attention(q: Tensor, kv: Tensor, layer: int, work: AttentionWork, *, out: Tensor) -> Tensor:
+def _scored(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float, sinks: Tensor | None
+) -> Tensor:
+    """Attention whose scores are bent below `softcap`, or share their softmax with a sink.
+
+    q `[G, Hkv, heads_per_kv * Q, D]`, sinks `[Hq]`: a logit of each head that takes weight and gives no value.
+    """
+    scores = torch.matmul(q, k.transpose(2, 3)).float() * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores + mask
+    if sinks is not None:
+        size, num_kv_heads, rows, _ = q.shape
+        column = sinks.float().view(num_kv_heads, -1, 1).expand(-1, -1, rows * num_kv_heads // len(sinks))
+        scores = torch.cat((scores, column.reshape(1, num_kv_heads, rows, 1).expand(size, -1, -1, 1)), dim=-1)
+    return torch.matmul(scores.softmax(-1)[..., : k.shape[2]].to(v.dtype), v)
+
+
+def paged_attention(
+    q: Tensor,
+    kv: Tensor,
+    layer: int,
+    work: AttentionWork,
+    *,
+    out: Tensor,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Causal attention of q `[T, Hq, D]` over each request's pages; K and V of this layer are already written.
+
+    scale is of the scores; None: head_dim ** -0.5. See `_scored` for softcap and sinks.
 
     Writes the requests' rows of `out [T, Hq * D]` and returns it. Whatever lies in a page past the request's last token
     (NaN included) cannot reach a result.
     """
     num_heads, head_dim = q.shape[1:]
+    scale = head_dim**-0.5 if scale is None else scale
+    plain = not softcap and sinks is None
     page_size, num_kv_heads = kv.shape[3], kv.shape[4]
     heads = out.view(q.shape)
     flat = kv.view(-1, page_size * num_kv_heads * head_dim)  # one row: K or V of a page and layer
@@ -180,9 +323,9 @@ def paged_attention(q: Tensor, kv: Tensor, layer: int, work: AttentionWork, *, o
         k.index_fill_(0, group.stale, 0.0)
         v.index_fill_(0, group.stale, 0.0)
         k, v = k.to(q.dtype), v.to(q.dtype)
-        if queries == 1 and num_kv_heads <= MAX_DIAGONAL_HEADS:
+        if plain and queries == 1 and num_kv_heads <= MAX_DIAGONAL_HEADS:
             heads[group.rows] = _decode(
-                q[group.rows], k.view(size, -1, k.shape[1]), v.view(size, -1, v.shape[1]), group
+                q[group.rows], k.view(size, -1, k.shape[1]), v.view(size, -1, v.shape[1]), group, scale
             )
             continue
         k = k.view(size, -1, num_kv_heads, head_dim).transpose(1, 2)
@@ -190,7 +333,10 @@ def paged_attention(q: Tensor, kv: Tensor, layer: int, work: AttentionWork, *, o
         # Query heads of one KV head become queries of that head: [G, Hkv, heads_per_kv * Q, D]
         gq = q[group.tokens.view(-1)].view(size, queries, num_kv_heads, -1, head_dim)
         gq = gq.permute(0, 2, 3, 1, 4).reshape(size, num_kv_heads, -1, head_dim)
-        o = F.scaled_dot_product_attention(gq, k, v, attn_mask=group.mask)
+        if plain:
+            o = F.scaled_dot_product_attention(gq, k, v, attn_mask=group.mask, scale=scale)
+        else:
+            o = _scored(gq, k, v, group.mask, scale, softcap, sinks)
         o = o.view(size, num_kv_heads, -1, queries, head_dim).permute(0, 3, 1, 2, 4)
         o = o.reshape(size * queries, num_heads, head_dim)
         heads[group.rows] = o if group.unpad is None else o[group.unpad]

@@ -120,7 +120,7 @@ def _run_engine(engine: Engine, prompts: list[np.ndarray], lengths: Lengths, rec
 def _on_gpu(engine: Engine, figures: Figures, lengths: Lengths, use: PowerUse | None) -> Figures:
     """Power, clocks and the fraction of Equation 5's optimum (NanoFlow §3.3). The GPU is as warm as the run left it."""
     flops = sustained_flops()
-    optimum = flops / (2 * engine.spec.num_parameters)
+    optimum = flops / (2 * engine.spec.active_parameters)
     added: Figures = {
         "sustained_tflops_of_cublas": flops / 1e12,
         "optimum_tokens_per_second": optimum,

@@ -68,6 +68,18 @@ class Checkpoint:
         self._open = {file: _open(path / file, stack) for file in sorted(set(self._files.values()))}
         self._path = path
         self._asked: set[str] = set()
+        self._there: dict[str, str] = {}
+        """names in the files, where they are others"""
+
+    def rename(self, known: str, prefix: str, others: tuple[str, ...]) -> None:
+        """Names are asked for with `prefix` and have one of `others` here, if the tensor `known` is there only so."""
+        for other in others:
+            if known not in self._files and other + known.removeprefix(prefix) in self._files:
+                self._there = {
+                    prefix + name.removeprefix(other): name for name in self._files if name.startswith(other)
+                }
+                renamed = {name: self._files[there] for name, there in self._there.items()}
+                self._files = {n: f for n, f in self._files.items() if not n.startswith(other)} | renamed
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -78,11 +90,12 @@ class Checkpoint:
             raise ModelError(f"{self._path} has no tensor {name}, which config.json asks for")
         self._asked.add(name)
         try:
-            lazy = self._open[file].get_slice(name)
+            inside = self._there.get(name, name)
+            lazy = self._open[file].get_slice(inside)
             there, want = tuple(lazy.get_shape()), part.whole(shape)
             if there != want:
                 raise ModelError(f"{name} has shape {there}, config.json asks for {want}")
-            tensor: Tensor = lazy[part.of_whole(shape)] if part.of > 1 else self._open[file].get_tensor(name)
+            tensor: Tensor = lazy[part.of_whole(shape)] if part.of > 1 else self._open[file].get_tensor(inside)
         except (OSError, SafetensorError) as error:
             raise ModelError(f"cannot read {name} from {self._path / file}: {error}") from None
         return tensor

@@ -44,8 +44,6 @@ def read_spec(path: Path) -> ModelSpec:
         raise ModelError(f"no model directory at {path}: give a Hugging Face model directory, ORG/NAME, or 'demo'")
     config = _read_json(path / "config.json")
     family = family_of((config.get("architectures") or ["(none)"])[0])
-    if config.get("quantization_config"):
-        raise ModelError("quantized checkpoints are not supported: use a bf16, fp16 or fp32 one")
     try:
         return family.spec(config, _eos_ids(path, config))
     except KeyError as error:

@@ -24,6 +24,8 @@ class Role(Enum):
 
     PRODUCT = "product"
     """a matrix product with its epilogue, on any range of tokens"""
+    EXPERTS = "experts"
+    """a product with many matrices, a few of them for each token; on any range of tokens"""
     DECODE_ATTENTION = "decode attention"
     """of requests with one new token: reads all their keys and values"""
     PREFILL_ATTENTION = "prefill attention"
@@ -70,6 +72,17 @@ def product(
     return Operation(
         name, Role.PRODUCT, Resource.COMPUTE, parents, kernel, source, target, out, inner,
         parameters=out * inner, flops=2 * out * inner, moved=out + inner,
+    )  # fmt: skip
+
+
+def experts(
+    name: str, parents: tuple[str, ...], out: int, inner: int, count: int, top: int,
+    *, kernel: str, source: str, target: str,
+) -> Operation:  # fmt: skip
+    """`count` matrices `[out, inner]`, `top` of them for each token: all are read, few computed with."""
+    return Operation(
+        name, Role.EXPERTS, Resource.COMPUTE, parents, kernel, source, target, out, inner,
+        parameters=count * out * inner, flops=2 * top * out * inner, moved=top * (out + inner),
     )  # fmt: skip
 
 

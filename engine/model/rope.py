@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from weft.engine.errors import ModelError
@@ -11,12 +11,14 @@ from weft.engine.errors import ModelError
 if TYPE_CHECKING:
     import torch
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """`rope_scaling` of the config: 'default', 'linear', 'dynamic' (NTK by position limit), 'yarn' or 'llama3'."""
+    """`rope_scaling` of the config: 'default', 'linear', 'dynamic' (NTK by position limit), 'llama3', 'yarn' or
+    'longrope'.
+    """
 
     kind: str = "default"
     factor: float = 1.0
@@ -26,14 +28,41 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    truncate: bool = True
+    """yarn: the range of dimensions that it mixes begins and ends at whole ones"""
+    short_factors: tuple[float, ...] = ()
+    """longrope: of each frequency, within the original context"""
+    long_factors: tuple[float, ...] = ()
+    """longrope: of each frequency, beyond it"""
 
 
-def inv_freq(head_dim: int, theta: float, s: RopeScaling) -> tuple[torch.Tensor, float]:
-    """Rotary frequencies `[head_dim/2]` float32 and the factor on cos and sin."""
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary positions of some layers."""
+
+    theta: float
+    scaling: RopeScaling = RopeScaling()
+    part: float = 1.0
+    """of a head's dimensions that are rotated, the first ones"""
+    interleaved: bool = False
+    """the checkpoint has the two halves of a pair as neighbours"""
+
+    def dim(self, head_dim: int) -> int:
+        """Dimensions of a head that are rotated."""
+        return int(head_dim * self.part)
+
+
+def inv_freq(head_dim: int, rope: Rope, max_positions: int = 0) -> tuple[torch.Tensor, float]:
+    """Rotary frequencies `[rotary dims / 2]` float32 and the factor on cos and sin.
+
+    max_positions: the longest context that is served. It pins the choice that longrope makes: a model serves either
+    within its original context or beyond it, whatever the lengths in a batch.
+    """
     import torch  # here: who reads a config, to refuse it or to list it, need not wait for torch
 
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    inv = 1.0 / (theta**exponent)
+    dim, s = rope.dim(head_dim), rope.scaling
+    exponent = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    inv = 1.0 / (rope.theta**exponent)
     match s.kind:
         case "linear":
             return inv / s.factor, 1.0
@@ -43,7 +72,9 @@ def inv_freq(head_dim: int, theta: float, s: RopeScaling) -> tuple[torch.Tensor,
         case "llama3":
             return _llama3(inv, s), 1.0
         case "yarn":
-            return _yarn(inv, head_dim, theta, s)
+            return _yarn(inv, dim, rope.theta, s)
+        case "longrope":
+            return _longrope(inv, s, max_positions)
         case _:
             return inv, 1.0
 
@@ -59,45 +90,76 @@ def _llama3(inv: torch.Tensor, s: RopeScaling) -> torch.Tensor:
     return torch.where((wavelength <= low) & (wavelength >= high), mixed, scaled)
 
 
-def _yarn(inv: torch.Tensor, head_dim: int, theta: float, s: RopeScaling) -> tuple[torch.Tensor, float]:
+def _magnitude(factor: float, mscale: float = 1.0) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _yarn(inv: torch.Tensor, dim: int, theta: float, s: RopeScaling) -> tuple[torch.Tensor, float]:
     import torch
 
     def bound(rotations: float) -> float:
-        return head_dim * math.log(s.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+        return dim * math.log(s.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low_dim, high_dim = max(math.floor(bound(s.beta_fast)), 0), min(math.ceil(bound(s.beta_slow)), head_dim - 1)
-    ramp = (torch.arange(head_dim // 2).float() - low_dim) / max(high_dim - low_dim, 0.001)
+    low, high = bound(s.beta_fast), bound(s.beta_slow)
+    if s.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = (torch.arange(dim // 2).float() - low) / (high - low or 0.001)
     keep = 1 - ramp.clamp(0, 1)
-    factor = s.attention_factor
-    if factor is None:
-        factor = 0.1 * math.log(s.factor) + 1.0 if s.factor > 1 else 1.0
+    factor = _magnitude(s.factor) if s.attention_factor is None else s.attention_factor
     return inv / s.factor * (1 - keep) + inv * keep, factor
 
 
-def read_rope(config: dict[str, Any], max_positions: int) -> tuple[float, RopeScaling]:
-    """(theta, scaling) of a `config.json`. Raises `ModelError`."""
+def _longrope(inv: torch.Tensor, s: RopeScaling, max_positions: int) -> tuple[torch.Tensor, float]:
+    import torch
+
+    factors = s.long_factors if max_positions > s.original_max_positions else s.short_factors
+    if len(factors) != len(inv):
+        raise ModelError(f"longrope has {len(factors)} factors for {len(inv)} frequencies")
+    scale = s.attention_factor
+    if scale is None:
+        scale = math.sqrt(1 + math.log(s.factor) / math.log(s.original_max_positions)) if s.factor > 1 else 1.0
+    return inv / torch.tensor(factors), scale
+
+
+def read_rope(config: dict[str, Any], max_positions: int, layer_type: str = "") -> Rope:
+    """The rope of a `config.json`, of layers of one type where they differ. Raises `ModelError`."""
     # transformers 5 writes `rope_parameters`; earlier checkpoints have `rope_theta` and `rope_scaling`.
     raw = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    raw = raw.get(layer_type) or raw
     theta = float(raw.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = raw.get("rope_type") or raw.get("type") or "default"
+    kind = {"su": "longrope"}.get(kind, kind)
     if kind not in KINDS:
-        raise ModelError(f"rope scaling {kind!r} is not supported (default, linear, dynamic, llama3 and yarn are)")
-    if float(raw.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ModelError("partial rotary embeddings are not supported")
-    scaling = RopeScaling(
-        kind=kind,
-        factor=float(raw.get("factor") or 1.0),
-        low_freq_factor=float(raw.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(raw.get("high_freq_factor") or 4.0),
-        original_max_positions=int(
-            raw.get("original_max_position_embeddings")
-            or config.get("original_max_position_embeddings")
-            or max_positions
-        ),
-        beta_fast=float(raw.get("beta_fast") or 32.0),
-        beta_slow=float(raw.get("beta_slow") or 1.0),
-        attention_factor=raw.get("attention_factor"),
+        raise ModelError(f"rope scaling {kind!r} is not supported ({', '.join(KINDS)} are)")
+    original = (
+        raw.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or max_positions
     )
-    if kind == "yarn" and (raw.get("mscale") or raw.get("mscale_all_dim")):
-        raise ModelError("yarn rope scaling with mscale is not supported")
-    return theta, scaling
+    factor = raw.get("factor")
+    if factor is None:
+        factor = max_positions / original if kind in ("yarn", "longrope") else 1.0
+    attention_factor = raw.get("attention_factor")
+    if kind == "yarn" and attention_factor is None and raw.get("mscale") and raw.get("mscale_all_dim"):
+        attention_factor = _magnitude(factor, raw["mscale"]) / _magnitude(factor, raw["mscale_all_dim"])
+    return Rope(
+        theta,
+        RopeScaling(
+            kind=kind,
+            factor=float(factor),
+            low_freq_factor=float(raw.get("low_freq_factor") or 1.0),
+            high_freq_factor=float(raw.get("high_freq_factor") or 4.0),
+            original_max_positions=int(original),
+            beta_fast=float(raw.get("beta_fast") or 32.0),
+            beta_slow=float(raw.get("beta_slow") or 1.0),
+            attention_factor=None if attention_factor is None else float(attention_factor),
+            truncate=bool(raw.get("truncate", True)),
+            short_factors=tuple(map(float, raw.get("short_factor") or ())),
+            long_factors=tuple(map(float, raw.get("long_factor") or ())),
+        ),
+        part=float(raw.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0),
+    )
+
+
+def unscaled(theta: float, like: Rope) -> Rope:
+    """A rope without a scaling: of the local layers of a model whose others have `like`."""
+    return replace(like, theta=theta, scaling=RopeScaling())

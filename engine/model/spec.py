@@ -6,12 +6,14 @@ A family (`families/`) makes one from a Hugging Face `config.json`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Self
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, Self
 
 from weft.engine.errors import ModelError
 from weft.engine.model.operations import Operation, Resource, Role, all_reduce, attention, product
-from weft.engine.model.rope import RopeScaling, inv_freq
+from weft.engine.model.operations import experts as _experts
+from weft.engine.model.parts import ACTIVATIONS, GATED_ACTIVATIONS, Experts, Layer, Norm, Placement
+from weft.engine.model.rope import Rope, inv_freq
 
 if TYPE_CHECKING:
     import torch
@@ -30,28 +32,53 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Shapes and constants of a decoder-only transformer with grouped-query attention and a gated MLP."""
+    """Shapes and parts of a decoder-only transformer with grouped-query attention."""
 
     architecture: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
+    """of a dense MLP"""
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     max_positions: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling
-    tie_embeddings: bool
-    qkv_bias: bool
-    o_bias: bool
-    sliding_window: int | None
-    dtype: str
-    eos_token_ids: tuple[int, ...] = field(default=())
-    qk_norm: bool = False
-    """RMS norm over each head of q and k"""
+    norm: Norm
+    ropes: tuple[Rope, ...] = ()
+    """a layer takes one of them, or none"""
+    dtype: str = "float32"
+    """of the checkpoint"""
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    """of the vocabulary projection"""
+    eos_token_ids: tuple[int, ...] = ()
+    placement: Placement = Placement.PRE
+    layers: tuple[Layer, ...] = (Layer(),)
+    """a pattern that repeats over the layers"""
+    qk_norm: Literal["", "head", "projection"] = ""
+    """RMS norm over each head of q and k, or over all heads of q and all of k at once; before the rotation"""
+    activation: str = "silu"
+    """see `kernels.reference.ACTIVATIONS`"""
+    gated: bool = True
+    """the MLP multiplies two products; else it has one"""
+    attention_scale: float | None = None
+    """of the scores; None: head_dim ** -0.5"""
+    attention_softcap: float = 0.0
+    sinks: bool = False
+    """each head has a logit that takes part in the softmax of its scores"""
+    learned_positions: int | None = None
+    """positions are rows of a table, this many behind its beginning; None: there is none"""
+    embedding_scale: float = 1.0
+    """rounded to the dtype of the weights"""
+    residual_scale: float = 1.0
+    """on what attention and MLP add to the stream; folded into the matrices"""
+    logits_scale: float = 1.0
+    logits_softcap: float = 0.0
+    experts: Experts | None = None
     shard_of: Shard = Shard()
 
     @property
@@ -63,35 +90,130 @@ class ModelSpec:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def rms_norm_eps(self) -> float:
+        return self.norm.eps
+
+    def layer(self, index: int) -> Layer:
+        return self.layers[index % len(self.layers)]
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer."""
+        return tuple(self.layer(i).window for i in range(self.num_layers))
+
+    @property
+    def kv_window(self) -> int | None:
+        """Positions behind the newest beyond which no layer looks back; None: some layer sees all of them."""
+        widest = 0
+        for window in self.windows:
+            if window is None:
+                return None
+            widest = max(widest, window)
+        return widest
+
+    @property
     def num_parameters(self) -> int:
-        norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
-        per_layer = sum(op.parameters for op in self.layer_operations()) + norms
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return per_layer * self.num_layers + embeddings + self.hidden_size
+        """Numbers in all matrices, norms and tables; biases and sinks are left out."""
+        heads = {"": 0, "head": 2, "projection": self.num_heads + self.num_kv_heads}[self.qk_norm]
+        norm = self.hidden_size if self.norm.weight else 0
+        every = self.num_layers * (self.placement.norms * norm + heads * self.head_dim) + norm
+        for i in range(self.num_layers):
+            every += sum(op.parameters for op in self.layer_operations(i))
+            if self.experts is not None and self.experts.shared_gate and self.layer(i).experts:
+                every += self.hidden_size
+        tables = self.vocab_size * (1 if self.tie_embeddings else 2)
+        if self.learned_positions is not None:
+            tables += self.max_positions + self.learned_positions
+        return every + tables * self.hidden_size
 
-    def layer_operations(self) -> Iterator[Operation]:
-        """The operations of one layer in order, with dependencies inside the layer.
+    @property
+    def active_parameters(self) -> int:
+        """Those that one token is computed with: all but the experts that it does not take (Equation 5 counts them)."""
+        if self.experts is None:
+            return self.num_parameters
+        idle = sum(
+            op.parameters - op.flops // 2
+            for i in range(self.num_layers)
+            for op in self.layer_operations(i)
+            if op.role is Role.EXPERTS
+        )
+        return self.num_parameters - idle
 
-        Activations: x the residual stream, q the queries, a what attention gives, h the hidden part of the MLP. On
-        several ranks o and down leave partial sums, which an all-reduce adds up.
+    def layer_operations(self, layer: int = -1) -> Iterator[Operation]:
+        """The operations of a layer in order, with dependencies inside it; plans describe the last one.
+
+        Activations: x the residual stream, q the queries, a what attention gives, h the hidden part of the MLP, r the
+        router's choice, s the hidden part of a shared expert. On several ranks products whose target is x leave partial
+        sums, which an all-reduce adds up.
         """
-        hidden, inter, width = self.hidden_size, self.intermediate_size, self.num_heads * self.head_dim
-        several = self.shard_of.ranks > 1
+        hidden, width = self.hidden_size, self.num_heads * self.head_dim
+        several, parallel = self.shard_of.ranks > 1, self.placement.parallel
+        experts = self.experts if self.layer(layer % self.num_layers).experts else None
         yield product("qkv", (), self.qkv_size, hidden, kernel="qkv", source="x", target="q")
+        # In a parallel layer the MLP reads the stream before attention adds to it.
+        reads = tuple(self._mlp_reads(("qkv",), experts)) if parallel else ()
+        yield from reads
         yield attention("decode", Role.DECODE_ATTENTION, Resource.MEMORY, ("qkv",), width)
         yield attention("prefill", Role.PREFILL_ATTENTION, Resource.COMPUTE, ("qkv",), width)
-        yield product("o", ("decode", "prefill"), hidden, width, kernel="residual", source="a", target="x")
+        before = ("decode", "prefill", *(op.name for op in reads))
+        yield product("o", before, hidden, width, kernel="residual", source="a", target="x")
+        after = "o"
         if several:
-            yield all_reduce("o_reduce", ("o",), hidden)
-        after = ("o_reduce",) if several else ("o",)
-        yield product("gate_up", after, 2 * inter, hidden, kernel="gate_up", source="x", target="h")
-        yield product("down", ("gate_up",), hidden, inter, kernel="residual", source="h", target="x")
+            after = "o_reduce"
+            yield all_reduce(after, ("o",), hidden)
+        if not parallel:
+            reads = tuple(self._mlp_reads((after,), experts))
+            yield from reads
+        # A matrix that adds to the stream waits for all that read it.
+        before = (*([after] if parallel else []), *(op.name for op in reads))
+        if experts is None:
+            yield product("down", before, hidden, self.intermediate_size, kernel="residual", source="h", target="x")
+            after = "down"
+        else:
+            yield _experts(
+                "experts_down", before, hidden, experts.intermediate_size, experts.count, experts.top,
+                kernel="experts_residual", source="h", target="x",
+            )  # fmt: skip
+            after = "experts_down"
+            if experts.shared_size:
+                yield product(
+                    "shared_down", (after,), hidden, experts.shared_size, kernel="residual", source="s", target="x"
+                )
+                after = "shared_down"
         if several:
-            yield all_reduce("down_reduce", ("down",), hidden)
+            yield all_reduce("down_reduce", (after,), hidden)
 
-    def inv_freq(self) -> tuple[torch.Tensor, float]:
-        """See `rope.inv_freq`."""
-        return inv_freq(self.head_dim, self.rope_theta, self.rope_scaling)
+    def _mlp_reads(self, parents: tuple[str, ...], experts: Experts | None) -> Iterator[Operation]:
+        """The operations of an MLP that read the stream."""
+        hidden, inter = self.hidden_size, self.intermediate_size
+        if experts is None and self.gated:
+            yield product("gate_up", parents, 2 * inter, hidden, kernel="gate_up", source="x", target="h")
+        elif experts is None:
+            yield product("up", parents, inter, hidden, kernel="up", source="x", target="h")
+        else:
+            yield product("router", parents, experts.count, hidden, kernel="router", source="x", target="r")
+            yield _experts(
+                "experts_gate_up", ("router",), 2 * experts.intermediate_size, hidden, experts.count, experts.top,
+                kernel="experts_gate_up", source="x", target="h",
+            )  # fmt: skip
+            if experts.shared_size:
+                yield product(
+                    "shared_gate_up", parents, 2 * experts.shared_size, hidden, kernel="gate_up", source="x", target="s"
+                )
+
+    def rotary(self, max_positions: int) -> list[tuple[torch.Tensor, float]]:
+        """See `rope.inv_freq`: of each of `ropes`, then of layers without one (no frequencies) if there are such."""
+        import torch
+
+        tables = [inv_freq(self.head_dim, rope, max_positions) for rope in self.ropes]
+        if any(self.layer(i).rope is None for i in range(self.num_layers)):
+            tables.append((torch.zeros(0), 1.0))
+        return tables
+
+    def rotary_table(self, layer: int) -> int:
+        """Which of the tables that `rotary` gives a layer takes."""
+        rope = self.layer(layer).rope
+        return len(self.ropes) if rope is None else rope
 
     def shard(self, rank: int, ranks: int) -> Self:
         """The part of this model that one of `ranks` GPUs holds: heads and MLP columns are split (NanoFlow §4.1.3).
@@ -104,7 +226,15 @@ class ModelSpec:
         if not 0 <= rank < ranks:
             raise ModelError(f"rank {rank} is none of {ranks}")
         kv_parts = min(ranks, self.num_kv_heads)
-        sizes = (("attention heads", self.num_heads), ("MLP columns", self.intermediate_size))
+        sizes = [("attention heads", self.num_heads), ("MLP columns", self.intermediate_size)]
+        experts = self.experts
+        if experts is not None:
+            sizes += [("expert columns", experts.intermediate_size), ("shared columns", experts.shared_size)]
+            experts = replace(
+                experts, intermediate_size=experts.intermediate_size // ranks, shared_size=experts.shared_size // ranks
+            )
+        if self.qk_norm == "projection" or self.placement.behind:
+            raise ModelError(f"{self.architecture} has norms over what several GPUs would hold parts of")
         for name, size in sizes:
             if size % ranks:
                 raise ModelError(f"{size} {name} cannot be split over {ranks} GPUs")
@@ -115,6 +245,7 @@ class ModelSpec:
             num_heads=self.num_heads // ranks,
             num_kv_heads=self.num_kv_heads // kv_parts,
             intermediate_size=self.intermediate_size // ranks,
+            experts=experts,
             shard_of=Shard(rank, ranks, rank * kv_parts // ranks, kv_parts),
         )
 
@@ -135,11 +266,15 @@ class ModelSpec:
                 raise ModelError(f"config.json: {name} is {getattr(self, name)}, must be at least 1")
         if self.num_heads % self.num_kv_heads:
             raise ModelError(f"{self.num_heads} attention heads cannot share {self.num_kv_heads} KV heads evenly")
-        if self.head_dim % 2:
-            raise ModelError(f"head_dim {self.head_dim} is odd: rotary embedding needs pairs")
+        if self.head_dim % 2 or any(rope.dim(self.head_dim) % 2 for rope in self.ropes):
+            raise ModelError(f"head_dim {self.head_dim}: rotary embedding needs pairs")
+        known = GATED_ACTIVATIONS if self.gated else ACTIVATIONS
+        if self.activation not in known:
+            raise ModelError(f"activation {self.activation!r} is not supported ({', '.join(known)} are)")
+        if self.experts is not None and not 1 <= self.experts.top <= self.experts.count:
+            raise ModelError(f"config.json: a token takes {self.experts.top} of {self.experts.count} experts")
+        if any(window is not None and window < 1 for window in self.windows):
+            raise ModelError("config.json: a sliding window must be at least 1")
         if any(not 0 <= i < self.vocab_size for i in self.eos_token_ids):
             raise ModelError(f"end token {self.eos_token_ids} lies outside the vocabulary of {self.vocab_size}")
-        if self.sliding_window is not None and self.sliding_window < self.max_positions:
-            # Full attention equals sliding-window attention as long as no context is longer than the window.
-            return replace(self, max_positions=self.sliding_window)
         return self

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from weft.engine.errors import ConfigError
+from weft.engine.model.layer_weights import ProductWeights
 from weft.engine.model.operations import Operation
 from weft.engine.model.spec import ModelSpec
-from weft.engine.model.weights import ProductWeights, Weights
+from weft.engine.model.weights import Weights
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import TOKEN_STEP, Edge, NanoOperation
 from weft.engine.runner.cuda_inputs import DeviceInputs
@@ -238,8 +239,9 @@ class CudaExecutor:
         own, w, column = it.tokens, it.product, self.inputs.column
         qkv_project(
             self._activations[it.operation.source][own], self._sumsq[: _same(it.parts[it.blocks]), own], w.weight,
-            w.bias, self.spec.rms_norm_eps, self.weights.rotary, column["positions"][own], column["slot_mapping"][own],
-            it.kv, it.layer, self.spec.num_heads, w.q_norm, w.k_norm, out=self._activations[it.operation.target][own],
+            w.bias, self.spec.rms_norm_eps, self.weights.rotary[self.spec.rotary_table(it.layer)],
+            column["positions"][own], column["slot_mapping"][own], it.kv, it.layer, self.spec.num_heads,
+            w.q_norm, w.k_norm, out=self._activations[it.operation.target][own],
             **self._common(it),
         )  # fmt: skip
 

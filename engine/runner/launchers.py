@@ -16,12 +16,13 @@ Launcher = TypeVar("Launcher")
 
 
 def launchers_of(spec: ModelSpec, table: Mapping[str, Launcher], device: str) -> dict[str, Launcher]:
-    """The launcher of each operation of a layer, by its name.
+    """The launcher of each operation of the layers, by its name.
 
     Raises `ModelError` for an operation that the device has no launcher for.
     """
     found = {}
-    for op in spec.layer_operations():
+    kinds = {spec.layer(i).experts: i for i in range(spec.num_layers)}
+    for op in (op for layer in kinds.values() for op in spec.layer_operations(layer)):
         if op.kernel not in table:
             raise ModelError(f"{device} cannot launch the operation {op.name} ({op.kernel}): it has {', '.join(table)}")
         found[op.name] = table[op.kernel]

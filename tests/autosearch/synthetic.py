@@ -13,7 +13,8 @@ from weft.autosearch.profile import PairPoint, Point, Profile, work_of
 from weft.autosearch.simulate import play, simulate
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.operations import Operation, Resource, Role
-from weft.engine.model.rope import RopeScaling
+from weft.engine.model.parts import Norm
+from weft.engine.model.rope import Rope
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.plan import NanoOperation, Period, Target, model_key
 
@@ -23,8 +24,8 @@ BANDWIDTH = ([0, 16, 24, 32, 40, 48, 56, 64, 132], [0, 1.29, 1.87, 2.44, 2.93, 3
 
 def spec_of(hidden: int, inter: int, layers: int, heads: int, kv_heads: int, head_dim: int = 128) -> ModelSpec:
     return ModelSpec(
-        "LlamaForCausalLM", 128256, hidden, inter, layers, heads, kv_heads, head_dim, 8192, 1e-5, 5e5, RopeScaling(),
-        False, False, False, None, "bfloat16",
+        "LlamaForCausalLM", 128256, hidden, inter, layers, heads, kv_heads, head_dim, 8192, Norm(1e-5), (Rope(5e5),),
+        "bfloat16",
     )  # fmt: skip
 
 

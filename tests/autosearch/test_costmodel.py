@@ -8,12 +8,12 @@ from weft.autosearch import costmodel
 from weft.autosearch.accelerators import ACCELERATORS, accelerator
 from weft.engine.errors import ConfigError
 from weft.engine.model.operations import Resource
-from weft.engine.model.rope import RopeScaling
+from weft.engine.model.parts import Norm
+from weft.engine.model.rope import Rope
 from weft.engine.model.spec import ModelSpec
 
 LLAMA2_70B = ModelSpec(
-    "LlamaForCausalLM", 32000, 8192, 28672, 80, 64, 8, 128, 4096, 1e-5, 1e4, RopeScaling(), False, False, False, None,
-    "float16",
+    "LlamaForCausalLM", 32000, 8192, 28672, 80, 64, 8, 128, 4096, Norm(1e-5), (Rope(1e4),), "float16",
 )  # fmt: skip
 A100 = accelerator("a100")
 

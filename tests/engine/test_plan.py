@@ -11,15 +11,15 @@ import msgspec
 import pytest
 
 from weft.engine.errors import ConfigError
-from weft.engine.model.rope import RopeScaling
+from weft.engine.model.parts import Norm
+from weft.engine.model.rope import Rope
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import Edge, NanoOperation, Period, Plan, Target, load_plan, model_key, serial_period
 from weft.kernels.gemm_config import SPECIAL
 
 SPEC = ModelSpec(
-    "LlamaForCausalLM", 1000, 256, 512, 4, 4, 2, 64, 4096, 1e-5, 1e4, RopeScaling(), False, False, False, None,
-    "bfloat16",
+    "LlamaForCausalLM", 1000, 256, 512, 4, 4, 2, 64, 4096, Norm(1e-5), (Rope(1e4),), "bfloat16",
 )  # fmt: skip
 TARGET = Target("GPU", 132, model_key(SPEC), "bfloat16", "abc")
 
@@ -184,5 +184,5 @@ def test_a_file_that_is_not_json_is_one_line(tmp_path: Path, content: bytes) -> 
 
 
 def test_the_model_key_tells_shapes_apart() -> None:
-    assert model_key(SPEC) == model_key(replace(SPEC, rope_theta=5e5))
+    assert model_key(SPEC) == model_key(replace(SPEC, ropes=(Rope(5e5),)))
     assert model_key(SPEC) != model_key(replace(SPEC, num_kv_heads=4))

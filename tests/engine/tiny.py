@@ -7,22 +7,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+import transformers
 
 _BASE: dict[str, Any] = {
     "vocab_size": 199,
     "hidden_size": 64,
     "intermediate_size": 112,
     "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "max_position_embeddings": 256,
     "bos_token_id": 0,
     "eos_token_id": 1,
@@ -30,34 +23,44 @@ _BASE: dict[str, Any] = {
     "initializer_range": 0.25,
 }
 
-FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
-    "llama2": (LlamaConfig, LlamaForCausalLM, {"num_attention_heads": 4, "num_key_value_heads": 4}),
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+_LOCAL = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+_PHI_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0 + i / 8 for i in range(6)],
+    "long_factor": [2.0 + i for i in range(6)],
+    "original_max_position_embeddings": 256,
+    "partial_rotary_factor": 0.75,
+}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("Llama", {"num_key_value_heads": 4}),
     "llama3.1": (
-        LlamaConfig,
-        LlamaForCausalLM,
+        "Llama",
         {
             "num_attention_heads": 8,
-            "num_key_value_heads": 2,
             "tie_word_embeddings": True,
             "eos_token_id": [1, 2],
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 10000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            },
+            "rope_parameters": _LLAMA3_ROPE,
         },
     ),
-    "mistral": (
-        MistralConfig,
-        MistralForCausalLM,
-        {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32, "sliding_window": 256},
-    ),
+    "mistral": ("Mistral", {"num_key_value_heads": 1, "head_dim": 32, "sliding_window": 24}),
     "yi": (
-        LlamaConfig,
-        LlamaForCausalLM,
+        "Llama",
         {
             "num_attention_heads": 8,
             "num_key_value_heads": 1,
@@ -65,36 +68,113 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
         },
     ),
     "deepseek-llm": (
-        LlamaConfig,
-        LlamaForCausalLM,
+        "Llama",
         {
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
             "attention_bias": True,
+            "mlp_bias": True,
             "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
         },
     ),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"num_attention_heads": 4, "num_key_value_heads": 2}),
-    "qwen3": (
-        Qwen3Config,
-        Qwen3ForCausalLM,
-        {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True},
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True, "rope_parameters": _YARN}),
+    "qwen2-moe": ("Qwen2Moe", {**_EXPERTS, "shared_expert_intermediate_size": 48, "mlp_only_layers": [1]}),
+    "qwen3-moe": ("Qwen3Moe", {**_EXPERTS, "head_dim": 32, "norm_topk_prob": True}),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "sliding_window": 24,
+            "rope_parameters": {**_YARN, "truncate": False},
+        },
     ),
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "gemma2": (
+        "Gemma2",
+        {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 48, "attn_logit_softcapping": 4.0},
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            "head_dim": 16,
+            "sliding_window": 24,
+            "layer_types": [_SLIDING, _SLIDING, _FULL],
+            "rope_parameters": _LOCAL,
+        },
+    ),
+    "phi": ("Phi", {"num_key_value_heads": 4}),
+    "phi3": ("Phi3", {"sliding_window": 24}),
+    "phi4": ("Phi3", {"rope_parameters": _PHI_LONG}),
+    "olmo2": ("Olmo2", {}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.75,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 4.0,
+        },
+    ),
+    "granite-moe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.2}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 4}),
+    "glm4-9b": ("Glm", {"head_dim": 16, "attention_bias": True}),
+    "glm4": ("Glm4", {"head_dim": 16}),
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 16,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+        },
+    ),
+    "opt": ("OPT", {"ffn_dim": 112, "word_embed_proj_dim": 64, "init_std": 0.25}),
+    "gpt2": ("GPT2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256}),
 }
+
+_MODELS = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
+
+
+def make_tiny(family: str, **overrides: Any) -> Any:
+    """A seeded random model of the family, as `transformers` has it, in float32."""
+    name, options = FAMILIES[family]
+    config_class = getattr(transformers, f"{name}Config")
+    model_class = getattr(transformers, _MODELS.get(name, f"{name}ForCausalLM"))
+    base = {k: v for k, v in _BASE.items() if k not in ("intermediate_size", "num_key_value_heads")}
+    torch.manual_seed(7)
+    model = model_class(config_class(**{**(base if name in ("OPT", "GPT2") else _BASE), **options, **overrides}))
+    with torch.no_grad():
+        for tensor_name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "norm" in tensor_name.rsplit(".", 2)[-2] or "ln_" in tensor_name:
+                if tensor_name.endswith("bias"):
+                    tensor.normal_(0, 0.1)
+                else:
+                    tensor.uniform_(0.5, 1.5)
+            elif tensor_name.endswith(("bias", "sinks")):
+                tensor.normal_(0, 0.1)
+            elif "embed_tokens" in tensor_name and name in (
+                "Gemma",
+                "Gemma2",
+                "Gemma3Text",
+                "Olmo2",
+                "Granite",
+                "GraniteMoe",
+            ):
+                tensor.normal_(0, 0.02)  # else a token's own row outweighs what the layers add
+            elif "experts" in tensor_name or "embed_positions" in tensor_name or "wpe" in tensor_name:
+                tensor.normal_(0, 0.25)
+    return model.eval()
 
 
 def save_tiny(family: str, path: Path, **overrides: Any) -> Path:
     """Write a seeded random checkpoint of the family to `path`."""
-    config_class, model_class, options = FAMILIES[family]
-    torch.manual_seed(7)
-    model = model_class(config_class(**{**_BASE, **options, **overrides}))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-            elif name.endswith("bias"):
-                parameter.normal_(0, 0.1)
-    model.save_pretrained(path, max_shard_size="100KB")
+    make_tiny(family, **overrides).save_pretrained(path, max_shard_size="100KB")
     return path
 
 

@@ -18,7 +18,8 @@ from triton.runtime import interpreter
 
 from weft.autosearch.bench_protocol import Load
 from weft.autosearch.gpu_bench import batch_of
-from weft.engine.model.rope import RopeScaling
+from weft.engine.model.parts import Norm
+from weft.engine.model.rope import Rope
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import load_weights
 from weft.engine.plans.pipeline import Pipeline
@@ -38,8 +39,8 @@ SMALL = GemmConfig(64, 64, 64, 3, 4, 8)
 
 def _spec(hidden: int, inter: int, heads: int, kv_heads: int, head_dim: int) -> ModelSpec:
     return ModelSpec(
-        "LlamaForCausalLM", 160, hidden, inter, 2, heads, kv_heads, head_dim, 2048, 1e-5, 1e4, RopeScaling(),
-        False, False, False, None, "bfloat16",
+        "LlamaForCausalLM", 160, hidden, inter, 2, heads, kv_heads, head_dim, 2048, Norm(1e-5), (Rope(1e4),),
+        "bfloat16",
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Llama 2, 3 and 3.1+; Yi and DeepSeek LLM declare themselves as Llama."""
+"""Llama 2, 3 and 3.1+; Yi and DeepSeek LLM declare themselves as Llama. The spec's defaults are its parts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 from weft.engine.model.families.family import Config, Family
 
 
-def _parts(config: Config) -> dict[str, Any]:
-    bias = bool(config.get("attention_bias", False))
-    return {"qkv_bias": bias, "o_bias": bias}
+def _parts(_config: Config) -> dict[str, Any]:
+    return {}
 
 
 LLAMA = Family(("LlamaForCausalLM",), _parts)

@@ -1,15 +1,38 @@
-"""Mistral: Llama's layer under a sliding window. weft serves contexts up to the window, where both are the same."""
+"""Mistral: Llama's layer under a sliding window, on all layers or on some. Mixtral: the same with experts."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from weft.engine.model.families.family import Config, Family
+from weft.engine.model.families.family import Config, Family, TensorNames, windowed
+from weft.engine.model.parts import Experts
 
 
-def _parts(config: Config) -> dict[str, Any]:
-    bias = bool(config.get("attention_bias", False))
-    return {"qkv_bias": bias, "o_bias": bias, "sliding_window": config.get("sliding_window")}
+def _mistral(config: Config) -> dict[str, Any]:
+    return {"layers": windowed(config)}
 
 
-MISTRAL = Family(("MistralForCausalLM",), _parts)
+def _mixtral(config: Config) -> dict[str, Any]:
+    return {
+        "layers": tuple(replace(layer, experts=True) for layer in windowed(config)),
+        "experts": Experts(
+            count=int(config["num_local_experts"]),
+            top=int(config.get("num_experts_per_tok") or 2),
+            intermediate_size=int(config["intermediate_size"]),
+        ),
+    }
+
+
+MISTRAL = Family(("MistralForCausalLM", "MinistralForCausalLM"), _mistral)
+MIXTRAL = Family(
+    ("MixtralForCausalLM",),
+    _mixtral,
+    TensorNames(
+        router="block_sparse_moe.gate",
+        expert_gate="block_sparse_moe.experts.{}.w1",
+        expert_up="block_sparse_moe.experts.{}.w3",
+        expert_down="block_sparse_moe.experts.{}.w2",
+    ),
+    defaults={"rms_norm_eps": 1e-5},
+)

@@ -1,31 +1,60 @@
-"""Qwen2 and Qwen2.5 (biases on q, k and v), Qwen3 (norms over the heads of q and k instead)."""
+"""Qwen2 and Qwen2.5 (biases on q, k and v), Qwen3 (norms over the heads of q and k instead); both with experts."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from weft.engine.model.families.family import Config, Family
+from weft.engine.model.families.family import Config, Family, windowed
+from weft.engine.model.parts import Experts, Layer
 
 
-def _window(config: Config) -> int | None:
-    """Only where the config switches it on: most checkpoints carry a length that they do not use."""
-    return config.get("sliding_window") if config.get("use_sliding_window") else None
+def _layers(config: Config) -> tuple[Layer, ...]:
+    """Windows only where the config switches them on: most checkpoints carry a length that they do not use."""
+    if not config.get("use_sliding_window"):
+        config = {**config, "sliding_window": None}
+    first = int(config.get("max_window_layers") or 0)
+    return windowed(config, lambda i: i >= first)
 
 
 def _qwen2(config: Config) -> dict[str, Any]:
-    return {"qkv_bias": True, "sliding_window": _window(config)}
+    return {"qkv_bias": True, "o_bias": False, "layers": _layers(config)}
 
 
 def _qwen3(config: Config) -> dict[str, Any]:
-    bias = bool(config.get("attention_bias", False))
-    return {
-        "head_dim": int(config.get("head_dim") or 128),
-        "qkv_bias": bias,
-        "o_bias": bias,
-        "qk_norm": True,
-        "sliding_window": _window(config),
-    }
+    return {"head_dim": int(config.get("head_dim") or 128), "qk_norm": "head", "layers": _layers(config)}
 
+
+def _experts(config: Config, **parts: Any) -> dict[str, Any]:
+    """Experts on every layer but those that the config names or skips."""
+    dense, step = config.get("mlp_only_layers") or [], int(config.get("decoder_sparse_step") or 1)
+    layers = tuple(
+        replace(layer, experts=i not in dense and (i + 1) % step == 0) for i, layer in enumerate(_layers(config))
+    )
+    experts = Experts(
+        count=int(config["num_experts"]),
+        top=int(config["num_experts_per_tok"]),
+        intermediate_size=int(config["moe_intermediate_size"]),
+        normalise=bool(config.get("norm_topk_prob", False)),
+        **parts,
+    )
+    return {"layers": layers, "experts": experts}
+
+
+def _qwen2_moe(config: Config) -> dict[str, Any]:
+    size = int(config.get("shared_expert_intermediate_size") or 5632)
+    bias = bool(config.get("qkv_bias", True))
+    return {"qkv_bias": bias, "o_bias": False, **_experts(config, shared_size=size, shared_gate=True)}
+
+
+def _qwen3_moe(config: Config) -> dict[str, Any]:
+    head_dim = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    return {**_qwen3(config), "head_dim": head_dim, **_experts(config)}
+
+
+_KEYS = {"num_experts": "num_local_experts"}
 
 QWEN2 = Family(("Qwen2ForCausalLM",), _qwen2)
 QWEN3 = Family(("Qwen3ForCausalLM",), _qwen3)
+QWEN2_MOE = Family(("Qwen2MoeForCausalLM",), _qwen2_moe, keys=_KEYS)
+QWEN3_MOE = Family(("Qwen3MoeForCausalLM",), _qwen3_moe, keys=_KEYS)

@@ -1,0 +1,281 @@
+"""`pack_layer`: the tensors of one layer, packed for its operations (`kernels.pack`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from weft.engine.model.checkpoint import WHOLE, Part
+from weft.engine.model.families.family import TensorNames
+from weft.engine.model.parts import Experts
+from weft.engine.model.spec import ModelSpec
+from weft.kernels import pack
+
+
+@dataclass(frozen=True, slots=True)
+class ProductWeights:
+    """What one operation of a layer reads, in the layout of `kernels.pack`; the norm before it is folded in."""
+
+    weight: Tensor
+    """[out, inner]; of experts `[experts, out, inner]`; of a router float32"""
+    bias: Tensor | None = None
+    """[out]; of experts `[experts, out]`"""
+    q_norm: Tensor | None = None
+    """[D], or [Hq * D] where one norm is over all heads"""
+    k_norm: Tensor | None = None
+    """[D], or [Hkv * D]"""
+    sinks: Tensor | None = None
+    """[Hq] of the attention behind a QKV product"""
+    post_norm: Tensor | None = None
+    """[H] float32, of the norm between a product and the stream"""
+    gate: Tensor | None = None
+    """[1, H] of a shared expert"""
+    choice_bias: Tensor | None = None
+    """[experts] float32 of a router"""
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+
+LayerWeights = Mapping[str, ProductWeights]
+"""by operation"""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """The tensors of a model on their device."""
+
+    source: Callable[[str, tuple[int, ...], Part, torch.dtype], Tensor]
+    known: Callable[[str], bool] | None
+    """whether there is a name; None: whatever is asked for, in the plainest form"""
+    dtype: torch.dtype
+    """they are served in"""
+
+    def get(self, name: str, shape: tuple[int, ...], part: Part = WHOLE, dtype: torch.dtype | None = None) -> Tensor:
+        return self.source(name, shape, part, dtype or self.dtype)
+
+    def has(self, name: str) -> bool:
+        return self.known is not None and self.known(name)
+
+
+def norm_weight(tensors: Tensors, spec: ModelSpec, name: str, width: int) -> Tensor | None:
+    """`[width]`: what a norm multiplies by; float32 where the checkpoint has it less one."""
+    if not spec.norm.weight:
+        return None
+    weight = tensors.get(f"{name}.weight", (width,))
+    return weight.float() + 1.0 if spec.norm.unit_offset else weight
+
+
+def _cut(whole: Tensor, part: Part) -> Tensor:
+    return whole.chunk(part.of, part.dim)[part.part] if part.of > 1 else whole
+
+
+def _times(tensor: Tensor, scale: float) -> Tensor:
+    return tensor if scale == 1.0 else (tensor.float() * scale).to(tensor.dtype)
+
+
+class _Layer:
+    """Reads tensors by their names in one layer, as the part that a shard has of them."""
+
+    def __init__(self, tensors: Tensors, spec: ModelSpec, names: TensorNames, i: int) -> None:
+        self.tensors, self.spec, self.names = tensors, spec, names
+        self.prefix = names.layer.format(i)
+        self.parts = spec.layer(i)
+        own = spec.shard_of
+        # column-parallel products give each rank rows of their weights, row-parallel ones (o, down) columns
+        self.rows, self.columns = Part(0, own.rank, own.ranks), Part(1, own.rank, own.ranks)
+        self.kv_rows = Part(0, own.kv_part, own.kv_parts)
+        self.first = own.rank == 0
+
+    def matrix(self, name: str, out: int, inner: int, part: Part = WHOLE) -> Tensor:
+        if not self.names.transposed:
+            return self.tensors.get(f"{self.prefix}{name}.weight", (out, inner), part)
+        turned = part._replace(dim=1 - part.dim)
+        return self.tensors.get(f"{self.prefix}{name}.weight", (inner, out), turned).t().contiguous()
+
+    def bias(self, name: str, out: int, part: Part = WHOLE) -> Tensor:
+        return self.tensors.get(f"{self.prefix}{name}.bias", (out,), part)
+
+    def rows_of(
+        self, fused: str, names: tuple[str, ...], sizes: tuple[int, ...], parts: tuple[Part, ...], inner: int = 0
+    ) -> list[Tensor]:
+        """Matrices `[size, inner]`, or biases where `inner` is 0, that lie apart or in one tensor, in this order."""
+
+        def read(name: str, size: int, part: Part) -> Tensor:
+            return self.matrix(name, size, inner, part) if inner else self.bias(name, size, part)
+
+        if not fused:
+            return [read(*each) for each in zip(names, sizes, parts, strict=True)]
+        whole = [size * part.of for size, part in zip(sizes, parts, strict=True)]
+        return [_cut(t, part) for t, part in zip(read(fused, sum(whole), WHOLE).split(whole), parts, strict=True)]
+
+    def norm(self, name: str) -> Tensor | None:
+        return norm_weight(self.tensors, self.spec, f"{self.prefix}{name}", self.spec.hidden_size)
+
+    def post_norm(self, name: str) -> Tensor | None:
+        if not self.spec.placement.behind:
+            return None
+        weight = self.norm(name)
+        return None if weight is None else weight.float()
+
+    def folded(self, weight: Tensor, norm: str, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """A matrix `[..., out, inner]` and its bias with the norm before it folded in, weight and bias of the norm."""
+        spec = self.spec
+        if not spec.placement.before:
+            return weight, bias
+        if spec.norm.bias:
+            shift = self.bias(norm, spec.hidden_size)
+            more = weight.float() @ shift.float()
+            bias = (more if bias is None else bias.float() + more).to(weight.dtype)
+        return pack.fold_norm(weight, self.norm(norm), centred=spec.norm.centred), bias
+
+    def product(self, weight: Tensor, bias: Tensor | None, *, post_norm: Tensor | None = None) -> ProductWeights:
+        """One that adds to the stream; its bias is once in the sum over ranks."""
+        scale = self.spec.residual_scale
+        bias = None if bias is None or not self.first else _times(bias, scale)
+        return ProductWeights(_times(weight, scale), bias, post_norm=post_norm)
+
+    # -- attention
+
+    def qkv(self) -> ProductWeights:
+        spec, names, d = self.spec, self.names, self.spec.head_dim
+        sizes = (spec.num_heads * d, spec.num_kv_heads * d, spec.num_kv_heads * d)
+        parts, apart = (self.rows, self.kv_rows, self.kv_rows), (names.q, names.k, names.v)
+        rope = spec.ropes[self.parts.rope or 0] if spec.ropes else None
+        turned = rope.dim(d) if rope is not None and not rope.interleaved else 0
+
+        def paired(t: Tensor) -> Tensor:
+            return pack.interleave_rotary(t, d, turned) if turned else t
+
+        q, k, v = self.rows_of(names.qkv, apart, sizes, parts, spec.hidden_size)
+        bias = None
+        if spec.qkv_bias:
+            qb, kb, vb = self.rows_of(names.qkv, apart, sizes, parts)
+            bias = torch.cat((paired(qb), paired(kb), vb))
+        weight, bias = self.folded(torch.cat((paired(q), paired(k), v)), names.attention_norm, bias)
+        q_norm = k_norm = sinks = None
+        if spec.qk_norm:
+            widths = (d, d) if spec.qk_norm == "head" else sizes[:2]
+            q_norm, k_norm = (
+                norm_weight(self.tensors, spec, f"{self.prefix}{name}", width)
+                for name, width in zip((names.q_norm, names.k_norm), widths, strict=True)
+            )
+            q_norm, k_norm = (None if n is None else paired(n) for n in (q_norm, k_norm))
+        if spec.sinks:
+            sinks = self.tensors.get(f"{self.prefix}{names.sinks}", (spec.num_heads,), self.rows)
+        return ProductWeights(weight, bias, q_norm, k_norm, sinks)
+
+    def o(self) -> ProductWeights:
+        spec, names = self.spec, self.names
+        weight = self.matrix(names.o, spec.hidden_size, spec.num_heads * spec.head_dim, self.columns)
+        bias = self.bias(names.o, spec.hidden_size) if spec.o_bias else None
+        return self.product(weight, bias, post_norm=self.post_norm(names.attention_post_norm))
+
+    # -- MLP
+
+    @property
+    def mlp_norm(self) -> str:
+        return self.names.attention_norm if self.spec.placement.norms == 1 else self.names.mlp_norm
+
+    def gate_up(self, fused: str, gate: str, up: str, inter: int) -> tuple[Tensor, Tensor | None]:
+        spec = self.spec
+        parts, sizes = (self.rows, self.rows), (inter, inter)
+        g, u = self.rows_of(fused, (gate, up), sizes, parts, spec.hidden_size)
+        bias = None
+        if spec.mlp_bias:
+            gb, ub = self.rows_of(fused, (gate, up), sizes, parts)
+            bias = torch.stack((gb, ub), 1).flatten()
+        return self.folded(pack.interleave_gate_up(g, u), self.mlp_norm, bias)
+
+    def dense(self) -> dict[str, ProductWeights]:
+        spec, names = self.spec, self.names
+        h, inter = spec.hidden_size, spec.intermediate_size
+        down = self.matrix(names.down, h, inter, self.columns)
+        bias = self.bias(names.down, h) if spec.mlp_bias else None
+        packed = self.product(down, bias, post_norm=self.post_norm(names.mlp_post_norm))
+        if spec.gated:
+            gate_up = self.gate_up(names.gate_up, names.gate, names.up, inter)
+            return {"gate_up": ProductWeights(*gate_up), "down": packed}
+        bias = self.bias(names.up, inter, self.rows) if spec.mlp_bias else None
+        up = self.folded(self.matrix(names.up, inter, h, self.rows), self.mlp_norm, bias)
+        return {"up": ProductWeights(*up), "down": packed}
+
+    def experts(self, e: Experts) -> dict[str, ProductWeights]:
+        spec, names, get = self.spec, self.names, self.tensors.get
+        h, inter = spec.hidden_size, e.intermediate_size
+        router = get(f"{self.prefix}{names.router}.weight", (e.count, h), dtype=torch.float32)
+        router_bias = choice = None
+        if e.router_bias:
+            router_bias = get(f"{self.prefix}{names.router}.bias", (e.count,), dtype=torch.float32)
+        if e.choice_bias:
+            choice = get(f"{self.prefix}{names.choice_bias}", (e.count,), dtype=torch.float32)
+        weight, router_bias = self.folded(router, names.mlp_norm, router_bias)
+        if names.experts_gate_up:
+            gate_up, gate_up_bias, down, down_bias = self.stacked(e)
+        else:
+            each = [name.format(i) for i in range(e.count) for name in (names.expert_gate, names.expert_up)]
+            halves = torch.stack([self.matrix(name, inter, h, self.rows) for name in each])
+            gate_up = pack.interleave_gate_up(halves[0::2], halves[1::2])
+            down = torch.stack(
+                [self.matrix(names.expert_down.format(i), h, inter, self.columns) for i in range(e.count)]
+            )
+            gate_up_bias = down_bias = None
+        out = {
+            "router": ProductWeights(weight, router_bias, choice_bias=choice),
+            "experts_gate_up": ProductWeights(*self.folded(gate_up, names.mlp_norm, gate_up_bias)),
+            "experts_down": self.product(down, down_bias),
+        }
+        if e.shared_size:
+            shared, bias = self.gate_up(names.shared_gate_up, names.shared_gate, names.shared_up, e.shared_size)
+            gate = None
+            if e.shared_gate:
+                gate, _ = self.folded(self.matrix(names.shared_switch, 1, h), names.mlp_norm)
+            out["shared_gate_up"] = ProductWeights(shared, bias, gate=gate)
+            out["shared_down"] = self.product(self.matrix(names.shared_down, h, e.shared_size, self.columns), None)
+        return out
+
+    def stacked(self, e: Experts) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """Gate-up matrices `[E, 2 I, H]` (rows alternate) and down matrices `[E, H, I]` with their biases, of experts
+        that lie in one tensor each.
+        """
+        names, h = self.names, self.spec.hidden_size
+        own, ranks = self.spec.shard_of.rank, self.spec.shard_of.ranks
+        inter, n = e.intermediate_size * ranks, e.count
+        if names.experts_alternate:
+            gate_up = self.turned(names.experts_gate_up, n, 2 * inter, h)
+            down = self.turned(names.experts_down, n, h, inter)
+        else:
+            halves = self.tensors.get(f"{self.prefix}{names.experts_gate_up}", (n, 2 * inter, h))
+            gate_up = pack.interleave_gate_up(*halves.chunk(2, 1))
+            down = self.tensors.get(f"{self.prefix}{names.experts_down}", (n, h, inter))
+        gate_up_bias = down_bias = None
+        if e.bias:
+            gate_up_bias = self.tensors.get(f"{self.prefix}{names.experts_gate_up}_bias", (n, 2 * inter))
+            gate_up_bias = _cut(gate_up_bias, Part(1, own, ranks))
+            down_bias = self.tensors.get(f"{self.prefix}{names.experts_down}_bias", (n, h))
+        return _cut(gate_up, Part(1, own, ranks)), gate_up_bias, _cut(down, Part(2, own, ranks)), down_bias
+
+    def turned(self, name: str, count: int, out: int, inner: int) -> Tensor:
+        """`[count, out, inner]` from a tensor `[count, inner, out]`, or from MXFP4 blocks of `[count, out, inner]`."""
+        name = f"{self.prefix}{name}"
+        if not self.tensors.has(f"{name}_blocks"):
+            return self.tensors.get(name, (count, inner, out)).transpose(1, 2).contiguous()
+        groups = inner // 32
+        blocks = self.tensors.get(f"{name}_blocks", (count, out, groups, 16), dtype=torch.uint8)
+        scales = self.tensors.get(f"{name}_scales", (count, out, groups), dtype=torch.uint8)
+        return pack.unpack_mxfp4(blocks, scales, self.tensors.dtype)
+
+
+def pack_layer(tensors: Tensors, spec: ModelSpec, names: TensorNames, i: int) -> LayerWeights:
+    """Layer `i` of a model, or the part of it that a shard has: weights of the operations of `spec.layer_operations`.
+
+    Raises `ModelError` for a tensor that is missing or has another shape.
+    """
+    layer = _Layer(tensors, spec, names, i)
+    attention = {"qkv": layer.qkv(), "o": layer.o()}
+    if spec.experts is not None and layer.parts.experts:
+        return attention | layer.experts(spec.experts)
+    return attention | layer.dense()

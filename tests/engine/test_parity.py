@@ -1,0 +1,93 @@
+"""Every native family, under every condition: each greedy token is the one that `transformers` would choose there.
+
+One forward of the reference over a prompt and its answer checks all its tokens at once: where each of them is the
+argmax behind those before it, `generate` gives the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import GREEDY, Harness
+from tiny import FAMILIES
+from transformers import AutoModelForCausalLM
+
+MAX_TOKENS = 14
+OPTIONS: dict[str, Any] = {"page_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+
+Made = Callable[[str], Path]
+
+
+@cache
+def _reference(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def _prompts(seed: int, *lengths: int) -> list[np.ndarray]:
+    """Random prompts. Longer ones go beyond the windows of the families that have them (24)."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, 199, length) for length in lengths]
+
+
+def _run(harness: Harness, prompts: list[np.ndarray], max_tokens: int = MAX_TOKENS) -> list[int]:
+    """Serve them together and judge every token; returns how many tokens of each came from the cache."""
+    handles = [harness.add(p, max_tokens=max_tokens, **GREEDY) for p in prompts]
+    harness.run()
+    model = _reference(harness.engine.config.model_path)
+    for handle, prompt in zip(handles, prompts, strict=True):
+        tokens = harness.tokens[handle]
+        with torch.inference_mode():
+            logits = model(torch.from_numpy(np.concatenate((prompt, tokens)))[None]).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == tokens
+        assert len(tokens) == max_tokens or tokens[-1] in harness.engine.spec.eos_token_ids
+    return [harness.cached[h] for h in handles]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_whatever_the_chunks(tiny_model: Made, family: str, chunk: int) -> None:
+    harness = Harness(tiny_model(family), **{**OPTIONS, "max_num_batched_tokens": chunk}, num_pages=80)
+    harness.poison_pages()
+    prompts = _prompts(1, 5, 38) if chunk == 1 else _prompts(2, 3, 19, 50, 70)
+    _run(harness, prompts)
+    assert len({t for tokens in harness.tokens.values() for t in tokens}) > 8, "too few tokens to tell anything"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_a_prefix_that_was_computed_before(tiny_model: Made, family: str) -> None:
+    harness = Harness(tiny_model(family), **OPTIONS, num_pages=80)
+    harness.poison_pages()
+    (prompt,) = _prompts(3, 61)
+    _run(harness, [prompt])
+    longer = np.concatenate((prompt, harness.tokens[0], _prompts(4, 5)[0]))
+    assert min(_run(harness, [longer, prompt])) >= 60
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_when_requests_are_preempted(tiny_model: Made, family: str) -> None:
+    harness = Harness(tiny_model(family), **OPTIONS, num_pages=22, prefix_caching=family in ("llama2", "mistral"))
+    harness.expect_short_outputs()
+    harness.poison_pages()
+    _run(harness, _prompts(5, 30, 11, 40, 26, 9), 24)
+    assert harness.engine.scheduler.preemptions > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_pages_that_come_back_from_the_host(tiny_model: Made, family: str) -> None:
+    harness = Harness(tiny_model(family), **OPTIONS, num_pages=60, host_kv_gib=0.02)
+    tiers, pool = harness.engine.tiers, harness.engine.scheduler.pool
+    assert tiers is not None
+    tiers.speeds.worthwhile = lambda entries, *_: len(entries)  # type: ignore[method-assign]
+    prompts = _prompts(6, 45, 33)
+    _run(harness, prompts)
+    tiers.flush(60)
+    pool.evict_all()
+    harness.poison_pages()
+    assert min(_run(harness, prompts)) >= 32
+    assert harness.engine.stats().scheduler.tiers["host"].hit_tokens >= 76
