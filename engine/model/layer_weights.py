@@ -193,15 +193,17 @@ class _Layer:
     def dense(self) -> dict[str, ProductWeights]:
         spec, names = self.spec, self.names
         h, inter = spec.hidden_size, spec.intermediate_size
+        if spec.gated:
+            first = ("gate_up", self.gate_up(names.gate_up, names.gate, names.up, inter))
+        else:
+            bias = self.bias(names.up, inter, self.rows) if spec.mlp_bias else None
+            first = ("up", self.folded(self.matrix(names.up, inter, h, self.rows), self.mlp_norm, bias))
         down = self.matrix(names.down, h, inter, self.columns)
         bias = self.bias(names.down, h) if spec.mlp_bias else None
-        packed = self.product(down, bias, post_norm=self.post_norm(names.mlp_post_norm))
-        if spec.gated:
-            gate_up = self.gate_up(names.gate_up, names.gate, names.up, inter)
-            return {"gate_up": ProductWeights(*gate_up), "down": packed}
-        bias = self.bias(names.up, inter, self.rows) if spec.mlp_bias else None
-        up = self.folded(self.matrix(names.up, inter, h, self.rows), self.mlp_norm, bias)
-        return {"up": ProductWeights(*up), "down": packed}
+        return {
+            first[0]: ProductWeights(*first[1]),
+            "down": self.product(down, bias, post_norm=self.post_norm(names.mlp_post_norm)),
+        }
 
     def experts(self, e: Experts) -> dict[str, ProductWeights]:
         spec, names, get = self.spec, self.names, self.tensors.get

@@ -42,9 +42,9 @@ def test_missing_directory() -> None:
 
 
 def test_unsupported_architecture_names_the_supported_ones(broken: Path) -> None:
-    _edit(broken, architectures=["GPT2LMHeadModel"])
+    _edit(broken, architectures=["RwkvForCausalLM"])
     message = _refusal(broken)
-    assert "GPT2LMHeadModel" in message
+    assert "RwkvForCausalLM" in message
     assert "LlamaForCausalLM" in message
 
 

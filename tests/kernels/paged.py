@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -57,8 +57,12 @@ def iteration(
     return Iteration(q.to(device), kv.to(device), Requests(len(decodes), queries, lengths, table))
 
 
-def expected(it: Iteration) -> Tensor:
+def expected(
+    it: Iteration, *, window: int | None = None, scale: float | None = None, softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`[T, Hq * D]` float64."""
+    scale = it.q.shape[2] ** -0.5 if scale is None else scale
     out, first = [], 0
     page = it.kv.shape[3]
     for queries, length, pages in zip(it.requests.query_len, it.requests.kv_len, it.requests.page_table, strict=True):
@@ -70,8 +74,14 @@ def expected(it: Iteration) -> Tensor:
             seen = int(length - queries) + row + 1
             for head in range(q.shape[1]):
                 mine = head * k.shape[1] // q.shape[1]
-                weights = (k[:seen, mine] @ q[row, head] * q.shape[2] ** -0.5).softmax(0)
-                out.append(weights @ v[:seen, mine])
+                first_seen = max(0, seen - window) if window else 0
+                scores = k[first_seen:seen, mine] @ q[row, head] * scale
+                if softcap:
+                    scores = softcap * (scores / softcap).tanh()
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks[head : head + 1].double()))
+                weights = scores.softmax(0)[: seen - first_seen]
+                out.append(weights @ v[first_seen:seen, mine])
     return torch.stack(out).view(it.num_tokens, -1)
 
 
@@ -79,9 +89,9 @@ def empty_out(it: Iteration) -> Tensor:
     return torch.full((len(it.q), it.q.shape[1] * it.q.shape[2]), float("nan"), dtype=it.q.dtype, device=it.q.device)
 
 
-def assert_attention(out: Tensor, it: Iteration, tolerance: float) -> None:
-    """The requests' rows are right, the others untouched."""
-    want = expected(it)
+def assert_attention(out: Tensor, it: Iteration, tolerance: float, **parts: Any) -> None:
+    """The requests' rows are right, the others untouched. parts: see `expected`."""
+    want = expected(it, **parts)
     got = out[: it.num_tokens].double()
     assert float((got - want).norm() / want.norm()) < tolerance
     assert bool(out[it.num_tokens :].isnan().all())

@@ -55,15 +55,50 @@ def test_torch_attends_as_defined_in_any_mix(
         assert_attention(run(TorchAttention(shape_of(it)), it), it, 1e-5)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (12, 6)])
+@pytest.mark.parametrize(
+    "parts",
+    [{"window": 1}, {"window": 21}, {"softcap": 2.0}, {"scale": 0.7}, {"sinks": True}, {"window": 50, "softcap": 1.0}],
+)
+def test_torch_attends_with_every_part_as_defined(heads: int, kv_heads: int, parts: dict[str, Any]) -> None:
+    it = iteration([1, 16, 90, 33], [(0, 5), (70, 33), (20, 1), (0, 70)], heads, kv_heads, 16, 16)
+    window, sinks = parts.get("window"), torch.randn(heads) if parts.pop("sinks", False) else None
+    if window:  # pages that nobody sees any more may be somebody else's
+        for row, (queries, length) in enumerate(zip(it.requests.query_len, it.requests.kv_len, strict=True)):
+            behind = max(0, length - queries - window + 1) // 16
+            it.kv[it.requests.page_table[row, :behind]] = float("nan")
+            it.requests.page_table[row, :behind] = 0
+    named = {"windows": (None, window), **{k: v for k, v in parts.items() if k != "window"}, "sinks": sinks is not None}
+    backend = TorchAttention(shape_of(it)._replace(**named))
+    step = backend.prepare(it.requests)
+    out = backend.decode(it.q, it.kv, LAYER, step, out=empty_out(it), sinks=sinks)
+    assert_attention(backend.prefill(it.q, it.kv, LAYER, step, out=out, sinks=sinks), it, 1e-5, sinks=sinks, **parts)
+
+
+@pytest.mark.parametrize(
+    ("part", "word"),
+    [
+        ({"windows": (64,)}, "windows"),
+        ({"softcap": 1.0}, "soft-cap"),
+        ({"sinks": True}, "sinks"),
+        ({"scale": 1.0}, "scale"),
+    ],
+)
+def test_a_part_that_only_the_twin_has_is_named(part: dict[str, Any], word: str) -> None:
+    shape = AttentionShape(8, 2, 64, 16, torch.bfloat16, torch.device("cuda"), **part)
+    with pytest.raises(AttentionUnavailable, match=word):
+        check("triton", shape)
+
+
 def test_torch_bounds_the_memory_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     it = iteration([60] * 12, [(30, 9)] * 5, 4, 2, 8, 16)
-    whole = TorchAttention(shape_of(it)).prepare(it.requests)
+    whole = TorchAttention(shape_of(it)).prepare(it.requests)[None]
     assert (len(whole.decode.groups), len(whole.prefill.groups)) == (1, 1)
     monkeypatch.setattr(attention_torch, "GROUP_ELEMENTS", 4 * 4 * 16 * 2 * 8)
     backend = TorchAttention(shape_of(it))
     step = backend.prepare(it.requests)
-    assert len(step.decode.groups) == 3
-    assert len(step.prefill.groups) > 1
+    assert len(step[None].decode.groups) == 3
+    assert len(step[None].prefill.groups) > 1
     assert_attention(backend.attend(it.q, it.kv, LAYER, step, out=empty_out(it)), it, 1e-5)
 
 
