@@ -39,7 +39,8 @@ def add_search_flags(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         type=float,
         default=540,
-        help="time for the whole search, longer where profile, solver and one look at each pipeline take it [540]",
+        help="time for the whole search, longer where profile and one look at each pipeline take it; Ctrl-C ends it "
+        "early with the best so far [540]",
     )
     parser.add_argument(
         "--measure-seconds", metavar="S", type=float, default=1.0,

@@ -11,12 +11,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
-from datetime import datetime
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from weft.autosearch import breakeven, gantt
+from weft.autosearch.bar import SearchBar
 from weft.autosearch.bench_protocol import Bench, Load
 from weft.autosearch.machine import Machine
 from weft.autosearch.options import OneLineParser, add_search_flags
@@ -48,7 +49,14 @@ DECODE_FACTORS = (0.25, 0.5, 0.75, 1.0)
 """KV per decode where decodes fill the pool, in proportion"""
 LOADS = (("typical", 1.0), ("light", 0.5), ("heavy", 1.5))
 """KV per decode, in proportion to the workload's"""
-Progress = Callable[[str], None]
+SOLVER_SHARE, SOLVER_SHARE_MEASURED = 0.8, 0.5
+"""of the time that the solver may have, without and with a GPU to measure on"""
+
+
+class Progress(Protocol):
+    """Told what is done now, and the share of the whole that is behind it where that is known."""
+
+    def __call__(self, text: str, share: float | None = None, /) -> None: ...
 
 
 class Search:
@@ -56,12 +64,17 @@ class Search:
 
     def __init__(
         self, spec: ModelSpec, load: Load, profile: Profile, bench: Bench | None, budget_s: float,
-        progress: Progress = lambda _: None, clock: Callable[[], float] = time.monotonic, max_num_seqs: int = 0,
-        known: Sequence[Period] = (),
+        progress: Progress = lambda *_: None, clock: Callable[[], float] = time.monotonic, max_num_seqs: int = 0,
+        known: Sequence[Period] = (), ended: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         """max_num_seqs: also search iterations of up to so many decodes and nothing else; 0: none.
         known: pipelines that compete from the start where they fit the load's tokens.
+        ended: somebody wants the best that there is by now.
         """
+        self._ended = ended
+        self._unsolved = DENSE_STEPS + len(LOADS) - 1 + (2 if max_num_seqs else 0)
+        """loads that the solver has not looked at, about"""
+        self._solvable = self._unsolved
         self._spec, self._load, self._profile, self._bench = spec, load, profile, bench
         self._max_num_seqs, self._known = max_num_seqs, known
         self._capacity = profile.kv_capacity(spec)
@@ -94,6 +107,8 @@ class Search:
         final = self._kept([self._described(p.period, p.load) for p in placed])
         seconds = self._clock() - self._started
         made = f"{today()}, {'measured' if self._bench else 'predicted from a recorded profile'}, {seconds:.0f} s"
+        if self._ended():
+            made += ", ended early"
         dense = self._load.tokens if any(p.tokens == self._load.tokens for p in final) else 0
         plan = Plan(self._profile.target, workload, final, dense_batch=dense, made=made)
         found = self._machine.interference
@@ -111,7 +126,7 @@ class Search:
 
         share: of the time that is left.
         """
-        end = self._clock() + share * max(0.0, self._budget_s - (self._clock() - self._started))
+        end = self._clock() + share * self._left()
         end -= self._cost * (MEASURED_EACH * len(loads) + BREAK_EVEN * len(factors) * (1 + len(loads)) + LAST_LOOK)
         periods: list[Period] = []
         for i, (name, each) in enumerate(loads):
@@ -119,13 +134,28 @@ class Search:
             if (best := self._best(name, each, self._staged(name, each), seconds)) is not None and best not in periods:
                 periods.append(best)
         bench, progress = self._bench or self._machine, self._about("break-even")
-        closer = self._bench is None or self._clock() - self._started < self._budget_s
+        closer = self._left() > 0
         return breakeven.place(bench, self._spec, periods, load, progress, factors, self._capacity, closer=closer)
 
     def _staged(self, name: str, load: Load) -> Stages:
         if (key := _key(name, load)) not in self.stages:
-            self.stages[key] = predict(self._machine, load, self._about(key))
+            if self._ended():
+                return Stages(self._machine.serial_ms(load), float("inf"), [])
+            share = SOLVER_SHARE if self._bench is None else SOLVER_SHARE_MEASURED
+            left = share * self._budget_s - (self._clock() - self._started)
+            seconds = max(0.0, left) / max(1, self._unsolved)
+            behind = share * (self._solvable - self._unsolved) / self._solvable
+
+            def about(text: str, within: float) -> None:
+                self._progress(f"{key}: {text}", behind + share * within / self._solvable)
+
+            self.stages[key] = predict(self._machine, load, about, seconds, self._clock, self._ended)
+            self._unsolved = max(0, self._unsolved - 1)
         return self.stages[key]
+
+    def _left(self) -> float:
+        """Seconds."""
+        return 0.0 if self._ended() else max(0.0, self._budget_s - (self._clock() - self._started))
 
     def _dense_batch(self) -> Load:
         """The load of the dense batch whose best pipeline takes the least time a token.
@@ -194,8 +224,8 @@ class Search:
                 self._dropped.append(f"{at}: gain {gain:.3f} when measured again, the serial plan runs")
         return tuple(kept)
 
-    def _about(self, name: str) -> Progress:
-        return lambda text: self._progress(f"{name}: {text}")
+    def _about(self, name: str) -> Callable[[str], None]:
+        return lambda text: self._progress(f"{name}: {text}", 1 - self._left() / max(1e-9, self._budget_s))
 
     def _described(self, period: Period, load: Load) -> Period:
         """With its figures at `load`."""
@@ -293,7 +323,9 @@ def find_profile(
     raise ConfigError("there is no GPU here and no recorded profile of this model: give one with --profile FILE")
 
 
-def search(arguments: argparse.Namespace, progress: Progress = lambda _: None) -> Result:
+def search(
+    arguments: argparse.Namespace, progress: Progress = lambda *_: None, ended: Callable[[], bool] = lambda: False
+) -> Result:
     """`weft search`: everything up to the plan. Raises `ConfigError` and `ModelError`."""
     spec = read_spec(find_model(str(arguments.model), weights=False))
     load = workload_load(arguments.workload, arguments.tokens, arguments.max_num_seqs, arguments.lengths)
@@ -303,12 +335,12 @@ def search(arguments: argparse.Namespace, progress: Progress = lambda _: None) -
     if not arguments.predict_only and has_gpu():
         gpu, target = open_gpu(spec, breakeven.scaled(load, max(breakeven.KV_FACTORS)), progress=progress)
     with closing(gpu) if gpu is not None else nullcontext():
-        return _search(arguments, spec, load, gpu, target, known, started, progress)
+        return _search(arguments, spec, load, gpu, target, known, started, progress, ended)
 
 
 def _search(
     arguments: argparse.Namespace, spec: ModelSpec, load: Load, bench: Bench | None, target: Target | None,
-    known: Sequence[Period], started: float, progress: Progress,
+    known: Sequence[Period], started: float, progress: Progress, ended: Callable[[], bool],
 ) -> Result:  # fmt: skip
     profile = None if arguments.full_profile else find_profile(spec, load, arguments.profile, target)
     capacity = profile.kv_capacity(spec) if profile is not None else kv_capacity(bench.memory if bench else 0, spec)
@@ -332,21 +364,23 @@ def _search(
             started += time.monotonic() - began  # asked for beside the budget
     if bench is not None:
         bench.seconds = arguments.measure_seconds
-    left = arguments.budget_seconds - (time.monotonic() - started)
     workload = f"lengths of {arguments.lengths.name}" if arguments.lengths else arguments.workload
-    results = []
-    for variant in transformations(spec):
-        if {o.name for o in variant.layer_operations()} <= set(profile.features):
-            one = Search(
-                variant, load, profile, bench, left, progress, max_num_seqs=arguments.max_num_seqs,
-                known=known if variant is spec else (),
-            )  # fmt: skip
-            if variant is spec and arguments.stages is not None:
-                one.stages = read_stages(arguments.stages, profile.target, load)
-            results.append(one.run(workload))
-            if variant is spec and arguments.stages is not None:
-                file = StagesFile(profile.target, load, one.stages)
-                arguments.stages.write_bytes(msgspec.json.encode(file))
+    results: list[Result] = []
+    variants = [v for v in transformations(spec) if {o.name for o in v.layer_operations()} <= set(profile.features)]
+    for i, variant in enumerate(variants):
+        if results and ended():
+            break
+        left = (arguments.budget_seconds - (time.monotonic() - started)) / (len(variants) - i)
+        one = Search(
+            variant, load, profile, bench, left, progress, max_num_seqs=arguments.max_num_seqs,
+            known=known if variant is spec else (), ended=ended,
+        )  # fmt: skip
+        if variant is spec and arguments.stages is not None:
+            one.stages = read_stages(arguments.stages, profile.target, load)
+        results.append(one.run(workload))
+        if variant is spec and arguments.stages is not None:
+            file = StagesFile(profile.target, load, one.stages)
+            arguments.stages.write_bytes(msgspec.json.encode(file))
     if not results:
         raise ConfigError(f"the profile lacks operations of this model; it has {', '.join(profile.features)}")
     return min(results, key=lambda r: min((p.figures["predicted_ms"] for p in r.plan.periods), default=float("inf")))
@@ -385,12 +419,8 @@ def run(arguments: argparse.Namespace) -> int:
         path = getattr(arguments, option)
         if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK) and not path.is_dir()):
             raise ConfigError(f"--{option} {path}: there is no folder {path.parent} to write such a file in")
-    console = Console(stderr=True)
-    if console.is_terminal:
-        with console.status("reading the model") as status:
-            result = search(arguments, lambda text: status.update(text))
-    else:  # a log: a line for each step
-        result = search(arguments, lambda text: print(f"{datetime.now():%H:%M:%S} {text}", file=sys.stderr))
+    with SearchBar(arguments.budget_seconds) as bar:
+        result = search(arguments, bar, lambda: bar.ended)
     result.plan.save(arguments.out)
     if arguments.svg is not None and result.plan.periods:
         shown = max(result.plan.periods, key=lambda p: p.figures["gain"])

@@ -6,6 +6,7 @@ belongs to this layer or, marked `next_layer`, to the one after. T is minimised.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,6 +21,8 @@ from weft.engine.plans.plan import TOKEN_STEP, NanoOperation, Period
 
 TICKS = 6000
 """the serial period in the solver's unit of time"""
+LEAST_SECONDS = 0.3
+"""of a clock, in which the solver finds some period"""
 MIN_GAIN = 0.002
 """a longer structure must be shorter in time by this share"""
 
@@ -66,11 +69,11 @@ def tables(machine: Machine, load: Load, structure: Structure, guest_sms: int) -
 
 
 def solve(
-    machine: Machine, load: Load, structure: Structure, guest_sms: int, effort: float
+    machine: Machine, load: Load, structure: Structure, guest_sms: int, effort: float, seconds: float = float("inf")
 ) -> Solved | None:  # fmt: skip
     """The shortest period of a structure; None when the solver found none.
 
-    effort: the solver's deterministic time, about seconds.
+    effort: the solver's deterministic time, about seconds. seconds: of a clock, which a busy machine needs more of.
     """
     steps = load.tokens // TOKEN_STEP
     table = tables(machine, load, structure, guest_sms)
@@ -134,8 +137,10 @@ def solve(
     model.minimize(period)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
+    solver.parameters.catch_sigint_signal = False  # it would take Ctrl-C away from whoever listens
     solver.parameters.random_seed = 1
     solver.parameters.max_deterministic_time = effort
+    solver.parameters.max_time_in_seconds = max(LEAST_SECONDS, seconds)
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
     values = [solver.value(u) for u in sizes]
@@ -195,19 +200,27 @@ def grow(machine: Machine, solved: Solved) -> list[Structure]:
 
 
 def search(
-    machine: Machine, load: Load, guest_sms: int, effort: float, progress: Callable[[str], None] = lambda _: None
-) -> list[Solved]:
-    """Solved structures, shortest period first: two nano-batches, then more near bubbles until that stops helping."""
-    found = []
+    machine: Machine, load: Load, guest_sms: int, effort: float, progress: Callable[[str], None] = lambda _: None,
+    seconds: float = float("inf"),
+) -> list[Solved]:  # fmt: skip
+    """Solved structures, shortest period first: two nano-batches, then more near bubbles until that stops helping.
+
+    seconds: of a clock, at most, but for one structure.
+    """
+    end = time.monotonic() + seconds
+    found: list[Solved] = []
+
+    def attempt(structure: Structure, effort: float) -> Solved | None:
+        left = end - time.monotonic()
+        return solve(machine, load, structure, guest_sms, effort, left) if left > 0 or not found else None
+
     for structure in first_structures(machine.spec):
         progress("two nano-batches")
-        if (solved := solve(machine, load, structure, guest_sms, effort)) is not None:
+        if (solved := attempt(structure, effort)) is not None:
             found.append(solved)
     while found:
         best = min(found, key=_rank)
-        grown = [
-            s for structure in grow(machine, best) if (s := solve(machine, load, structure, guest_sms, effort * 2))
-        ]
+        grown = [s for structure in grow(machine, best) if (s := attempt(structure, effort * 2))]
         progress(f"{best.structure.pieces + 1} nano-batches")
         found.extend(grown)
         if not grown or min(grown, key=_rank).ms > best.ms * (1 - MIN_GAIN):

@@ -7,6 +7,7 @@ together must not overlap, which is an order between them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise, product
 from typing import NamedTuple
@@ -89,8 +90,11 @@ class Shares:
                 if lowest <= count <= total:
                     yield with_sms(period, [*counts[:i], count, *counts[i + 1 :]])
 
-    def solve(self, hint: Choice, effort: float) -> Choice:
-        """The solver's best, played out; `hint` when that is no better. effort: deterministic time, about seconds."""
+    def solve(self, hint: Choice, effort: float, seconds: float = float("inf")) -> Choice:
+        """The solver's best, played out; `hint` when that is no better.
+
+        effort: deterministic time, about seconds. seconds: of a clock.
+        """
         ops = self._period.operations
         tick = max(hint.ms, 1e-9) / TICKS
         model = cp_model.CpModel()
@@ -123,8 +127,10 @@ class Shares:
         model.minimize(length)
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1
+        solver.parameters.catch_sigint_signal = False  # it would take Ctrl-C away from whoever listens
         solver.parameters.random_seed = 1
         solver.parameters.max_deterministic_time = effort
+        solver.parameters.max_time_in_seconds = max(0.0, seconds)
         if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return hint
         values = [solver.value(s) for s in starts]
@@ -226,8 +232,14 @@ def with_sms(period: Period, sms: Sequence[int]) -> Period:
     return msgspec.structs.replace(period, operations=tuple(operations))
 
 
-def assign(machine: Machine, period: Period, load: Load, effort: float) -> Choice:
-    """Shares for a period of stage I: greedy, then the solver from there, then single changes."""
+def assign(machine: Machine, period: Period, load: Load, effort: float, seconds: float = float("inf")) -> Choice:
+    """Shares for a period of stage I: greedy, then the solver from there, then single changes.
+
+    seconds: of a clock, for the solver; the rest takes a fraction of one.
+    """
+    end = time.monotonic() + seconds
     shares = Shares(machine, period, load)
     first = shares.polish(shares.greedy())
-    return shares.polish(shares.solve(first, effort))
+    if time.monotonic() >= end:
+        return first
+    return shares.polish(shares.solve(first, effort, end - time.monotonic()))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -13,6 +14,9 @@ from weft.autosearch.bench_protocol import Load
 from weft.autosearch.machine import Machine
 from weft.engine.errors import ConfigError
 from weft.engine.plans.plan import Period, Target
+
+if TYPE_CHECKING:
+    from weft.autosearch import stage_one
 
 VERSION = 1
 """of the file of `--stages`"""
@@ -24,7 +28,10 @@ PER_LEVEL = 4
 """structures of each that stage II looks at"""
 KEPT = 5
 """pipelines of one load"""
-Progress = Callable[[str], None]
+STRUCTURES_SHARE = 0.4
+"""of the time of one load, for stage I"""
+Progress = Callable[[str, float], None]
+"""told what is done now, and the share of the load that is behind it"""
 
 
 class Choice(NamedTuple):
@@ -54,11 +61,20 @@ class StagesFile(msgspec.Struct, forbid_unknown_fields=True):
     version: int = VERSION
 
 
-def predict(machine: Machine, load: Load, progress: Progress = lambda _: None) -> Stages:
-    """Stages I and II for one load; a second or so per structure, the same every time.
+def predict(
+    machine: Machine, load: Load, progress: Progress = lambda *_: None, seconds: float = float("inf"),
+    clock: Callable[[], float] = time.monotonic, ended: Callable[[], bool] = lambda: False,
+) -> Stages:  # fmt: skip
+    """Stages I and II for one load; a second or so per structure, the same every time that `seconds` suffice.
 
+    seconds: at most, but for one structure, which is always looked at. ended: nobody waits for more than there is.
     Raises `ConfigError` when OR-tools is not installed.
     """
+    begun = clock()
+
+    def left(share: float) -> float:
+        return 0.0 if ended() else begun + share * seconds - clock()
+
     try:
         from weft.autosearch import stage_one, stage_two
     except ModuleNotFoundError as error:
@@ -70,18 +86,30 @@ def predict(machine: Machine, load: Load, progress: Progress = lambda _: None) -
     levels = {max(step, round(n * total / 132 / step) * step) for n in GUEST_SMS}
     found: dict[bytes, stage_one.Solved] = {}
     bound = float("inf")
-    for guest_sms in (total, *sorted(n for n in levels if n < total)):
-        progress(f"stage I with {guest_sms} SMs for attention")
-        solved = stage_one.search(machine, load, guest_sms, EFFORT)
+    guests = (total, *sorted(n for n in levels if n < total))
+    for i, guest_sms in enumerate(guests):
+        if found and left(STRUCTURES_SHARE) <= 0:
+            break
+        progress(f"stage I with {guest_sms} SMs for attention", STRUCTURES_SHARE * i / len(guests))
+        solved = stage_one.search(machine, load, guest_sms, EFFORT, seconds=left(STRUCTURES_SHARE))
         if guest_sms == total and solved:
             bound = solved[0].ms
         for each in solved[:PER_LEVEL]:
             found.setdefault(msgspec.json.encode(each.period), each)
-    choices = []
-    for i, each in enumerate(found.values()):
-        progress(f"stage II, structure {i + 1} of {len(found)}")
-        choices.append(Choice(*stage_two.assign(machine, each.period, load, EFFORT)))
+    choices: list[Choice] = []
+    for i, each in enumerate(_by_turns(list(found.values()), len(guests))):
+        if choices and left(1.0) <= 0:
+            break
+        share = STRUCTURES_SHARE + (1 - STRUCTURES_SHARE) * i / len(found)
+        progress(f"stage II, structure {i + 1} of {len(found)}", share)
+        choices.append(Choice(*stage_two.assign(machine, each.period, load, EFFORT, seconds=left(1.0))))
     return Stages(machine.serial_ms(load), bound, sorted(choices, key=lambda c: c.ms)[:KEPT])
+
+
+def _by_turns(found: list[stage_one.Solved], levels: int) -> list[stage_one.Solved]:
+    """Where time ends the list, each level of stage I has had its best looked at first."""
+    step = max(1, -(-len(found) // levels))
+    return [found[i] for first in range(step) for i in range(first, len(found), step)]
 
 
 def read_stages(path: Path, target: Target, load: Load) -> dict[str, Stages]:

@@ -50,6 +50,10 @@ class SyntheticBench:
         self._operations = {o.name: o for o in spec.layer_operations()}
         self._slow = {True: compute_slowdown, False: guest_slowdown}
 
+    def clock(self) -> float:
+        """Seconds, of which a measurement takes two and a solver none: a busy machine changes no test."""
+        return 2.0 * self.calls
+
     def ms(self, op: Operation, work: float, sms: int) -> float:
         if work <= 0:
             return 0.0

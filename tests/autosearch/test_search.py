@@ -5,10 +5,13 @@ from __future__ import annotations
 import io
 import json
 import re
+import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import pytest
@@ -67,13 +70,13 @@ def plan(recorded: Profile) -> Plan:
         patch.setattr(search, "DENSE_STEPS", 1)
         patch.setattr(stages, "EFFORT", 0.2)
         patch.setattr(search, "LOADS", search.LOADS[:1])
-        return search.Search(LLAMA_8B, TYPICAL, recorded, None, 100).run("1024:512").plan
+        return search.Search(LLAMA_8B, TYPICAL, recorded, None, 1000).run("1024:512").plan
 
 
 @pytest.mark.usefixtures("quick")
 def test_a_search_with_a_bench_measures_what_it_reports(recorded: Profile) -> None:
     bench = SyntheticBench(LLAMA_8B)
-    result = search.Search(LLAMA_8B, TYPICAL, recorded, bench, 6).run("1024:512")
+    result = search.Search(LLAMA_8B, TYPICAL, recorded, bench, 600, clock=bench.clock).run("1024:512")
     assert result.measured
     dense = [line.load for line in result.lines if line.load.endswith("tokens")]
     assert dense == ["2048 tokens", "1920 tokens"]
@@ -102,7 +105,9 @@ def test_a_search_with_a_bench_measures_what_it_reports(recorded: Profile) -> No
 def test_where_overlap_cannot_win_there_is_no_pipeline() -> None:
     bench = SyntheticBench(LLAMA_8B, compute_slowdown=2.5, guest_slowdown=2.5)
     profiler = Profiler(bench, LLAMA_8B, TYPICAL, Grid.coarse(TYPICAL, 132), lambda *_: None)
-    result = search.Search(LLAMA_8B, TYPICAL, profiler.run(target_for(LLAMA_8B), 100), bench, 4).run("1024:512")
+    result = search.Search(
+        LLAMA_8B, TYPICAL, profiler.run(target_for(LLAMA_8B), 100), bench, 1000, clock=bench.clock
+    ).run("1024:512")
     assert result.plan.periods == ()
     assert "the serial plan runs" in gantt.summary(result.plan)
 
@@ -116,11 +121,11 @@ def test_a_pipeline_that_was_only_lucky_is_dropped_and_the_report_says_so(record
             timing = super().period(period, load)
             return timing._replace(ms=timing.ms * (1.5 if self.last else 0.9)) if len(period.operations) > 6 else timing
 
-        def hear(self, text: str) -> None:
+        def hear(self, text: str, _: float | None = None) -> None:
             self.last |= "last look" in text
 
     bench = Lucky(LLAMA_8B)
-    result = search.Search(LLAMA_8B, TYPICAL, recorded, bench, 6, bench.hear).run("1024:512")
+    result = search.Search(LLAMA_8B, TYPICAL, recorded, bench, 600, bench.hear, bench.clock).run("1024:512")
     assert result.plan.periods == ()
     assert result.plan.dense_batch == 0
     printed = io.StringIO()
@@ -274,6 +279,66 @@ def test_a_search_ends_in_its_time(recorded: Profile) -> None:
     assert 200 < bench.now <= 400
 
 
+def test_the_solver_keeps_to_its_time_and_every_load_gets_a_share(
+    recorded: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock that each step of the solver moves by 10 s: all of them would take far longer."""
+
+    class Steps:
+        now = 0.0
+        loads: ClassVar[list[str]] = []
+        shares: ClassVar[list[float]] = []
+
+        def __call__(self, text: str, share: float | None = None) -> None:
+            if "stage I" in text:
+                self.now += 10.0
+                self.loads.append(text.partition(":")[0])
+            if share is not None:
+                self.shares.append(share)
+
+    monkeypatch.setattr(stages, "EFFORT", 0.1)
+    steps = Steps()
+    search.Search(LLAMA_8B, TYPICAL, recorded, None, 600.0, steps, lambda: steps.now, max_num_seqs=1024).run("x")
+    assert steps.now <= 600.0
+    counts = Counter(steps.loads)
+    assert len(counts) >= search.DENSE_STEPS + len(search.LOADS) - 1
+    assert max(counts.values()) <= 3 * min(counts.values())
+    assert steps.shares == sorted(steps.shares)
+    assert 0 <= steps.shares[0] < 0.1
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_search_that_is_ended_leaves_the_best_so_far(recorded: Profile) -> None:
+    said: list[str] = []
+
+    def note(text: str, _: float | None = None) -> None:
+        said.append(text)
+
+    result = search.Search(
+        LLAMA_8B, TYPICAL, recorded, None, 1e6, note, max_num_seqs=1024, ended=lambda: "1920" in " ".join(said)
+    ).run("x")
+    assert result.plan.periods
+    assert result.plan.made.endswith("ended early")
+    assert not [text for text in said if "decodes" in text and "stage" in text]
+
+
+def test_ctrl_c_writes_the_plan_that_there_is(recorded: Profile, model: Path, tmp_path: Path) -> None:
+    recorded.save(tmp_path / "profile.json")
+    command = [sys.executable, "-P", "-m", "weft.server", "search", "--model", str(model), "--predict-only"]
+    command += ["--profile", str(tmp_path / "profile.json"), "--out", str(tmp_path / "p.json")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "stage II" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "ending with the best so far" in err
+    assert load_plan(tmp_path / "p.json").made.endswith("ended early")
+    assert "p.json:" in out
+
+
 @pytest.mark.usefixtures("quick")
 def test_a_plan_of_another_model_is_no_start(plan: Plan, model: Path, tmp_path: Path) -> None:
     other = msgspec.structs.replace(plan.target, model="another")
@@ -417,7 +482,9 @@ def test_a_model_whose_kv_fills_the_gpu_is_searched_at_the_batch_it_can_run() ->
     bench = SyntheticBench(spec)
     bench.memory = 140 * 10**9
     profiler = Profiler(bench, spec, TYPICAL, Grid.coarse(TYPICAL, 132), lambda *_: None)
-    result = search.Search(spec, TYPICAL, profiler.run(target_for(spec), 100), bench, 4, max_num_seqs=1024).run("x")
+    recorded = profiler.run(target_for(spec), 100)
+    bench.calls = 0
+    result = search.Search(spec, TYPICAL, recorded, bench, 400, clock=bench.clock, max_num_seqs=1024).run("x")
     measured = {line.load for line in result.lines if line.load.endswith("tokens")}
     assert measured == {"384 tokens", "256 tokens"}  # about 100 decodes and the prefill that keeps up with them
     for period in result.plan.periods:

@@ -239,6 +239,12 @@ def test_the_same_search_twice_gives_the_same_pipelines(monkeypatch: pytest.Monk
     assert first.structure_ms < first.choices[0].ms
 
 
+def test_without_time_one_structure_is_looked_at() -> None:
+    found = stages.predict(real_machine(), TYPICAL, seconds=0.0)
+    assert len(found.choices) == 1
+    found.choices[0].period.check(LLAMA_8B, 132)
+
+
 @pytest.mark.parametrize("load", [Load(128, 64, 500, 100), Load(100, 10, 500, 100), Load(1, 1, 1, 1)])
 def test_a_batch_too_small_to_cut_has_no_pipeline(load: Load) -> None:
     machine = real_machine()

@@ -1,0 +1,79 @@
+"""`SearchBar`: shows a search on stderr: what it does, how much is done, how long it takes; and hears who ends it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+
+LINE_SECONDS = 5.0
+"""between two lines of a log"""
+
+
+class SearchBar:
+    """While the block runs: a bar on a terminal, a line now and then in a log.
+
+    The first Ctrl-C or SIGTERM sets `ended`: the search leaves the best that it has found. The second one ends the
+    process, as ever.
+    """
+
+    def __init__(self, budget_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+        self.ended = False
+        self._budget_s, self._clock = budget_s, clock
+        self._begun = clock()
+        self._said = self._begun - LINE_SECONDS
+        self._share = 0.0
+        console = Console(stderr=True)
+        self._terminal = console.is_terminal
+        columns = (BarColumn(24), TaskProgressColumn(), TextColumn("{task.fields[left]}  {task.description}"))
+        self._bar = Progress(*columns, console=console, transient=True, disable=not self._terminal)
+        self._task = self._bar.add_task("reading the model", total=1.0, left="")
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> SearchBar:
+        self._bar.start()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                self._before[number] = signal.signal(number, self._on_signal)
+            except ValueError:  # in a thread: whoever runs it hears the signals
+                break
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
+        self._bar.stop()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._before.clear()
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self.ended = True
+        self._restore()
+        print("weft search: ending with the best so far; again ends at once", file=sys.stderr, flush=True)
+
+    def __call__(self, text: str, share: float | None = None) -> None:
+        """What is done now, and the share of the search that is behind it, where that is known."""
+        if share is not None:
+            self._share = max(self._share, min(share, 0.99))
+        if self._terminal:
+            self._bar.update(self._task, description=text, completed=self._share, left=self._left())
+        elif self._clock() - self._said >= LINE_SECONDS:
+            self._said = self._clock()
+            print(f"weft search: {self._share:.0%}{self._left()}: {text}", file=sys.stderr, flush=True)
+
+    def _left(self) -> str:
+        """The budget is the bound; a search may need less."""
+        elapsed = self._clock() - self._begun
+        left = max(0.0, self._budget_s - elapsed)
+        if self._share > 0.02:
+            left = min(left, elapsed / self._share * (1 - self._share))
+        return f", {left:.0f} s left"
