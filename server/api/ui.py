@@ -9,7 +9,7 @@ from pathlib import Path
 from fastapi import APIRouter, Response
 
 PATH = "/"
-SCRIPTS = ("metrics.js", "format.js", "chart.js", "api.js", "board.js", "chat.js")
+SCRIPTS = ("metrics.js", "format.js", "chart.js", "api.js", "board.js", "markdown.js", "history.js", "chat.js")
 """in the order in which they use each other; together they are one module"""
 
 _FOLDER = Path(__file__).with_name("ui_files")

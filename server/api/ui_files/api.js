@@ -49,7 +49,9 @@ async function* events(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { done, value } = await reader.read();
+    const { done, value } = await reader.read().catch((error) => {
+      throw error.name === "AbortError" ? error : new Error("The connection broke before the answer ended.");
+    });
     if (done) throw new Error("The connection ended before the answer did.");
     const lines = (rest + value).split("\n");
     rest = lines.pop();

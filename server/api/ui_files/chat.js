@@ -14,8 +14,9 @@ const models = {
       const { data } = await (await call("v1/models")).json();
       this.names = data.map((model) => model.id);
       this.context = data[0].max_model_len;
-      $("limit").value = Math.min(USUAL_LIMIT, Math.floor(this.context / 2));
       $("name").replaceChildren(...this.names.map((name) => element("option", {}, name)));
+      $("limit").value = Math.min(USUAL_LIMIT, Math.floor(this.context / 2));
+      options.restore();
       $("models").hidden = this.names.length < 2;
       $("forget").hidden = !key.get();
       $("docs").hidden = Boolean(key.get()); // a link cannot present the key
@@ -40,14 +41,20 @@ function askForKey() {
 }
 
 class Chat {
-  turns = []; // [{role, content}] of what was answered
+  turns = []; // [{role, content, note, plain}] of what was answered
   running = null;
+  id = null; // under which it is kept
 
   constructor() {
     $("ask").addEventListener("submit", (event) => {
       event.preventDefault();
       this.send($("question").value);
     });
+    // The browser's own bubble needs a field that is shown, and says nothing where the options are closed.
+    $("ask").addEventListener("invalid", (event) => this.refuse(event), true);
+    $("ask").addEventListener("change", (event) => options.keep(event));
+    $("ask").addEventListener("input", () => ($("invalid").textContent = ""));
+    options.restore();
     $("question").addEventListener("keydown", (event) => {
       if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
       event.preventDefault();
@@ -56,7 +63,17 @@ class Chat {
     $("question").addEventListener("input", fit);
     $("stop").addEventListener("click", () => this.running?.abort());
     $("chat").addEventListener("keydown", (event) => {
-      if (event.key === "Escape") this.running?.abort();
+      if (event.key !== "Escape") return;
+      if ($("history").hidden) return this.running?.abort();
+      this.list(false);
+      $("chats").focus();
+    });
+    $("chats").addEventListener("click", () => this.list($("history").hidden));
+    $("export").addEventListener("click", () => this.export());
+    $("delete-all").addEventListener("click", () => {
+      if (!confirm("Delete every chat that this browser keeps?")) return;
+      for (const { id } of chats.all()) chats.remove(id);
+      this.clear();
     });
     for (const starter of document.querySelectorAll(".starter")) {
       starter.addEventListener("click", () => this.send(starter.textContent));
@@ -82,22 +99,109 @@ class Chat {
   }
 
   clear() {
-    this.running?.abort();
-    this.turns = [];
-    $("log").replaceChildren($("starters"));
-    $("starters").hidden = false;
-    $("clear").hidden = true;
+    this.open({ id: null, turns: [] });
     $("question").focus();
+  }
+
+  /** Show this chat. */
+  open({ id, turns }) {
+    this.running?.abort();
+    this.running = null;
+    this.busy(false);
+    this.list(false);
+    this.id = id;
+    chats.current.set(id ?? "");
+    this.turns = turns;
+    $("log").replaceChildren($("starters"));
+    $("starters").hidden = turns.length > 0;
+    for (const turn of turns) {
+      const node = this.post(turn.role, turn.content, turn.plain);
+      node.lastChild.textContent = turn.note ?? "";
+      node.classList.remove("waiting");
+      node.removeAttribute("aria-busy");
+    }
+    this.offer();
+  }
+
+  /** Buttons for what can be done. */
+  offer() {
+    const any = this.turns.length > 0 || $("log").childElementCount > 1;
+    for (const id of ["clear", "export"]) $(id).disabled = !any;
+    $("chats").disabled = !chats.all().length;
+  }
+
+  /** Keep what was said and answered. */
+  keep(...turns) {
+    this.turns.push(...turns);
+    this.id ??= `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 8)}`;
+    chats.current.set(this.id);
+    chats.save(this.id, this.turns);
+    this.offer();
+  }
+
+  /** Show or hide the list of chats. */
+  list(shown) {
+    const all = chats.all();
+    shown &&= all.length > 0;
+    $("history").hidden = !shown;
+    $("chats").setAttribute("aria-expanded", String(shown));
+    $("chats").disabled = !all.length;
+    if (!shown) return;
+    const rows = all.map((chat) => {
+      const title = element("button", { type: "button", className: "title" }, chat.title);
+      if (chat.id === this.id) title.setAttribute("aria-current", "true");
+      title.addEventListener("click", () => {
+        this.open(chat);
+        $("question").focus();
+      });
+      const remove = element("button", { type: "button", className: "quiet", "aria-label": `Delete: ${chat.title}` }, "×");
+      remove.addEventListener("click", () => {
+        chats.remove(chat.id);
+        if (chat.id === this.id) this.open({ id: null, turns: [] });
+        this.list(true);
+        ($("history").hidden ? $("question") : $("history").querySelector("button")).focus();
+      });
+      const when = new Date(chat.at);
+      const short = when.toDateString() === new Date().toDateString() ? when.toLocaleTimeString([], { timeStyle: "short" }) : when.toLocaleDateString();
+      const at = element("time", { dateTime: when.toISOString(), title: when.toLocaleString() }, short);
+      return element("li", {}, title, at, remove);
+    });
+    $("history").querySelector("ul").replaceChildren(...rows);
+  }
+
+  export() {
+    const messages = this.turns.map(({ role, content }) => ({ role, content }));
+    const text = JSON.stringify({ model: $("name").value, messages }, null, 2);
+    download(`chat-${new Date().toISOString().slice(0, 19).replaceAll(":", "")}.json`, `${text}\n`, "application/json");
+  }
+
+  /** A field that cannot be sent: open what hides it, and say which. */
+  refuse(event) {
+    event.preventDefault();
+    const field = event.target;
+    $("ask").querySelector("details").open = true;
+    const name = field.closest("label")?.firstChild.textContent.trim() ?? field.id;
+    $("invalid").textContent ||= `${name}: ${field.validationMessage}`;
+    if (document.activeElement?.matches("#ask details :invalid") !== true) field.focus();
+    $("invalid").scrollIntoView({ block: "nearest" });
   }
 
   async send(question) {
     if (this.running || !question.trim()) return;
     const running = (this.running = new AbortController());
     this.busy(true);
-    this.post("user", question);
+    this.list(false);
+    $("invalid").textContent = "";
+    const plain = $("mode").value === "completion";
+    const asked = this.post("user", question);
     const answer = this.post("assistant", "");
-    const words = answer.firstChild.appendChild(document.createTextNode(""));
+    const words = new Words(answer.firstChild, plain);
     const turn = { role: "user", content: question };
+    const whole = (...notes) => {
+      words.show();
+      answer.lastChild.textContent = [meter.text(), ...notes].filter(Boolean).join(" · ");
+      return [turn, { role: "assistant", content: words.text, note: answer.lastChild.textContent, plain }];
+    };
     $("question").value = "";
     fit();
     const meter = new Meter();
@@ -107,20 +211,23 @@ class Chat {
         const choice = event.choices[0];
         const piece = choice?.delta?.content ?? choice?.text ?? "";
         meter.count(event, piece);
+        if (this.running !== running) return; // another chat is shown
         if (piece) {
-          words.appendData(piece);
+          words.add(piece);
           answer.classList.remove("waiting");
         }
         answer.lastChild.textContent = meter.text();
         follow();
       }
-      this.turns.push(turn, { role: "assistant", content: words.data });
+      this.keep(...whole());
     } catch (error) {
+      if (this.running !== running) return;
       if (running.signal.aborted) {
-        answer.lastChild.textContent = [meter.text(), "stopped"].filter(Boolean).join(" · ");
-        if (words.data) this.turns.push(turn, { role: "assistant", content: words.data });
+        const turns = whole("stopped");
+        if (words.text) this.keep(...turns);
       } else {
-        this.fail(error, answer);
+        whole("broken off");
+        this.fail(error, answer, asked);
         if (!$("question").value) $("question").value = question;
         fit();
       }
@@ -146,35 +253,41 @@ class Chat {
     };
     if ($("mode").value === "completion") return { path: "v1/completions", body: { ...body, prompt: turn.content } };
     const system = $("system").value ? [{ role: "system", content: $("system").value }] : [];
-    return { path: "v1/chat/completions", body: { ...body, messages: [...system, ...this.turns, turn] } };
+    const before = this.turns.map(({ role, content }) => ({ role, content }));
+    return { path: "v1/chat/completions", body: { ...body, messages: [...system, ...before, turn] } };
   }
 
-  post(role, content) {
+  post(role, content, plain = role === "user") {
     const node = element(
       "article",
       { className: `message ${role}`, "aria-label": role === "user" ? "You" : "The model" },
-      element("p", { className: "text" }, content),
-      element("p", { className: "note" }),
+      element("div", { className: plain ? "text plain" : "text" }, ...(plain ? [content] : markdown(content))),
+      element("p", { className: "note", title: "Measured in this page, the way to the server and back included" }),
     );
     if (role === "assistant") {
       node.classList.add("waiting");
       node.setAttribute("aria-busy", "true"); // read out once it is whole
     }
     $("starters").hidden = true;
-    $("clear").hidden = false;
+    $("clear").disabled = false;
     $("log").append(node);
     $("log").scrollTop = $("log").scrollHeight;
     return node;
   }
 
-  fail(error, after) {
+  /** Say what went wrong; an answer of which nothing came makes room for it. */
+  fail(error, after, asked) {
     if (error.status === 401) askForKey();
     const again = error.retryAfter ? ` Try again in ${error.retryAfter} s.` : "";
     const what = error instanceof TypeError ? "The server cannot be reached." : error.message;
     const node = element("p", { className: "error", role: "alert" }, what + again);
-    if (after && !after.firstChild.textContent) after.replaceWith(node);
-    else $("log").append(node);
-    follow();
+    if (after && !after.firstChild.textContent) {
+      after.replaceWith(node);
+      asked?.classList.add("unanswered");
+    } else {
+      $("log").append(node);
+    }
+    node.scrollIntoView({ block: "nearest" });
   }
 
   busy(on) {
@@ -183,6 +296,34 @@ class Chat {
     $("send").hidden = on;
     $("stop").hidden = !on;
     if (focused) (on ? $("stop") : $("question")).focus(); // hidden with the focus, it would lose the keyboard's place
+  }
+}
+
+/** The text of an answer, shown as often as the screen is drawn. */
+class Words {
+  text = "";
+  asked = false;
+
+  constructor(place, plain) {
+    this.place = place;
+    this.plain = plain;
+    place.classList.toggle("plain", plain);
+  }
+
+  add(piece) {
+    this.text += piece;
+    if (this.asked) return;
+    this.asked = true;
+    const soon = this.text.length > 20000 ? (work) => setTimeout(work, 300) : requestAnimationFrame;
+    // A hidden page draws nothing, and a reader of the screen still wants the text.
+    if (document.hidden) setTimeout(() => this.show(), 300);
+    else soon(() => this.show());
+  }
+
+  show() {
+    this.asked = false;
+    settle(this.place, this.plain ? [document.createTextNode(this.text)] : markdown(this.text));
+    follow();
   }
 }
 
@@ -234,5 +375,6 @@ function fit() {
   box.style.overflowY = box.scrollHeight + 2 > HIGHEST ? "auto" : "hidden";
 }
 
-new Chat();
+const chat = new Chat();
+chat.open(chats.get(chats.current.get()) ?? { id: null, turns: [] });
 new Clock(new Board());

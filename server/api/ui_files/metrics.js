@@ -80,8 +80,21 @@ class Span {
     return this.ratio(`${name}_sum`, `${name}_count`);
   }
 
+  /** The bound of a histogram's bucket that the quantile lies in: so much is known, where in it is not. */
+  bound(name, q) {
+    const within = this.#bucket(name, q);
+    return within && (within.high === Infinity ? within.low : within.high);
+  }
+
   /** Of what a histogram observed; linear within a bucket, as Prometheus does it. */
   quantile(name, q) {
+    const within = this.#bucket(name, q);
+    if (!within) return within;
+    const { low, high, below, count, rank } = within;
+    return high === Infinity ? low : low + ((high - low) * (rank - below)) / (count - below);
+  }
+
+  #bucket(name, q) {
     const now = this.to.by(`${name}_bucket`, "le");
     if (!now.length) return undefined;
     const before = new Map(this.from.by(`${name}_bucket`, "le"));
@@ -93,7 +106,7 @@ class Span {
     const i = buckets.findIndex(([, count]) => count >= rank);
     const [low, below] = i ? buckets[i - 1] : [0, 0];
     const [high, count] = buckets[i];
-    return high === Infinity ? low : low + ((high - low) * (rank - below)) / (count - below);
+    return { low, high, below, count, rank };
   }
 }
 
