@@ -29,6 +29,7 @@ from weft.engine.runner.compile_job import CompileJob
 from weft.engine.runner.make import make_runner
 from weft.engine.runner.resolve import INVARIANT_CHUNK, resolve
 from weft.engine.runner.runner import InFlight, Runner
+from weft.engine.scheduling.bad_words import only
 from weft.engine.scheduling.events import Events
 from weft.engine.scheduling.grammars import Grammars
 from weft.engine.scheduling.request import Request, check_request
@@ -181,10 +182,12 @@ class Engine:
             seed=seed % 2**64,
             leader=message.leader,
         )
-        if params.grammar is None:
+        if params.allowed_token_ids is not None:
+            request.allowed = only(params.allowed_token_ids, self.spec.vocab_size)
+        if params.grammar is None and not params.bad_words:
             self.scheduler.add(request)
         else:
-            self.grammars.begin(request, params.grammar)
+            self.grammars.begin(request)
 
     def add_or_refuse(self, message: AddRequest) -> None:
         """As `add`, but a refusal becomes the request's terminal event."""

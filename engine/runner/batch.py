@@ -37,7 +37,7 @@ class SamplingInputs(NamedTuple):
     bias_values: F32
     """sparse additions to the logits: logit_bias, and -1e30 on stop tokens before min_tokens"""
     mask_rows: I32
-    """rows with a grammar"""
+    """rows that may get some tokens only"""
     masks: I32
     """`[len(mask_rows), ceil(V / 32)]`: bit i of word w allows token 32 w + i; the others get -inf, after all else"""
 

@@ -99,7 +99,7 @@ def _sampling(s: SlotTable, slots: I32, logit_tokens: np.ndarray, index: I32) ->
         bias_rows.append(early[where[0]].astype(np.int32))
         bias_ids.append(stops[where])
         bias_values.append(np.full(len(where[0]), SUPPRESSED, np.float32))
-    mask_rows = np.flatnonzero(s.constrained.take(slots)).astype(np.int32)
+    mask_rows = np.flatnonzero(s.masked.take(slots)).astype(np.int32)
     none_i, none_f = np.zeros(0, np.int32), np.zeros(0, np.float32)
     return SamplingInputs(
         slots=slots,

@@ -1,8 +1,9 @@
-"""`Grammars`: compiles the grammars of requests that wait, and computes masks, on threads of its own."""
+"""`Grammars`: prepares the constraints of requests that wait (grammars, words), and computes masks, on threads."""
 
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import weakref
 from collections import OrderedDict
@@ -16,6 +17,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from weft.engine.errors import RequestError
+from weft.engine.scheduling.bad_words import BadWords, Vocabulary
 from weft.engine.scheduling.grammar import Compiled, Grammar
 from weft.engine.scheduling.request import Request
 from weft.engine.wire.grammar_text import LIMITS, compile_threads
@@ -29,13 +31,17 @@ GRAMMAR_BYTES = 512 * 2**20
 """of all grammars that are compiled: those in use, and those kept for the next request"""
 
 CACHED_GRAMMARS = 1024
+CACHED_WORDS = 16
+"""lists of bad words"""
 COMPILE_THREADS = 2
 MASK_THREADS = 2
 
 
 class _Waiting(NamedTuple):
     request: Request
-    text: str
+    text: str | None
+    """of its grammar"""
+    words: Future[BadWords] | None
     deadline: float
 
 
@@ -49,7 +55,7 @@ class _Entry:
 
 
 class Grammars:
-    """Compiles grammars and computes masks on threads of its own. Otherwise used by one thread, the engine's."""
+    """Works on threads of its own. Otherwise used by one thread, the engine's."""
 
     def __init__(self, model_path: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         """Starts to read the model's tokenizer; a model without one has no grammars."""
@@ -62,6 +68,9 @@ class Grammars:
         self._used: dict[int, int] = {}
         """bytes of what is compiled, or being compiled, by number; written by several threads"""
         self._numbers = itertools.count()
+        self._words: OrderedDict[tuple[str, ...], Future[BadWords]] = OrderedDict()
+        self._vocabulary: Vocabulary | None = None
+        self._vocabulary_lock = threading.Lock()
         self._waiting: dict[int, _Waiting] = {}
         self._computing: set[Future[None]] = set()
         self._tokenizer = self._compilers.submit(load_tokenizer, model_path, vocab_size, eos_token_ids)
@@ -75,15 +84,32 @@ class Grammars:
         """Of all grammars that are compiled, or being compiled."""
         return sum(list(self._used.values()))
 
-    def begin(self, request: Request, text: str) -> None:
-        """Compile a request's grammar. The request comes back from `compiled()`."""
+    def begin(self, request: Request) -> None:
+        """Prepare a request's grammar, and the words that it must not say. It comes back from `compiled()`."""
+        text, words = request.params.grammar, request.params.bad_words
+        prepared = self._prepare_words(words) if words else None
+        self._waiting[request.handle] = _Waiting(request, text, prepared, time.monotonic() + COMPILE_SECONDS)
+        if text is None:
+            return
         entry = self._entries.get(text)
         if entry is None:
             # Measured where somebody has tried it; else of the order of what schemas and choices take.
             entry = self._entries[text] = _Entry(request.params.grammar_bytes or 2**16 + 512 * len(text))
         self._entries.move_to_end(text)
-        self._waiting[request.handle] = _Waiting(request, text, time.monotonic() + COMPILE_SECONDS)
         self._make_room(text, entry)
+
+    def _prepare_words(self, words: tuple[str, ...]) -> Future[BadWords]:
+        found = self._words.pop(words, None) or self._compilers.submit(self._read_words, words)
+        self._words[words] = found
+        if len(self._words) > CACHED_WORDS:
+            self._words.popitem(last=False)
+        return found
+
+    def _read_words(self, words: tuple[str, ...]) -> BadWords:
+        with self._vocabulary_lock:
+            if self._vocabulary is None:
+                self._vocabulary = Vocabulary(self._tokenizer.result(), self._vocab_size)
+        return BadWords(words, self._vocabulary)
 
     def _make_room(self, text: str, entry: _Entry) -> None:
         """Begin to compile it, if it fits; others that nobody uses are forgotten for it."""
@@ -119,38 +145,58 @@ class Grammars:
         if not self._waiting:
             return []
         out: list[tuple[Request, str | None, Finish]] = []
-        for request, text, deadline in list(self._waiting.values()):
-            entry = self._entries[text]
-            if entry.compiled is None:
-                self._make_room(text, entry)
-            if entry.compiled is not None and entry.compiled.done():
-                refusal, finish = None, Finish.REFUSED
-                # Not raised here: the traceback would hold this frame, and with it the grammars of others.
-                if isinstance(error := entry.compiled.exception(), RequestError):
-                    refusal = str(error)
-                else:
-                    request.grammar = Grammar(entry.compiled.result(), self.compute)
+        for waiting in list(self._waiting.values()):
+            request, text, words, deadline = waiting
+            compiled = self._compiled_of(text)
+            if (text is None or (compiled is not None and compiled.done())) and (words is None or words.done()):
+                refusal, finish = self._give(request, compiled, words), Finish.REFUSED
             elif time.monotonic() > deadline:
                 refusal, finish = f"the grammar was not compiled within {COMPILE_SECONDS:g} s", Finish.BUSY
             else:
                 continue
             self.take(request.handle)
             out.append((request, refusal, finish))
-            if refusal is not None and text in self._entries and not self._is_wanted(text):
+            if refusal is not None and text is not None and text in self._entries and not self._is_wanted(text):
                 self._forget(text)
         return out
+
+    def _compiled_of(self, text: str | None) -> Future[Compiled] | None:
+        """A grammar that is compiled or on its way, begun now if there is room at last."""
+        if text is None:
+            return None
+        entry = self._entries[text]
+        if entry.compiled is None:
+            self._make_room(text, entry)
+        return entry.compiled
+
+    def _give(self, request: Request, compiled: Future[Compiled] | None, words: Future[BadWords] | None) -> str | None:
+        """Give a request what was prepared for it, or say why it must be refused."""
+        # Not raised here: a traceback would hold this frame, and with it the grammars of others.
+        for prepared in (compiled, words):
+            if prepared is not None and isinstance(error := prepared.exception(), RequestError):
+                return str(error)
+        if words is not None:
+            request.bad_words = words.result()
+            allowed = request.bad_words.allowed
+            request.allowed = allowed if request.allowed is None else request.allowed & allowed
+            if not request.allowed.any():
+                return "bad_words leave no token"
+        if compiled is not None:
+            request.grammar = Grammar(compiled.result(), self.compute)
+        return None
 
     def take(self, handle: int) -> Request | None:
         """Stop waiting for a request's grammar. Nobody else waits for it either: what has not begun will not."""
         waiting = self._waiting.pop(handle, None)
         if waiting is None:
             return None
-        entry = self._entries[waiting.text]
-        if not self._is_wanted(waiting.text) and (entry.compiled is None or entry.compiled.cancel()):
-            del self._entries[waiting.text]
+        if waiting.text is not None and not self._is_wanted(waiting.text):
+            entry = self._entries[waiting.text]
+            if entry.compiled is None or entry.compiled.cancel():
+                del self._entries[waiting.text]
         return waiting.request
 
-    def _is_wanted(self, text: str) -> bool:
+    def _is_wanted(self, text: str | None) -> bool:
         return any(waiting.text == text for waiting in self._waiting.values())
 
     def compute(self, grammars: Sequence[Grammar]) -> None:
@@ -168,7 +214,8 @@ class Grammars:
 
     def wait(self, seconds: float) -> bool:
         """Wait until something is done that was started here; False when nothing is under way."""
-        begun = (self._entries[waiting.text].compiled for waiting in self._waiting.values())
+        waited = [self._entries[w.text].compiled for w in self._waiting.values() if w.text is not None]
+        begun = [*waited, *(w.words for w in self._waiting.values())]
         started: list[Future[Any]] = [*self._computing, *(future for future in begun if future is not None)]
         under_way = {future for future in started if not future.done()}
         if under_way:

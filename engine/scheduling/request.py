@@ -11,7 +11,8 @@ import numpy.typing as npt
 from weft.engine.errors import RequestError
 from weft.engine.memory.loads import Loading
 from weft.engine.memory.prefix_index import NO_HITS, Hits, PrefixEntry
-from weft.engine.scheduling.grammar import Grammar
+from weft.engine.scheduling.bad_words import BadWords
+from weft.engine.scheduling.grammar import Grammar, Mask
 from weft.engine.wire.sampling import SamplingParams
 
 TokenIds = npt.NDArray[np.int32]
@@ -49,6 +50,13 @@ class Request:
     begun: bool = False
     """it has had its first token, so its prompt is in the prefix index"""
     grammar: Grammar | None = None
+    allowed: Mask | None = None
+    """tokens that may come at all"""
+    bad_words: BadWords | None = None
+    words_state: int = 0
+    """of `bad_words`, behind the confirmed output"""
+    stuck: bool = False
+    """its constraints have left no token"""
     slot: int = -1
     """row of the slot table; -1: none"""
     ended: bool = False
@@ -100,7 +108,11 @@ def check_request(
             f"max_tokens is {params.max_tokens}, but the prompt has {len(token_ids)} tokens of at most {longest}",
             "max_tokens",
         )
-    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+    for name, ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", params.logit_bias),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+    ):
         if any(not 0 <= i < vocab_size for i in ids):
             raise RequestError(f"{name} has a token id outside 0 … {vocab_size - 1}", name)
     if not all(math.isfinite(v) for v in params.logit_bias.values()):

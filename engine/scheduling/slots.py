@@ -64,8 +64,10 @@ class SlotTable:
         self.columns = {column.name: np.full(n, column.of(none), column.dtype) for column in COLUMNS}
         """what follows each request to the sampling, by name"""
         self.biased = np.zeros(n, np.bool_)
+        self.masked = np.zeros(n, np.bool_)
+        """may have some tokens only"""
         self.constrained = np.zeros(n, np.bool_)
-        """has a grammar"""
+        """which ones depends on its newest token: it has a grammar, or words that must not occur"""
         self.seed = np.zeros(n, np.uint64)
         self.prompt_logprobs = np.full(n, -1, np.int32)
         self.exact_output = np.zeros(n, np.bool_)
@@ -103,7 +105,8 @@ class SlotTable:
         for column in COLUMNS:
             self.columns[column.name][slot] = column.of(params)
         self.biased[slot] = bool(params.logit_bias)
-        self.constrained[slot] = request.grammar is not None
+        self.constrained[slot] = request.grammar is not None or request.bad_words is not None
+        self.masked[slot] = self.constrained[slot] or request.allowed is not None
         self.seed[slot] = request.seed
         self.prompt_logprobs[slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
         self.exact_output[slot] = not request.stop_ids

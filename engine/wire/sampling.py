@@ -19,6 +19,9 @@ from weft.engine.wire.grammar_text import MAX_GRAMMAR_CHARS
 MAX_LOGPROBS = 20
 MAX_STOP_TOKENS = 128
 MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 1024
+MAX_BAD_CHARS = 16_384
+"""of all words together"""
 GREEDY_EPSILON = 1e-5
 LEAST_REPETITION_PENALTY = 1e-20
 """smaller ones are taken as this: a logit divided by less would be infinite"""
@@ -50,6 +53,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """None: off; k: the sampled token's log-probability and the k best."""
     prompt_logprobs: int | None = None
     """As `logprobs`, for every prompt token but the first; switches prefix reuse off for the request."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """No other token is sampled; an end token must be among them for the output to end."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that do not occur in the output, whatever tokens would spell them."""
     grammar: str | None = None
     """What the output must follow, as `grammar_text` writes it; the output ends where the grammar does."""
     grammar_bytes: int = 0
@@ -80,6 +87,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
             "prompt_logprobs",
             f"0 to {MAX_LOGPROBS}",
+        )
+        check(self.allowed_token_ids != (), "allowed_token_ids", "at least one id")
+        check(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", f"at most {MAX_BAD_WORDS} texts")
+        check(all(self.bad_words), "bad_words", "texts of at least one character")
+        check(
+            sum(map(len, self.bad_words)) <= MAX_BAD_CHARS, "bad_words", f"texts of {MAX_BAD_CHARS} characters together"
         )
         if self.grammar is not None and len(self.grammar) > MAX_GRAMMAR_CHARS:
             raise RequestError(f"the grammar must have at most {MAX_GRAMMAR_CHARS} characters", "grammar")

@@ -36,7 +36,7 @@ async def chat_completions(body: ChatBody, request: Request, service: ServiceOf)
     body.check()
     service.check_ids(body.stop_token_ids, "stop_token_ids")
     service.check_ids(list(body.logit_bias), "logit_bias")
-    service.check_ids(body.allowed_token_ids or [], "allowed_token_ids")
+    service.check_ids(body.allowed_token_ids or [], "allowed_token_ids", at_most=loaded.ready.vocab_size)
     tools = [] if body.tool_choice == "none" else body.tools
     form = _tool_format(service, body) if tools else None
     forced = form is not None and body.tool_choice != "auto"

@@ -30,7 +30,7 @@ async def completions(body: CompletionBody, request: Request, service: ServiceOf
     body.check()
     service.check_ids(body.stop_token_ids, "stop_token_ids")
     service.check_ids(list(body.logit_bias), "logit_bias")
-    service.check_ids(body.allowed_token_ids or [], "allowed_token_ids")
+    service.check_ids(body.allowed_token_ids or [], "allowed_token_ids", at_most=loaded.ready.vocab_size)
     prompts = await _prompts(service, body)
     scored = body.logprobs if body.echo else None
     asked = [k for k in (scored, body.prompt_logprobs, 0 if body.max_tokens == 0 else None) if k is not None]

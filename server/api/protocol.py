@@ -23,8 +23,6 @@ from weft.server.tools.structured import (
     Writer,
     of_response_format,
     of_structured_outputs,
-    only_tokens,
-    without_words,
 )
 from weft.server.tools.template import TemplateBody
 from weft.server.tools.tools import AllowedTools, NamedToolChoice, ToolChoice, names_of
@@ -310,7 +308,7 @@ class GenerationBody(LegacyConstraints):
     skip_special_tokens: bool = True
     return_tokens_as_token_ids: bool = False
     return_token_ids: bool = False
-    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1)
+    allowed_token_ids: TokenIds | None = Field(None, min_length=1)
     bad_words: Words = Field([])
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -365,12 +363,7 @@ class GenerationBody(LegacyConstraints):
         asked = [of_response_format(self.response_format)] if self.response_format is not None else []
         if self.structured_outputs is not None:
             asked.append(of_structured_outputs(self.structured_outputs))
-        out = [writer for writer in asked if writer is not None] or self.legacy_writers()
-        if (ids := self.allowed_token_ids) is not None:
-            out.append(("allowed_token_ids", lambda: only_tokens(ids)))
-        if words := self.bad_words:
-            out.append(("bad_words", lambda: without_words(words)))
-        return out
+        return [writer for writer in asked if writer is not None] or self.legacy_writers()
 
     def sampling(
         self, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None, grammar: Grammar | None = None
@@ -381,6 +374,8 @@ class GenerationBody(LegacyConstraints):
             **given,
             max_tokens=max_tokens,
             stop_token_ids=tuple(self.stop_token_ids),
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(dict.fromkeys(self.allowed_token_ids)),
+            bad_words=tuple(self.bad_words),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             grammar=None if grammar is None else grammar.text,
@@ -392,6 +387,8 @@ _SAMPLING_FIELDS = (set(SamplingParams.__struct_fields__) & set(GenerationBody.m
     "max_tokens",
     "stop_token_ids",
     "prompt_logprobs",
+    "allowed_token_ids",
+    "bad_words",
     "grammar",
 }
 """fields that the engine takes as the client sent them, under the same name"""

@@ -258,8 +258,10 @@ class Service:
             what = f"the {param} has {characters} characters, more than that many tokens hold"
             raise too_long(self.loaded.ready.max_model_len, what, param)
 
-    def check_ids(self, ids: Sequence[int], param: str) -> None:
-        """Raises `ApiError` for ids outside the vocabulary."""
+    def check_ids(self, ids: Sequence[int], param: str, *, at_most: int | None = None) -> None:
+        """Raises `ApiError` for ids outside the vocabulary, and for more than `at_most`."""
+        if at_most is not None and len(ids) > at_most:
+            raise bad_request(f"{param}: must have at most {at_most} token ids, not {len(ids)}.", param)
         size = self.loaded.ready.vocab_size
         if ids and not (min(ids) >= 0 and max(ids) < size):
             raise bad_request(f"{param}: token ids must be between 0 and {size - 1}.", param)

@@ -39,10 +39,7 @@ async def tokenize(body: TokenizeBody, service: ServiceOf) -> dict[str, Any]:
 async def detokenize(body: DetokenizeBody, service: ServiceOf) -> dict[str, str]:
     loaded = service.loaded
     service.model_name(body.model)
-    most = DETOKENIZED_CONTEXTS * loaded.ready.max_model_len
-    if len(body.tokens) > most:
-        raise bad_request(f"tokens: must have at most {most} ids, not {len(body.tokens)}.", "tokens")
-    service.check_ids(body.tokens, "tokens")
+    service.check_ids(body.tokens, "tokens", at_most=DETOKENIZED_CONTEXTS * loaded.ready.max_model_len)
     return {"prompt": await service.offload(lambda: loaded.tokenizer.decode(body.tokens))}
 
 

@@ -12,14 +12,12 @@ from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 from weft.engine.errors import RequestError
 from weft.engine.wire import grammar_text
 from weft.engine.wire.grammar_text import MAX_GRAMMAR_CHARS
+from weft.engine.wire.sampling import MAX_BAD_WORDS
 from weft.server.bodies import Body, parse_json
 from weft.server.errors import bad_request, clip
 from weft.server.tools.grammar_compiler import GrammarCompiler
 
 MAX_CHOICES = 1024
-MAX_WORDS = 1024
-ENDLESS = 1 << 24
-"""tokens: more than any context has"""
 
 
 def _parse_schema(value: Any) -> dict[str, Any] | bool:
@@ -43,7 +41,7 @@ MaybeGrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)]
 """Empty counts as not given."""
 Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
 
-Words = Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=MAX_WORDS)]
+Words = Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=MAX_BAD_WORDS)]
 
 
 class JsonSchemaFormat(Body):
@@ -153,18 +151,6 @@ _LEGACY: dict[str, Callable[..., str]] = {
 def either(writers: Sequence[Writer]) -> Writer:
     """What any of these allows; named after the first field."""
     return writers[0][0], lambda: grammar_text.either([write() for _, write in writers])
-
-
-def only_tokens(token_ids: Sequence[int]) -> str:
-    """The grammar of outputs made of these tokens. It has no end: an end token must be among them to be allowed."""
-    ids = ",".join(map(str, sorted(set(token_ids))))
-    return grammar_text.lark(f"start: <[{ids}]>{{{ENDLESS},}}")
-
-
-def without_words(words: Sequence[str]) -> str:
-    """The grammar of texts in which none of these occurs, wherever token borders fall."""
-    bad = " | ".join(map(grammar_text.literal, words))
-    return grammar_text.lark(f"start: TEXT\nTEXT: ANY & ~(ANY BAD ANY)\nANY: /(.|\\n)*/\nBAD: {bad}")
 
 
 class Grammar(NamedTuple):

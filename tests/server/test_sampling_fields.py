@@ -22,6 +22,8 @@ FIELDS: dict[str, Any] = {
     "seed": -3,
     "stop_token_ids": [4, 5],
     "ignore_eos": True,
+    "allowed_token_ids": [8, 9, 8],
+    "bad_words": ["x y"],
 }
 BODIES: list[tuple[type[GenerationBody], dict[str, Any]]] = [
     (CompletionBody, {"prompt": "x"}),
@@ -32,7 +34,13 @@ BODIES: list[tuple[type[GenerationBody], dict[str, Any]]] = [
 @pytest.mark.parametrize(("body", "required"), BODIES)
 def test_every_field_arrives_under_its_name(body: type[GenerationBody], required: dict[str, Any]) -> None:
     params = body.model_validate({**required, **FIELDS}).sampling(max_tokens=9, logprobs=1, prompt_logprobs=2)
-    expected = {**FIELDS, "logit_bias": {9: 2.0}, "stop_token_ids": (4, 5)}
+    expected = {
+        **FIELDS,
+        "logit_bias": {9: 2.0},
+        "stop_token_ids": (4, 5),
+        "allowed_token_ids": (8, 9),
+        "bad_words": ("x y",),
+    }
     assert params == SamplingParams(**expected, max_tokens=9, logprobs=1, prompt_logprobs=2)
     others = {"max_tokens", "logprobs", "prompt_logprobs", "grammar", "grammar_bytes"}
     assert set(SamplingParams.__struct_fields__) == set(FIELDS) | others, "a field that this test does not send"

@@ -1,0 +1,155 @@
+"""`BadWords`: texts that must not occur in a request's output, and the tokens that would complete one of them.
+
+A word may be spelled by any tokens, begin in the middle of one and end in the middle of another. So an automaton
+follows the bytes of the output (Aho and Corasick's): its state is the longest end of the output that begins a word,
+and every state knows the tokens that would go on to the end of a word.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLTokenizer
+
+from weft.engine.scheduling.grammar import Mask
+
+KEPT_STATES = 256
+"""whose tokens are remembered"""
+
+TokenIds = npt.NDArray[np.int32]
+
+
+class Vocabulary:
+    """The bytes of every token, to be searched. Tokens that the vocabulary calls special have none."""
+
+    def __init__(self, tokenizer: LLTokenizer, vocab_size: int) -> None:
+        self.bytes = [
+            b"" if tokenizer.is_special_token(i) else tokenizer.decode_bytes([i]) for i in range(tokenizer.vocab_size)
+        ][:vocab_size]
+        self.size = vocab_size
+        order = sorted((data, i) for i, data in enumerate(self.bytes) if data)
+        self._sorted = [data for data, _ in order]
+        self._ids = np.array([i for _, i in order], np.int32)
+        self._text = b"".join(self._sorted)
+        self._ends = np.cumsum([len(data) for data in self._sorted])
+
+    def that_begin(self, prefix: bytes) -> TokenIds:
+        """Tokens that begin with this."""
+        low = bisect_left(self._sorted, prefix)
+        behind = prefix.rstrip(b"\xff")
+        high = bisect_left(self._sorted, behind[:-1] + bytes([behind[-1] + 1])) if behind else len(self._sorted)
+        return self._ids[low:high]
+
+    def that_contain(self, word: bytes) -> TokenIds:
+        """Tokens in which this occurs."""
+        found, at = [], self._text.find(word)
+        while at >= 0:
+            token = int(np.searchsorted(self._ends, at, "right"))
+            end = int(self._ends[token])
+            if at + len(word) <= end:
+                found.append(token)
+                at = end - 1  # one is enough
+            at = self._text.find(word, at + 1)
+        return self._ids[found]
+
+
+class BadWords:
+    """Shared by requests with the same words; a request has a `state`, 0 at first."""
+
+    def __init__(self, words: Sequence[str], vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._words = sorted({word.encode("utf-8", "surrogatepass") for word in words})
+        self._next: list[dict[int, int]] = [{}]
+        self._depth = [0]
+        self._range = [(0, len(self._words))]
+        """of the words that go through a state"""
+        for i, word in enumerate(self._words):
+            self._insert(i, word)
+        self._shorter = self._link()
+        """of each state: that of the longest shorter end of the output that begins a word"""
+        self._banned: OrderedDict[int, TokenIds] = OrderedDict()
+        allowed = np.ones(vocabulary.size, np.bool_)
+        for word in self._words:
+            allowed[vocabulary.that_contain(word)] = False
+        self.allowed = as_mask(allowed)
+        """tokens that no word occurs in"""
+
+    def _insert(self, i: int, word: bytes) -> None:
+        state = 0
+        for byte in word:
+            following = self._next[state].get(byte)
+            if following is None:
+                following = self._next[state][byte] = len(self._next)
+                self._next.append({})
+                self._depth.append(self._depth[state] + 1)
+                self._range.append((i, i + 1))
+            state = following
+            self._range[state] = self._range[state][0], i + 1  # words are sorted
+
+    def _link(self) -> list[int]:
+        shorter, queue = [0] * len(self._next), deque(self._next[0].values())
+        while queue:
+            state = queue.popleft()
+            for byte, following in self._next[state].items():
+                shorter[following] = self._step(shorter, shorter[state], byte)
+                queue.append(following)
+        return shorter
+
+    def _step(self, shorter: list[int], state: int, byte: int) -> int:
+        while byte not in self._next[state]:
+            if not state:
+                return 0
+            state = shorter[state]
+        return self._next[state][byte]
+
+    def after(self, state: int, token: int) -> int:
+        """The state behind this token."""
+        for byte in self._vocabulary.bytes[token] if token < len(self._vocabulary.bytes) else b"":
+            state = self._step(self._shorter, state, byte)
+        return state
+
+    def banned(self, state: int) -> TokenIds:
+        """Tokens that would complete a word which the output has begun."""
+        known = self._banned.get(state)
+        if known is None:
+            known = self._banned[state] = self._completing(state)
+            if len(self._banned) > KEPT_STATES:
+                self._banned.popitem(last=False)
+        return known
+
+    def _completing(self, state: int) -> TokenIds:
+        found = [np.zeros(0, np.int32)]
+        while state:
+            low, high = self._range[state]
+            for word in self._words[low:high]:
+                if rest := word[self._depth[state] :]:
+                    found.append(self._vocabulary.that_begin(rest))
+            state = self._shorter[state]
+        return np.unique(np.concatenate(found))
+
+
+def as_mask(allowed: npt.NDArray[np.bool_]) -> Mask:
+    """`allowed [V]` as a mask."""
+    words = -(-len(allowed) // 32)
+    padded = np.zeros(32 * words, np.bool_)
+    padded[: len(allowed)] = allowed
+    return np.packbits(padded, bitorder="little").view(np.int32)
+
+
+def only(token_ids: Sequence[int], vocab_size: int) -> Mask:
+    """The mask of these tokens."""
+    allowed = np.zeros(vocab_size, np.bool_)
+    allowed[np.asarray(token_ids, np.int64)] = True
+    return as_mask(allowed)
+
+
+def without(mask: Mask, token_ids: TokenIds) -> Mask:
+    """A copy of the mask without these tokens."""
+    out = mask.copy()
+    bits = np.left_shift(np.uint32(1), (token_ids & 31).astype(np.uint32))
+    np.bitwise_and.at(out.view(np.uint32), token_ids >> 5, ~bits)
+    return out
