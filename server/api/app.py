@@ -9,14 +9,13 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from weft import __version__
 from weft.engine.errors import WeftError
 from weft.server.api import chat, completions, docs, operations, tokens, ui
-from weft.server.api.middleware import Authorise, BodyLimit, Trace
+from weft.server.api.middleware import Authorise, BodyLimit, Cors, Trace
 from weft.server.api.protocol import ErrorBody
 from weft.server.api.service import Service
 from weft.server.errors import ApiError, translate
@@ -52,7 +51,7 @@ def create_app(service: Service) -> FastAPI:
     app.state.spans = spans
     if config.cors_origin:
         app.add_middleware(
-            CORSMiddleware,
+            Cors,
             allow_origins=config.cors_origin,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],

@@ -48,6 +48,24 @@ class Outlet:
         self._cycle.keep_alive = False
 
 
+class UntilClose:
+    """Sends an answer to a client of HTTP/1.0, which knows no chunks: without a length, the connection's end is its."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._send = cycle.send
+        self._endless = False
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self._endless = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+            if self._endless:
+                self._cycle.keep_alive = self._cycle.chunked_encoding = False
+        elif self._endless:
+            self._cycle.expected_content_length = len(message.get("body", b""))  # it is never too long
+        await self._send(message)
+
+
 _BEYOND_SHORTCUTS = frozenset(
     {b"content-length", b"expect", b"origin", b"traceparent", b"transfer-encoding", b"upgrade", b"x-request-id"}
 )
@@ -107,12 +125,16 @@ class Connection(HttpToolsProtocol):
             self._refuse_size()
         elif hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
             self._refuse(ApiError(400, "The request needs one Host header.", code="invalid_http"))
+        elif (refusal := self._unsupported()) is not None:
+            self._refuse(refusal)
         elif self._is_plain_get() and (shortcut := self._shortcuts.get(self.url)) is not None:
             self._shortcut = shortcut
         else:
             super().on_headers_complete()
             extensions: dict[str, Any] = {EXTENSION: Outlet(self.cycle)}
             self.scope["extensions"] = extensions
+            if self.parser.get_http_version() == "1.0":
+                self.cycle.send = UntilClose(self.cycle).send  # type: ignore[method-assign]
             if self._service.closing:
                 self.cycle.keep_alive = False
 
@@ -157,6 +179,20 @@ class Connection(HttpToolsProtocol):
         """End with the answer that is under way, if there is one, and tell the client if that has not begun."""
         if self.cycle is not None:
             self.cycle.keep_alive = False
+
+    def _unsupported(self) -> ApiError | None:
+        """What is HTTP, but none that this server speaks."""
+        version = self.parser.get_http_version()
+        if version == "0.9":
+            return ApiError(400, "The request line names no version of HTTP.", code="invalid_http")
+        if version not in ("1.0", "1.1"):
+            return ApiError(505, "This server speaks HTTP/1.1.", code="http_version")
+        codings = [value for name, value in self.headers if name == b"transfer-encoding"]
+        if codings and b",".join(codings).strip().lower() != b"chunked":
+            return ApiError(
+                501, "The only Transfer-Encoding supported is chunked.", code="unsupported_transfer_encoding"
+            )
+        return None
 
     def _is_plain_get(self) -> bool:
         """A request without a body or anything special, to be answered on a connection that waits for it."""

@@ -13,9 +13,13 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.server.api import ui
+from weft.server.api.operations import FAVICON
 from weft.server.api.protocol import REQUEST_ID
 from weft.server.bodies import BodyBounds
 from weft.server.errors import MAX_ECHO, ApiError
@@ -34,7 +38,8 @@ access = logging.getLogger("weft.access")
 
 class Trace:
     """Gives each request its id and arrival (`scope["weft.request_id"]`, `["weft.arrival"]`), counts its status,
-    logs it, and spans it. `scope["weft.named"]`: the id is the client's; otherwise it may still be changed.
+    logs it, and spans it; a slash at the end of its path does not count. `scope["weft.named"]`: the id is the client's;
+    otherwise it may still be changed.
 
     An answer leaves its generation in `scope["weft.generation"]`, whose `usage()` is logged.
     """
@@ -49,6 +54,8 @@ class Trace:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["path"].endswith("/") and not scope["path"].endswith("//"):
+            scope["path"] = scope["path"][:-1] or "/"  # base URLs are written with and without it
         request_id = _header(scope, b"x-request-id") or ""
         scope["weft.named"] = _REQUEST_ID.fullmatch(request_id) is not None
         scope["weft.request_id"] = request_id if scope["weft.named"] else uuid.uuid4().hex
@@ -143,7 +150,7 @@ class Authorise:
             if not self._admin_keys:
                 return 0, ApiError(404, "There is nothing at this path.")
             keys: Sequence[bytes] = self._admin_keys
-        elif path in OPEN_PATHS or path == ui.PATH or not self._keys:
+        elif path in OPEN_PATHS or path in (ui.PATH, FAVICON) or not self._keys:
             return 0, None
         else:
             keys = self._keys
@@ -153,6 +160,22 @@ class Authorise:
             return found, None
         what = "Incorrect API key." if key else "This server needs an API key: Authorization: Bearer KEY."
         return 0, ApiError(401, what, code="invalid_api_key")
+
+
+class Cors(CORSMiddleware):
+    """Starlette's, with the error body that all others have."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        if response.status_code == 200:
+            return response
+        what = bytes(response.body).decode().removeprefix("Disallowed CORS ")
+        refusal = ApiError(response.status_code, f"This page may not call the server: its {what} is not allowed.")
+        out = refusal.response()
+        for name, value in response.headers.items():
+            if not name.startswith("content-"):
+                out.headers.setdefault(name, value)
+        return out
 
 
 class BodyLimit:

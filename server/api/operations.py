@@ -23,6 +23,7 @@ from weft.server.observe.exposition import CONTENT_TYPE
 PROFILE_PATIENCE = 120.0
 """seconds beyond those asked for: torch's profiler takes its time to begin, and large traces to be written"""
 PROFILE_POLL = 0.1
+FAVICON = "/favicon.ico"
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -39,16 +40,19 @@ def _model(service: Service, name: str) -> dict[str, Any]:
     }
 
 
+@router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models", summary="The models served")
 async def models(service: ServiceOf) -> dict[str, Any]:
     return {"object": "list", "data": [_model(service, name) for name in service.config.model_names]}
 
 
+@router.head("/v1/models/{model:path}", include_in_schema=False)
 @router.get("/v1/models/{model:path}", summary="One model")
 async def model(model: str, service: ServiceOf) -> dict[str, Any]:
     return _model(service, service.model_name(model))
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", summary="200 while the engine lives and goes on; 503 when it has ended or hangs")
 async def health(service: ServiceOf) -> dict[str, str]:
     if service.phase is Phase.DEAD:
@@ -59,6 +63,7 @@ async def health(service: ServiceOf) -> dict[str, str]:
     return {"status": "ok", "stage": stage} if stage else {"status": "ok"}
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready", summary="200 when new work is taken")
 async def ready(service: ServiceOf) -> dict[str, str]:
     if (reason := service.unready) is not None:
@@ -72,9 +77,16 @@ async def metrics(service: ServiceOf) -> Response:  # a plain GET is answered ah
     return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
 
+@router.head("/version", include_in_schema=False)
 @router.get("/version", summary="The version of weft")
 async def version() -> dict[str, str]:
     return {"version": __version__}
+
+
+@router.get(FAVICON, include_in_schema=False)
+async def favicon() -> Response:
+    """Browsers ask for one; the page has none."""
+    return Response(status_code=204, headers={"cache-control": "max-age=86400"})
 
 
 class ProfileBody(Body):

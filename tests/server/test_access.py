@@ -30,7 +30,7 @@ PRIVATE = [
     "/docs",
     "/nothing",
     "//health",
-    "/health/",
+    "/health//",
 ]
 
 
