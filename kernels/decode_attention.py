@@ -21,14 +21,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.kernels.decode_workspace import DecodeWorkspace, group_block
 from weft.kernels.dependent_launch import begin, pdl_options, release
+from weft.kernels.scores import bend, log2_scale, with_sink
 
 
 @triton.jit
-def _step(q, k, v, real, m, norm, acc, scale, DTYPE: tl.constexpr):
+def _step(q, k, v, real, m, norm, acc, scale, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr):
     """One block of keys and values `[BN, D]`, where `real`, against `q [D, GP]`; `acc [D, GP]`, `m, norm [GP]` in the
     log2 domain.
     """
-    s = tl.dot(k, q) * scale
+    s = bend(tl.dot(k, q) * scale, SOFTCAP)
     s = tl.where(real[:, None], s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, axis=0))
     p = tl.exp2(s - m_new[None, :])
@@ -40,9 +41,10 @@ def _step(q, k, v, real, m, norm, acc, scale, DTYPE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["layer"])
 def _decode_kernel(
-    q, kv_tiles, kv, out, table, stride_table, items, num_items, partial, arrived, layer, layers, scale,
+    q, kv_tiles, kv, out, table, stride_table, items, num_items, partial, arrived, layer, layers, scale, sinks,
     HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
-    TMA: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, PDL: tl.constexpr,
+    TMA: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     release(PDL)  # memory is idle while few requests attend: the next product may already fetch weights
     begin(PDL)
@@ -70,20 +72,25 @@ def _decode_kernel(
                 slab = (page * layers + layer) * 2
                 shift = tl.maximum(first + BN - end, 0)
                 real = tl.arange(0, BN) >= shift
+                if WINDOWED:
+                    real = real & (first + tl.arange(0, BN) - shift >= tl.load(item + 7))
                 k = kv_tiles.load([slab, first % PAGE - shift, head * D]).reshape([BN, D])
                 v = kv_tiles.load([slab + 1, first % PAGE - shift, head * D]).reshape([BN, D])
             else:
                 token = first + tl.arange(0, BN)
                 real = token < end
+                if WINDOWED:
+                    real = real & (token >= tl.load(item + 7))
                 page = tl.load(pages + token // PAGE, mask=real, other=0).to(tl.int64)
                 at = (page * layers + layer) * (2 * PAGE) + token % PAGE
                 k_at = kv + at[:, None] * (HKV * D) + (head * D + tl.arange(0, D))[None, :]
                 k = tl.load(k_at, mask=real[:, None], other=0.0)
                 v = tl.load(k_at + PAGE * HKV * D, mask=real[:, None], other=0.0)
-            m, norm, acc = _step(query, k, v, real, m, norm, acc, scale, DTYPE)
+            m, norm, acc = _step(query, k, v, real, m, norm, acc, scale, SOFTCAP, DTYPE)
         target = out + heads[None, :] * D + d[:, None]
         mine = (column < G)[None, :]
         if parts == 1:
+            norm = with_sink(norm, m, sinks, head * G + column, column < G)
             tl.store(target, (acc / norm[None, :]).to(DTYPE), mask=mine)
         else:
             slot = tl.load(item + 4)
@@ -109,6 +116,7 @@ def _decode_kernel(
                     norm = norm * alpha + tl.load(at + (D + 1) * GP + column, cache_modifier=".cg") * beta
                     acc = acc * alpha[None, :] + tl.load(at + block, cache_modifier=".cg") * beta[None, :]
                     m = m_new
+                norm = with_sink(norm, m, sinks, head * G + column, column < G)
                 tl.store(target, (acc / norm[None, :]).to(DTYPE), mask=mine)
                 tl.store(arrived + row * HKV + head, 0)
 
@@ -125,6 +133,9 @@ def decode_attention(
     num_sms: int,
     space: DecodeWorkspace,
     scale: float | None = None,
+    windowed: bool = False,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
     per_sm: int = 4,
     block: int = 64,
     stages: int = 2,
@@ -135,6 +146,7 @@ def decode_attention(
 
     kv `[pages, layers, 2, page_size, Hkv, D]`; page_table `[rows, max_pages]` int32; items `[max_items, 8]` int32 from
     `decode_items`; num_items `[1]` int32 in device memory. K and V of the query token itself are already in its page.
+    windowed: the items have a window. softcap, sinks `[Hq]`: see `scores`.
     On Hopper a warp-specialised kernel does it, one program per SM (`decode_hopper`); `portable` forces the Triton
     kernel here, which alone heeds `per_sm`, `block`, `stages` and `warps`.
     """
@@ -149,16 +161,17 @@ def decode_attention(
 
         if supports(q, kv):
             return launch_decode(
-                q, kv, layer, page_table, items, num_items, out=out, num_sms=num_sms, space=space, scale=scale
-            )
+                q, kv, layer, page_table, items, num_items, out=out, num_sms=num_sms, space=space, scale=scale,
+                windowed=windowed, softcap=softcap, sinks=sinks,
+            )  # fmt: skip
     tma = page_size % block == 0
     slabs = kv.view(-1, page_size, num_kv_heads * head_dim)  # K or V of one page and layer
     _decode_kernel[(num_sms * per_sm,)](
         q, TensorDescriptor.from_tensor(slabs, [1, block, head_dim]) if tma else None, kv, out, page_table,
         page_table.stride(0), items, num_items, space.partial, space.arrived, layer, layers,
-        (scale if scale is not None else head_dim**-0.5) * 1.4426950408889634,
+        log2_scale(scale, head_dim), sinks,
         HKV=num_kv_heads, G=group, GP=group_block(group), D=head_dim, PAGE=page_size, BN=block, TMA=tma, STAGES=stages,
         DTYPE={torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[q.dtype],
-        num_warps=warps, **pdl_options(),
+        WINDOWED=windowed, SOFTCAP=softcap, num_warps=warps, **pdl_options(),
     )  # fmt: skip
     return out

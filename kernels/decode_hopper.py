@@ -30,6 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from weft.kernels.decode_workspace import DecodeWorkspace, group_block
 from weft.kernels.dependent_launch import pdl_options
 from weft.kernels.gpu import is_hopper, on_gpu
+from weft.kernels.scores import log2_scale
 
 # renamed after Triton 3.6
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -219,16 +220,16 @@ def _join(
         m, norm, acc = _add(m, norm, acc, m_b, norm_b, acc_b)
         m, norm, acc = _add(m, norm, acc, m_c, norm_c, acc_c)
         m, norm, acc = _add(m, norm, acc, m_d, norm_d, acc_d)
-    return acc, norm
+    return acc, norm, m
 
 
 @gluon.jit
 def _consume(
     sink, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr,
-    SLOTS: gl.constexpr, CONSUMER: gl.constexpr,
+    SLOTS: gl.constexpr, WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Work off the tasks of one producer; `m`, `norm` and `acc` as in flash attention, in the log2 domain."""
-    out, q_smem, ring, full, empty, task_smem, tokens_smem, items, partial, arrived, scale = sink
+    out, q_smem, ring, full, empty, task_smem, tokens_smem, items, partial, arrived, scale, sinks = sink
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
@@ -262,6 +263,15 @@ def _consume(
             if slot == SLOTS:
                 slot = 0
                 phase ^= 1
+            if SOFTCAP > 0:
+                CAP: gl.constexpr = SOFTCAP * 1.4426950408889634
+                s = (CAP - 2 * CAP / (1.0 + gl.exp2(s * (scale * (2.0 / SOFTCAP))))) / scale
+            if WINDOWED:
+                unseen = gl.load(item + 7) - gl.load(item + 2)
+                if first < unseen:
+                    # a request that ends in this block has it shifted by whole boxes
+                    late = gl.minimum(gl.maximum(first + (token // BOX + 1) * BOX - tokens, 0), BOX)
+                    s = gl.where((first + token - late >= unseen)[:, None], s, float("-inf"))
             if first + BN > tokens:
                 shift = gl.minimum(gl.maximum(first + (token // BOX + 1) * BOX - tokens, 0), BOX)
                 s = gl.where((token % BOX >= shift)[:, None], s, float("-inf"))
@@ -297,9 +307,12 @@ def _consume(
             last = gl.atomic_add(arrived + row * HKV + head, 1, sem="acq_rel") == parts - 1
             barrier()
             if last:
-                acc, total = _join(base, parts, HKV, G, GP, D, MMA)
+                acc, total, m = _join(base, parts, HKV, G, GP, D, MMA)
                 gl.store(arrived + row * HKV + head, 0)
         if last:
+            if sinks is not None:
+                logit = gl.load(sinks + head * G + column, mask=column < G, other=0.0).to(gl.float32)
+                total += gl.exp2(logit * 1.4426950408889634 - m)
             result = _turn((acc / total[None, :]).to(ring.dtype), B)
             d = gl.arange(0, D, layout=gl.SliceLayout(1, B))
             heads = gl.arange(0, GP, layout=gl.SliceLayout(0, B))
@@ -317,9 +330,10 @@ def _idle():
 
 @gluon.jit(do_not_specialize=["layer"])
 def decode_kernel(
-    q, kv, out, table, stride_table, items, num_items, partial, arrived, tickets, layer, layers, scale,
+    q, kv, out, table, stride_table, items, num_items, partial, arrived, tickets, layer, layers, scale, sinks,
     HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr,
-    BOX: gl.constexpr, SLOTS: gl.constexpr, DTYPE: gl.constexpr, PDL: gl.constexpr,
+    BOX: gl.constexpr, SLOTS: gl.constexpr, DTYPE: gl.constexpr, WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     C: gl.constexpr = 4
     shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -343,14 +357,14 @@ def decode_kernel(
     tasks = gl.load(num_items) * HKV
     source = (q, kv, q_smem, ring, full, empty, task_smem, tokens_smem, table, stride_table, items, tasks, tickets,
               layer, layers)  # fmt: skip
-    sink = (out, q_smem, ring, full, empty, task_smem, tokens_smem, items, partial, arrived, scale)
+    sink = (out, q_smem, ring, full, empty, task_smem, tokens_smem, items, partial, arrived, scale, sinks)
     gl.warp_specialize(
         [
             (_idle, ()),
-            (_consume, (sink, HKV, G, GP, BN, BOX, D, SLOTS, 0)),
-            (_consume, (sink, HKV, G, GP, BN, BOX, D, SLOTS, 1)),
-            (_consume, (sink, HKV, G, GP, BN, BOX, D, SLOTS, 2)),
-            (_consume, (sink, HKV, G, GP, BN, BOX, D, SLOTS, 3)),
+            (_consume, (sink, HKV, G, GP, BN, BOX, D, SLOTS, WINDOWED, SOFTCAP, 0)),
+            (_consume, (sink, HKV, G, GP, BN, BOX, D, SLOTS, WINDOWED, SOFTCAP, 1)),
+            (_consume, (sink, HKV, G, GP, BN, BOX, D, SLOTS, WINDOWED, SOFTCAP, 2)),
+            (_consume, (sink, HKV, G, GP, BN, BOX, D, SLOTS, WINDOWED, SOFTCAP, 3)),
             (_produce, (source, C, HKV, G, GP, PAGE, BN, BOX, D, SLOTS, 0)),
             (_produce, (source, C, HKV, G, GP, PAGE, BN, BOX, D, SLOTS, 1)),
             (_produce, (source, C, HKV, G, GP, PAGE, BN, BOX, D, SLOTS, 2)),
@@ -379,7 +393,8 @@ def supports(q: Tensor, kv: Tensor) -> bool:
 
 def launch_decode(
     q: Tensor, kv: Tensor, layer: int, page_table: Tensor, items: Tensor, num_items: Tensor, *, out: Tensor,
-    num_sms: int, space: DecodeWorkspace, scale: float | None = None,
+    num_sms: int, space: DecodeWorkspace, scale: float | None = None, windowed: bool = False, softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As `decode_attention`, which checks the arguments; on `num_sms` SMs, whose shared memory it takes whole."""
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
@@ -393,9 +408,10 @@ def launch_decode(
         TensorDescriptor.from_tensor(queries, [group_block(group), head_dim], shared[0]),
         TensorDescriptor.from_tensor(slabs, [1, box, head_dim], shared[1]), out, page_table, page_table.stride(0),
         items, num_items, space.partial, space.arrived, space.tickets, layer, layers,
-        (scale if scale is not None else head_dim**-0.5) * 1.4426950408889634,
+        log2_scale(scale, head_dim), sinks,
         HKV=num_kv_heads, G=group, GP=group_block(group), D=head_dim, PAGE=page_size, BN=block, BOX=box,
         SLOTS=_RING // (CONSUMERS * block * head_dim * 2),
-        DTYPE={torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[q.dtype], num_warps=4, **pdl_options(),
+        DTYPE={torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[q.dtype],
+        WINDOWED=windowed, SOFTCAP=softcap, num_warps=4, **pdl_options(),
     )  # fmt: skip
     return out

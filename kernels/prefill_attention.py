@@ -17,14 +17,15 @@ from torch import Tensor
 
 from weft.kernels.dependent_launch import begin, pdl_options, release
 from weft.kernels.gpu import is_hopper, on_gpu
+from weft.kernels.scores import bend, log2_scale, with_sink
 from weft.kernels.work_lists import TILE_ROWS
 
 
 @triton.jit(do_not_specialize=["layer"])
 def _prefill_kernel(
-    q, kv, out, table, stride_table, items, num_items, layer, layers, scale,
+    q, kv, out, table, stride_table, items, num_items, layer, layers, scale, sinks,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr, DTYPE: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, DTYPE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     release(PDL)
@@ -46,22 +47,30 @@ def _prefill_kernel(
         m = tl.full([BM], -1e30, tl.float32)
         norm = tl.zeros([BM], tl.float32)
         acc = tl.zeros([BM, D], tl.float32)
-        for first in tl.range(0, end, BN, num_stages=STAGES):
+        lowest = 0
+        if WINDOW > 0:
+            lowest = tl.maximum(start + 1 - WINDOW, 0)
+        for first in tl.range(lowest // BN * BN, end, BN, num_stages=STAGES):
             token = first + tl.arange(0, BN)
             real = token < end
+            if WINDOW > 0:
+                real = real & (token >= lowest)
             page = tl.load(pages + token // PAGE, mask=real, other=0).to(tl.int64)
             row = (page * layers + layer) * (2 * PAGE) + token % PAGE
             k_at = kv + row[:, None] * (HKV * D) + (head * D + d)[None, :]
             k = tl.load(k_at, mask=real[:, None], other=0.0)
             v = tl.load(k_at + PAGE * HKV * D, mask=real[:, None], other=0.0)
-            s = tl.dot(query, k.T) * scale
+            s = bend(tl.dot(query, k.T) * scale, SOFTCAP)
             s = tl.where(token[None, :] <= limit[:, None], s, float("-inf"))
+            if WINDOW > 0:
+                s = tl.where(token[None, :] > limit[:, None] - WINDOW, s, float("-inf"))
             m_new = tl.maximum(m, tl.max(s, axis=1))
             p = tl.exp2(s - m_new[:, None])
             alpha = tl.exp2(m - m_new)
             norm = norm * alpha + tl.sum(p, axis=1)
             acc = tl.dot(p.to(DTYPE), v, acc * alpha[:, None])
             m = m_new
+        norm = with_sink(norm, m, sinks, head * G + rows % G, rows // G < queries)
         tl.store(out + at[:, None] + d[None, :], (acc / norm[:, None]).to(DTYPE), mask=mine)
 
 
@@ -80,13 +89,17 @@ def prefill_attention(
     out: Tensor,
     num_sms: int,
     scale: float | None = None,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
     portable: bool = False,
 ) -> Tensor:
     """Attention of the chunks' rows of `q [T, Hq, D]` over their pages -> the same rows of `out [T, Hq * D]`.
 
     kv `[pages, layers, 2, page_size, Hkv, D]`, page_size 16, 32, 64 or 128; page_table `[rows, max_pages]` int32; items
     `[max_items, 4]` int32 from `prefill_items`; num_items `[1]` int32 in device memory. K and V of the chunk are in
-    their pages already. `portable` forces the plain Triton kernel.
+    their pages already. window: positions that a query sees, its own included; None: all. softcap, sinks `[Hq]`: see
+    `scores`. `portable` forces the plain Triton kernel.
     """
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
     group = q.shape[1] // num_kv_heads
@@ -94,13 +107,13 @@ def prefill_attention(
         raise ValueError("q, kv, out and items must be contiguous")
     if page_table.stride(1) != 1:
         raise ValueError("rows of the page table must be contiguous")
-    log2_scale = (scale if scale is not None else head_dim**-0.5) * 1.4426950408889634
+    factor = log2_scale(scale, head_dim)
     if portable or not _hopper(q):
         _prefill_kernel[(num_sms,)](
-            q, kv, out, page_table, page_table.stride(0), items, num_items, layer, layers, log2_scale,
+            q, kv, out, page_table, page_table.stride(0), items, num_items, layer, layers, factor, sinks,
             HKV=num_kv_heads, G=group, D=head_dim, PAGE=page_size, BM=TILE_ROWS, BN=64, STAGES=2,
             DTYPE={torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[q.dtype],
-            num_warps=8, **pdl_options(),
+            WINDOW=window or 0, SOFTCAP=softcap, num_warps=8, **pdl_options(),
         )  # fmt: skip
         return out
     from triton.experimental.gluon import language as gl
@@ -114,8 +127,9 @@ def prefill_attention(
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     tiles = TensorDescriptor.from_tensor(slabs, [1, box, head_dim], layout)
     prefill_kernel[(num_sms,)](
-        q, tiles, out, page_table, page_table.stride(0), items, num_items, layer, layers, log2_scale,
-        HKV=num_kv_heads, G=group, D=head_dim, PAGE=page_size, BN=block, BOX=box, STAGES=2, DTYPE=dtype, num_warps=4,
+        q, tiles, out, page_table, page_table.stride(0), items, num_items, layer, layers, factor, sinks,
+        HKV=num_kv_heads, G=group, D=head_dim, PAGE=page_size, BN=block, BOX=box, STAGES=2, DTYPE=dtype,
+        WINDOW=window or 0, SOFTCAP=softcap, num_warps=4,
         **pdl_options(),
     )  # fmt: skip
     return out

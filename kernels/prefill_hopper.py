@@ -71,6 +71,7 @@ def _load_block(
 def _produce(
     kv, k_smem, v_smem, k_full, k_empty, v_full, v_empty, table, stride_table, items, tasks, layer, layers,
     HKV: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    WINDOW: gl.constexpr,
 ):  # fmt: skip
     count = 0
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
@@ -78,7 +79,7 @@ def _produce(
         item = items + (task // HKV) * 4
         end = gl.load(item + 2) + gl.load(item + 1)
         pages = table + gl.load(item + 3).to(gl.int64) * stride_table
-        for first in range(0, end, BN):
+        for first in range(_begin(gl.load(item + 2), BOX, WINDOW), end, BN):
             stage = count % STAGES
             phase = (count // STAGES) & 1
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
@@ -91,12 +92,33 @@ def _produce(
 
 
 @gluon.jit
-def _mask(s, first, end, limit, BN: gl.constexpr, BOX: gl.constexpr, S: gl.constexpr):
-    """-inf where a key lies behind a row's limit or is filling; undoes the shift of a partial box."""
+def _begin(start, BOX: gl.constexpr, WINDOW: gl.constexpr):
+    """First token of the first block for queries from `start` on: in the page of the first one that is seen."""
+    first = 0
+    if WINDOW > 0:
+        first = gl.maximum(start + 1 - WINDOW, 0) // BOX * BOX
+    return first
+
+
+@gluon.jit
+def _mask(s, first, end, limit, BN: gl.constexpr, BOX: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr):
+    """-inf where a key lies outside a row's limits or is filling; undoes the shift of a partial box."""
     slot = gl.arange(0, BN, layout=gl.SliceLayout(0, S))
     shift = gl.minimum(gl.maximum(first + (slot // BOX + 1) * BOX - end, 0), BOX)
     key = gl.where(slot % BOX >= shift, first + slot - shift, 2147483647)
-    return gl.where(key[None, :] <= limit[:, None], s, float("-inf"))
+    s = gl.where(key[None, :] <= limit[:, None], s, float("-inf"))
+    if WINDOW > 0:
+        s = gl.where(key[None, :] > limit[:, None] - WINDOW, s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def _bend(s, scale, SOFTCAP: gl.constexpr):
+    """As `scores.bend`, of scores that are still to be multiplied by `scale`, before and behind."""
+    if SOFTCAP > 0:
+        CAP: gl.constexpr = SOFTCAP * 1.4426950408889634
+        s = (CAP - 2 * CAP / (1.0 + gl.exp2(s * (scale * (2.0 / SOFTCAP))))) / scale
+    return s
 
 
 @gluon.jit
@@ -110,9 +132,9 @@ def _softmax(s, m, norm, scale):
 
 @gluon.jit
 def _consume(
-    q, out, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items, tasks, scale, WG: gl.constexpr,
+    q, out, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items, tasks, scale, sinks, WG: gl.constexpr,
     HKV: gl.constexpr, G: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    DTYPE: gl.constexpr,
+    DTYPE: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -147,11 +169,13 @@ def _consume(
                           use_acc=False, is_async=True)  # fmt: skip
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_empty.index(stage), count=1)
-        if start + 1 < BN:
-            s = _mask(s, 0, end, limit, BN, BOX, S)
+        begin = _begin(start, BOX, WINDOW)
+        s = _bend(s, scale, SOFTCAP)
+        if (WINDOW > 0) | (start + 1 < BN):
+            s = _mask(s, begin, end, limit, BN, BOX, S, WINDOW)
         p, m, norm, alpha = _softmax(s, m, norm, scale)
         probs = gl.convert_layout(p.to(DTYPE), P)
-        for first in range(BN, end, BN):
+        for first in range(begin + BN, end, BN):
             before = count % STAGES
             before_phase = (count // STAGES) & 1
             count += 1
@@ -163,8 +187,9 @@ def _consume(
             o_token = warpgroup_mma(probs, v_smem.index(before), acc, is_async=True)
             s = warpgroup_mma_wait(1, deps=[s_token])
             mbarrier.arrive(k_empty.index(stage), count=1)
-            if first + BN > start + 1:
-                s = _mask(s, first, end, limit, BN, BOX, S)
+            s = _bend(s, scale, SOFTCAP)
+            if (first + BN > start + 1) | (WINDOW > 0):
+                s = _mask(s, first, end, limit, BN, BOX, S, WINDOW)
             p, m, norm, alpha = _softmax(s, m, norm, scale)
             acc = warpgroup_mma_wait(0, deps=[o_token])
             mbarrier.arrive(v_empty.index(before), count=1)
@@ -177,6 +202,9 @@ def _consume(
         mbarrier.arrive(v_empty.index(stage), count=1)
         count += 1
 
+        if sinks is not None:
+            logit = gl.load(sinks + head * G + rows % G).to(gl.float32)
+            norm += gl.exp2(logit * 1.4426950408889634 - m)
         acc = acc / gl.convert_layout(norm, gl.SliceLayout(1, ACC))[:, None]
         row = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
         at = ((q_row + row // G).to(gl.int64) * (HKV * G) + head * G + row % G) * D
@@ -186,9 +214,9 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["layer"])
 def prefill_kernel(
-    q, kv, out, table, stride_table, items, num_items, layer, layers, scale,
+    q, kv, out, table, stride_table, items, num_items, layer, layers, scale, sinks,
     HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr,
-    STAGES: gl.constexpr, DTYPE: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, DTYPE: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     q_smem = gl.allocate_shared_memory(DTYPE, [2, 64, D], shared)
@@ -211,12 +239,12 @@ def prefill_kernel(
     tasks = gl.load(num_items) * HKV
     gl.warp_specialize(
         [
-            (_consume, (q, out, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items, tasks, scale, 0,
-                        HKV, G, BN, BOX, D, STAGES, DTYPE)),
-            (_consume, (q, out, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items, tasks, scale, 1,
-                        HKV, G, BN, BOX, D, STAGES, DTYPE)),
+            (_consume, (q, out, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items, tasks, scale,
+                        sinks, 0, HKV, G, BN, BOX, D, STAGES, DTYPE, WINDOW, SOFTCAP)),
+            (_consume, (q, out, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items, tasks, scale,
+                        sinks, 1, HKV, G, BN, BOX, D, STAGES, DTYPE, WINDOW, SOFTCAP)),
             (_produce, (kv, k_smem, v_smem, k_full, k_empty, v_full, v_empty, table, stride_table, items, tasks, layer,
-                        layers, HKV, PAGE, BN, BOX, D, STAGES)),
+                        layers, HKV, PAGE, BN, BOX, D, STAGES, WINDOW)),
         ],
         [4, 1],
         [240, 24],

@@ -6,7 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 ITEM_FIELDS = 8
-"""of a decode item, int32: q row, page-table row, first token, end token, first partial slot, parts, part, unused"""
+"""of a decode item, int32: q row, page-table row, first token, end token, first partial slot, parts, part, first token
+that is seen"""
+BLOCK_TOKENS = 64
+"""that decode attention works on at once"""
 TILE_ROWS = 128
 """(token, query head of the group) pairs in a tile"""
 TILE_FIELDS = 4
@@ -21,13 +24,20 @@ def decode_items(
     max_slots: int,
     part_tokens: int = 0,
     min_part_tokens: int = 128,
+    window: int | None = None,
+    page_size: int = 64,
 ) -> NDArray[np.int32]:
     """Work items `[items, 8]` for requests whose context (own token included) is `lengths`, longest first.
 
     Request i uses q row i and page-table row i. A request is cut into parts only when there are too few of them to fill
-    `num_programs`; `part_tokens` > 0 fixes the cut instead, so that it never depends on the neighbours.
+    `num_programs`; `part_tokens` > 0 fixes the cut instead, so that it never depends on the neighbours. With a `window`
+    a request sees its last tokens alone, and its items begin in the page of the first of them.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
+    seen = np.maximum(lengths - window, 0) if window is not None else np.zeros_like(lengths)
+    step = min(page_size, BLOCK_TOKENS)
+    base = seen // step * step  # what a kernel fetches at once lies in one page
+    lengths = lengths - base
     count = len(lengths)
     if count == 0:
         return np.zeros((0, ITEM_FIELDS), np.int32)
@@ -48,10 +58,10 @@ def decode_items(
     slot = (np.cumsum(split) - split)[row]
     # equal parts, in whole blocks
     size = -(-lengths // (parts * 128)) * 128
-    begin = np.minimum(part * size[row], lengths[row])
-    end = np.minimum(begin + size[row], lengths[row])
+    begin = base[row] + np.minimum(part * size[row], lengths[row])
+    end = np.minimum(begin + size[row], base[row] + lengths[row])
     items = np.zeros((len(row), ITEM_FIELDS), np.int32)
-    for column, value in enumerate((row, row, begin, end, slot, parts[row], part)):
+    for column, value in enumerate((row, row, begin, end, slot, parts[row], part, seen[row])):
         items[:, column] = value
     return items[np.argsort(begin - end, kind="stable")]
 

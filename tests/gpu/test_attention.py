@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,6 +18,23 @@ from weft.kernels.prefill_attention import prefill_attention
 from weft.kernels.work_lists import ITEM_FIELDS, TILE_FIELDS, decode_items, prefill_items
 
 LAYERS, LAYER = 3, 1
+
+
+class Bent(NamedTuple):
+    """What a model does to scores, beside the causal mask."""
+
+    window: int | None = None
+    softcap: float = 0.0
+    has_sinks: bool = False
+
+    def sinks(self, heads: int, device: str) -> Tensor | None:
+        return torch.linspace(-3, 6, heads, device=device) if self.has_sinks else None
+
+
+PLAIN = Bent()
+BENT = [
+    Bent(window=1), Bent(window=24), Bent(window=100), Bent(softcap=2.0), Bent(has_sinks=True), Bent(40, 3.0, True)
+]  # fmt: skip
 PORTABLE = partial(decode_attention, portable=True)
 
 
@@ -39,15 +57,32 @@ def pool(
     return kv, table.to(device)
 
 
-def attend(q: Tensor, kv: Tensor, pages: Tensor, length: int) -> Tensor:
+def forget(kv: Tensor, table: Tensor, first_seen: list[int], page: int) -> None:
+    """Give back the pages that lie wholly behind what is seen: others may have written anything there."""
+    for row, seen in zip(table, first_seen, strict=True):
+        for j in range(seen // page):
+            kv[int(row[j])] = float("nan")
+            row[j] = 0
+
+
+def attend(q: Tensor, kv: Tensor, pages: Tensor, length: int, bent: Bent = PLAIN) -> Tensor:
     """Causal attention of the last queries `q [Q, Hq, D]` of one request, in float32: `[Q, Hq * D]`."""
     k, v = (kv[pages.long(), LAYER, i].flatten(0, 1)[:length].float() for i in (0, 1))
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,nhd->hqn", q.float(), k) * q.shape[-1] ** -0.5
-    first = length - q.shape[0]
-    late = torch.arange(length, device=q.device)[None] > first + torch.arange(q.shape[0], device=q.device)[:, None]
-    return torch.einsum("hqn,nhd->qhd", scores.masked_fill(late, float("-inf")).softmax(-1), v).flatten(1)
+    if bent.softcap:
+        scores = bent.softcap * (scores / bent.softcap).tanh()
+    key = torch.arange(length, device=q.device)[None]
+    query = length - q.shape[0] + torch.arange(q.shape[0], device=q.device)[:, None]
+    unseen = key > query
+    if bent.window is not None:
+        unseen |= key <= query - bent.window
+    scores = scores.masked_fill(unseen, float("-inf"))
+    if (sinks := bent.sinks(q.shape[1], str(q.device))) is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(-1, q.shape[0], 1)), -1)
+    weights = scores.softmax(-1)[..., :length]
+    return torch.einsum("hqn,nhd->qhd", weights, v.masked_fill(unseen.all(0)[:, None, None], 0)).flatten(1)
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -63,24 +98,33 @@ def upload(items: np.ndarray, fields: int, device: str) -> tuple[Tensor, Tensor]
 
 def check_decode(
     lengths: list[int], heads: int, kv_heads: int, d: int, page: int, dtype: torch.dtype, device: str, num_sms: int,
-    part_tokens: int = 0, kernel: Callable[..., Tensor] = PORTABLE,
+    part_tokens: int = 0, kernel: Callable[..., Tensor] = PORTABLE, bent: Bent = PLAIN,
 ) -> None:  # fmt: skip
     kv, table = pool(lengths, page, kv_heads, d, dtype, device)
     q = torch.randn(len(lengths) + 2, heads, d, device=device).to(dtype)
     items = decode_items(
-        np.array(lengths), num_kv_heads=kv_heads, num_programs=4 * num_sms, max_slots=256, part_tokens=part_tokens
-    )
-    assert sum(e - b for _, _, b, e, *_ in items.tolist()) == sum(lengths)
+        np.array(lengths), num_kv_heads=kv_heads, num_programs=4 * num_sms, max_slots=256, part_tokens=part_tokens,
+        window=bent.window, page_size=page,
+    )  # fmt: skip
+    options: dict[str, Any] = {}
+    if bent.window is None:
+        assert sum(e - b for _, _, b, e, *_ in items.tolist()) == sum(lengths)
+    else:
+        forget(kv, table, [max(0, n - bent.window) for n in lengths], page)
+    if bent != PLAIN:
+        options = {
+            "windowed": bent.window is not None, "softcap": bent.softcap, "sinks": bent.sinks(heads, device)
+        }  # fmt: skip
     space = decode_workspace(256, len(lengths), kv_heads, heads // kv_heads, d, device)
     out = torch.full((len(q), heads * d), float("nan"), dtype=dtype, device=device)
     work = upload(items, ITEM_FIELDS, device)
     space.partial.fill_(float("nan"))
-    kernel(q, kv, LAYER, table, *work, out=out, num_sms=num_sms, space=space)
+    kernel(q, kv, LAYER, table, *work, out=out, num_sms=num_sms, space=space, **options)
     again = out.clone()
     space.partial.fill_(float("nan"))
-    kernel(q, kv, LAYER, table, *work, out=again, num_sms=num_sms, space=space)
+    kernel(q, kv, LAYER, table, *work, out=again, num_sms=num_sms, space=space, **options)
     assert torch.equal(again[: len(lengths)], out[: len(lengths)])
-    want = torch.cat([attend(q[i : i + 1], kv, table[i, : -(-n // page)], n) for i, n in enumerate(lengths)])
+    want = torch.cat([attend(q[i : i + 1], kv, table[i, : -(-n // page)], n, bent) for i, n in enumerate(lengths)])
     assert error(out[: len(lengths)], want) < 6e-3
     assert bool(out[len(lengths) :].isnan().all())
     assert int(space.arrived.abs().sum()) == 0
@@ -91,6 +135,23 @@ def check_decode(
 @pytest.mark.parametrize("part_tokens", [0, 128])
 def test_decode_of_short_requests(page: int, part_tokens: int, device: str, num_sms: int) -> None:
     check_decode([1, 64, 150, 33], 6, 2, 64, page, torch.float16, device, num_sms, part_tokens)
+
+
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("part_tokens", [0, 128])
+@pytest.mark.parametrize("bent", BENT, ids=str)
+def test_decode_with_bent_scores(bent: Bent, page: int, part_tokens: int, device: str, num_sms: int) -> None:
+    check_decode([1, 64, 150, 301], 6, 2, 64, page, torch.float16, device, num_sms, part_tokens, bent=bent)
+
+
+@pytest.mark.parametrize("page", [16, 32, 64, 128])
+@pytest.mark.parametrize("bent", [*BENT, Bent(1024), Bent(4096, 50.0)], ids=str)
+def test_hopper_decode_with_bent_scores(
+    bent: Bent, page: int, device: str, num_sms: int, hopper: Callable[..., Tensor]
+) -> None:
+    lengths = [1, 2, page, page + 1, 127, 128, 129, 1000, 3000, 9999]
+    check_decode(lengths, 16, 2, 128, page, torch.bfloat16, device, num_sms, kernel=hopper, bent=bent)
+    check_decode(lengths, 8, 2, 64, page, torch.float16, device, 3, part_tokens=128, kernel=hopper, bent=bent)
 
 
 @pytest.mark.parametrize("page", [16, 32, 64, 128])
@@ -174,11 +235,14 @@ def test_hopper_decode_of_nothing_writes_nothing(device: str, num_sms: int, hopp
 
 def check_prefill(
     chunks: list[tuple[int, int]], heads: int, kv_heads: int, d: int, page: int, dtype: torch.dtype, device: str,
-    num_sms: int, portable: bool,
+    num_sms: int, portable: bool, bent: Bent = PLAIN,
 ) -> None:  # fmt: skip
     """chunks: (tokens already in pages, queries)."""
     lengths = [c + n for c, n in chunks]
     kv, table = pool(lengths, page, kv_heads, d, dtype, device)
+    if bent.window is not None:
+        forget(kv, table, [max(0, c + 1 - bent.window) for c, _ in chunks], page)
+    options = {"window": bent.window, "softcap": bent.softcap, "sinks": bent.sinks(heads, device)}
     queries = np.array([n for _, n in chunks])
     first = np.cumsum(queries) - queries + 3
     q = torch.randn(int(queries.sum()) + 6, heads, d, device=device).to(dtype)
@@ -187,19 +251,35 @@ def check_prefill(
     )
     out = torch.full((len(q), heads * d), float("nan"), dtype=dtype, device=device)
     work = upload(items, TILE_FIELDS, device)
-    prefill_attention(q, kv, LAYER, table, *work, out=out, num_sms=num_sms, portable=portable)
+    prefill_attention(q, kv, LAYER, table, *work, out=out, num_sms=num_sms, portable=portable, **options)
     again = out.clone()
-    prefill_attention(q, kv, LAYER, table, *work, out=again, num_sms=num_sms, portable=portable)
+    prefill_attention(q, kv, LAYER, table, *work, out=again, num_sms=num_sms, portable=portable, **options)
     assert torch.equal(again[3:-3], out[3:-3])
     for i, n in enumerate(lengths):
         rows = slice(int(first[i]), int(first[i] + queries[i]))
-        assert error(out[rows], attend(q[rows], kv, table[i, : -(-n // page)], n)) < 6e-3
+        assert error(out[rows], attend(q[rows], kv, table[i, : -(-n // page)], n, bent)) < 6e-3
     assert bool(out[:3].isnan().all())
     assert bool(out[-3:].isnan().all())
 
 
 def test_prefill_of_short_chunks(device: str, num_sms: int) -> None:
     check_prefill([(0, 5), (20, 50), (3, 1)], 6, 2, 64, 16, torch.float16, device, num_sms, True)
+
+
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("bent", BENT, ids=str)
+def test_prefill_with_bent_scores(bent: Bent, page: int, device: str, num_sms: int) -> None:
+    check_prefill([(0, 5), (150, 50), (70, 1)], 6, 2, 64, page, torch.float16, device, num_sms, True, bent)
+
+
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("page", [16, 32, 64, 128])
+@pytest.mark.parametrize("bent", [*BENT, Bent(1024), Bent(4096, 50.0)], ids=str)
+@pytest.mark.usefixtures("large")
+def test_long_prefill_with_bent_scores(bent: Bent, page: int, portable: bool, device: str, num_sms: int) -> None:
+    chunks = [(0, 1), (0, 33), (0, 128), (100, 28), (128, 300), (1000, 7), (63, 65), (640, 1), (5, 700), (5000, 300)]
+    check_prefill(chunks, 16, 2, 128, page, torch.bfloat16, device, num_sms, portable, bent)
+    check_prefill(chunks, 8, 2, 64, page, torch.float16, device, num_sms, portable, bent)
 
 
 @pytest.mark.parametrize("portable", [False, True])
