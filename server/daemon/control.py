@@ -13,6 +13,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from weft.engine.wire.messages import EngineStats
+
 LINE_LIMIT = 16 * 2**20
 """bytes of a message at most: a configuration with very many keys"""
 
@@ -40,6 +42,8 @@ class EngineUp(msgspec.Struct, tag="engine_up", frozen=True):
 
     address: str
     client: int
+    before: EngineStats = msgspec.field(default_factory=EngineStats)
+    """totals of the engines before it"""
 
 
 class EngineDown(msgspec.Struct, tag="engine_down", frozen=True):

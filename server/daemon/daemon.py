@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from weft.engine.errors import ConfigError, WeftError
 from weft.engine.wire.beat import ENGINE, Beats, Watch
 from weft.engine.wire.client import EngineClient
-from weft.engine.wire.messages import EngineReady
+from weft.engine.wire.messages import EngineReady, EngineStats
 from weft.engine.wire.private_socket import PrivateSocket
 from weft.engine.wire.spawn import EngineProcess
 from weft.server.announce import announce
@@ -39,6 +39,7 @@ from weft.server.daemon.watchman import Charge, Watchman
 from weft.server.logs import configure, count_dropped
 from weft.server.observe.board import Board
 from weft.server.observe.metrics import Metrics
+from weft.server.observe.totals import plus
 
 FAREWELL = 1.0
 """seconds that last answers get to leave"""
@@ -93,6 +94,8 @@ class Daemon:
         self._engine: EngineProcess | None = None
         self._control: EngineClient | None = None
         self._engine_ready: EngineReady | None = None
+        self._totals = EngineStats()
+        """of engines that have ended"""
         self._engine_worked = False
         """an engine has been ready: what ends from now on can be a passing trouble"""
         self._engine_restarts = Restarts(*RESTART_SECONDS, config.engine_restart_limit)
@@ -267,6 +270,7 @@ class Daemon:
                 await asyncio.wait((dead,))
             why = dead.result()
             control.mark_dead(why)
+            self._totals = plus(self._totals, control.stats)
             return control.failure or why
         finally:
             loading.cancel()
@@ -277,7 +281,7 @@ class Daemon:
         """Tell an API process where the engine is."""
         if self._engine is not None:
             self._clients[i] = number = next(self._numbers)
-            self._api[i].send(EngineUp(self._engine.address, number))
+            self._api[i].send(EngineUp(self._engine.address, number, self._totals))
             if self._engine_ready is not None:
                 self._expect(i)
 

@@ -135,6 +135,7 @@ class Worker:
         service = self._service
         match message:
             case EngineUp():
+                service.metrics.engine_begins(message.before)
                 self._begin(self._serve(message))
             case EngineDown():
                 self._engine_down(message)

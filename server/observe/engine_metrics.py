@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from weft import __version__
-from weft.engine.wire.messages import EngineReady, EngineStats, TierStats
+from weft.engine.wire.messages import EngineReady, EngineStats, SchedulerStats, TierStats
 from weft.server.observe.exposition import head, labelled
+from weft.server.observe.totals import plus
 
 TIERS = ("gpu", "host", "ssd")
 _QUEUE = ("slots", "pages", "tokens", "sibling", "grammar", "load")
@@ -31,6 +32,8 @@ class EngineFigures:
 
     def __init__(self) -> None:
         self.stats = EngineStats()
+        self.before = EngineStats()
+        """totals of the engines before this one"""
         self.ready: EngineReady | None = None
         self.model = ""
         self.up = False
@@ -40,13 +43,14 @@ class EngineFigures:
     def text(self, *, late: bool = False) -> bytes:
         """In Prometheus's text format. `late`: the engine makes no progress."""
         up = self.up and not late
-        told = (self.stats, self.ready, self.model, up)
+        told = (self.stats, self.before, self.ready, self.model, up)
         if told != self._shown[0]:
             self._shown = (told, "".join(self._metrics(up)).encode())
         return self._shown[1]
 
     def _metrics(self, up: bool) -> Iterable[str]:
-        stats, engine = self.stats.scheduler, self.stats
+        engine = plus(self.before, self.stats)
+        stats = engine.scheduler
         hits, queried = "weft_prefix_cache_hit_tokens_total", "weft_prefix_cache_queried_tokens"
         usage = stats.pages_held / stats.pages_total if stats.pages_total else 0.0
         queue = {reason: stats.queue.get(reason, 0) for reason in _QUEUE}
@@ -56,7 +60,7 @@ class EngineFigures:
         yield _family("weft_requests_queued", "gauge", "Sequences that wait, by what they wait for", "reason", queue)
         yield _gauge("weft_kv_cache_usage_ratio", "KV pages held / all", usage)
         yield _counter(queried, "Prompt tokens looked up", stats.prefix_queried_tokens)
-        yield from self._tiers()
+        yield from self._tiers(stats)
         yield _counter("weft_prompt_tokens", "Prompt tokens of started requests", stats.prompt_tokens)
         yield _counter("weft_generation_tokens", "Tokens generated", stats.generation_tokens)
         yield _counter("weft_preemptions", "Requests that lost their pages", stats.preemptions)
@@ -78,8 +82,8 @@ class EngineFigures:
         yield _counter("vllm:num_preemptions", "weft_preemptions_total", stats.preemptions)
         yield from self._constants()
 
-    def _tiers(self) -> Iterable[str]:
-        tiers = self.stats.scheduler.tiers or {"gpu": TierStats()}
+    def _tiers(self, stats: SchedulerStats) -> Iterable[str]:
+        tiers = stats.tiers or {"gpu": TierStats()}
         for name, field, help in _TIER_COUNTERS:
             figures = {tier: getattr(stats, field) for tier, stats in tiers.items()}
             yield _family(f"{name}_total", "counter", help, "tier", figures)

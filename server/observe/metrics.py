@@ -117,6 +117,10 @@ class Metrics:
     def engine_loaded(self, model: str, ready: EngineReady) -> None:
         self._engine.model, self._engine.ready, self._engine.up = model, ready, True
 
+    def engine_begins(self, before: EngineStats) -> None:
+        """Another engine process; `before`: totals of those before it."""
+        self._engine.before, self._engine.stats = before, EngineStats()
+
     def engine_died(self) -> None:
         self._engine.up = False
 

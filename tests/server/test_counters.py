@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 from functools import partial
+from typing import Any
 
+import msgspec
 import prometheus_client
 import pytest
 from exposed import value_of
@@ -13,10 +15,11 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from weft import __version__
-from weft.engine.wire.messages import EngineReady, EngineStats, IterationStats, SchedulerStats
+from weft.engine.wire.messages import EngineReady, EngineStats, IterationStats, SchedulerStats, TierStats
 from weft.server.observe.board import Board
 from weft.server.observe.counters import Counter, Histogram, Store
 from weft.server.observe.metrics import Metrics
+from weft.server.observe.totals import plus
 
 BOUNDS = (0.001, 0.01, 0.5, 1.0, 16.0)
 READY = EngineReady(
@@ -149,3 +152,42 @@ def test_more_cells_than_there_are() -> None:
     store = Store(Board(1), 0)
     with pytest.raises(ValueError, match="cells"):
         Counter(store, "c", "text", a=[str(i) for i in range(5000)])
+
+
+def test_totals_go_on_where_the_last_engine_stood() -> None:
+    def stats(tokens: int, **tiers: TierStats) -> EngineStats:
+        scheduler = SchedulerStats(running=tokens, prompt_tokens=tokens, decode_tokens=tokens, tiers=tiers)
+        return EngineStats(scheduler=scheduler, iterations=tokens, iterations_idle_seconds=tokens / 2)
+
+    metrics = Metrics()
+    metrics.engine_stats(stats(5, gpu=TierStats(used=7, hit_tokens=3)))
+    metrics.engine_begins(plus(EngineStats(), stats(5, gpu=TierStats(used=7, hit_tokens=3))))
+    names = ("weft_prompt_tokens_total", "weft_device_idle_seconds_total", "weft_requests_running")
+    assert [value_of(metrics, name) for name in names] == [5, 2.5, 0]
+    for name, value in (("weft_prefix_cache_hit_tokens_total", 3), ("weft_kv_tier_used_pages", 0)):
+        assert value_of(metrics, name, {"tier": "gpu"}) == value
+    metrics.engine_stats(stats(2, gpu=TierStats(used=1, hit_tokens=1), host=TierStats(bytes_in=9)))
+    assert [value_of(metrics, name) for name in names] == [7, 3.5, 2]
+    for name, tier, value in (
+        ("weft_prefix_cache_hit_tokens_total", "gpu", 4),
+        ("weft_kv_tier_used_pages", "gpu", 1),
+        ("weft_kv_tier_bytes_in_total", "host", 9),
+    ):
+        assert value_of(metrics, name, {"tier": tier}) == value
+
+
+def test_every_total_of_the_engine_goes_on() -> None:
+    """A counter that `totals` does not know would fall."""
+
+    def ones(kind: type[Any], **more: Any) -> Any:
+        plain = {f.name: 1 for f in msgspec.structs.fields(kind) if f.type in (int, float)}
+        return kind(**{**plain, **more})
+
+    stats = ones(EngineStats, scheduler=ones(SchedulerStats, tiers={"gpu": ones(TierStats)}))
+    metrics = Metrics()
+    metrics.engine_begins(stats)
+    metrics.engine_stats(stats)
+    families = text_string_to_metric_families(metrics._engine.text().decode())
+    samples = [sample for family in families if family.type == "counter" for sample in family.samples]
+    assert [sample.value for sample in samples if sample.labels.get("plan") != "serial"] == [2] * (len(samples) - 1)
+    assert len(samples) > 15
