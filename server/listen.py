@@ -29,6 +29,7 @@ def listen(host: str, port: int, count: int) -> list[socket.socket]:
             probe.bind(address)
             if count == 1:
                 probe.listen(BACKLOG)
+                probe.setblocking(False)
                 return [probe.dup()]
             address = probe.getsockname()
         listeners = []
@@ -38,6 +39,7 @@ def listen(host: str, port: int, count: int) -> list[socket.socket]:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listener.bind(address)
             listener.listen(BACKLOG)
+            listener.setblocking(False)
             listeners.append(listener)
         return listeners
     except OSError as error:
@@ -64,6 +66,7 @@ def inherited(environment: MutableMapping[str, str] = os.environ) -> list[socket
             raise ConfigError(f"LISTEN_FDS: file descriptor {fd}: {error.strerror or error}") from None
         if not listening or listener.family not in (socket.AF_INET, socket.AF_INET6):
             raise ConfigError(f"LISTEN_FDS: file descriptor {fd} is no listening TCP socket (ListenStream=, Accept=no)")
+        listener.setblocking(False)
         listeners.append(listener)
     return listeners
 
@@ -71,4 +74,9 @@ def inherited(environment: MutableMapping[str, str] = os.environ) -> list[socket
 def share_out(listeners: Sequence[socket.socket], count: int) -> list[list[socket.socket]]:
     """Those of each of `count` API processes: every listener has one, and every process at least one, if need be one
     that another process accepts from too."""
-    return [list(listeners[i::count]) or [listeners[i % len(listeners)].dup()] for i in range(count)]
+    return [list(listeners[i::count]) or [_copy(listeners[i % len(listeners)])] for i in range(count)]
+
+
+def _copy(listener: socket.socket) -> socket.socket:
+    # Not `dup`: it makes the copy blocking, and with it the original, in every process that accepts from it.
+    return socket.socket(fileno=os.dup(listener.fileno()))

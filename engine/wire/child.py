@@ -31,7 +31,8 @@ def settle(parent: int, stacks_fd: int) -> None:
         os._exit(1)  # it died before the kernel was told
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Not SIG_IGN: that would be inherited by programs this process starts, which then could not be ended.
-    signal.signal(signal.SIGTERM, _leave_it_to_the_daemon)
+    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(signum, _leave_it_to_the_daemon)
     with suppress(AttributeError, OSError, ValueError):  # no stderr
         faulthandler.enable(sys.stderr)
     faulthandler.register(signal.SIGUSR1, stacks_fd, all_threads=True, chain=False)
@@ -52,6 +53,8 @@ class Stacks:
 
         `wake`: one that was stopped is continued, for it cannot say anything else.
         """
+        os.lseek(self.fd, 0, os.SEEK_SET)  # of the process too: it has inherited this descriptor
+        os.ftruncate(self.fd, 0)
         kernel = threads(pid)
         stopped = " T " in kernel
         asked = (wake or not stopped) and _catches(pid, signal.SIGUSR1)

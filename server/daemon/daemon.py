@@ -209,6 +209,12 @@ class Daemon:
 
     def _log_stacks(self) -> None:
         logger.warning("SIGQUIT: the daemon\n%s", own_stacks())
+        self._asking = asyncio.create_task(self._log_stacks_of_children())
+
+    async def _log_stacks_of_children(self) -> None:
+        for charge in list(self._charges()):
+            stacks = await charge.process.stacks.ask(charge.process.pid, wake=False)
+            logger.warning("SIGQUIT: %s\n%s", charge.name, stacks)
 
     def _tell(self, message: ToWorker) -> None:
         for process in self._api.values():
@@ -228,6 +234,7 @@ class Daemon:
                 self._fail(why)
                 return
             logger.error("%s; another one starts in %g s", why, pause)
+            self._front.notifier.status(f"{why}; another one starts")
             self._metrics.engine_restarts.inc()
             waiting = "waiting to start another engine"
             self._beats.of(ENGINE).begin(waiting, pause + self._config.start_timeout)
@@ -265,6 +272,7 @@ class Daemon:
                 self._engine_ready = loading.result()
                 self._engine_worked = True
                 self._announce_once()
+                self._front.still_serving()
                 for i in self._api:
                     self._expect(i)
                 await asyncio.wait((dead,))

@@ -92,6 +92,11 @@ class Front:
             if self._serving:
                 self._tell_ready()
 
+    def still_serving(self) -> None:
+        """The engine is ready once more."""
+        if self._serving:
+            self._tell_ready()
+
     def _tell_ready(self) -> None:
         self.notifier.ready(f"serving {self._config.model_names[0]} on port {self.address[1]}")
 

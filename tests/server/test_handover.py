@@ -38,6 +38,8 @@ async def test_a_successor_gets_the_queues_and_says_when_it_serves(path: str) ->
     predecessor = await asyncio.to_thread(find, path)
     assert predecessor is not None
     assert predecessor.pid == os.getpid()
+    for own in share_out(predecessor.listeners, 5):  # they are blocking for both daemons, or for none
+        assert not any(os.get_blocking(listener.fileno()) for listener in (*ours, *own))
     address = ours[0].getsockname()
     assert [listener.getsockname() for listener in predecessor.listeners] == [address] * 2
     with pytest.raises(ConfigError, match="another daemon is about to"):

@@ -135,13 +135,17 @@ async def test_other_signals_end_nothing(tmp_path: Path) -> None:
         ):
             lines = response.aiter_lines()
             await anext(lines)
-            for name in ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGQUIT"):
+            for name in ("SIGHUP", "SIGUSR2", "SIGALRM", "SIGQUIT"):
+                for child in daemon.children("weft"):  # as a signal to the whole group does
+                    os.kill(child, getattr(signal, name))
                 daemon.process.send_signal(getattr(signal, name))
+            daemon.process.send_signal(signal.SIGUSR1)
             last = [line async for line in lines if line][-1]
             assert last == "data: [DONE]"
             async with asyncio.timeout(60):
-                while "MainThread" not in daemon.stderr():
-                    await asyncio.sleep(0.05)
+                for told in ("MainThread", "SIGQUIT: the engine", "SIGQUIT: API process 0", "most recent call first"):
+                    while told not in daemon.stderr():
+                        await asyncio.sleep(0.05)
             assert (await http.get("/ready")).status_code == 200
         daemon.process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(daemon.process.wait, 60) == 0
