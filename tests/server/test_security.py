@@ -13,7 +13,7 @@ import httpx
 import pytest
 from stub import serving
 
-from weft.engine.wire.messages import EngineReady
+from weft.engine.wire.messages import EngineReady, MemoryBudget
 from weft.server.announce import announce
 from weft.server.config import ServeConfig
 from weft.server.daemon.cli import main
@@ -51,7 +51,7 @@ async def test_https(certificate: tuple[Path, Path]) -> None:
             await server.http.get("/health")  # no plain HTTP on that port
 
 
-GREETED = EngineReady(**dict.fromkeys(EngineReady.__struct_fields__, 0))  # type: ignore[arg-type]
+GREETED = EngineReady(**{**dict.fromkeys(EngineReady.__struct_fields__, 0), "memory": MemoryBudget()})  # type: ignore[arg-type]
 
 
 async def test_the_greeting_tells_curl_to_accept_a_certificate_that_signs_itself(
