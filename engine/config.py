@@ -85,6 +85,16 @@ class EngineConfig(BaseModel):
     tuning_seconds: float = Field(
         60.0, ge=0, description="time a start on a GPU may take to tune matrix shapes never seen before; 0 for none"
     )
+    fair_prefill_share: float = Field(
+        0.25,
+        ge=0,
+        le=0.9,
+        description="share of each iteration's prompt tokens, and of seats when they are short, "
+        "for the shortest prompts; the rest is first come, first served; 0 for none",
+    )
+    priority_preemption: bool = Field(
+        True, description="when all seats are taken, a better priority takes that of a worse one, which resumes later"
+    )
     async_scheduling: bool = Field(True, description="schedule the next iteration while this one runs")
     plan: str = Field(
         "auto",

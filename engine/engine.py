@@ -31,6 +31,7 @@ from weft.engine.runner.resolve import INVARIANT_CHUNK, resolve
 from weft.engine.runner.runner import InFlight, Runner
 from weft.engine.scheduling.bad_words import only
 from weft.engine.scheduling.events import Events
+from weft.engine.scheduling.fairness import Fairness
 from weft.engine.scheduling.grammars import Grammars
 from weft.engine.scheduling.request import Request, check_request
 from weft.engine.scheduling.scheduler import Scheduler
@@ -111,6 +112,7 @@ class Engine:
             prefix_caching=config.prefix_caching,
             tiers=self.tiers,
             chunk_step=INVARIANT_CHUNK if resolved.batch_invariant else 1,
+            fairness=Fairness(config.fair_prefill_share, preempt=config.priority_preemption),
         )
         self._depth = 1 if config.async_scheduling else 0
         self._in_flight: deque[InFlight] = deque()
@@ -181,6 +183,7 @@ class Engine:
             stop_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
             seed=seed % 2**64,
             leader=message.leader,
+            tenant=message.tenant,
         )
         if params.allowed_token_ids is not None:
             request.allowed = only(params.allowed_token_ids, self.spec.vocab_size)

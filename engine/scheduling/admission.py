@@ -33,6 +33,10 @@ class OutputLengths:
     def mean(self) -> float:
         return self._sum / self._count
 
+    def expected(self, request: Request) -> float:
+        """Output tokens of a request that has not begun."""
+        return min(self.mean, request.max_total_tokens - request.prompt_len)
+
     def remaining(self, decoded: npt.NDArray[np.int32], room: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
         """Output tokens still to come, for requests with `decoded` so far and at most `room` more.
 

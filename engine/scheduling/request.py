@@ -43,6 +43,16 @@ class Request:
     seed: int
     leader: int = -1
     """handle of the request whose pages it waits for"""
+    tenant: int = 0
+    """whose it is: tenants of one priority take turns"""
+    ticket: int = 0
+    """its place in the waiting queue; 0: it is not in it"""
+    charged: float = 0.0
+    """tokens that its tenant was charged when it first had a slot"""
+    passed: int = 0
+    """requests that were admitted before it when it was its turn"""
+    displaced: int = 0
+    """times it gave up its seat for a better priority"""
     siblings: list[Request] = field(default_factory=list)
     """requests that wait for this one's prompt; none once it has begun"""
     held: bool = False

@@ -16,9 +16,11 @@ from weft.engine.memory.tiers import Tiers
 from weft.engine.runner.batch import I32, Batch, CountReset, StepResult
 from weft.engine.scheduling import constraints
 from weft.engine.scheduling.admission import OutputLengths, fits
-from weft.engine.scheduling.build import Chunk, build_batch
+from weft.engine.scheduling.build import build_batch
 from weft.engine.scheduling.events import NOT_FINITE, Events, prompt_logprobs, spoilt_rows, token_logprobs
+from weft.engine.scheduling.fairness import Fairness
 from weft.engine.scheduling.fences import Fences
+from weft.engine.scheduling.prefills import Prefills
 from weft.engine.scheduling.prefix_reuse import Prefixes
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.slots import Phase, SlotTable
@@ -38,16 +40,17 @@ class Scheduler:
         prefix_caching: bool,
         tiers: Tiers | None = None,
         chunk_step: int = 1,
+        fairness: Fairness | None = None,
     ) -> None:
         self.slots = slots
         self.pool = pool
         self.tiers = tiers
-        self.chunk_step = chunk_step
-        """prompts are cut at multiples of this"""
         self.max_num_batched_tokens = max_num_batched_tokens
         self.prefix_caching = prefix_caching
         self.output_lengths = OutputLengths()
+        self.fairness = fairness or Fairness()
         self._waiting = WaitingQueue()
+        self._prefills = Prefills(slots, self._waiting, self.fairness, self._admit, chunk_step)
         self._requests: dict[int, Request] = {}
         self.fences = Fences(slots, pool)
         self.prefixes = Prefixes(slots, pool, self.fences, tiers, enabled=prefix_caching)
@@ -77,6 +80,7 @@ class Scheduler:
             return
         self._end(request)
         if request.slot >= 0:
+            self._settle(request)
             self._retire(request.slot)
         else:
             self._waiting.end(request)
@@ -104,9 +108,10 @@ class Scheduler:
     def schedule(self, step: int) -> Batch | None:
         """The batch of iteration `step`, or None when nothing can run now."""
         self._take_loaded()
+        self._make_seats()
         decodes = self._schedule_decodes()
         budget = self.max_num_batched_tokens - len(decodes)
-        chunks = self._schedule_prefills(budget)
+        chunks = self._prefills.schedule(budget)
         if not len(decodes) and not chunks:
             return None
         resets, self._count_resets = self._count_resets, []
@@ -140,10 +145,14 @@ class Scheduler:
         return ready
 
     def _preempt_one(self) -> int:
-        """Send the running request of the lowest priority, the youngest among those, back to the queue."""
+        """Preempt the running request of the lowest priority, the youngest among those; returns its slot."""
         s = self.slots
         running = s.running()
-        victim = int(running[np.lexsort((s.order[running], s.priority[running]))[-1]])
+        return self._preempt(int(running[np.lexsort((s.order[running], s.priority[running]))[-1]]))
+
+    def _preempt(self, victim: int) -> int:
+        """Send the request in this slot back to the queue."""
+        s = self.slots
         request = s.request[victim]
         assert request is not None
         request.token_ids = s.token_ids[victim, : s.known[victim]].copy()
@@ -152,6 +161,20 @@ class Scheduler:
         self._waiting.push(request)
         self.preemptions += 1
         return victim
+
+    def _make_seats(self) -> None:
+        """Where all seats are taken, those of worse priorities go to a better one that waits."""
+        if self.slots.num_free or (head := self._waiting.head()) is None:
+            return
+        wanted = self.fairness.seats_wanted(self._waiting.num_beside(head))
+        while self.slots.num_free + self.fences.num_slots < wanted:
+            victim = self.fairness.victim(self.slots, head)
+            if victim is None:
+                return
+            request = self.slots.request[victim]
+            assert request is not None
+            self.fairness.displaces(head, request)
+            self._preempt(victim)
 
     def _num_coming(self) -> int:
         """Pages that come back by themselves: only fences and transfers hold them."""
@@ -163,37 +186,6 @@ class Scheduler:
         if self.tiers is not None:
             np.add.at(held, self.tiers.transfer_pages(), 1)
         return held
-
-    def _schedule_prefills(self, budget: int) -> list[Chunk]:
-        """(slot, tokens) chunks: running prefills first, then new requests, until the budget is used up."""
-        s = self.slots
-        chunks: list[Chunk] = []
-        going = np.flatnonzero((s.phase == Phase.PREFILL) & (s.scheduled < s.target))
-        for slot in going[np.lexsort((s.order[going], s.priority[going]))].tolist():
-            if length := self._chunk(slot, budget):
-                chunks.append((slot, length))
-                budget -= length
-        while budget > 0 and s.num_free and (request := self._waiting.head()) is not None:
-            slot = self._admit(request)
-            if slot is None:
-                break
-            if s.phase[slot] == Phase.LOADING:
-                continue
-            length = self._chunk(slot, budget)
-            if not length:
-                budget = 0
-                break
-            chunks.append((slot, length))
-            budget -= length
-        self._waiting.blocked = "slots" if not s.num_free else "pages" if budget > 0 else "tokens"
-        return chunks
-
-    def _chunk(self, slot: int, budget: int) -> int:
-        """Tokens of a prefill in this iteration: all that are left, or up to a multiple of `chunk_step`."""
-        done, target = int(self.slots.scheduled[slot]), int(self.slots.target[slot])
-        if target - done <= budget:
-            return target - done
-        return max(0, (done + budget) // self.chunk_step * self.chunk_step - done)
 
     def _admit(self, request: Request) -> int | None:
         """Reserve pages for the whole prompt, attach its cached prefix, give it a slot; None when it must wait.
@@ -210,7 +202,9 @@ class Scheduler:
             held=pool.num_held - self.fences.num_pages, new_pages=taken,
         ):  # fmt: skip
             return None
-        self._waiting.pop()
+        expected = 0.0 if request.charged else request.prompt_len + self.output_lengths.expected(request)
+        request.charged += expected
+        self._waiting.take(request, expected)
         slot = self.prefixes.attach(request, found, needed)
         if request.params.needs_counts:
             prompt, output = request.token_ids[: request.prompt_len], request.token_ids[request.prompt_len :]
@@ -352,12 +346,17 @@ class Scheduler:
         assert request is not None
         self.output_lengths.add(int(self.slots.known[slot]) - request.prompt_len)
         self._end(request)
+        self._settle(request)
         self._retire(slot)
 
     def _end(self, request: Request) -> None:
         """Its terminal event is due; what it holds is given back by the caller."""
         request.ended = True
         del self._requests[request.handle]
+
+    def _settle(self, request: Request) -> None:
+        """The tenant pays for the tokens that there were, not for those expected."""
+        self._waiting.settle(request, int(self.slots.known[request.slot]) - request.charged)
 
     def _retire(self, slot: int) -> None:
         request = self.slots.request[slot]
@@ -387,6 +386,8 @@ class Scheduler:
             prefix_hit_tokens=sum(self.prefixes.stats.hits),
             tiers=self.prefixes.stats.tiers(pool, self.tiers),
             preemptions=self.preemptions,
+            displaced=self.fairness.displaced,
+            overtaken=self.fairness.overtaken,
             prompt_tokens=self.prompt_tokens,
             generation_tokens=self.generation_tokens,
             decode_tokens=self.decode_tokens,

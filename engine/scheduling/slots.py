@@ -85,6 +85,10 @@ class SlotTable:
         """Slots that belong to a request: in LOADING, PREFILL or DECODE."""
         return np.flatnonzero((self.phase != Phase.FREE) & (self.phase != Phase.ENDING))
 
+    def prefilling(self) -> np.ndarray:
+        """Slots with prompt tokens still to be scheduled."""
+        return np.flatnonzero((self.phase == Phase.PREFILL) & (self.scheduled < self.target))
+
     def occupy(self, request: Request, cached_pages: np.ndarray, cached_tokens: int) -> int:
         """Give the request a row; its first `cached_tokens` positions are confirmed already."""
         slot = self._free.pop()

@@ -56,6 +56,8 @@ class AddRequest(msgspec.Struct, tag="add", frozen=True, kw_only=True):
     cache_salt: str = ""
     leader: int = -1
     """handle of a request with the same prompt, sent before: this one waits for its pages instead of computing them"""
+    tenant: int = 0
+    """number of the API key it came with: those of one priority take turns"""
 
 
 class AbortRequests(msgspec.Struct, tag="abort", frozen=True):
@@ -150,6 +152,10 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     tiers: dict[str, TierStats] = {}
     """by name: gpu, host, ssd, as far as they are on"""
     preemptions: int = 0
+    displaced: int = 0
+    """preemptions for the seat, in favour of a better priority"""
+    overtaken: int = 0
+    """requests admitted before one whose turn it was, for it lacked pages or a seat"""
     prompt_tokens: int = 0
     generation_tokens: int = 0
     decode_tokens: int = 0

@@ -134,8 +134,9 @@ class Streams:
         priority: int = 0,
         cache_salt: str = "",
         leader: int = -1,
+        tenant: int = 0,
     ) -> TokenStream:
-        """Queue one sequence; `leader` as in `AddRequest`. Raises `EngineDead` when there is no engine."""
+        """Queue one sequence; `leader` and `tenant` as in `AddRequest`. Raises `EngineDead` when there is no engine."""
         if self.dead is not None:
             raise EngineDead(self.dead)
         handle = self._next_handle
@@ -150,6 +151,7 @@ class Streams:
                 priority=priority,
                 cache_salt=cache_salt,
                 leader=leader,
+                tenant=tenant,
             )
         )
         self._tell_open()

@@ -64,6 +64,7 @@ class Generation:
         self._constraint = grammar.field if grammar is not None else None
         self._loaded = service.loaded
         self._show = show if body.skip_special_tokens else self._loaded.tokenizer.skip_ids
+        self._tenant: int = scope["weft.key"]
         self._charge: Callable[[int], None] = scope["weft.charge"]
         self._charged = 0
         """tokens that were paid for"""
@@ -91,7 +92,12 @@ class Generation:
         if k and params.seed is not None:
             params = msgspec.structs.replace(params, seed=_next_seed(params.seed, k))
         stream = loaded.client.submit(
-            prompt.token_ids, params, priority=body.priority, cache_salt=self._salt + body.cache_salt, leader=leader
+            prompt.token_ids,
+            params,
+            priority=body.priority,
+            cache_salt=self._salt + body.cache_salt,
+            leader=leader,
+            tenant=self._tenant,
         )
         choice = Choice(
             len(self.choices),

@@ -111,8 +111,9 @@ class Trace:
 
 class Authorise:
     """Lets through who presents a key and stays within its rate; decides on `scope["path"]`, and denies by default.
-    `scope["weft.charge"]` takes the tokens that the request used; `["weft.client"]` is whose it is (a key, or a host),
-    `["weft.salt"]` what goes before the salt of its prefixes.
+    `scope["weft.charge"]` takes the tokens that the request used; `["weft.key"]` is the number of its key (0 where none
+    is needed), `["weft.client"]` whose it is (a key, or a host), `["weft.salt"]` what goes before the salt of its
+    prefixes.
 
     Paths below /admin/ take the admin key and no other; without one they do not exist.
     """
@@ -132,6 +133,7 @@ class Authorise:
             await self._app(scope, receive, send)
             return
         key, error = self._key(scope)
+        scope["weft.key"] = key
         scope["weft.charge"] = partial(self._limits.charge, key)
         scope["weft.salt"] = f"{self._keys[key].hex()[:32]}:" if self._salted and self._keys else ""
         scope["weft.client"] = f"key {key}" if self._keys else (scope.get("client") or ("",))[0]

@@ -66,6 +66,8 @@ class EngineFigures:
         yield _counter("weft_preemptions", "Requests that lost their pages", stats.preemptions)
         lost = "Requests ended because their logits were not finite (NaN or inf)"
         yield _counter("weft_nonfinite_logits", lost, stats.nonfinite_logits)
+        yield _counter("weft_displaced", "Preemptions for a seat, in favour of a better priority", stats.displaced)
+        yield _counter("weft_overtaken", "Requests admitted before one that lacked pages or a seat", stats.overtaken)
         computed = {"decode": stats.decode_tokens, "prefill": stats.prefill_tokens}
         yield _family("weft_computed_tokens_total", "counter", "Tokens that went through the model", "phase", computed)
         pipelined = engine.iterations_pipelined

@@ -52,6 +52,8 @@ NAMES = {
     "weft_batch_requests": "histogram",
     "weft_preemptions": "counter",
     "weft_nonfinite_logits": "counter",
+    "weft_displaced": "counter",
+    "weft_overtaken": "counter",
     "weft_requests": "counter",
     "weft_finished": "counter",
     "weft_rejected": "counter",

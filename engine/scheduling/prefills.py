@@ -1,0 +1,118 @@
+"""`Prefills`: which prompts an iteration computes, and how far: a share for the shortest, the rest as they came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from weft.engine.scheduling.build import Chunk
+from weft.engine.scheduling.fairness import Fairness
+from weft.engine.scheduling.request import Request
+from weft.engine.scheduling.slots import Phase, SlotTable
+from weft.engine.scheduling.waiting import WaitingQueue
+
+
+class Prefills:
+    def __init__(
+        self,
+        slots: SlotTable,
+        waiting: WaitingQueue,
+        fairness: Fairness,
+        admit: Callable[[Request], int | None],
+        chunk_step: int,
+    ) -> None:
+        """`admit` gives a waiting request a slot, or says None. Prompts are cut at multiples of `chunk_step`."""
+        self._slots = slots
+        self._waiting = waiting
+        self._fairness = fairness
+        self._admit = admit
+        self._chunk_step = chunk_step
+        self._chunks: dict[int, int] = {}
+        """tokens by slot, of the iteration that is being formed"""
+
+    def schedule(self, budget: int) -> list[Chunk]:
+        """(slot, tokens) chunks until `budget` tokens are used up: a share of it for the shortest prompts, then running
+        prefills, then new requests.
+        """
+        s, queue = self._slots, self._waiting
+        self._chunks = {}
+        budget -= self._shortest_first(self._fairness.share(budget, self._chunk_step))
+        going = s.prefilling()
+        for slot in going[np.lexsort((s.order[going], s.priority[going]))].tolist():
+            budget -= self._take(slot, budget)
+        while budget > 0 and s.num_free and (head := queue.head()) is not None:
+            slot = self._admit(head)
+            if slot is not None:
+                self._fairness.seated()
+            elif (slot := self._pass(head)) is None:
+                break
+            if s.phase[slot] == Phase.LOADING:
+                continue
+            length = self._take(slot, budget)
+            if not length:
+                budget = 0
+                break
+            budget -= length
+        queue.blocked = "slots" if not s.num_free else "pages" if budget > 0 and len(queue) else "tokens"
+        return list(self._chunks.items())
+
+    def _shortest_first(self, share: int) -> int:
+        """Give at most `share` tokens to the shortest prompts of the best priority; returns how many."""
+        s, left = self._slots, share
+        if share <= 0:
+            return 0
+        going = s.prefilling()
+        tokens = s.target[going] - s.scheduled[going]
+        order = np.lexsort((s.order[going], tokens, s.priority[going]))
+        ranked = zip(s.priority[going[order]].tolist(), tokens[order].tolist(), going[order].tolist(), strict=True)
+        running, joining = next(ranked, None), True
+        while left > 0:
+            request = self._waiting.shortest() if joining and s.num_free else None
+            if running is not None and (request is None or running[:2] <= (request.priority, len(request.token_ids))):
+                slot, running = running[2], next(ranked, None)
+            elif request is None:
+                break
+            elif len(request.token_ids) > left < self._chunk_step or (new := self._admit_early(request)) is None:
+                joining = False
+                continue
+            elif s.phase[new] == Phase.LOADING:
+                continue
+            else:
+                slot = new
+            if not (length := self._take(slot, left)):
+                break
+            left -= length
+        return share - left
+
+    def _admit_early(self, request: Request) -> int | None:
+        """Admit the request, whoever's turn it is; None when it must wait."""
+        head, blocked = self._waiting.head(), self._waiting.blocked
+        assert head is not None
+        if request is head:
+            return self._admit(request)
+        if not self._fairness.may_pass(head, blocked) or (slot := self._admit(request)) is None:
+            return None
+        self._fairness.passes(head, blocked)
+        return slot
+
+    def _pass(self, head: Request) -> int | None:
+        """Admit one for which there are pages while there are too few for the head."""
+        for request in self._waiting.shortest_by_priority():
+            if request is head or not self._fairness.may_pass(head, "pages"):
+                continue
+            if (slot := self._admit(request)) is not None:
+                self._fairness.passes(head, "pages")
+                return slot
+        return None
+
+    def _take(self, slot: int, budget: int) -> int:
+        """Add to the slot's chunk all that is left of its prefill, or up to a multiple of `chunk_step`."""
+        taken = self._chunks.get(slot, 0)
+        done, target = int(self._slots.scheduled[slot]) + taken, int(self._slots.target[slot])
+        length = target - done
+        if length > budget:
+            length = max(0, (done + budget) // self._chunk_step * self._chunk_step - done)
+        if length:
+            self._chunks[slot] = taken + length
+        return length
