@@ -88,7 +88,7 @@ class EngineConfig(BaseModel):
     fair_prefill_share: float = Field(
         0.25,
         ge=0,
-        le=0.9,
+        le=0.5,
         description="share of each iteration's prompt tokens, and of seats when they are short, "
         "for the shortest prompts; the rest is first come, first served; 0 for none",
     )

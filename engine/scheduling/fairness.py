@@ -27,7 +27,7 @@ class Fairness:
         self._share = prefill_share
         self._preempt = preempt
         self._credit = 0.0
-        """seats that the shortest prompts may have when seats are short: a share of those given in turn, one at most"""
+        """a seat for the shortest prompt, when seats are short, is due at 1: each seat that is given adds the share"""
         self.overtaken = 0
         """requests admitted before one whose turn it was"""
         self.displaced = 0
@@ -53,7 +53,7 @@ class Fairness:
         head.passed += 1
         self.overtaken += 1
         if blocked == "slots":
-            self._credit -= 1
+            self._credit -= 1 - self._share
 
     def seated(self) -> None:
         """The first in line was admitted."""

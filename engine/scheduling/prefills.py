@@ -9,7 +9,7 @@ import numpy as np
 from weft.engine.scheduling.build import Chunk
 from weft.engine.scheduling.fairness import Fairness
 from weft.engine.scheduling.request import Request
-from weft.engine.scheduling.slots import Phase, SlotTable
+from weft.engine.scheduling.slots import SlotTable
 from weft.engine.scheduling.waiting import WaitingQueue
 
 
@@ -33,28 +33,35 @@ class Prefills:
 
     def schedule(self, budget: int) -> list[Chunk]:
         """(slot, tokens) chunks until `budget` tokens are used up: a share of it for the shortest prompts, then running
-        prefills, then new requests.
+        prefills, then new requests, among which those that began before their turn have theirs.
         """
         s, queue = self._slots, self._waiting
         self._chunks = {}
         budget -= self._shortest_first(self._fairness.share(budget, self._chunk_step))
+        early: list[Request] = []
         going = s.prefilling()
         for slot in going[np.lexsort((s.order[going], s.priority[going]))].tolist():
-            budget -= self._take(slot, budget)
-        while budget > 0 and s.num_free and (head := queue.head()) is not None:
-            slot = self._admit(head)
-            if slot is not None:
-                self._fairness.seated()
-            elif (slot := self._pass(head)) is None:
-                break
-            if s.phase[slot] == Phase.LOADING:
+            request = s.request[slot]
+            assert request is not None
+            if request.early:
+                early.append(request)
+            else:
+                budget -= self._take(slot, budget)
+        stuck = False
+        while budget > 0:
+            head = queue.head() if s.num_free and not stuck else None
+            if early and (head is None or early[0].sort_key < head.sort_key):
+                budget -= self._take(early.pop(0).slot, budget)
                 continue
-            length = self._take(slot, budget)
-            if not length:
-                budget = 0
+            if head is None:
                 break
-            budget -= length
-        queue.blocked = "slots" if not s.num_free else "pages" if budget > 0 and len(queue) else "tokens"
+            admitted = self._seat(head) or self._pass(head)
+            if admitted is None:
+                stuck = True
+            elif admitted.loading is None:
+                length = self._take(admitted.slot, budget)
+                budget = budget - length if length else 0
+        queue.blocked = "slots" if not s.num_free else "pages" if stuck else "tokens"
         return list(self._chunks.items())
 
     def _shortest_first(self, share: int) -> int:
@@ -73,37 +80,46 @@ class Prefills:
                 slot, running = running[2], next(ranked, None)
             elif request is None:
                 break
-            elif len(request.token_ids) > left < self._chunk_step or (new := self._admit_early(request)) is None:
+            elif len(request.token_ids) > left < self._chunk_step or not self._admit_early(request):
                 joining = False
                 continue
-            elif s.phase[new] == Phase.LOADING:
+            elif request.loading is not None:
                 continue
             else:
-                slot = new
+                slot = request.slot
             if not (length := self._take(slot, left)):
                 break
             left -= length
         return share - left
 
-    def _admit_early(self, request: Request) -> int | None:
-        """Admit the request, whoever's turn it is; None when it must wait."""
+    def _admit_early(self, request: Request) -> bool:
+        """Admit the request, whoever's turn it is."""
         head, blocked = self._waiting.head(), self._waiting.blocked
         assert head is not None
         if request is head:
-            return self._admit(request)
-        if not self._fairness.may_pass(head, blocked) or (slot := self._admit(request)) is None:
-            return None
+            return self._seat(request) is not None
+        if not self._fairness.may_pass(head, blocked) or self._admit(request) is None:
+            return False
         self._fairness.passes(head, blocked)
-        return slot
+        request.early = True
+        return True
 
-    def _pass(self, head: Request) -> int | None:
+    def _seat(self, head: Request) -> Request | None:
+        """Admit the one whose turn it is; None when it must wait."""
+        if self._admit(head) is None:
+            return None
+        self._fairness.seated()
+        head.early = False
+        return head
+
+    def _pass(self, head: Request) -> Request | None:
         """Admit one for which there are pages while there are too few for the head."""
         for request in self._waiting.shortest_by_priority():
-            if request is head or not self._fairness.may_pass(head, "pages"):
+            if request is head or not self._fairness.may_pass(head, "pages") or self._admit(request) is None:
                 continue
-            if (slot := self._admit(request)) is not None:
-                self._fairness.passes(head, "pages")
-                return slot
+            self._fairness.passes(head, "pages")
+            request.early = True
+            return request
         return None
 
     def _take(self, slot: int, budget: int) -> int:

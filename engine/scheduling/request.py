@@ -51,6 +51,8 @@ class Request:
     """tokens that its tenant was charged when it first had a slot"""
     passed: int = 0
     """requests that were admitted before it when it was its turn"""
+    early: bool = False
+    """had its slot before its turn"""
     displaced: int = 0
     """times it gave up its seat for a better priority"""
     siblings: list[Request] = field(default_factory=list)

@@ -80,7 +80,6 @@ class Scheduler:
             return
         self._end(request)
         if request.slot >= 0:
-            self._settle(request)
             self._retire(request.slot)
         else:
             self._waiting.end(request)
@@ -346,17 +345,15 @@ class Scheduler:
         assert request is not None
         self.output_lengths.add(int(self.slots.known[slot]) - request.prompt_len)
         self._end(request)
-        self._settle(request)
         self._retire(slot)
 
     def _end(self, request: Request) -> None:
         """Its terminal event is due; what it holds is given back by the caller."""
         request.ended = True
         del self._requests[request.handle]
-
-    def _settle(self, request: Request) -> None:
-        """The tenant pays for the tokens that there were, not for those expected."""
-        self._waiting.settle(request, int(self.slots.known[request.slot]) - request.charged)
+        if request.slot >= 0:
+            # The tenant pays for the tokens that there were, not for those expected.
+            self._waiting.settle(request, int(self.slots.known[request.slot]) - request.charged)
 
     def _retire(self, slot: int) -> None:
         request = self.slots.request[slot]

@@ -85,7 +85,7 @@ class WaitingQueue:
         """held ones included"""
         self.num_tokens = 0
         self.num_held = 0
-        self.blocked: Blocked = "slots"
+        self.blocked: Blocked = "tokens"
         """what the head lacked when it was last looked at: a slot, pages, or room in the iteration"""
 
     def __len__(self) -> int:

@@ -18,6 +18,7 @@ from weft.engine.memory.pages import DUMMY_PAGE, PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
 from weft.engine.runner.batch import Batch, StepResult
 from weft.engine.scheduling.admission import OutputLengths
+from weft.engine.scheduling.fairness import Fairness
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.slots import SlotTable
@@ -93,6 +94,7 @@ class ListEngine:
         index: PrefixIndex | None = None,
         prefix_caching: bool = True,
         chunk_step: int = 1,
+        fairness: Fairness | None = None,
     ) -> None:
         self.pool = PagePool(capacity + 1, page_size, PrefixIndex("m") if index is None else index)
         self.max_len = capacity * page_size
@@ -102,6 +104,7 @@ class ListEngine:
             max_num_batched_tokens=budget,
             prefix_caching=prefix_caching,
             chunk_step=chunk_step,
+            fairness=fairness,
         )
         self.scheduler.output_lengths = OutputLengths(mean=0.0, weight=1e30)
         self.device = ListDevice(capacity + 1, page_size, slots)
@@ -121,6 +124,7 @@ class ListEngine:
         salt: str = "",
         stop: int | None = None,
         leader: int = -1,
+        tenant: int = 0,
         **params: Any,
     ) -> Request:
         handle = len(self.requests)
@@ -137,6 +141,7 @@ class ListEngine:
             stop_ids=() if stop is None else (stop,),
             seed=0,
             leader=leader,
+            tenant=tenant,
         )
         self.requests.append(request)
         self.output[handle] = []

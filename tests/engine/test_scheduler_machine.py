@@ -20,6 +20,7 @@ from weft.engine.memory.prefix_index import PrefixIndex
 from weft.engine.memory.tiers import Tiers
 from weft.engine.runner.batch import Batch, StepResult
 from weft.engine.scheduling.admission import OutputLengths
+from weft.engine.scheduling.fairness import MAX_DISPLACED, MAX_PASSED
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.scheduler import Events, Scheduler
 from weft.engine.scheduling.slots import SlotTable
@@ -68,9 +69,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(0, 1),
         salt=st.sampled_from(["", "t"]),
         stops=st.booleans(),
+        tenant=st.integers(0, 2),
     )
-    def submit(self, prompt: list[int], max_tokens: int, priority: int, salt: str, stops: bool) -> int:
-        return self._submit(prompt, max_tokens, priority, salt, stops)
+    def submit(self, prompt: list[int], max_tokens: int, priority: int, salt: str, stops: bool, tenant: int) -> int:
+        return self._submit(prompt, max_tokens, priority, salt, stops, tenant=tenant)
 
     @rule(target=requests, leader=requests, max_tokens=st.integers(1, 12), priority=st.integers(0, 1))
     def submit_sibling(self, leader: int, max_tokens: int, priority: int) -> int:
@@ -78,7 +80,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         return self._submit(prompt, max_tokens, priority, "", stop == END, leader)
 
     def _submit(
-        self, prompt: list[int], max_tokens: int, priority: int, salt: str, stops: bool, leader: int = -1
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        priority: int,
+        salt: str,
+        stops: bool,
+        leader: int = -1,
+        tenant: int = 0,
     ) -> int:
         handle = len(self.prompts)
         self.prompts[handle] = (prompt, max_tokens, END if stops else -1)
@@ -97,6 +106,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             stop_ids=(END,) if stops else (),
             seed=handle,
             leader=leader,
+            tenant=tenant,
         )
         self.scheduler.add(request)
         return handle
@@ -110,7 +120,19 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.step_number -= 1
                 return
             assert 0 < batch.num_tokens <= self.scheduler.max_num_batched_tokens
+            self._no_work_is_left(self.scheduler.max_num_batched_tokens - batch.num_tokens)
             self.launched.append(batch)
+
+    def _no_work_is_left(self, room: int) -> None:
+        """What room an iteration has left over, nobody could have used."""
+        scheduler = self.scheduler
+        if room:
+            assert not len(scheduler.slots.prefilling()), "a prompt under way waits beside room for it"
+            queue = scheduler._waiting
+            head = queue.head()
+            if head is not None and scheduler.slots.num_free:
+                assert queue.blocked == "pages"
+                assert scheduler._admit(head) is None, "the first in line waits beside room for it"
 
     @rule()
     def device_works(self) -> None:
@@ -147,6 +169,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         for batch in self.launched:
             touched = np.concatenate((batch.slot_mapping // PAGE_SIZE, batch.page_table[batch.page_table > 0]))
             assert (self.scheduler.pool.ref[touched] > 0).all(), "a page was freed under a launched step"
+
+    @invariant()
+    def nobody_is_passed_or_displaced_for_ever(self) -> None:
+        for request in self.requests_made.values():
+            assert request.passed <= MAX_PASSED
+            assert request.displaced <= MAX_DISPLACED
 
     def _take(self, events: Events) -> None:
         for handle, token, reason in zip(

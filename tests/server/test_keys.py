@@ -121,6 +121,20 @@ async def test_rates_over_http() -> None:
 
 
 @pytest.mark.asyncio
+async def test_the_engine_is_told_whose_key_it_is() -> None:
+    async with serving(api_key=["a", "b"]) as server:
+        for key, path, body in (
+            ("b", "/v1/completions", {"prompt": "hi", "n": 2}),
+            ("a", "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ):
+            assert (await server.post(path, {**body, "max_tokens": 2}, headers=bearer(key))).status_code == 200
+        assert [request.tenant for request in server.engine.added] == [1, 1, 0]
+    async with serving() as server:
+        assert (await server.post("/v1/completions", {"prompt": "hi"}, headers=bearer("z"))).status_code == 200
+        assert [request.tenant for request in server.engine.added] == [0]
+
+
+@pytest.mark.asyncio
 async def test_token_rates_count_prompt_and_output() -> None:
     async with serving(rate_limit_tokens=9) as server:
         body = {"prompt": [1, 2, 3, 4, 5, 6, 7], "max_tokens": 5}

@@ -1,0 +1,358 @@
+"""Who may go before the first in line: short prompts, what fits, better priorities, tenants whose turn it is."""
+
+from __future__ import annotations
+
+from statistics import median
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from list_device import ListEngine
+
+from weft.engine.memory.pages import PagePool
+from weft.engine.memory.prefix_index import PrefixIndex
+from weft.engine.runner.batch import StepResult
+from weft.engine.scheduling.admission import OutputLengths
+from weft.engine.scheduling.fairness import MAX_DISPLACED, MAX_PASSED, Fairness
+from weft.engine.scheduling.request import Request
+from weft.engine.scheduling.scheduler import Scheduler
+from weft.engine.scheduling.slots import SlotTable
+from weft.engine.wire.sampling import SamplingParams
+
+
+class Clock:
+    """A scheduler alone; time is counted in iterations, and in tokens computed."""
+
+    def __init__(self, share: float, *, budget: int = 512, slots: int = 64, pages: int = 2000) -> None:
+        self.scheduler = Scheduler(
+            SlotTable(slots, 2048, 16), PagePool(pages, 16, PrefixIndex("m")), max_num_batched_tokens=budget,
+            prefix_caching=False, fairness=Fairness(share),
+        )  # fmt: skip
+        self.budget = budget
+        self.scheduler.output_lengths = OutputLengths(mean=0.0, weight=1e30)
+        self.iterations = self.tokens = 0
+        self.requests: list[Request] = []
+        self.first: dict[int, int] = {}
+        """iteration of the first token, by handle"""
+        self.computed: dict[int, int] = {}
+        """prompt tokens of the last iteration, by handle"""
+
+    def add(self, prompt: int, output: int, priority: int = 0, tenant: int = 0) -> Request:
+        handle = len(self.requests)
+        request = Request(
+            handle=handle, token_ids=np.zeros(prompt, np.int32), prompt_len=prompt,
+            params=SamplingParams(max_tokens=output), max_total_tokens=prompt + output, priority=priority,
+            order=handle, arrival=0.0, salt="", stop_ids=(1,), seed=0, tenant=tenant,
+        )  # fmt: skip
+        self.requests.append(request)
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> bool:
+        batch = self.scheduler.schedule(self.iterations + 1)
+        if batch is None:
+            return False
+        self.iterations += 1
+        self.tokens += batch.num_tokens
+        self._check(batch.num_tokens)
+        handles = self.scheduler.slots.handle[batch.slots[batch.num_decodes :]].tolist()
+        self.computed = dict(zip(handles, batch.query_len[batch.num_decodes :].tolist(), strict=True))
+        events = self.scheduler.commit(StepResult(batch, np.full(len(batch.sampled_rows), 7, np.int32), None, (), 0.0))
+        for started in events.started:
+            self.first[started.handle] = self.iterations
+        return True
+
+    def _check(self, num_tokens: int) -> None:
+        scheduler = self.scheduler
+        queue, s = scheduler._waiting, scheduler.slots
+        if num_tokens < self.budget:
+            assert not len(s.prefilling()), "a prompt waits beside room for it"
+            assert not len(queue) or not s.num_free or queue.blocked == "pages"
+
+    def run(self, until: Request | None = None, limit: int = 5000) -> None:
+        for _ in range(limit):
+            if until.ended if until is not None else not self.scheduler.num_requests:
+                return
+            assert self.step(), "nothing can run, and somebody waits"
+        raise AssertionError("somebody starves")
+
+    def waits(self, requests: list[Request], since: int) -> float:
+        """Iterations to the first token, the median."""
+        return median(self.first[r.handle] - since for r in requests)
+
+
+def behind_long_prompts(share: float) -> tuple[float, Clock]:
+    clock = Clock(share)
+    for _ in range(20):
+        clock.add(1900, 40)
+    for _ in range(3):
+        clock.step()
+    since = clock.iterations
+    shorts = [clock.add(20, 8) for _ in range(10)]
+    clock.run()
+    return clock.waits(shorts, since), clock
+
+
+def test_short_prompts_behind_long_ones_wait_twice_as_long_as_beside_decodes_at_most() -> None:
+    alone = Clock(0.25)
+    running = [alone.add(1900, 40) for _ in range(20)]
+    while len(alone.first) < len(running):
+        alone.step()
+    since = alone.iterations
+    shorts = [alone.add(20, 8) for _ in range(10)]
+    alone.run()
+    wait, clock = behind_long_prompts(0.25)
+    in_turn, as_they_came = behind_long_prompts(0.0)
+    assert wait <= 2 * alone.waits(shorts, since)
+    assert in_turn > 70, "first come, first served they wait for all the long ones"
+    assert clock.tokens == as_they_came.tokens
+    assert clock.iterations <= 1.03 * as_they_came.iterations
+
+
+@pytest.mark.parametrize("length", [1, 20, 100, 400])
+def test_short_prompts_without_end_leave_long_ones_their_share(length: int) -> None:
+    clock = Clock(0.25, slots=2000, pages=20_000)
+    long = clock.add(1900, 1)
+    for _ in range(6):
+        if long.ended:
+            break
+        for _ in range(2 + 128 // length):
+            clock.add(length, 1)
+        clock.step()
+        assert clock.computed[long.handle] >= min(384, 1900 - 384 * (clock.iterations - 1))
+    assert long.ended
+
+
+@pytest.mark.parametrize(("share", "ended"), [(0.0, [0, 2]), (0.25, [2, 0]), (0.5, [2, 0])])
+def test_without_a_share_it_is_first_come_first_served(share: float, ended: list[int]) -> None:
+    clock = Clock(share, budget=40)
+    for prompt in (200, 200, 8):
+        clock.add(prompt, 1)
+    clock.run()
+    assert [handle for handle in clock.first if handle != 1] == ended
+
+
+def test_the_shortest_of_the_best_priority_has_the_share() -> None:
+    clock = Clock(0.25, budget=40)
+    clock.add(100, 1, priority=1)
+    clock.add(60, 1)
+    clock.add(30, 1)
+    clock.add(4, 1, priority=1)
+    clock.step()
+    assert clock.computed == {2: 10, 1: 30}
+    clock.run()
+
+
+def test_a_share_too_small_for_a_chunk_goes_to_the_first_in_line() -> None:
+    engine = ListEngine(64, budget=8, chunk_step=8, prefix_caching=False, fairness=Fairness(0.5))
+    long = engine.add([5] * 32, 1)
+    for k in range(4):
+        engine.add([6], 1)
+        assert engine.step() == [long.handle], k
+    engine.run()
+
+
+# -- memory
+
+
+def test_smaller_ones_pass_a_head_that_lacks_pages_a_few_times() -> None:
+    clock = Clock(0.0, pages=101)
+    running = clock.add(1200, 60)
+    clock.step()
+    clock.step()
+    clock.step()
+    head = clock.add(1000, 1)
+    small = [clock.add(10, 200) for _ in range(MAX_PASSED + 4)]
+    for _ in range(6):
+        clock.step()
+    assert [r.waiting for r in small] == [False] * MAX_PASSED + [True] * 4
+    assert (head.waiting, head.passed, clock.scheduler.fairness.overtaken) == (True, MAX_PASSED, MAX_PASSED)
+    clock.run(until=running)
+    clock.step()
+    assert not head.waiting, "once passed so often, it is the next"
+    clock.run()
+
+
+def test_a_worse_priority_that_fits_passes_a_head_that_lacks_pages() -> None:
+    clock = Clock(0.25, pages=101)
+    clock.add(1200, 60)
+    for _ in range(3):
+        clock.step()
+    head = clock.add(1000, 1, priority=-100)
+    small = [clock.add(10, 2, priority=100) for _ in range(5)]
+    for _ in range(4):
+        clock.step()
+    assert (head.waiting, [r.ended for r in small]) == (True, [True] * 5)
+    clock.run()
+
+
+# -- seats
+
+
+def test_when_seats_are_short_the_shortest_have_their_share_of_them() -> None:
+    clock = Clock(0.25, slots=1)
+    for _ in range(8):
+        clock.add(50, 3)
+    clock.step()
+    for _ in range(8):
+        clock.add(20, 3)
+    clock.run()
+    order = [handle >= 8 for handle in clock.first]
+    assert order[:9] == [False] * 4 + [True] + [False] * 3 + [True]
+
+
+def test_a_better_priority_takes_the_seat_of_the_worst_and_youngest() -> None:
+    engine = ListEngine(64, slots=3, prefix_caching=False)
+    for priority in (2, 1, 2):
+        engine.add([5 + priority] * 5, 9, priority=priority)
+    engine.step()
+    engine.step()
+    better = engine.add([9] * 3, 2, priority=0)
+    assert better.handle in engine.step()
+    assert [r.waiting for r in engine.requests] == [False, False, True, False]
+    assert engine.scheduler.fairness.displaced == engine.scheduler.preemptions == 1
+    engine.run()
+    assert [len(tokens) for tokens in engine.output.values()] == [9, 9, 9, 2]
+    assert engine.scheduler.preemptions == 1
+
+
+@pytest.mark.parametrize(("priority", "preempt"), [(1, True), (2, True), (0, False)])
+def test_no_seat_is_taken_by_an_equal_or_worse_priority_or_against_the_option(priority: int, preempt: bool) -> None:
+    engine = ListEngine(64, slots=1, prefix_caching=False, fairness=Fairness(preempt=preempt))
+    engine.add([5] * 5, 9, priority=1)
+    engine.step()
+    engine.add([9] * 3, 2, priority=priority)
+    engine.run()
+    assert engine.started == [0, 1]
+    assert engine.scheduler.preemptions == 0
+
+
+def test_no_more_seats_are_taken_than_better_ones_wait_and_none_while_one_is_coming() -> None:
+    engine = ListEngine(64, slots=4, prefix_caching=False)
+    for _ in range(4):
+        engine.add([5] * 5, 9, priority=1)
+    engine.step()
+    engine.launch()
+    for _ in range(2):
+        engine.add([9] * 3, 2)
+    engine.launch()
+    assert engine.scheduler.fairness.displaced == 2
+    engine.launch()
+    assert engine.scheduler.fairness.displaced == 2, "their seats are behind the fence of a launched step"
+    while engine.launched:
+        engine.complete()
+    engine.run()
+
+
+def test_a_request_gives_up_its_seat_a_few_times_and_then_keeps_it() -> None:
+    engine = ListEngine(64, slots=1)
+    worse = engine.add([5] * 5, 30, priority=1)
+    for _ in range(200):
+        if worse.ended:
+            break
+        if worse.slot >= 0:
+            engine.add([9] * 3, 2)
+        engine.step()
+        engine.step()
+    assert worse.displaced == MAX_DISPLACED
+    assert worse.ended
+    engine.run()
+
+
+def test_nobody_slips_into_a_seat_that_was_taken_for_one_that_lacks_pages() -> None:
+    engine = ListEngine(12, slots=2, prefix_caching=False)
+    engine.add([5] * 9, 12, priority=1, stop=-9)
+    engine.add([6], 4, priority=1, stop=-9)
+    engine.step()
+    better = engine.add([7] * 20, 1)
+    engine.step()
+    assert engine.scheduler.fairness.displaced == 1
+    assert better.waiting
+    for _ in range(3):
+        engine.step()
+        assert engine.requests[1].waiting
+    engine.run()
+
+
+# -- tenants
+
+
+def test_a_tenant_that_floods_does_not_delay_another() -> None:
+    clock = Clock(0.0, slots=2)
+    for _ in range(60):
+        clock.add(20, 4, tenant=1)
+    clock.step()
+    others = [clock.add(20, 4, tenant=2) for _ in range(5)]
+    clock.run()
+    order = list(clock.first)
+    assert max(order.index(r.handle) for r in others) <= 2 + 2 * len(others)
+
+
+def test_turns_are_counted_in_tokens() -> None:
+    clock = Clock(0.0, slots=1)
+    clock.add(5, 1)
+    clock.step()
+    for _ in range(10):
+        clock.add(400, 1, tenant=1)
+    for _ in range(40):
+        clock.add(99, 1, tenant=2)
+    clock.run()
+    tenants = [clock.requests[handle].tenant for handle in list(clock.first)[1:26]]
+    assert tenants.count(2) == 20
+    assert tenants.count(1) == 5
+
+
+def test_output_beyond_what_was_expected_is_paid_for() -> None:
+    clock = Clock(0.0, slots=1)
+    clock.add(5, 1)
+    clock.step()
+    for _ in range(10):
+        clock.add(10, 90, tenant=1)
+    for _ in range(30):
+        clock.add(10, 10, tenant=2)
+    clock.run()
+    tenants = [clock.requests[handle].tenant for handle in list(clock.first)[1:21]]
+    assert tenants.count(1) in (3, 4)
+
+
+def test_one_priority_after_the_other_whatever_the_tenant() -> None:
+    clock = Clock(0.25, slots=1)
+    for priority, tenant in ((2, 1), (1, 1), (1, 2), (0, 1), (1, 1), (2, 2)):
+        clock.add(20, 2, priority=priority, tenant=tenant)
+    clock.run()
+    assert [clock.requests[h].priority for h in clock.first] == [0, 1, 1, 1, 2, 2]
+
+
+# -- nobody starves
+
+
+@given(
+    there=st.lists(st.tuples(st.integers(1, 150), st.integers(1, 12), st.integers(0, 2)), max_size=4),
+    tracked=st.tuples(st.integers(1, 500), st.integers(1, 12)),
+    stream=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 12), st.integers(0, 2)), min_size=1, max_size=8),
+    share=st.sampled_from([0.0, 0.25, 0.5]),
+    slots=st.integers(1, 4),
+)
+@settings(max_examples=50, deadline=None, derandomize=True)
+def test_every_request_ends_while_others_keep_arriving(
+    there: list[tuple[int, int, int]],
+    tracked: tuple[int, int],
+    stream: list[tuple[int, int, int]],
+    share: float,
+    slots: int,
+) -> None:
+    clock = Clock(share, budget=64, slots=slots, pages=42)
+    for prompt, output, tenant in there:
+        clock.add(prompt, output, tenant=tenant)
+    request = clock.add(*tracked)
+    # What is ahead of it, as much again for the two other tenants, twice that with half of the seats for the shortest,
+    # and a few that pass each whose turn it is; an iteration computes a token at least.
+    ahead = sum(prompt + output for prompt, output, _ in there) + sum(tracked) + 72
+    for k in range(2 * 3 * ahead + 12 * MAX_PASSED * (len(there) + 1)):
+        if request.ended:
+            break
+        prompt, output, tenant = stream[k % len(stream)]
+        clock.add(prompt, output, tenant=tenant)
+        assert clock.step(), "nothing can run, and somebody waits"
+    assert request.ended, "it starves"

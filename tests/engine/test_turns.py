@@ -1,0 +1,177 @@
+"""`Turns` and `WaitingQueue` beside plain lists that are searched from end to end."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.engine.scheduling.request import Request
+from weft.engine.scheduling.turns import MAX_PAUSED, Turns
+from weft.engine.scheduling.waiting import WaitingQueue
+from weft.engine.wire.sampling import SamplingParams
+
+
+@given(st.lists(st.integers(1, 100), min_size=20, max_size=80), st.integers(2, 5))
+@settings(max_examples=100)
+def test_tenants_that_all_wait_differ_by_one_cost_at_most(costs: list[int], tenants: int) -> None:
+    turns = Turns()
+    for tenant in range(tenants):
+        turns.joins(tenant, tenant)
+    service = [0] * tenants
+    for cost in costs:
+        tenant = turns.first()
+        turns.serve(tenant, cost)
+        service[tenant] += cost
+        assert max(service) - min(service) <= max(costs)
+
+
+def test_the_first_come_of_equals_goes_first() -> None:
+    turns = Turns()
+    for tenant, order in ((1, 9), (2, 3), (3, 5)):
+        turns.joins(tenant, order)
+    got = []
+    while len(got) < 3:
+        got.append(turns.first())
+        turns.serve(got[-1], 10)
+    assert got == [2, 3, 1]
+
+
+def test_a_pause_saves_up_no_turns() -> None:
+    turns = Turns()
+    turns.joins(1, 1)
+    for _ in range(100):
+        turns.serve(1, 10)
+    turns.joins(2, 2)
+    got = []
+    for _ in range(6):
+        got.append(turns.first())
+        turns.serve(got[-1], 10)
+    assert got.count(1) == 3
+
+
+def test_a_pause_forgives_nothing_that_was_served_ahead() -> None:
+    turns = Turns()
+    turns.joins(1, 1)
+    turns.joins(2, 2)
+    turns.serve(1, 100)
+    turns.leaves(1)
+    turns.joins(1, 3)
+    for _ in range(10):
+        assert turns.first() == 2
+        turns.serve(2, 10)
+    turns.serve(2, 1)
+    assert turns.first() == 1
+
+
+def test_what_is_paid_back_brings_the_turn_forward() -> None:
+    turns = Turns()
+    turns.joins(1, 1)
+    turns.joins(2, 2)
+    turns.serve(1, 100)
+    turns.serve(2, 50)
+    turns.charge(1, -60)
+    assert turns.first() == 1
+    turns.charge(1, 60)
+    assert turns.first() == 2
+    turns.charge(7, 5)
+    assert turns.first() == 2, "a tenant that is not known pays nothing"
+
+
+def test_tenants_without_end_take_no_memory_without_end() -> None:
+    turns = Turns()
+    turns.joins(-1, 0)
+    for tenant in range(10 * MAX_PAUSED):
+        turns.joins(tenant, tenant)
+        turns.serve(tenant, 5)
+        turns.leaves(tenant)
+        turns.charge(-1, 1)
+        assert len(turns._tags) <= MAX_PAUSED + 2
+        assert len(turns._heap) <= 68
+    assert turns.first() == -1
+
+
+def request(handle: int, priority: int, length: int, tenant: int) -> Request:
+    return Request(
+        handle=handle, token_ids=np.zeros(length, np.int32), prompt_len=length, params=SamplingParams(max_tokens=1),
+        max_total_tokens=length + 1, priority=priority, order=handle, arrival=0.0, salt="", stop_ids=(), seed=0,
+        tenant=tenant,
+    )  # fmt: skip
+
+
+Step = tuple[str, int, int, int]
+STEPS = st.tuples(
+    st.sampled_from(["push", "push", "push", "head", "shortest", "end", "again"]),
+    st.integers(0, 2), st.integers(1, 6), st.integers(0, 30),
+)  # fmt: skip
+
+
+@given(st.lists(STEPS, max_size=120), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_a_queue_finds_what_a_search_finds(steps: list[Step], several: bool) -> None:
+    queue, waiting, gone = WaitingQueue(), list[Request](), list[Request]()
+    served: dict[tuple[int, int], int] = {}
+    made = 0
+    for what, priority, length, pick in steps:
+        if what == "push":
+            made += 1
+            waiting.append(request(made, priority, length, pick % 3 if several else 0))
+            queue.push(waiting[-1])
+        elif what == "again" and gone:
+            waiting.append(gone.pop(pick % len(gone)))
+            waiting[-1].slot = -1
+            queue.push(waiting[-1])
+        elif waiting and what in ("head", "shortest", "end"):
+            taken = {"head": queue.head(), "shortest": queue.shortest(), "end": waiting[pick % len(waiting)]}[what]
+            assert taken is not None
+            waiting.remove(taken)
+            if what == "end":
+                taken.ended = True
+                queue.end(taken)
+            else:
+                taken.slot = 0
+                queue.take(taken, 0.0 if pick % 2 else 3.0)
+                gone.append(taken)
+                served[taken.priority, taken.tenant] = 1
+        assert (len(queue), queue.num_requests) == (len(waiting), len(waiting))
+        assert queue.num_tokens == sum(len(r.token_ids) for r in waiting)
+        if not waiting:
+            assert queue.head() is queue.shortest() is None
+            continue
+        best = [r for r in waiting if r.priority == min(r.priority for r in waiting)]
+        head, shortest = queue.head(), queue.shortest()
+        assert head is not None
+        assert shortest is not None
+        assert shortest in best
+        assert len(shortest.token_ids) == min(len(r.token_ids) for r in best)
+        assert head is min((r for r in best if r.tenant == head.tenant), key=lambda r: r.order)
+        if not several:
+            assert head is min(best, key=lambda r: r.order)
+        assert queue.num_beside(head) == len(best)
+        shortest_by_priority = list(queue.shortest_by_priority())
+        assert [r.priority for r in shortest_by_priority] == sorted({r.priority for r in waiting})
+        for r in shortest_by_priority:
+            assert len(r.token_ids) == min(len(o.token_ids) for o in waiting if o.priority == r.priority)
+
+
+def test_requests_that_left_through_the_other_door_are_not_kept() -> None:
+    queue = WaitingQueue()
+    long = request(0, 0, 900, 0)
+    queue.push(long)
+    for handle in range(1, 5000):
+        queue.push(request(handle, 0, 5, 0))
+        queue.take(queue.shortest(), 5.0)  # type: ignore[arg-type]
+    rank = queue._ranks[0]
+    assert len(rank._tenants[0]._heap) <= 66
+    assert len(rank.shortest._heap) <= 66
+    for handle in range(5000, 9000):
+        queue.push(request(handle, 0, 1000, 0))
+        queue.take(queue.head(), 5.0)  # type: ignore[arg-type]
+    assert len(queue._ranks[0].shortest._heap) <= 66
+
+
+def test_only_a_few_priorities_are_looked_through() -> None:
+    queue = WaitingQueue()
+    for handle in range(100):
+        queue.push(request(handle, handle, 5, 0))
+    assert [r.priority for r in queue.shortest_by_priority()] == [0, 1, 2, 3]
