@@ -10,6 +10,8 @@ import heapq
 
 MAX_PAUSED = 1024
 """tenants that do not wait and are remembered because they are ahead"""
+KEPT_PAUSED = MAX_PAUSED // 2
+"""those furthest ahead, when there are more"""
 
 
 class Turns:
@@ -33,7 +35,7 @@ class Turns:
         del self._waiting[tenant]
         if len(self._tags) > len(self._waiting) + MAX_PAUSED:
             ahead = sorted((t for t in self._tags if t not in self._waiting), key=self._tags.__getitem__)
-            kept = [t for t in ahead if self._tags[t] > self._now][-MAX_PAUSED // 2 :]
+            kept = [t for t in ahead if self._tags[t] > self._now][-KEPT_PAUSED:]
             self._tags = {t: self._tags[t] for t in (*self._waiting, *kept)}
 
     def first(self) -> int:

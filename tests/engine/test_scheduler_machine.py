@@ -129,10 +129,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if room:
             assert not len(scheduler.slots.prefilling()), "a prompt under way waits beside room for it"
             queue = scheduler._waiting
-            head = queue.head()
-            if head is not None and scheduler.slots.num_free:
-                assert queue.blocked == "pages"
-                assert scheduler._admit(head) is None, "the first in line waits beside room for it"
+            if len(queue) and scheduler.slots.num_free:
+                assert queue.blocked == "pages", "the first in line waits beside room for it"
 
     @rule()
     def device_works(self) -> None:

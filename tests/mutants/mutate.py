@@ -46,6 +46,8 @@ PYTEST_OPTIONS = (
 """Only the plugins that the tests need: whatever else is installed would be imported in every process."""
 
 ORDER = ("tests/engine/test_scheduling_order.py", "tests/engine/test_memory_pressure.py")
+FAIRNESS = "tests/engine/test_fairness.py"
+TURNS = "tests/engine/test_turns.py"
 REUSE = "tests/engine/test_prefix_reuse.py"
 MACHINE = "tests/engine/test_scheduler_machine.py"
 TIER_MACHINE = "tests/engine/test_tier_machine.py"
@@ -53,6 +55,10 @@ NEAREST: dict[str, tuple[str, ...]] = {
     "engine/scheduling/scheduler.py": (
         *ORDER, "tests/engine/test_scheduler_chunks.py", "tests/engine/test_commit.py", REUSE, MACHINE, TIER_MACHINE,
     ),
+    "engine/scheduling/turns.py": (TURNS,),
+    "engine/scheduling/fairness.py": (FAIRNESS,),
+    "engine/scheduling/prefills.py": (FAIRNESS, *ORDER, "tests/engine/test_scheduler_chunks.py", MACHINE),
+    "engine/scheduling/waiting.py": (TURNS, FAIRNESS, *ORDER, MACHINE),
     "engine/memory/pages.py": ("tests/engine/test_pages.py", *ORDER, MACHINE),
     "engine/memory/prefix_index.py": (
         "tests/engine/test_prefix.py", "tests/engine/test_pages.py", *ORDER, MACHINE, TIER_MACHINE,
