@@ -71,7 +71,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stops=st.booleans(),
         tenant=st.integers(0, 2),
     )
-    def submit(self, prompt: list[int], max_tokens: int, priority: int, salt: str, stops: bool, tenant: int) -> int:
+    def submit(self, prompt: list[int], max_tokens: int, priority: int, salt: str, stops: bool, tenant: int = 0) -> int:
         return self._submit(prompt, max_tokens, priority, salt, stops, tenant=tenant)
 
     @rule(target=requests, leader=requests, max_tokens=st.integers(1, 12), priority=st.integers(0, 1))
