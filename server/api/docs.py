@@ -1,12 +1,17 @@
-"""The page at `/docs`: every endpoint and its fields, from the OpenAPI schema. It loads nothing from elsewhere."""
+"""The page at `/docs`: every endpoint, its fields, and a form to try it, from the OpenAPI schema.
+
+It loads nothing from elsewhere.
+"""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -14,19 +19,55 @@ from fastapi import APIRouter, Request, Response
 PATH = "/docs"
 
 _STYLE = """
+:root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; width: 100%; }
+table { border-collapse: collapse; width: 100%; overflow-wrap: anywhere; }
 td, th { border-top: 1px solid #8884; padding: .2rem .6rem; text-align: left; vertical-align: top; }
-@media (prefers-color-scheme: dark) { :root { color-scheme: dark; } }
+h2 { margin: 2rem 0 .2rem; overflow-wrap: anywhere; }
+h2 + p { margin-top: 0; }
+summary { cursor: pointer; width: max-content; }
+form { display: grid; gap: .5rem; margin: .5rem 0; }
+textarea, input { font: .9rem/1.4 ui-monospace, monospace; width: 100%; box-sizing: border-box; padding: .4rem; }
+button { font: inherit; padding: .2rem .9rem; cursor: pointer; }
+pre { overflow: auto; max-height: 24rem; padding: .6rem; border: 1px solid #8886; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+.row { display: flex; gap: .5rem; flex-wrap: wrap; align-items: center; }
+.status { min-height: 1.5em; margin: 0; }
+.error { color: light-dark(#c02626, #ff8a80); }
+[hidden] { display: none; }
 """
+_FOLDER = Path(__file__).parent
+_SCRIPT = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in ("ui_files/api.js", "docs_files/docs.js"))
+
+
+def _source(text: str) -> str:
+    """As a Content-Security-Policy names an inline style or script."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
 _HEADERS = {
     "content-type": "text/html; charset=utf-8",
     "content-security-policy": (
-        "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-        f"style-src 'sha256-{base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()}'"
+        "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; connect-src 'self'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'; "
+        f"style-src {_source(_STYLE)}; script-src {_source(_SCRIPT)}"
     ),
+    "cache-control": "no-cache",
+    "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
+EXAMPLES: dict[str, Any] = {
+    "/v1/completions": {"model": "MODEL", "prompt": "1 2 3 4", "max_tokens": 16},
+    "/v1/chat/completions": {
+        "model": "MODEL",
+        "messages": [{"role": "user", "content": "What is 12 + 30?"}],
+        "max_tokens": 64,
+        "stream": True,
+    },
+    "/tokenize": {"model": "MODEL", "prompt": "What is 12 + 30?"},
+    "/detokenize": {"model": "MODEL", "tokens": [5, 6, 7]},
+}
+"""bodies to begin with; MODEL becomes what is served. Others are made of the fields that are required."""
 _BOUNDS = {
     "minimum": "≥ {}",
     "exclusiveMinimum": "> {}",
@@ -53,6 +94,8 @@ def _page(api: Mapping[str, Any]) -> str:
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
         f"<h1>{title}</h1><p>A field that is null counts as not given; unknown fields are ignored. "
         'The same for programs: <a href="openapi.json">openapi.json</a></p>'
+        '<form id="key-form"><label>API key, where one is needed; it stays in this tab '
+        '<input id="key" type="password" autocomplete="off" spellcheck="false"></label></form>'
     ]
     for path, operations in api["paths"].items():
         for method, operation in operations.items():
@@ -60,10 +103,42 @@ def _page(api: Mapping[str, Any]) -> str:
             body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
             if body is not None:
                 parts.append(f"<p>Body: {_type(body)}</p>")
+            parts.append(_form(method, path, body, api["components"]["schemas"]))
     for name, schema in api["components"]["schemas"].items():
         parts.append(f'<h2 id="{escape(name)}">{escape(name)}</h2><p>{escape(schema.get("description", ""))}</p>')
         parts.append(_table(schema))
+    parts.append(f'<script type="module">{_SCRIPT}</script>')
     return "\n".join(parts)
+
+
+def _form(method: str, path: str, body: Any, schemas: Mapping[str, Any]) -> str:
+    """To try an operation: its path's parameters, its body, and room for the answer."""
+    inputs = "".join(
+        f'<label>{escape(name)} <input data-name="{escape(name)}" value="MODEL"></label>'
+        for name in re.findall(r"\{(\w+)\}", path)
+    )
+    if body is not None:
+        text = json.dumps(example(path, body, schemas), indent=2)
+        rows = text.count("\n") + 1
+        inputs += f'<textarea class="body" rows="{rows}" spellcheck="false" aria-label="Body">{escape(text)}</textarea>'
+    return (
+        "<details><summary>Try it</summary>"
+        f'<form class="try" data-method="{method.upper()}" data-path="{escape(path)}">'
+        f'{inputs}<div class="row"><button class="send">Send</button>'
+        '<button type="button" class="stop" hidden>Stop</button>'
+        '<button type="button" class="curl">As curl</button></div>'
+        '<p class="status" role="status"></p><pre class="answer" tabindex="0" hidden></pre></form></details>'
+    )
+
+
+def example(path: str, body: Mapping[str, Any], schemas: Mapping[str, Any]) -> Any:
+    """A body for the endpoint at `path`, whose schema is `body`."""
+    if path in EXAMPLES:
+        return EXAMPLES[path]
+    schema = schemas.get(str(body.get("$ref", "")).removeprefix(_SCHEMAS), body)
+    empty = {"string": "", "integer": 1, "number": 1.0, "boolean": False, "array": [], "object": {}}
+    fields = schema.get("properties", {})
+    return {name: empty.get(fields.get(name, {}).get("type")) for name in schema.get("required", ())}
 
 
 def _table(schema: Mapping[str, Any]) -> str:

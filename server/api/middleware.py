@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from weft.server.api import ui
+from weft.server.api import docs, ui
 from weft.server.api.operations import FAVICON
 from weft.server.api.protocol import REQUEST_ID
 from weft.server.bodies import BodyBounds
@@ -152,7 +152,7 @@ class Authorise:
             if not self._admin_keys:
                 return 0, ApiError(404, "There is nothing at this path.")
             keys: Sequence[bytes] = self._admin_keys
-        elif path in OPEN_PATHS or path in (ui.PATH, FAVICON) or not self._keys:
+        elif path in OPEN_PATHS or path in (ui.PATH, docs.PATH, FAVICON) or not self._keys:
             return 0, None
         else:
             keys = self._keys

@@ -27,11 +27,17 @@ PRIVATE = [
     "/v1/completions",
     "/tokenizer_info",
     "/openapi.json",
-    "/docs",
     "/nothing",
     "//health",
     "/health//",
 ]
+
+
+@pytest.mark.parametrize("path", ["/", "/docs"])
+async def test_pages_need_no_key_for_they_tell_what_the_source_tells(guarded: Server, path: str) -> None:
+    response = await guarded.http.get(path)
+    assert response.status_code == 200
+    assert "secret" not in response.text
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/version"])

@@ -19,7 +19,6 @@ const models = {
       options.restore();
       $("models").hidden = this.names.length < 2;
       $("forget").hidden = !key.get();
-      $("docs").hidden = Boolean(key.get()); // a link cannot present the key
       $("key-form").hidden = true;
     } catch (error) {
       if (error.status !== 401) throw error;
@@ -36,7 +35,7 @@ function askForKey() {
   }
   models.names = [];
   models.barred = true;
-  $("forget").hidden = $("docs").hidden = true;
+  $("forget").hidden = true;
   $("key-form").hidden = false;
 }
 

@@ -1,0 +1,152 @@
+"""The page at `/docs`: what it says, and its forms in a real browser."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import re
+import shlex
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from browser import CHROMIUM, Page, browsing
+from stub import Script, Server, serving
+
+from weft.server.api import docs
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+in_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def _browser(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Page]:
+    async with browsing(tmp_path_factory.mktemp("chromium")) as page:
+        yield page
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def page(_browser: Page) -> Page:
+    await _browser.open()
+    return _browser
+
+
+def form(path: str) -> str:
+    """The form of an endpoint, as an expression."""
+    return f"document.querySelector('form.try[data-path=\"{path}\"]')"
+
+
+async def send(page: Page, path: str) -> str:
+    """Press Send; the status once it is there."""
+    await page.run(f"{form(path)}.closest('details').open = true; {form(path)}.querySelector('.send').click()")
+    await page.until(f"{form(path)}.querySelector('.stop').hidden")
+    return str(await page.run(f"{form(path)}.querySelector('.status').textContent"))
+
+
+async def answer(page: Page, path: str) -> str:
+    return str(await page.run(f"{form(path)}.querySelector('.answer').textContent"))
+
+
+# -- without a browser
+
+
+async def test_every_operation_has_a_form_and_every_example_is_accepted(server: Server) -> None:
+    schema = (await server.http.get("/openapi.json")).json()
+    text = (await server.http.get("/docs")).text
+    for path, operations in schema["paths"].items():
+        for method, operation in operations.items():
+            assert f'data-method="{method.upper()}" data-path="{path}"' in text
+            body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
+            if body is None or path.startswith("/admin/"):
+                continue
+            example = docs.example(path, body, schema["components"]["schemas"])
+            made = json.loads(json.dumps(example).replace("MODEL", "stub"))
+            response = await server.http.request(method, path, json=made)
+            assert response.status_code == 200, (path, response.text)
+
+
+async def test_policy_lets_nothing_run_but_the_pages_own_script_and_style(server: Server) -> None:
+    response = await server.http.get("/docs")
+    policy = dict(part.split(" ", 1) for part in response.headers["content-security-policy"].split("; "))
+    for element, directive in (("script", "script-src"), ("style", "style-src")):
+        (content,) = re.findall(rf"<{element}[^>]*>(.*?)</{element}>", response.text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert policy[directive] == f"'sha256-{digest}'"
+    assert (policy["default-src"], policy["connect-src"]) == ("'none'", "'self'")
+    assert "https://" not in response.text.partition("<script")[0]
+
+
+# -- with one
+
+
+@pytest.mark.slow
+@in_browser
+async def test_a_request_can_be_tried_and_its_answer_is_shown(server: Server, page: Page) -> None:
+    await page.go(f"{server.url}/docs")
+    await page.until(f"{form('/v1/completions')}.querySelector('.body').value.includes('stub')")
+    assert (await send(page, "/v1/completions")).startswith("200 OK")
+    assert json.loads(await answer(page, "/v1/completions"))["model"] == "stub"
+    assert (await send(page, "/v1/chat/completions")).startswith("200 OK")
+    assert (await answer(page, "/v1/chat/completions")).rstrip().endswith("data: [DONE]")
+    assert (await send(page, "/v1/models/{model}")).startswith("200 OK")
+    assert json.loads(await answer(page, "/v1/models/{model}"))["id"] == "stub"
+    assert page.errors == []
+
+
+@pytest.mark.slow
+@in_browser
+async def test_what_goes_wrong_is_said(page: Page) -> None:
+    path = "/v1/completions"
+    async with serving() as server:
+        await page.go(f"{server.url}/docs")
+        await page.run(f"{form(path)}.querySelector('.body').value = '{{'")
+        assert "no JSON" in await send(page, path)
+        await page.run(f"""{form(path)}.querySelector('.body').value = '{{"prompt": 5}}'""")
+        assert (await send(page, path)).startswith("400 ")
+        assert "error" in json.loads(await answer(page, path))
+    await page.run(f"{form(path)}.querySelector('.body').value = '{{}}'")
+    assert "cannot be reached" in await send(page, path)
+
+
+@pytest.mark.slow
+@in_browser
+async def test_a_stream_can_be_stopped(page: Page) -> None:
+    path = "/v1/chat/completions"
+    async with serving() as server:
+        server.engine.script = Script(ids=[70] * 400, stop_after=3)
+        await page.go(f"{server.url}/docs")
+        await page.until(f"{form(path)}.querySelector('.body').value.includes('stub')")
+        await page.run(f"{form(path)}.querySelector('.send').click()")
+        await page.until(f"{form(path)}.querySelector('.answer').textContent.includes('data:')")
+        await page.run(f"{form(path)}.querySelector('.stop').click()")
+        await server.settle(lambda: len(server.engine.aborted) == 1)
+        await page.until(f"{form(path)}.querySelector('.status').textContent.startsWith('Stopped')")
+
+
+@pytest.mark.slow
+@in_browser
+async def test_a_key_is_presented_and_stays_in_the_tab(page: Page) -> None:
+    async with serving(api_key=["schlüssel"]) as server:
+        await page.go(f"{server.url}/docs")
+        assert (await send(page, "/v1/models")).startswith("401 ")
+        assert await page.run("document.activeElement.id") == "key"
+        await page.type("schlüssel")
+        await page.run("document.querySelector('#key').blur()")
+        await page.until(f"{form('/v1/completions')}.querySelector('.body').value.includes('stub')")
+        assert (await send(page, "/v1/models")).startswith("200 ")
+        assert await page.run("[Object.values(localStorage), document.cookie]") == [[], ""]
+
+
+@pytest.mark.slow
+@in_browser
+async def test_the_command_for_a_shell_is_the_same_request(server: Server, page: Page) -> None:
+    await page.go(f"{server.url}/docs")
+    await page.until(f"{form('/tokenize')}.querySelector('.body').value.includes('stub')")
+    await page.run(f"""{form("/tokenize")}.querySelector('.body').value = '{{"prompt": "it\\\\u0027s"}}'""")
+    await page.run(f"{form('/tokenize')}.querySelector('.curl').click()")
+    words = shlex.split(await answer(page, "/tokenize"))
+    assert words[:2] == ["curl", f"{server.url}/tokenize"]
+    assert json.loads(words[-1]) == {"prompt": "it's"}
+    await asyncio.sleep(0)
