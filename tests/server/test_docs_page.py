@@ -97,6 +97,15 @@ async def test_a_request_can_be_tried_and_its_answer_is_shown(server: Server, pa
 
 @pytest.mark.slow
 @in_browser
+async def test_fits_a_phone(server: Server, page: Page) -> None:
+    await page.size(390, 844)
+    await page.go(f"{server.url}/docs")
+    await send(page, "/v1/chat/completions")
+    assert await page.run("document.documentElement.scrollWidth") == 390
+
+
+@pytest.mark.slow
+@in_browser
 async def test_what_goes_wrong_is_said(page: Page) -> None:
     path = "/v1/completions"
     async with serving() as server:
