@@ -91,8 +91,9 @@ async def docs(request: Request) -> Response:
 def _page(api: Mapping[str, Any]) -> str:
     title = escape(f"{api['info']['title']} {api['info']['version']}")
     parts = [
-        f'<!doctype html><html lang="en"><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title><style>{_STYLE}</style>'
+        '<!doctype html><html lang="en"><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title}</title><style>{_STYLE}</style>"
         f"<h1>{title}</h1><p>A field that is null counts as not given; unknown fields are ignored. "
         'The same for programs: <a href="openapi.json">openapi.json</a></p>'
         '<form id="key-form"><label>API key, where one is needed; it stays in this tab '
