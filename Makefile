@@ -19,7 +19,7 @@ INSTALL := $(BIN)/python deploy/install
 # Compile what is imported when it is imported: of these packages that is a small part.
 LAZY := --no-compile
 
-.PHONY: help serve test quick brisk mutants lint types format unit busy endurance kernels gpu prometheus chromium bench resolve package clean
+.PHONY: help serve test quick brisk mutants chaos lint types format unit busy endurance kernels gpu prometheus chromium bench resolve package clean
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
@@ -53,6 +53,8 @@ mutants: $(VENV)/.test ## change the code in small ways and see that tests notic
 
 endurance: $(VENV)/.test ## 20,000 mixed requests to a daemon: memory stays flat and within what it announced
 	WEFT_ENDURANCE_REQUESTS=20000 $(BIN)/python -m pytest -q -s tests/server/test_flat_memory.py $(ARGS)
+chaos: $(VENV)/.test ## half an hour of accidents, from a seed: no wrong answer, none lost (ARGS="--minutes 5 --seed 1")
+	PYTHONPATH=tests/chaos:tests/server $(BIN)/python tests/chaos/chaos.py $(ARGS)
 
 lint: $(VENV)/.test ## ruff and mypy
 	$(BIN)/ruff check .

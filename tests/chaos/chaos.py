@@ -1,0 +1,211 @@
+"""`make chaos`: half an hour of accidents on a CPU, from a seed, and a verdict.
+
+Kills, stops, bit flips in the store, clients that leave, overload, a log that nobody reads, a clock that jumps; clients
+that know the right answers meanwhile. It passes when no answer was wrong, every request had a terminal answer, the
+daemon's counters agree with the clients' ledger to the request, and no process grew.
+
+    make chaos ARGS="--minutes 30 --seed 0"
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import defaultdict
+from pathlib import Path
+from random import Random
+
+from customers import Customers, questions, references
+from ledger import Ledger, disagreements, totals
+from live import Daemon
+from mischief import API, ENGINE, Clock, Log, Mischief
+
+HERE = Path(__file__).parent
+HANG_SECONDS = 6.0
+"""hang timeouts of the daemon under test"""
+MEMORY_STEP_MIB = 40
+"""a process may grow by so much, and a tenth, from the second minute of its life on"""
+MIB = 2**20
+
+
+def options(port: int, store: Path) -> list[str]:
+    """Small pools, so that pages move and requests are preempted; bounds that are reached in seconds."""
+    given = {
+        "port": port, "api-workers": 3, "dtype": "float32", "num-pages": 150, "page-size": 16, "max-num-seqs": 16,
+        "max-num-batched-tokens": 256, "host-kv-gib": 0.01, "ssd-kv-path": store, "ssd-kv-gib": 0.05,
+        "max-queued-requests": 64, "request-timeout": 60, "drain-timeout": 20, "hang-timeout": HANG_SECONDS,
+        "step-timeout": HANG_SECONDS, "api-hang-timeout": HANG_SECONDS, "engine-restart-limit": 100_000,
+    }  # fmt: skip
+    return [word for name, value in given.items() for word in (f"--{name}", str(value))]
+
+
+class Watched(Daemon):
+    """A daemon whose stderr is a pipe, with a clock of its own where there is a C compiler."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.clock = Clock(folder / "clock")
+        environment = {**os.environ, "CHAOS_CLOCK": str(folder / "clock"), "OMP_NUM_THREADS": "1"}
+        shim = folder / "clock.so"
+        if subprocess.run(
+            ("cc", "-shared", "-fPIC", "-O2", "-o", shim, HERE / "clock.c", "-ldl"), check=False
+        ).returncode:
+            print("there is no C compiler: the clock does not jump")
+        else:
+            environment["LD_PRELOAD"] = str(shim)
+        self.process = subprocess.Popen(
+            (sys.executable, "-P", "-m", "weft.server.daemon.cli", "serve", *words),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            text=False,
+        )
+        assert self.process.stderr is not None
+        self.log = Log(self.process.stderr, folder / "log")
+
+
+class Memory:
+    """Resident memory of each process of the daemon, over its life."""
+
+    def __init__(self, daemon: Watched) -> None:
+        self._daemon = daemon
+        self.seen: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        """(monotonic seconds, MiB) by process"""
+        self.names: dict[int, str] = {}
+
+    async def watch(self) -> None:
+        while True:
+            pids = {self._daemon.process.pid: "daemon"}
+            for name, module in (("engine", ENGINE), ("api", API)):
+                pids |= dict.fromkeys(self._daemon.children(module), name)
+            for pid, name in pids.items():
+                try:
+                    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+                except (OSError, IndexError):
+                    continue
+                self.names[pid] = name
+                self.seen[pid].append((time.monotonic(), pages * os.sysconf("SC_PAGE_SIZE") / MIB))
+            await asyncio.sleep(2)
+
+    def grown(self) -> list[str]:
+        found = []
+        for pid, samples in self.seen.items():
+            settled = [mib for at, mib in samples if at - samples[0][0] > 60]
+            if settled and settled[-1] > 1.1 * settled[0] + MEMORY_STEP_MIB:
+                found.append(f"{self.names[pid]} {pid} grew from {settled[0]:.0f} to {settled[-1]:.0f} MiB")
+        return found
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+async def fetched(port: int, path: str, seconds: float = 90) -> str:
+    """The body of a 200, waited for."""
+
+    def get() -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=20) as response:
+            return str(response.read().decode())
+
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return await asyncio.to_thread(get)
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            await asyncio.sleep(0.3)
+
+
+async def run(folder: Path, minutes: float, seed: int, crowd: int) -> list[str]:
+    """What was found wrong."""
+    rng = Random(seed)
+    port = free_port()
+    store = folder / "store"
+    store.mkdir()
+    daemon = Watched(folder, *options(port, store))
+    ledger = Ledger()
+    findings: list[str] = []
+    try:
+        await fetched(port, "/ready")
+        answers = await references(port, questions(rng, 120))
+        begun = await fetched(port, "/metrics")
+        customers = Customers(port, ledger, answers, rng)
+        data = max(store.iterdir(), key=lambda file: file.stat().st_size)
+        mischief = Mischief(daemon, customers, data, daemon.log, daemon.clock, rng, 2 * HANG_SECONDS)
+        memory = Memory(daemon)
+        watching = asyncio.create_task(memory.watch())
+        customers.come(crowd)
+        storm = asyncio.create_task(mischief.go_on(60 * minutes, (1.0, 6.0)))
+        while not storm.done():
+            await asyncio.wait((storm,), timeout=30)
+            print(
+                f"{ledger.total} requests, {ledger.right} right, {len(ledger.wrong)} wrong, "
+                f"{ledger.broken.total()} broken, {ledger.refused} refused; {mischief.done.total()} accidents",
+                flush=True,
+            )
+            if daemon.process.poll() is not None:
+                return [f"the daemon ended with status {daemon.process.returncode}"]
+        await storm
+        await mischief.calm()
+        await asyncio.wait_for(customers.stop(), 300)
+        await asyncio.sleep(2 * HANG_SECONDS)  # whatever still hangs is found
+        exposition = await fetched(port, "/metrics")
+        watching.cancel()
+        print("accidents:", dict(mischief.done))
+        print("answers:", {" ".join(key): count for key, count in sorted(ledger.answered.items())})
+        print(
+            "restarts:",
+            *(dict(totals(exposition, f"weft_{name}_restarts_total")) for name in ("engine", "api_process")),
+        )
+        findings += ledger.wrong + [f"no terminal answer: {what}" for what in ledger.unanswered]
+        findings += disagreements(ledger, exposition, begun) + memory.grown()
+        for gauge in ("weft_requests_running", "weft_requests_waiting"):
+            line = next((line for line in exposition.splitlines() if line.startswith(gauge)), f"{gauge} 0")
+            if float(line.split()[-1]):
+                findings.append(f"afterwards {line}")
+        children = daemon.children("weft")
+        daemon.process.send_signal(signal.SIGTERM)
+        status = await asyncio.to_thread(daemon.process.wait, 60)
+        if status:
+            findings.append(f"the daemon ended with status {status} after SIGTERM")
+        findings += [f"process {pid} outlived the daemon" for pid in children if Path(f"/proc/{pid}").exists()]
+        return findings
+    finally:
+        daemon.end()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="accidents by the minute: see the docstring of this file")
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--crowd", type=int, default=24, help="clients that ask all the time")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="weft-chaos-") as name:
+        folder = Path(name)
+        findings = asyncio.run(run(folder, arguments.minutes, arguments.seed, arguments.crowd))
+        if findings:
+            kept = Path("build/chaos.log")
+            kept.parent.mkdir(exist_ok=True)
+            kept.write_bytes((folder / "log").read_bytes())
+            print(f"the daemon's log is in {kept}")
+    for finding in findings[:40]:
+        print("BAD:", finding)
+    print(
+        f"chaos, seed {arguments.seed}, {arguments.minutes:g} minutes:",
+        f"{len(findings)} findings" if findings else "passed",
+    )
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

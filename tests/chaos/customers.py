@@ -1,0 +1,216 @@
+"""`Customers`: clients that know what the answers must be, and write down what became of every request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from ledger import Ledger
+
+PATIENCE_SECONDS = 150.0
+"""that a client waits for the end of an answer: beyond every bound of the daemon"""
+FRUIT = ("apple", "pear", "fig", "kiwi", "plum", "lime", "peach", "mango", "grape", "melon", "cherry", "lemon")
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request whose answer is the same whenever it is asked: greedy, in float32."""
+
+    path: str
+    body: dict[str, Any]
+    status: int = 200
+
+    def __hash__(self) -> int:
+        return hash(json.dumps(self.body, sort_keys=True))
+
+
+def questions(rng: Random, count: int) -> list[Question]:
+    """Of several kinds: short and long prompts, streams, several choices, constrained answers, refusals."""
+    return [KINDS[i % len(KINDS)](rng) for i in range(count)]
+
+
+def _sum(rng: Random) -> Question:
+    text = f"What is {rng.randrange(500)} plus {rng.randrange(400)}?"
+    return Question(CHAT, {"messages": [{"role": "user", "content": text}], "max_tokens": 8, "temperature": 0})
+
+
+def _sum_streamed(rng: Random) -> Question:
+    question = _sum(rng)
+    return Question(CHAT, question.body | {"stream": True, "stream_options": {"include_usage": True}})
+
+
+def _recall(rng: Random) -> Question:
+    """A long text that many share, so that its pages travel between tiers."""
+    facts = Random(rng.randrange(12))
+    codes = {name: facts.randrange(1000, 9999) for name in FRUIT}
+    text = " ".join(f"The code of {name} is {code}." for name, code in codes.items())
+    filler = " ".join("The fox runs over the fence." for _ in range(facts.randrange(10, 40)))
+    asked = rng.choice(FRUIT)
+    content = f"{text} {filler} What is the code of {asked}?"
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 8, "temperature": 0}
+    return Question(CHAT, body | {"stream": rng.random() < 0.5})
+
+
+def _count(rng: Random) -> Question:
+    """Many tokens, one by one."""
+    begin = rng.randrange(1, 60)
+    prompt = " ".join(map(str, range(begin, begin + 4)))
+    return Question(COMPLETIONS, {"prompt": prompt, "max_tokens": 80, "temperature": 0, "stream": True})
+
+
+def _several(rng: Random) -> Question:
+    prompts = [f"{rng.randrange(99)} + {rng.randrange(99)} =" for _ in range(3)]
+    return Question(COMPLETIONS, {"prompt": prompts, "max_tokens": 5, "temperature": 0, "n": 2})
+
+
+def _choice(rng: Random) -> Question:
+    body = _sum(rng).body | {"structured_outputs": {"choice": ["yes", "no", "maybe"]}, "max_tokens": 12}
+    return Question(CHAT, body)
+
+
+def _refused(rng: Random) -> Question:
+    return Question(COMPLETIONS, {"prompt": "x", "max_tokens": -rng.randrange(1, 9)}, 400)
+
+
+KINDS = (_sum, _sum_streamed, _recall, _count, _several, _choice, _recall, _sum, _refused)
+
+
+class Broken(Exception):
+    """The connection ended before the answer did."""
+
+
+class Customers:
+    """Asks `count` at a time, without end, until `stop`."""
+
+    def __init__(self, port: int, ledger: Ledger, answers: dict[Question, str], rng: Random) -> None:
+        self._port, self.ledger, self._answers, self._rng = port, ledger, answers, rng
+        self._asked: Sequence[Question] = list(answers)
+        self._crowd: list[asyncio.Task[None]] = []
+        self._stopping = False
+
+    def come(self, count: int) -> None:
+        self._crowd += [asyncio.create_task(self._ask_on(Random(self._rng.random()))) for _ in range(count)]
+
+    async def burst(self, count: int) -> None:
+        """So many at once, each with one request."""
+        rng = Random(self._rng.random())
+        await asyncio.gather(*(self._ask(rng.choice(self._asked), rng) for _ in range(count)))
+
+    async def stop(self) -> None:
+        """Let everybody have their answer."""
+        self._stopping = True
+        await asyncio.gather(*self._crowd)
+
+    async def _ask_on(self, rng: Random) -> None:
+        while not self._stopping:
+            served = await self._ask(rng.choice(self._asked), rng)
+            await asyncio.sleep(rng.uniform(0, 0.2) if served else rng.uniform(0.2, 1.0))
+
+    async def _ask(self, question: Question, rng: Random) -> bool:
+        """Whether it was served."""
+        ledger, path = self.ledger, question.path
+        leaves = rng.random() < 0.05
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        except OSError:
+            ledger.refused += 1
+            return False
+        try:
+            writer.write(request(question, keep_alive=False))
+            if leaves:
+                await asyncio.sleep(rng.uniform(0, 0.3))
+                ledger.left[path] += 1
+                return True
+            status, body = await asyncio.wait_for(whole(reader), PATIENCE_SECONDS)
+        except TimeoutError:
+            ledger.unanswered.append(f"{path} {question.body}")
+            return False
+        except (Broken, OSError):
+            ledger.broken[path] += 1
+            return False
+        finally:
+            writer.close()
+            with suppress(OSError):
+                await writer.wait_closed()
+        ledger.answered[path, str(status)] += 1
+        if status not in (200, 400):
+            return False
+        text = f"{status}" if status == 400 else answer(body)
+        if text is None:  # a stream that told its error before its end
+            return False
+        if text == self._answers[question]:
+            ledger.right += 1
+        else:
+            ledger.wrong.append(f"{question.body}: {text!r} instead of {self._answers[question]!r}")
+        return True
+
+
+async def references(port: int, asked: Sequence[Question]) -> dict[Question, str]:
+    """The answers of a daemon that nobody disturbs, one after the other."""
+    found = {}
+    for question in asked:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request(question, keep_alive=False))
+        status, body = await whole(reader)
+        writer.close()
+        text = "400" if status == 400 else answer(body)
+        assert status == question.status, (status, body)
+        assert text is not None, body
+        found[question] = text
+    return found
+
+
+def request(question: Question, *, keep_alive: bool) -> bytes:
+    data = json.dumps(question.body).encode()
+    connection = b"" if keep_alive else b"Connection: close\r\n"
+    return (
+        b"POST %s HTTP/1.1\r\nHost: x\r\n%sContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        % (question.path.encode(), connection, len(data))
+    ) + data
+
+
+async def whole(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    """Status and body. Raises `Broken` unless the answer came to its end."""
+    try:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        status = int(head[0].split()[1])
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
+        if headers.get("transfer-encoding") != "chunked":
+            return status, await reader.readexactly(int(headers["content-length"]))
+        body = b""
+        while size := int(await reader.readuntil(b"\r\n"), 16):
+            body += await reader.readexactly(size)
+            await reader.readexactly(2)
+        return status, body
+    except (asyncio.IncompleteReadError, IndexError, ValueError) as error:
+        raise Broken(str(error)) from None
+
+
+def answer(body: bytes) -> str | None:
+    """What a 200 said, by choice; None for a stream that ended with an error event. Raises `Broken` without an end."""
+    if not body.startswith((b"data:", b":")):
+        choices = json.loads(body)["choices"]
+        return json.dumps([c.get("text") or c["message"]["content"] for c in choices])
+    said: dict[int, str] = {}
+    ended = False
+    for event in body.decode().split("\n\n"):
+        if not event.startswith("data: "):
+            continue
+        if event == "data: [DONE]":
+            ended = True
+            continue
+        message = json.loads(event.removeprefix("data: "))
+        if "error" in message:
+            return None
+        for choice in message["choices"]:
+            text = choice.get("text") or choice.get("delta", {}).get("content") or ""
+            said[choice["index"]] = said.get(choice["index"], "") + text
+    if not ended:
+        raise Broken("no [DONE]")
+    return json.dumps([said[i] for i in sorted(said)])

@@ -1,0 +1,72 @@
+"""`Ledger`: what clients saw of every request, and whether the daemon's own figures agree to the request."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from prometheus_client.parser import text_string_to_metric_families
+
+
+@dataclass
+class Ledger:
+    """A line for every request whose connection was made."""
+
+    answered: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """by endpoint and status: the answer came whole, with its end"""
+    broken: Counter[str] = field(default_factory=Counter)
+    """by endpoint: the connection broke before the answer's end"""
+    left: Counter[str] = field(default_factory=Counter)
+    """by endpoint: the client went away on purpose"""
+    refused: int = 0
+    """connections that were not made: no request"""
+    right: int = 0
+    wrong: list[str] = field(default_factory=list)
+    unanswered: list[str] = field(default_factory=list)
+    """requests without a terminal answer within the client's patience"""
+
+    @property
+    def total(self) -> int:
+        return self.answered.total() + self.broken.total() + self.left.total()
+
+
+def totals(exposition: str, name: str, *labels: str) -> Counter[tuple[str, ...]]:
+    """Samples of a counter, by the values of `labels`."""
+    found: Counter[tuple[str, ...]] = Counter()
+    for family in text_string_to_metric_families(exposition):
+        for sample in family.samples:
+            if sample.name == name:
+                found[tuple(sample.labels[label] for label in labels)] += int(sample.value)
+    return found
+
+
+def disagreements(ledger: Ledger, exposition: str, begun: str) -> list[str]:
+    """What the daemon counted otherwise than its clients between two scrapes; empty when they agree to the request.
+
+    A client whose connection broke cannot know whether its request was counted as answered, as lost with its process,
+    or never read. So an answer that came whole is counted once, no more requests are counted than were made, and what
+    is counted without a whole answer belongs to a connection that broke or was left.
+    """
+    name = "weft_requests_total"
+    after, before = totals(exposition, name, "endpoint", "status"), totals(begun, name, "endpoint", "status")
+    asked = {key[0] for key in ledger.answered} | set(ledger.broken) | set(ledger.left)
+    counted = Counter({key: after[key] - before[key] for key in after if key[0] in asked})
+    lost = totals(exposition, "weft_requests_lost_total")[()] - totals(begun, "weft_requests_lost_total")[()]
+    found = []
+    for endpoint in sorted(asked):
+        open_ended = ledger.broken[endpoint] + ledger.left[endpoint]
+        surplus = 0
+        for status in {key[1] for key in (*ledger.answered, *counted) if key[0] == endpoint}:
+            seen, told = ledger.answered[endpoint, status], counted[endpoint, status]
+            if told < seen:
+                found.append(f"{endpoint} {status}: clients saw {seen}, the daemon counted {told}")
+            surplus += max(0, told - seen)
+        if surplus > open_ended:
+            found.append(
+                f"{endpoint}: {surplus} counted that no client saw, {open_ended} connections broke or were left"
+            )
+    if counted.total() + lost > ledger.total:
+        found.append(f"{counted.total()} answered and {lost} lost, but clients made {ledger.total} requests")
+    if lost > ledger.broken.total() + ledger.left.total():
+        found.append(f"{lost} lost, but {ledger.broken.total()} connections broke")
+    return found
