@@ -106,7 +106,7 @@ class Engine:
         pool = PagePool(num_pages, config.page_size, PrefixIndex(model))
         self.tiers = make_tiers(config, resolved.kv, pool, store, self.runner.copy_engine)
         self.scheduler = Scheduler(
-            SlotTable(resolved.max_num_seqs, resolved.max_model_len, config.page_size),
+            SlotTable(resolved.max_num_seqs, resolved.max_model_len, config.page_size, self.spec.kv_window),
             pool,
             max_num_batched_tokens=resolved.max_num_batched_tokens,
             prefix_caching=config.prefix_caching,

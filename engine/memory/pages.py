@@ -8,6 +8,7 @@ padding and is never handed out.
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,8 @@ from weft.engine.memory.prefix_index import NOWHERE, PrefixEntry, PrefixIndex
 
 Pages = npt.NDArray[np.int32]
 DUMMY_PAGE = 0
+EVICTION_SCAN = 256
+"""idle pages that are looked at for one that its chain can spare"""
 
 
 class PagePool:
@@ -121,7 +124,9 @@ class PagePool:
         Requests release their last page first, so the oldest is normally a leaf already. Only a failed load leaves
         a state in which none can be spared: then the oldest goes, and its children wait for it to be computed again.
         """
-        page = next((p for p, e in self._idle.items() if e.spared_by_gpu()), None)
+        # Of a model whose layers all have windows, the oldest are the beginnings of requests that still run.
+        oldest = islice(self._idle.items(), EVICTION_SCAN)
+        page = next((p for p, e in oldest if e.spared_by_gpu()), None)
         if page is None:
             page = next(iter(self._idle))
         del self._idle[page]

@@ -74,7 +74,13 @@ def fits(
     exact = np.append(s.exact_output[running], not request.stop_ids)
     remaining = np.where(exact, room, lengths.remaining(decoded, room))
     pages = -(-now // page_size)
+    pages[:-1] -= s.given_back[running]
     # Shared pages are counted once for every request that holds them: take the excess off again.
     shared = max(0, int(pages.sum()) - (held + new_pages))
-    peak = peak_tokens(pages.astype(np.float64), remaining / page_size) - shared
+    peak = peak_tokens(pages.astype(np.float64), remaining / page_size)
+    if s.window is not None:
+        # No request grows beyond its window, but for what it holds of its prompt already.
+        most = np.maximum(s.window // page_size + 2, pages)
+        peak = min(peak, float(np.minimum(pages + remaining / page_size, most).sum()))
+    peak -= shared
     return peak <= capacity or not len(running)

@@ -279,6 +279,8 @@ class Scheduler:
         started = [self._start(int(slot)) for slot in token_slots[index == s.prompt_len.take(token_slots)]]
         if self.prefix_caching:
             self.prefixes.publish(slots)
+        for slot in s.outgrown(slots):
+            self.fences.release_behind(int(s.last_step[slot]), -1, s.give_back(slot))
         for slot in token_slots[(finish != 0) & ~bad].tolist():
             self._finish(slot)
         for slot in spoilt_slots.tolist():
@@ -403,9 +405,9 @@ class Scheduler:
         assert (s.in_flight[running] >= 0).all(), "negative in-flight count"
         ref = self._references_beside_requests()
         for slot in running.tolist():
-            pages = s.page_table[slot, : s.num_pages[slot]]
+            pages = s.page_table[slot, s.given_back[slot] : s.num_pages[slot]]
             assert len(np.unique(pages)) == len(pages), "a request holds a page twice"
-            assert len(pages) * pool.page_size >= s.scheduled[slot], "a scheduled token has no page"
+            assert s.num_pages[slot] * pool.page_size >= s.scheduled[slot], "a scheduled token has no page"
             np.add.at(ref, pages, 1)
         assert (ref == pool.ref).all(), "reference counts disagree with owners"
         assert s.num_free + len(running) + self.fences.num_slots == s.num_slots, "a slot is lost"

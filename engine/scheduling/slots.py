@@ -32,10 +32,14 @@ class Phase(IntEnum):
 
 
 class SlotTable:
-    """`num_slots` rows. Created once; nothing grows later but the width of `stop_ids`."""
+    """`num_slots` rows. Created once; nothing grows later but the width of `stop_ids`.
 
-    def __init__(self, num_slots: int, max_model_len: int, page_size: int) -> None:
+    window: positions that a query sees at most, its own included, where every layer has such a bound.
+    """
+
+    def __init__(self, num_slots: int, max_model_len: int, page_size: int, window: int | None = None) -> None:
         n = self.num_slots = num_slots
+        self.page_size, self.window = page_size, window
         max_pages = -(-max_model_len // page_size)
         self.request: list[Request | None] = [None] * n
         self.phase = np.zeros(n, np.uint8)
@@ -60,6 +64,9 @@ class SlotTable:
         self.token_ids = np.zeros((n, max_model_len), np.int32)
         self.page_table = np.zeros((n, max_pages), np.int32)
         self.num_pages = np.zeros(n, np.int32)
+        """entries of the row of the page table"""
+        self.given_back = np.zeros(n, np.int32)
+        """how many of them, the first ones, lie behind the window and are nobody's any more"""
         none = SamplingParams()
         self.columns = {column.name: np.full(n, column.of(none), column.dtype) for column in COLUMNS}
         """what follows each request to the sampling, by name"""
@@ -105,6 +112,7 @@ class SlotTable:
         self.in_flight[slot] = 0
         self.token_ids[slot, :known] = request.token_ids
         self.num_pages[slot] = self.published[slot] = len(cached_pages)
+        self.given_back[slot] = 0
         self.page_table[slot, : len(cached_pages)] = cached_pages
         for column in COLUMNS:
             self.columns[column.name][slot] = column.of(params)
@@ -126,12 +134,32 @@ class SlotTable:
 
     def retire(self, slot: int) -> np.ndarray:
         """End the row's request: results in flight become stale. Returns its pages, to be freed behind a fence."""
-        pages = self.page_table[slot, : self.num_pages[slot]].copy()
+        pages = self.page_table[slot, self.given_back[slot] : self.num_pages[slot]].copy()
         self.page_table[slot, : self.num_pages[slot]] = 0
         self.phase[slot] = Phase.ENDING
         self.epoch[slot] += 1
         self.num_pages[slot] = 0
         self.request[slot] = None
+        return pages
+
+    def _behind(self, slots: np.ndarray) -> np.ndarray:
+        """How many pages of each row no query sees that is not confirmed yet."""
+        assert self.window is not None
+        return np.maximum(self.confirmed[slots] + 1 - self.window, 0) // self.page_size
+
+    def outgrown(self, slots: np.ndarray) -> list[int]:
+        """Those rows that hold pages behind their window."""
+        if self.window is None:
+            return []
+        found: list[int] = slots[self._behind(slots) > self.given_back[slots]].tolist()
+        return found
+
+    def give_back(self, slot: int) -> np.ndarray:
+        """Take the pages behind the window out of the row, to be freed behind a fence."""
+        first, last = int(self.given_back[slot]), int(self._behind(np.array(slot)))
+        pages = self.page_table[slot, first:last].copy()
+        self.page_table[slot, first:last] = 0
+        self.given_back[slot] = last
         return pages
 
     def vacate(self, slot: int) -> None:

@@ -27,21 +27,22 @@ from weft.engine.wire.sampling import SamplingParams
 VOCAB = 23
 
 
-def kv_of(before: np.ndarray, token: int) -> int:
-    """What is stored for a token behind the positions `before [p]`."""
-    return xxhash.xxh32_intdigest(before.tobytes() + bytes([token])) >> 1
+def kv_of(before: np.ndarray, token: int, window: int | None = None) -> int:
+    """What is stored for a token behind the positions `before [p]`; it sees `window` of them, its own included."""
+    seen = before if window is None else before[max(0, len(before) + 1 - window) :]
+    return xxhash.xxh32_intdigest(seen.tobytes() + bytes([token])) >> 1
 
 
-def sampled(visible: np.ndarray) -> int:
-    return xxhash.xxh32_intdigest(visible.tobytes()) % VOCAB
+def sampled(visible: np.ndarray, window: int | None = None) -> int:
+    return xxhash.xxh32_intdigest(visible[-window if window else 0 :].tobytes()) % VOCAB
 
 
-def next_token(tokens: Sequence[int]) -> int:
+def next_token(tokens: Sequence[int], window: int | None = None) -> int:
     """The token that the device samples after these when no page is lost."""
     visible = np.zeros(len(tokens), np.int32)
     for position, token in enumerate(tokens):
-        visible[position] = kv_of(visible[:position], token)
-    return sampled(visible)
+        visible[position] = kv_of(visible[:position], token, window)
+    return sampled(visible, window)
 
 
 def continuation(prompt: Sequence[int], count: int) -> list[int]:
@@ -55,7 +56,8 @@ def continuation(prompt: Sequence[int], count: int) -> list[int]:
 class ListDevice:
     """Executes batches in order, as late as it is told to."""
 
-    def __init__(self, num_pages: int, page_size: int, num_slots: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, num_slots: int, window: int | None = None) -> None:
+        self.window = window
         self.kv = np.full((num_pages, page_size), -7, np.int32)
         self.last_token = np.full(num_slots, -7, np.int32)
 
@@ -70,9 +72,9 @@ class ListDevice:
         for row, end in enumerate(ends.tolist()):
             visible = self.kv[batch.page_table[row]].reshape(-1)[: batch.kv_len[row]]
             for at in range(end - int(batch.query_len[row]), end):
-                visible[batch.positions[at]] = kv_of(visible[: batch.positions[at]], int(ids[at]))
+                visible[batch.positions[at]] = kv_of(visible[: batch.positions[at]], int(ids[at]), self.window)
                 self.kv.reshape(-1)[batch.slot_mapping[at]] = visible[batch.positions[at]]
-            tokens[row] = sampled(visible)
+            tokens[row] = sampled(visible, self.window)
         result = tokens[batch.sampled_rows]
         self.last_token[batch.sampling.slots] = result
         return StepResult(batch, result, None, (), 0.0)

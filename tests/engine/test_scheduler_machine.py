@@ -36,6 +36,7 @@ NUM_SLOTS = 5
 
 class SchedulerMachine(RuleBasedStateMachine):
     requests = Bundle("requests")
+    window: ClassVar[int | None] = None
 
     def make_index(self) -> PrefixIndex:
         return PrefixIndex("m")
@@ -45,9 +46,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.device = ListDevice(NUM_PAGES, PAGE_SIZE, NUM_SLOTS)
+        self.device = ListDevice(NUM_PAGES, PAGE_SIZE, NUM_SLOTS, self.window)
         pool = PagePool(NUM_PAGES, PAGE_SIZE, self.make_index())
-        slots = SlotTable(NUM_SLOTS, MAX_LEN, PAGE_SIZE)
+        slots = SlotTable(NUM_SLOTS, MAX_LEN, PAGE_SIZE, self.window)
         self.scheduler = Scheduler(
             slots, pool, max_num_batched_tokens=6, prefix_caching=True, tiers=self.make_tiers(pool)
         )
@@ -183,7 +184,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if token >= 0:
                 out = self.output[handle]
                 assert self.requests_made[handle].scheduled_at, "a token of a request that never began"
-                assert token == next_token(prompt + out), "a token that the prompt does not explain"
+                assert token == next_token(prompt + out, self.window), "a token that the prompt does not explain"
                 out.append(token)
                 at_limit = len(prompt) + len(out) >= min(len(prompt) + max_tokens, MAX_LEN)
                 expected = Finish.STOP if token == stop else Finish.LENGTH if at_limit else Finish.RUNNING
@@ -234,6 +235,21 @@ class CollidingMachine(Collisions, SchedulerMachine):
     seen: ClassVar[Counter[str]] = Counter()
 
 
+class WindowMachine(SchedulerMachine):
+    """Every layer has a window: pages behind it are given back while their request runs."""
+
+    window: ClassVar[int | None] = 3
+    given_back: ClassVar[int] = 0
+
+    @invariant()
+    def nobody_holds_what_nobody_sees(self) -> None:
+        s = self.scheduler.slots
+        running = s.running()
+        behind = np.maximum(s.confirmed[running] + 1 - 3, 0) // PAGE_SIZE
+        assert (s.given_back[running] == behind).all()
+        type(self).given_back += int(behind.sum())
+
+
 MACHINE_SETTINGS = settings(
     max_examples=120,
     stateful_step_count=60,
@@ -251,3 +267,11 @@ class TestCollidingMachine(CollidingMachine.TestCase):  # type: ignore[misc]
     def runTest(self) -> None:
         super().runTest()
         CollidingMachine.check_collisions()
+
+
+class TestWindowMachine(WindowMachine.TestCase):  # type: ignore[misc]
+    settings = MACHINE_SETTINGS
+
+    def runTest(self) -> None:
+        super().runTest()
+        assert WindowMachine.given_back > 100
