@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from tiny import FAMILIES, save_tiny
+from harness import GREEDY, Harness
+from safetensors.torch import load_file, save_file
+from tiny import FAMILIES, make_tiny, save_tiny
 
-from weft.engine.errors import ModelError
+from weft.autosearch.costmodel import Usage, operation_costs
+from weft.engine.errors import ConfigError, ModelError
+from weft.engine.model import parts
 from weft.engine.model.directory import read_spec
 from weft.engine.model.operations import Role
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights, load_weights
-from weft.engine.runner import cpu_executor
+from weft.engine.runner import cpu_executor, resolve
 from weft.engine.runner.launchers import launchers_of
+from weft.kernels import reference
 
 
 def _weights(spec: ModelSpec, path: Path, seed: int | None = None) -> Weights:
@@ -116,3 +124,103 @@ def test_an_operation_that_no_table_knows_is_an_error_at_load(tiny_model: Callab
     assert set(launchers_of(spec, cpu_executor.TABLE, "the CPU")) == {o.name for o in spec.layer_operations()}
     with pytest.raises(ModelError, match=r"the CPU cannot launch the operation o_reduce \(all_reduce\)"):
         launchers_of(spec.shard(0, 2), cpu_executor.TABLE, "the CPU")
+
+
+def test_activations_of_a_config_are_those_of_the_twins() -> None:
+    assert set(parts.ACTIVATIONS) == set(reference.ACTIVATIONS)
+
+
+def _agrees(path: Path, model: Any, **options: Any) -> None:
+    """Greedy tokens of the engine are the argmax of the model's logits in their places."""
+    harness = Harness(path, **{"page_size": 4, "num_pages": 60, **options})
+    prompts = [np.random.default_rng(n).integers(3, 199, n) for n in (9, 61)]
+    for prompt in prompts:
+        harness.add(prompt, max_tokens=12, **GREEDY)
+    harness.run()
+    for handle, prompt in enumerate(prompts):
+        tokens = harness.tokens[handle]
+        with torch.inference_mode():
+            logits = model(torch.from_numpy(np.concatenate((prompt, tokens)))[None]).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == tokens
+
+
+def test_mxfp4_experts_are_unpacked_when_they_load(tmp_path: Path) -> None:
+    """Blocks and scales by their definition: two values a byte, the low half first, 32 values an exponent."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    model = make_tiny("gpt-oss", **sizes)
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    digits = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    generator = torch.Generator().manual_seed(3)
+    for name in [n for n in state if n.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inner, out = state[name].shape
+        codes = torch.randint(0, 16, (experts, out, inner // 32, 32), generator=generator)
+        scales = torch.randint(122, 126, (experts, out, inner // 32), generator=generator)
+        values = digits[codes % 8] * (1 - 2 * (codes // 8)) * 2.0 ** (scales[..., None] - 127)
+        del state[name]
+        dict(model.named_parameters())[name].data = values.flatten(2).transpose(1, 2).contiguous()
+        state[f"{name}_blocks"] = (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+        state[f"{name}_scales"] = scales.to(torch.uint8)
+    save_file(state, tmp_path / "model.safetensors")
+    config = {**model.config.to_dict(), "architectures": ["GptOssForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    _agrees(tmp_path, model)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "awq"}}))
+    with pytest.raises(ModelError, match="quantized"):
+        read_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "here", "there"),
+    [
+        ("gemma3", "model.", "language_model.model."),
+        ("gemma3", "model.", "model.language_model."),
+        ("gpt2", "transformer.", ""),
+        ("opt", "model.decoder.", "decoder."),
+    ],
+)
+def test_names_under_another_prefix_are_found(tmp_path: Path, family: str, here: str, there: str) -> None:
+    model = make_tiny(family)
+    model.save_pretrained(tmp_path)
+    state = {k: v for k, v in load_file(tmp_path / "model.safetensors").items() if k != "lm_head.weight"}
+    save_file({k.replace(here, there, 1): v for k, v in state.items()}, tmp_path / "model.safetensors")
+    if family == "gemma3":  # a model for text and images
+        config = json.loads((tmp_path / "config.json").read_text())
+        whole = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": 1, "text_config": config}
+        (tmp_path / "config.json").write_text(json.dumps(whole))
+    _agrees(tmp_path, model)
+
+
+@pytest.mark.parametrize(("limit", "kind"), [(32, "short_factor"), (128, "long_factor")])
+def test_longrope_is_pinned_by_the_context_limit(tmp_path: Path, limit: int, kind: str) -> None:
+    """`transformers` chooses by the longest position in a batch; here the limit of the engine chooses for all."""
+    model = make_tiny("phi4")
+    rope = {**model.config.rope_parameters, "original_max_position_embeddings": 40, "factor": 3.2}
+    model.config.rope_parameters = rope
+    model.config.original_max_position_embeddings = 40
+    model.save_pretrained(tmp_path)
+    ((inv, scale),) = read_spec(tmp_path).rotary(limit)
+    plain = 1.0 / 1e4 ** (torch.arange(0, 12, 2).float() / 12)
+    assert torch.allclose(inv, plain / torch.tensor(rope[kind]))
+    assert scale == pytest.approx((1 + math.log(3.2) / math.log(40)) ** 0.5)
+
+
+def test_the_gpu_names_the_part_that_it_lacks(tiny_model: Callable[[str], Path]) -> None:
+    words = {
+        "gemma": "norm weights less one", "opt": "LayerNorm", "mixtral": "experts", "olmo2": "norms placed post",
+        "granite": "scaled embedding", "deepseek-llm": "biases in the MLP",
+    }  # fmt: skip
+    for family, word in words.items():
+        with pytest.raises(ConfigError, match=f"the GPU kernels have no {word}"):
+            resolve._check_kernels(read_spec(tiny_model(family)))
+
+
+def test_costs_count_what_a_token_takes(tiny_model: Callable[[str], Path]) -> None:
+    spec = read_spec(tiny_model("qwen2-moe"))
+    idle = 2 * 4 * (3 * 64 * 40)  # two of three layers, four of six experts
+    assert spec.num_parameters - spec.active_parameters == idle
+    assert [o.name for o in spec.layer_operations(1)][-2:] == ["gate_up", "down"]
+    experts = {o.name: o for o in spec.layer_operations(0) if o.role is Role.EXPERTS}
+    assert set(experts) == {"experts_gate_up", "experts_down"}
+    assert experts["experts_down"].flops == 2 * 2 * 64 * 40
+    rows = {c.name for c in operation_costs(spec, Usage(64, 10, 10))}
+    assert {"router", "experts_gate_up", "experts_down", "shared_down", "down"} <= rows

@@ -149,8 +149,9 @@ def make_tiny(family: str, **overrides: Any) -> Any:
     base = {k: v for k, v in _BASE.items() if k not in ("intermediate_size", "num_key_value_heads")}
     torch.manual_seed(7)
     model = model_class(config_class(**{**(base if name in ("OPT", "GPT2") else _BASE), **options, **overrides}))
+    biases = [(n, b) for n, b in model.named_buffers() if n.endswith("bias") and b.is_floating_point()]
     with torch.no_grad():
-        for tensor_name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        for tensor_name, tensor in [*model.named_parameters(), *biases]:
             if "norm" in tensor_name.rsplit(".", 2)[-2] or "ln_" in tensor_name:
                 if tensor_name.endswith("bias"):
                     tensor.normal_(0, 0.1)
