@@ -77,7 +77,8 @@ class EngineConfig(BaseModel):
     )
     batch_invariant: bool = Field(
         False,
-        description="one accumulation order everywhere: a request's tokens never depend on its neighbours; slower",
+        description="one accumulation order everywhere: a request's tokens and log-probabilities never depend on its "
+        "neighbours; they may in the last bits where it was preempted or began with a cached prefix. Slower",
     )
     cache_dir: str | None = Field(
         None, min_length=1, description="folder of compiled kernels and tuned tiles [$XDG_CACHE_HOME/weft]"

@@ -87,7 +87,7 @@ def make_host_attention(
     if name == "torch":
         from weft.kernels.attention_torch import TorchAttention
 
-        return TorchAttention(shape)
+        return TorchAttention(shape, batch_invariant=batch_invariant)
     if name == "flash-attn":
         from weft.kernels.flash import FlashAttention
 

@@ -20,6 +20,8 @@ from torch import Tensor
 from weft.kernels.attention import AttentionRequests, AttentionShape, HostAttention
 from weft.kernels.reference import AttentionGroup, AttentionWork, paged_attention
 
+INVARIANT_TILE = 128
+"""with batch invariance: prompt positions that are computed together, cut at multiples of this"""
 GROUP_ELEMENTS = 1 << 27
 """bounds a group's gathered K, and its mask: more requests than fit go into several groups"""
 
@@ -43,11 +45,17 @@ TorchStep = Mapping[int | None, WindowStep]
 
 
 class TorchAttention(HostAttention[TorchStep]):
-    """See `attention.HostAttention`. Owns the scratch of the gathered pages."""
+    """See `attention.HostAttention`. Owns the scratch of the gathered pages.
+
+    batch_invariant: nothing depends on what else is in the iteration. Each decode is a group of its own. Prompts are
+    computed in tiles of `INVARIANT_TILE` positions, whose shape and rows follow from the position alone, wherever a
+    chunk begins or ends; requests share no group. Slower: more and smaller products.
+    """
 
     captured = False
 
-    def __init__(self, shape: AttentionShape) -> None:
+    def __init__(self, shape: AttentionShape, *, batch_invariant: bool = False) -> None:
+        self._invariant = batch_invariant
         self._shape = shape
         self._page_size, self._group_size, self._device = shape.page_size, shape.group, shape.device
         self._dtype = shape.dtype
@@ -71,6 +79,9 @@ class TorchAttention(HostAttention[TorchStep]):
         first = np.maximum(seen, 0) // self._page_size if window else np.zeros_like(requests.kv_len)
         num_pages = -(-requests.kv_len // self._page_size) - first
         d = requests.num_decodes
+        if self._invariant:
+            alone = tuple(self._group(requests, np.array([row]), num_pages, first, window) for row in range(d))
+            return alone, tuple(self._tiles(requests, window))
 
         def groups(lengths: NDArray[np.int32], start: int) -> tuple[AttentionGroup, ...]:
             return tuple(
@@ -141,8 +152,39 @@ class TorchAttention(HostAttention[TorchStep]):
         real = column < query_len[:, None]  # [G, Q]
         # Padding repeats the request's first token: it attends to something and its result is thrown away.
         offset = np.where(real, column, 0)
-        tokens = starts[:, None] + offset
-        position = ((kv_len - query_len)[:, None] + offset)[:, :, None]
+        return self._padded(
+            requests.page_table[rows], begin, kv_len, own_pages, width, starts[:, None] + offset,
+            (kv_len - query_len)[:, None] + offset, real, window,
+        )  # fmt: skip
+
+    def _tiles(self, requests: AttentionRequests, window: int | None) -> Iterator[AttentionGroup]:
+        """A group for each request and tile of positions that this iteration computes."""
+        size, starts = self._page_size, np.cumsum(requests.query_len) - requests.query_len
+        for row in range(requests.num_decodes, len(requests.query_len)):
+            end = int(requests.kv_len[row])
+            begin = end - int(requests.query_len[row])
+            for tile in range(begin // INVARIANT_TILE * INVARIANT_TILE, end, INVARIANT_TILE):
+                positions = np.arange(tile, tile + INVARIANT_TILE)
+                real = (positions >= begin) & (positions < end)
+                position = np.where(real, positions, max(tile, begin))[None]
+                first = max(0, tile + 1 - window) // size if window else 0
+                width = -(-(tile + INVARIANT_TILE) // size) - first
+                own = min(width, -(-end // size) - first)
+                yield self._padded(
+                    requests.page_table[row : row + 1], np.array([first]), np.array([end - first * size]),
+                    np.array([own]), width, starts[row] + position - begin, position - first * size, real[None], window,
+                )  # fmt: skip
+
+    def _padded(
+        self, page_table: NDArray[np.int32], begin: NDArray[np.int32], kv_len: NDArray[np.int32],
+        own_pages: NDArray[np.int32], width: int, tokens: NDArray[np.int32], positions: NDArray[np.int32],
+        real: NDArray[np.bool_], window: int | None,
+    ) -> AttentionGroup:  # fmt: skip
+        """The group of G requests that read `width` pages from page `begin [G]` on; positions count from there.
+
+        page_table `[G, P]`; kv_len and own_pages `[G]`; tokens, positions and real `[G, Q]`.
+        """
+        position = positions[:, :, None]
         key = np.arange(width * self._page_size)
         visible = key <= position
         if window:
@@ -151,7 +193,7 @@ class TorchAttention(HostAttention[TorchStep]):
         mask = np.repeat(mask[:, None], self._group_size, axis=1)
         # Pages reserved for later chunks are left out.
         place = np.arange(width)
-        table = requests.page_table[rows[:, None], np.minimum(begin[:, None] + place, requests.page_table.shape[1] - 1)]
+        table = np.take_along_axis(page_table, np.minimum(begin[:, None] + place, page_table.shape[1] - 1), 1)
         pages = np.where(place < own_pages[:, None], table, 0)
         # Beyond a request's own pages lies the dummy page, which stays finite: only its own last page has a stale tail.
         stale = np.flatnonzero((key >= kv_len[:, None]) & (key < (own_pages * self._page_size)[:, None]))
@@ -164,6 +206,6 @@ class TorchAttention(HostAttention[TorchStep]):
             unpad=None if real.all() else index(np.flatnonzero(real)),
             rows=index(tokens[real]),
             pages=index(pages.reshape(-1)),
-            mask=torch.from_numpy(mask.reshape(len(rows), 1, -1, len(key))).to(self._device, self._dtype),
+            mask=torch.from_numpy(mask.reshape(len(tokens), 1, -1, len(key))).to(self._device, self._dtype),
             stale=index(stale),
         )

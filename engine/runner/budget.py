@@ -8,7 +8,7 @@ from weft.engine.runner.resolve import ResolvedConfig, memory_bytes
 from weft.engine.wire.messages import MemoryBudget
 from weft.kernels.attention_torch import GROUP_ELEMENTS
 
-RUNTIME_BYTES = 400 << 20
+RUNTIME_BYTES = 560 << 20
 """of a process on a CPU: interpreter, libraries, threads, and what oneDNN keeps of compiled products (see
 `wire.spawn.PRIMITIVE_CACHES`)"""
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from weft.engine.model.layer_weights import ProductWeights
@@ -15,6 +17,10 @@ from weft.engine.runner.launchers import launchers_of
 from weft.kernels import experts_reference as expert_twins
 from weft.kernels import reference as twins
 from weft.kernels.attention import AttentionBackend
+
+BLOCK_ROWS = (32, 16, 8, 4, 2, 1)
+"""tried in this order for batch invariance; one row at a time always holds"""
+PROBES = 2
 
 
 class CpuInputs(NamedTuple):
@@ -147,26 +153,109 @@ TABLE: Mapping[str, Launcher] = {
 
 
 class CpuExecutor:
-    """Weights and KV pool of the CPU. Raises `ModelError` for a model with an operation it cannot launch."""
+    """Weights and KV pool of the CPU. Raises `ModelError` for a model with an operation it cannot launch.
 
-    def __init__(self, spec: ModelSpec, weights: Weights, kv: Tensor, attention: AttentionBackend[Any]) -> None:
+    invariant: what a row becomes depends on that row alone. A library picks a product's order of additions by its
+    shape, so all between two attentions runs in blocks of as many rows, padded.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        kv: Tensor,
+        attention: AttentionBackend[Any],
+        *,
+        invariant: bool = False,
+    ) -> None:
         self.spec, self.weights, self.kv, self.attention = spec, weights, kv, attention
+        self.block_rows = 0
+        """of every operation between attentions; 0: as many as there are"""
+        self._unknown = invariant
         launchers = launchers_of(spec, TABLE, "the CPU")
         self._steps = [
             (launchers[op.name], op, layer) for layer in range(spec.num_layers) for op in spec.layer_operations(layer)
         ]
 
     def forward(self, inputs: CpuInputs) -> tuple[Tensor, Tensor]:
-        """The residual stream after the last layer: x `[T, H]` and its sum of squares `[T]`."""
+        """The residual stream after the last layer: x `[T, H]` and its sum of squares `[T]`.
+
+        With batch invariance both have further rows, of nobody.
+        """
+        if self._unknown:  # found here, because a product also depends on the threads of who asks for it
+            # Experts take together what comes to each of them: how much that is, the neighbours decide.
+            candidates = BLOCK_ROWS if self.spec.experts is None else (1,)
+            self.block_rows = next(rows for rows in candidates if rows == 1 or self._holds(rows))
+            self._unknown = False
+        if self.block_rows:
+            return self._forward_in_blocks(inputs)
         iteration = _Iteration(self, inputs)
         for launch, op, layer in self._steps:
             launch(iteration, op, layer)
         return iteration.activations["x"], iteration.sumsq
 
+    def _forward_in_blocks(self, inputs: CpuInputs) -> tuple[Tensor, Tensor]:
+        """As `forward`, but for the attentions a block of rows after the other; tokens of nobody fill the last one."""
+        height = self.block_rows
+        columns = (_filled(column, height).split(height) for column in inputs[:3])
+        parts = zip(*columns, strict=True)
+        blocks = [_Iteration(self, CpuInputs(ids, at, slots, inputs.attention)) for ids, at, slots in parts]
+        attended = torch.cat([block.activations["a"].zero_() for block in blocks])
+        for block, part in zip(blocks, attended.split(height), strict=True):
+            block.activations["a"] = part
+        whole = copy.copy(blocks[0])
+        for launch, op, layer in self._steps:
+            if op.role.attends:
+                queries = torch.cat([block.activations[op.source] for block in blocks])
+                whole.activations = {op.source: queries, op.target: attended}
+                launch(whole, op, layer)
+            else:
+                for block in blocks:
+                    launch(block, op, layer)
+        return torch.cat([block.activations["x"] for block in blocks]), torch.cat([block.sumsq for block in blocks])
+
     def logits(self, x: Tensor, sumsq: Tensor, rows: Tensor) -> Tensor:
         """`[S, V]` float32 logits of the rows `[S]` that need them."""
+        if not self.block_rows or not len(rows):
+            return self._head(x[rows], sumsq[rows])
+        blocks = _filled(rows, self.block_rows).split(self.block_rows)
+        return torch.cat([self._head(x[block], sumsq[block]) for block in blocks])[: len(rows)]
+
+    def _head(self, x: Tensor, sumsq: Tensor) -> Tensor:
         w, spec = self.weights, self.spec
         return twins.lm_head(
-            x[rows], sumsq[rows], w.norm, w.lm_head, spec.norm.eps, norm_bias=w.norm_bias, centred=spec.norm.centred,
+            x, sumsq, w.norm, w.lm_head, spec.norm.eps, norm_bias=w.norm_bias, centred=spec.norm.centred,
             bias=w.head_bias, scale=spec.logits_scale, softcap=spec.logits_softcap,
         )  # fmt: skip
+
+    def _holds(self, rows: int) -> bool:
+        """Whether a row of a block of so many becomes the same to the bit at every place, whatever the others are."""
+        generator = torch.Generator().manual_seed(0)
+        width = self.spec.num_heads * self.spec.head_dim
+        for _ in range(PROBES):
+            token = torch.randint(self.spec.vocab_size, (rows,), generator=generator)
+            attended = torch.randn(rows, width, generator=generator)
+            alike = self._probe(token[:1].expand(rows), attended[:1].expand(rows, -1))
+            seen = [*alike.unbind(), self._probe(token, attended)[0]]
+            token[rows - 1], attended[rows - 1] = token[0], attended[0]
+            seen.append(self._probe(token, attended)[rows - 1])
+            if not all(torch.equal(row, seen[0]) for row in seen):
+                return False
+        return True
+
+    def _probe(self, token_ids: Tensor, attended: Tensor) -> Tensor:
+        """`[rows, …]`: all that the first layer's operations and the head make of rows, whatever they attended to."""
+        nowhere = torch.zeros(len(token_ids), dtype=torch.int64)
+        iteration = _Iteration(self, CpuInputs(token_ids, nowhere, nowhere, None))
+        made = iteration.activations
+        made["a"] = attended.to(made["x"].dtype)
+        for launch, op, layer in self._steps:
+            if layer == 0 and not op.role.attends:
+                launch(iteration, op, layer)
+        self.kv[0] = 0  # the dummy page, which took the keys and values
+        return torch.cat([*(x.flatten(1).float() for x in made.values()), self._head(made["x"], iteration.sumsq)], 1)
+
+
+def _filled(values: Tensor, multiple: int) -> Tensor:
+    """`[n]` with zeros up to a multiple."""
+    return torch.nn.functional.pad(values, (0, -len(values) % multiple))

@@ -74,8 +74,10 @@ class CpuRunner:
 
     def __init__(self, spec: ModelSpec, weights: Weights, config: ResolvedConfig) -> None:
         self.kv = _allocate(config)
-        self._attention = make_host_attention(config.attention, config.attention_shape(spec))
-        self._executor = CpuExecutor(spec, weights, self.kv, self._attention)
+        self._attention = make_host_attention(
+            config.attention, config.attention_shape(spec), batch_invariant=config.batch_invariant
+        )
+        self._executor = CpuExecutor(spec, weights, self.kv, self._attention, invariant=config.batch_invariant)
         self._last_token = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=config.device)
         self._sampling = Sampling(config.device, config.max_num_seqs, spec.vocab_size)
         self._num_threads = config.cpu_threads

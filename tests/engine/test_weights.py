@@ -14,7 +14,7 @@ import pytest
 import torch
 from harness import GREEDY, Harness
 from safetensors.torch import load_file, save_file
-from tiny import save_tiny
+from tiny import FAMILIES, save_tiny
 
 import weft.engine.engine as engine_module
 from weft.engine.config import EngineConfig
@@ -102,7 +102,7 @@ def test_other_surplus_tensors_are_told_in_one_line(whole: Path, capfd: pytest.C
     assert line.endswith("model.layers.0.self_attn.q_proj.bias")
 
 
-@pytest.mark.parametrize("family", ["llama2", "yi", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_whole_checkpoint_says_nothing(
     tiny_model: Callable[[str], Path], family: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,109 @@
+"""`--batch-invariant` on a CPU: log-probabilities are equal to the bit, whatever shares the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import GREEDY, Harness
+
+from weft.engine.runner.cpu_executor import CpuExecutor
+from weft.engine.wire.messages import TokenLogprobs
+
+DTYPES = ("float32", "bfloat16")
+Said = tuple[list[int], list[TokenLogprobs], list[TokenLogprobs]]
+
+
+def engine(model: Any, dtype: str, **options: Any) -> Harness:
+    return Harness(
+        model, **{"dtype": dtype, "num_pages": 300, "prefix_caching": False, "batch_invariant": True, **options}
+    )
+
+
+def ask(harness: Harness, prompt: np.ndarray, i: int = 0) -> int:
+    how = GREEDY if i % 2 else {"temperature": 0.8, "seed": i, "top_p": 0.9}
+    return harness.add(prompt, max_tokens=6, logprobs=3, ignore_eos=True, **how)
+
+
+def said(harness: Harness, handle: int) -> Said:
+    return harness.tokens[handle], harness.logprobs[handle], harness.prompt_logprobs[handle]
+
+
+def prompts_of(count: int, longest: int, vocabulary: int = 2000) -> list[np.ndarray]:
+    rng = np.random.default_rng(1)
+    return [rng.integers(6, vocabulary, int(rng.integers(2, longest))) for _ in range(count)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_twenty_four_together_say_what_each_says_alone(dtype: str) -> None:
+    prompts = prompts_of(24, 200)
+    alone, together = engine("demo", dtype), engine("demo", dtype)
+    one_by_one = []
+    for i, prompt in enumerate(prompts):
+        one_by_one.append(ask(alone, prompt, i))
+        alone.run()
+    handles = [ask(together, prompt, i) for i, prompt in enumerate(prompts)]
+    together.run()
+    assert [said(together, h) for h in handles] == [said(alone, h) for h in one_by_one]
+
+
+@pytest.mark.parametrize("family", ["llama2", "qwen2", "qwen3", "qwen3-moe", "gpt-oss", "gemma3", "phi3", "gpt2"])
+def test_it_holds_for_each_kind_of_layer_and_for_scored_prompts(tiny_model: Callable[[str], Path], family: str) -> None:
+    prompts = prompts_of(9, 120, 190)
+    alone, together = (engine(tiny_model(family), "float32", page_size=8) for _ in range(2))
+
+    def scored(harness: Harness, prompt: np.ndarray) -> int:
+        return harness.add(prompt, max_tokens=4, logprobs=2, prompt_logprobs=2, ignore_eos=True, **GREEDY)
+
+    one_by_one = []
+    for prompt in prompts:
+        one_by_one.append(scored(alone, prompt))
+        alone.run()
+    handles = [scored(together, prompt) for prompt in prompts]
+    together.run()
+    assert [said(together, h) for h in handles] == [said(alone, h) for h in one_by_one]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_neither_chunks_nor_a_prefix_that_was_read_before_change_anything(dtype: str) -> None:
+    prompt = np.random.default_rng(2).integers(6, 2000, 400)
+    whole = engine("demo", dtype, max_num_batched_tokens=1024)
+    chunks = engine("demo", dtype, max_num_batched_tokens=128)
+    cached = engine("demo", dtype, prefix_caching=True)
+    cached.add(prompt[:200], max_tokens=1)
+    cached.run()
+    handles = [ask(harness, prompt, 1) for harness in (whole, chunks, cached)]
+    for harness in (whole, chunks, cached):
+        harness.run()
+    first, *others = (said(harness, handle) for harness, handle in zip((whole, chunks, cached), handles, strict=True))
+    assert others == [first, first]
+    assert cached.cached[handles[2]] == 192
+
+
+def test_blocks_in_which_the_place_matters_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe, asked = CpuExecutor._probe, []
+
+    def odd(self: CpuExecutor, token_ids: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        asked.append(len(token_ids))
+        made = probe(self, token_ids, attended)
+        if len(token_ids) > 4:
+            made[-1, 0] = torch.nextafter(made[-1, 0], torch.tensor(9e9))
+        return made
+
+    monkeypatch.setattr(CpuExecutor, "_probe", odd)
+    harness = engine("demo", "float32")
+    harness.add(range(10, 20), max_tokens=1)
+    harness.run()
+    assert harness.engine.runner._executor.block_rows == 4
+    assert sorted(set(asked), reverse=True) == [32, 16, 8, 4]
+
+
+def test_without_the_option_all_rows_run_at_once() -> None:
+    harness = engine("demo", "float32", batch_invariant=False)
+    harness.add(range(10, 20), max_tokens=1)
+    harness.run()
+    assert harness.engine.runner._executor.block_rows == 0
