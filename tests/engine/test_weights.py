@@ -20,7 +20,7 @@ import weft.engine.engine as engine_module
 from weft.engine.config import EngineConfig
 from weft.engine.demo import MODEL_PATH
 from weft.engine.engine import Engine
-from weft.engine.errors import ModelError
+from weft.engine.errors import ModelError, OutOfMemory
 from weft.engine.memory.model_id import model_id
 from weft.engine.model.directory import read_spec
 from weft.engine.model.weights import load_weights
@@ -183,13 +183,19 @@ def test_pages_have_the_name_of_the_weights_that_made_them(whole: Path) -> None:
     assert index._model_id == before.encode() != model_id(config, layout).encode()
 
 
-def test_a_context_beyond_all_memory_is_cut_to_what_pages_can_hold(tmp_path: Path) -> None:
-    path = save_tiny("llama2", tmp_path, max_position_embeddings=2**40)
+def test_a_context_beyond_the_pages_is_cut_to_what_they_can_hold(tmp_path: Path) -> None:
+    path = save_tiny("llama2", tmp_path, max_position_embeddings=2**20)
     for options, limit in (({}, 19 * 8), ({"max_model_len": 100}, 100)):
         engine = Engine(EngineConfig(model=str(path), page_size=8, num_pages=20, **options))
         assert engine.resolved.max_model_len == limit
-        assert engine.runner._executor.weights.rotary.shape[0] == limit
+        assert {len(table) for table in engine.runner._executor.weights.rotary} == {limit}
         engine.close()
-    engine = Engine(EngineConfig(model=str(path), kv_cache_gib=0.01))
-    assert engine.resolved.max_model_len < 2**20
+
+
+def test_a_context_beyond_all_memory_needs_a_limit(tmp_path: Path) -> None:
+    path = save_tiny("llama2", tmp_path, max_position_embeddings=2**40)
+    with pytest.raises(OutOfMemory, match="lower --max-model-len"):
+        Engine(EngineConfig(model=str(path)))
+    engine = Engine(EngineConfig(model=str(path), max_model_len=100, num_pages=20))
+    assert {len(table) for table in engine.runner._executor.weights.rotary} == {100}
     engine.close()
