@@ -145,6 +145,8 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self.transport.is_closing():
+            self._watch_reader()  # it waits for the last byte to leave
         if not self._in_headers and self.cycle.response_complete:
             self._timer = self.loop.call_later(REST_SECONDS, self.transport.close)
 
@@ -163,10 +165,16 @@ class Connection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._watch_reader()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._watch_reader()
+
+    def _watch_reader(self) -> None:
         if self._stall is None:
             seconds = self._service.config.client_stall_timeout
-            paused = lambda: self.flow.write_paused  # noqa: E731
-            self._stall = StallWatch(self.loop, self.transport, seconds, paused, self._on_stall)
+            self._stall = StallWatch(self.loop, self.transport, seconds, self._on_stall)
         self._stall.begin()
 
     def _on_stall(self) -> None:

@@ -1,6 +1,7 @@
 """`StallWatch`: notices a client that leaves data unread for too long.
 
-It costs nothing while clients keep up: a transport that takes no more bytes begins it, and from there a timer looks on.
+It costs nothing while clients keep up: a transport that takes no more bytes, or is closing, begins
+it, and from there a timer looks on.
 """
 
 from __future__ import annotations
@@ -18,21 +19,19 @@ LOOKS = 4
 class StallWatch:
     """One connection's. Attributes: `stalled`, whether it has ended the connection."""
 
-    __slots__ = ("_left", "_loop", "_on_stall", "_paused", "_seconds", "_timer", "_transport", "_unread", "stalled")
+    __slots__ = ("_left", "_loop", "_on_stall", "_seconds", "_timer", "_transport", "_unread", "stalled")
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         transport: asyncio.Transport,
         seconds: float,
-        paused: Callable[[], bool],
         on_stall: Callable[[], None],
     ) -> None:
-        """`seconds`: without progress, 0 for ever. `paused`: the transport takes no more now."""
+        """`seconds`: without progress, 0 for ever."""
         self._loop = loop
         self._transport = transport
         self._seconds = seconds
-        self._paused = paused
         self._on_stall = on_stall
         self._timer: asyncio.TimerHandle | None = None
         self._unread = 0
@@ -40,9 +39,9 @@ class StallWatch:
         self.stalled = False
 
     def begin(self) -> None:
-        """The transport takes no more: look at the client from now on, until it does."""
-        if self._timer is None and self._seconds:
-            self._unread, self._left = self._count(), LOOKS
+        """Look at the client from now on, until the transport has nothing left to send. Idempotent."""
+        if self._timer is None and self._seconds and self._transport.get_write_buffer_size():
+            self._unread, self._left = -1, LOOKS
             self._wait()
 
     def end(self) -> None:
@@ -56,10 +55,10 @@ class StallWatch:
 
     def _look(self) -> None:
         self._timer = None
-        if not self._paused():
+        if not self._transport.get_write_buffer_size():
             return
         unread = self._count()
-        self._left = self._left - 1 if unread == self._unread else LOOKS
+        self._left = self._left - 1 if unread == self._unread else LOOKS - 1
         self._unread = unread
         if self._left:
             self._wait()

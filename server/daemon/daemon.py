@@ -335,6 +335,8 @@ class Daemon:
             logger.error("API process %d ended (%s); another one starts in %g s", i, how, pause)
             self._metrics.api_restarts.inc()
             await asyncio.sleep(pause)
+            if self._handed_over:
+                return
 
     def _nobody_will_serve(self, i: int) -> bool:
         """The i-th API process has ended again, and no other one makes up for it."""
@@ -365,7 +367,7 @@ class Daemon:
         self._fruitless[i] += 1
         self._introduce(i)
         if self._asked_to_stop.is_set():
-            process.send(Drain())
+            process.send(HandOver() if self._handed_over else Drain())
         async for message in process.messages():
             match message:
                 case Ready():

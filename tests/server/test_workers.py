@@ -232,6 +232,12 @@ async def test_an_engine_can_be_started_again(tmp_path: Path) -> None:
     with running(tmp_path, "--api-workers", "2") as daemon:
         async with client(daemon) as http:
             tasks = await begin(http, 8)
+            totals = (
+                "weft_generation_tokens_total",
+                "weft_prompt_tokens_total",
+                'weft_iterations_total{plan="serial"}',
+            )
+            figures = {name: await metric(http, name) for name in totals}
             os.kill(daemon.engine_pid, signal.SIGKILL)
             results = await asyncio.gather(*tasks.values())
             assert [events[-1]["error"]["code"] for events in results] == ["engine_dead"] * 8
@@ -244,6 +250,8 @@ async def test_an_engine_can_be_started_again(tmp_path: Path) -> None:
             await asyncio.sleep(0.5)
             assert (await stream(http, max_tokens=5))[-1] == "[DONE]"
             assert await metric(http, "weft_engine_restarts_total") == 1
+            for name, figure in figures.items():  # counters go on, and another process says the same
+                assert await metric(http, name) >= figure > 0
         daemon.process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(daemon.process.wait, 10) == 0
 
