@@ -21,7 +21,7 @@ class BodyBounds(NamedTuple):
 
     max_bytes: int
     max_keys: int
-    """of all objects"""
+    """of all objects; and so many arrays and objects"""
     max_values: int
     """in all arrays and objects"""
 
@@ -36,6 +36,8 @@ class BodyBounds(NamedTuple):
         """Raises `ValueError`. Counts marks, which text may have too, but not so many where it fits the model."""
         if data.count(b":") > self.max_keys:
             raise ValueError(f"more than {self.max_keys} keys")
+        if data.count(b"[") + data.count(b"{") > self.max_keys:
+            raise ValueError(f"more than {self.max_keys} arrays and objects")
         if data.count(b",") > self.max_values:
             raise ValueError(f"more than {self.max_values} values")
 

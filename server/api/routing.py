@@ -45,8 +45,7 @@ class JsonRequest(Request):
         """The document; of a large one the model, which FastAPI takes as it is."""
         service: Service = self.app.state.service
         try:
-            if len(data) > LARGE_BODY:
-                service.body_bounds.check(data)
+            service.body_bounds.check(data)
             value = parse_json(data)
         except ValueError as error:
             raise bad_request(f"The body is not valid JSON: {clip(str(error))}", code="invalid_json") from None
