@@ -58,7 +58,15 @@ async def chat_completions(body: ChatBody, request: Request, service: ServiceOf)
     # Every character of a forced call is markup: there is no text for stop strings to end.
     stops = () if forced else body.stop
     generation = Generation(
-        service, body, [Prompt(ids)], [params], request.scope, show=show, grammar=grammar, stops=stops
+        service,
+        body,
+        [Prompt(ids)],
+        [params],
+        request.scope,
+        show=show,
+        grammar=grammar,
+        stops=stops,
+        markup=form.markup if form is not None else None,
     )
     return Answer(generation, ChatShape(loaded.tokenizer, body, form, forced=forced), model, int(time.time()))
 

@@ -112,6 +112,7 @@ class Choice:
             piece.text += self._show(self._detokenizer.flush())
             if not self._stopped(piece):
                 piece.text += self._stops.flush() if self._stops is not None else ""
+            if not self._stopped(piece):
                 self._finish(piece, "length" if delta.finish is Finish.LENGTH else "stop", piece.stop_reason)
         return piece
 

@@ -44,10 +44,12 @@ class Generation:
         show: frozenset[int] = frozenset(),
         grammar: Grammar | None = None,
         stops: Sequence[str] | None = None,
+        markup: tuple[str, str | None] | None = None,
     ) -> None:
         """`params`: one per prompt. `scope`: of the request, with what `middleware` put into it.
 
         `show`: special tokens that are text in this answer. `stops`: instead of the body's stop strings.
+        `markup`: marks between which there are none.
         """
         if body.request_id is not None and not scope["weft.named"]:
             scope["weft.request_id"] = body.request_id
@@ -60,6 +62,7 @@ class Generation:
         self.choices: list[Choice] = []
         self._params = params
         self._stops = body.stop if stops is None else stops
+        self._markup = markup
         self._salt: str = scope["weft.salt"]
         self._constraint = grammar.field if grammar is not None else None
         self._loaded = service.loaded
@@ -104,7 +107,9 @@ class Generation:
             i,
             stream,
             loaded.tokenizer.detokenizer(prompt.token_ids, show=self._show),
-            StopStrings(self._stops, include=body.include_stop_str_in_output) if self._stops else None,
+            StopStrings(self._stops, include=body.include_stop_str_in_output, markup=self._markup)
+            if self._stops
+            else None,
             min_tokens=body.min_tokens,
             stop_token_ids=body.stop_token_ids,
             hidden_ids=loaded.tokenizer.skip_ids - self._show,

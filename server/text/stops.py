@@ -10,11 +10,18 @@ class StopStrings:
 
     Holds back what could be the beginning of a stop string: at most `max(len(stop)) - 1` characters.
     `matched` is the stop string found; nothing is emitted after it. With `include` it is part of the text.
+    What stands between `markup`'s two marks (without a second: behind the first), and these, is no text: no stop string
+    is looked for in it.
     """
 
-    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+    def __init__(
+        self, stops: Sequence[str], *, include: bool = False, markup: tuple[str, str | None] | None = None
+    ) -> None:
         self._stops = tuple(stops)
         self._include = include
+        self._markup = markup
+        self._inside = False
+        """in the markup"""
         self._held = ""
         self.matched: str | None = None
 
@@ -24,20 +31,47 @@ class StopStrings:
             return text
         if self.matched is not None or not text:
             return ""
-        buffer = self._held + text
+        buffer, self._held = self._held + text, ""
+        return self._read(buffer) if self._markup is None else self._read_marked(buffer, *self._markup)
+
+    def flush(self) -> str:
+        """The end without a stop string: what was held back is text after all."""
+        held, self._held = self._held, ""
+        if self._inside or self._markup is None:
+            return held
+        shown = self._read(held)  # what could have been a mark
+        held, self._held = self._held, ""
+        return shown + held
+
+    def _read(self, buffer: str) -> str:
+        """Of text, what can be shown; the rest is held back."""
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := buffer.find(stop)) >= 0]
         if found:
             end, at, self.matched = min(found)
-            self._held = ""
             return buffer[: end if self._include else at]
         held = self._possible_start(buffer)
         self._held = buffer[len(buffer) - held :]
         return buffer[: len(buffer) - held]
 
-    def flush(self) -> str:
-        """The end without a stop string: what was held back is text after all."""
-        held, self._held = self._held, ""
-        return held
+    def _read_marked(self, buffer: str, begin: str, end: str | None) -> str:
+        """Of text with markup in it, what can be shown."""
+        shown = ""
+        while self.matched is None:
+            mark = end if self._inside else begin
+            if mark is None:
+                return shown + buffer
+            before, found, rest = buffer.partition(mark)
+            held = "" if found else before[len(before) - _beginning(before, mark) :]
+            before = before[: len(before) - len(held)]
+            shown += before if self._inside else self._read(before)
+            if not found:
+                self._held += held
+                break
+            if self.matched is None:
+                shown += self._held + mark  # no stop string goes on in the markup
+                self._held = ""
+            self._inside, buffer = not self._inside, rest
+        return shown
 
     def _possible_start(self, buffer: str) -> int:
         """Length of the longest end of `buffer` that begins a stop string."""
@@ -49,3 +83,8 @@ class StopStrings:
             if at >= 0:
                 longest = max(longest, len(buffer) - at)
         return longest
+
+
+def _beginning(text: str, mark: str) -> int:
+    """Length of the longest end of `text` that begins `mark` and is not all of it."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

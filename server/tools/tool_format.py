@@ -51,6 +51,11 @@ class ToolFormat(Protocol):
         """Tokens that a parser must see although they are special."""
         ...
 
+    @property
+    def markup(self) -> tuple[str, str | None] | None:
+        """What calls stand between, as far as that can be told: the marks of each, or one that all stand behind."""
+        ...
+
     def parser(self, names: frozenset[str]) -> ToolParser:
         """For one answer to a request that offers these tools."""
         ...

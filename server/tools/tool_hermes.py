@@ -12,6 +12,7 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 
 class HermesFormat:
     markers = (BEGIN, END)
+    markup: tuple[str, str | None] | None = (BEGIN, END)
 
     def parser(self, _: frozenset[str]) -> ToolParser:
         return _HermesParser()

@@ -12,6 +12,7 @@ TAG = "<|python_tag|>"
 
 class Llama3Format:
     markers = (TAG,)
+    markup: tuple[str, str | None] | None = None
 
     def parser(self, names: frozenset[str]) -> ToolParser:
         return _Llama3Parser(names)

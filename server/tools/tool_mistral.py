@@ -30,6 +30,7 @@ def mistral_id() -> str:
 
 class MistralFormat:
     markers = (BEGIN, ARGS, CALL_ID)
+    markup: tuple[str, str | None] | None = (BEGIN, None)
 
     def __init__(self, *, has_args: bool) -> None:
         """has_args: the vocabulary has `[ARGS]`, so the model writes the newer form."""

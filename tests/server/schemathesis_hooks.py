@@ -17,8 +17,10 @@ GRAMMARS = (
     "guided_regex",
     "guided_choice",
     "guided_grammar",
-    "allowed_token_ids",
-    "bad_words",
+    "json_schema",
+    "regex",
+    "ebnf",
+    "grammar",
 )
 _kept = itertools.cycle((*GRAMMARS, None))
 

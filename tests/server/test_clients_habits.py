@@ -225,6 +225,26 @@ async def test_stop_strings_and_limits_leave_no_pieces_of_a_forced_call(server: 
     assert (choice["message"]["content"] or "", choice["finish_reason"]) == ("", "length")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stop_strings_end_text_and_no_call(stream: bool) -> None:
+    async with serving(tool_call_parser="hermes") as server:
+        for text, content, calls in ((f"Hm.{CALL}", "Hm.", 1), (f"S{CALL}\na.", "S", 1), ("hm, a", "hm, ", 0)):
+            server.engine.script = Script(text)
+            if stream:
+                chunks = [
+                    one for chunk in await streamed(server, tools=[ADD], stop=["a", "_c"]) for one in chunk["choices"]
+                ]
+                got = "".join(one["delta"].get("content") or "" for one in chunks)
+                arguments = "".join(
+                    call["function"]["arguments"] for one in chunks for call in one["delta"].get("tool_calls", ())
+                )
+            else:
+                message = (await server.chat(tools=[ADD], stop=["a", "_c"]))["choices"][0]["message"]
+                got = message["content"] or ""
+                arguments = "".join(call["function"]["arguments"] for call in message.get("tool_calls", ()))
+            assert (got.strip(), arguments) == (content.strip(), '{"a": 1}' * calls)
+
+
 async def test_tools_are_written_out_for_a_template_that_knows_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stub, "MAX_MODEL_LEN", 4096)
     async with serving() as server:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 
 from hypothesis import given, settings
@@ -74,3 +75,29 @@ def test_only_a_possible_beginning_is_held_back() -> None:
 
 def test_without_stop_strings_text_passes_at_once() -> None:
     assert StopStrings([]).feed("anything") == "anything"
+
+
+@given(
+    st.lists(st.sampled_from(["a", "b", "<", "/", ">", "<>", "</>", "ab"]), max_size=20).map("".join),
+    st.lists(st.text("ab<>/", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.lists(st.integers(0, 40)),
+    st.booleans(),
+    st.booleans(),
+)
+@settings(max_examples=400)
+def test_no_stop_string_is_found_in_markup(
+    text: str, stops: list[str], cuts: list[int], include: bool, endless: bool
+) -> None:
+    borders = sorted({0, len(text), *(cut for cut in cuts if cut <= len(text))})
+    matcher = StopStrings(stops, include=include, markup=("<>", None if endless else "</>"))
+    shown = "".join(matcher.feed(text[start:end]) for start, end in pairwise(borders))
+    if matcher.matched is None:
+        shown += matcher.flush()
+    wanted, matched = "", None
+    for part in re.split(r"(<>.*)" if endless else r"(<>.*?</>|<>.*)", text):
+        if matched is None and part.startswith("<>"):
+            wanted += part
+        elif matched is None:
+            cut, matched = expected(part, stops, include)
+            wanted += cut
+    assert (shown, matcher.matched) == (wanted, matched)
