@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -212,7 +213,26 @@ async def test_hostile_grammars_end_in_an_answer(compiler: Compiler, text: str, 
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.slow
+async def test_a_connection_that_closes_frees_its_seat() -> None:
+    from stub import serving
+
+    async with serving() as server:
+        compiler = server.service.loaded.grammars
+        compiler.slow.seconds, compiler.memory_bytes = 60.0, 2**32
+        schema = {"type": "integer", "multipleOf": 4999999}
+        body = json.dumps({"prompt": "hi", "structured_outputs": {"json": schema}}).encode()
+        host, port = server.url.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+        await server.settle(lambda: bool(compiler.slow.running), 20)
+        writer.close()
+        await server.settle(lambda: not compiler.slow.running, 20)
+        assert not compiler._trials
+        assert server.engine.added == []
+        assert (await server.complete(structured_outputs={"choice": ["hello world"]}))["choices"]
+
+
 async def test_bombs_leave_the_server_as_it_was(tmp_path: Path) -> None:
     from live import running
 
