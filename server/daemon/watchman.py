@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from weft.engine.wire.beat import ENGINE, Watch
-from weft.engine.wire.child import Stacks, has_ended
+from weft.engine.wire.child import Stacks, has_ended, threads
 from weft.server.observe.counters import Counter
 
 LOOK_SECONDS = 0.5
+LAST_SECONDS = 10.0
+"""within which a killed process is gone, unless the kernel holds it"""
 
 logger = logging.getLogger("weft")
 
@@ -48,7 +50,8 @@ class Watchman:
             await asyncio.sleep(LOOK_SECONDS)
             self._watch.look()
             for charge in list(self._charges()):
-                if charge.bound and (age := self._watch.late(charge.row, charge.bound)) is not None:
+                given_up = self._watch.beats.given_up(charge.row)
+                if charge.bound and not given_up and (age := self._watch.late(charge.row, charge.bound)) is not None:
                     await self._end(charge, age)
 
     async def _end(self, charge: Charge, age: float) -> None:
@@ -64,3 +67,10 @@ class Watchman:
         logger.error("%s hangs%s: no progress for %.0f s; it is killed%s\n%s", name, doing, age, last, stacks)
         hangs.inc()
         process.kill(f"{name} hung{doing}: no progress for {age:.0f} s")
+        asyncio.get_running_loop().call_later(LAST_SECONDS, self._check_ended, name, process.pid)
+
+    @staticmethod
+    def _check_ended(name: str, pid: int) -> None:
+        """What a driver holds does not end when killed: nothing but a restart of the machine may help."""
+        if not has_ended(pid):
+            logger.error("%s was killed and does not end: the kernel holds it\n%s", name, threads(pid))

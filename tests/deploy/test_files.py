@@ -8,6 +8,7 @@ import pytest
 from files import DEPLOY, dashboards, metric_names, queries, read_yaml, rules
 from prometheus_client.parser import text_string_to_metric_families
 
+from weft.engine.wire.beat import Beats, Watch
 from weft.engine.wire.messages import EngineReady
 from weft.server.observe.metrics import Metrics
 
@@ -17,7 +18,7 @@ DATA_PANELS = ("timeseries", "stat", "heatmap")
 @pytest.fixture(scope="module")
 def known() -> set[str]:
     """Names of samples: the daemon's, and those that rules record."""
-    metrics = Metrics()
+    metrics = Metrics(watch=Watch(Beats(2)))
     ready = {name: 0 for name in EngineReady.__struct_fields__ if name != "eos_token_ids"}
     metrics.engine_loaded("demo", EngineReady(**{**ready, "dtype": "", "device": "", "eos_token_ids": ()}))
     metrics.requests.labels("/v1/completions", "200").inc()
