@@ -123,6 +123,7 @@ class Metrics:
 
     def engine_died(self) -> None:
         self._engine.up = False
+        self._engine.stats = EngineStats()  # nothing runs or waits any more; its totals begin again with the next one
 
     def engine_stats(self, stats: EngineStats) -> None:
         """What the gauges show. Called for every message of the engine, in every process that answers /metrics."""
