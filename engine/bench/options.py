@@ -6,8 +6,6 @@ import argparse
 import json
 from pathlib import Path
 
-import numpy as np
-
 from weft.engine.errors import ConfigError
 
 Lengths = list[tuple[int, int]]
@@ -93,6 +91,8 @@ def _made_up(workload: str, seed: int) -> Lengths:
         return [(inputs, outputs)] * count
     in_mean, in_sd, out_mean, out_sd = map(float, parts[1:5])
     (count,) = map(int, parts[5:])
+    import numpy as np
+
     rng = np.random.default_rng(seed)
     columns = []
     for mean, sd in ((in_mean, in_sd), (out_mean, out_sd)):

@@ -8,6 +8,12 @@ import shlex
 from collections.abc import Iterator
 from typing import NamedTuple
 
+_ZSH = """\
+(( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }
+autoload -U +X bashcompinit && bashcompinit
+"""
+"""zsh's own completion first, then what understands a script for bash"""
+
 
 class Option(NamedTuple):
     flag: str
@@ -56,7 +62,7 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
     if shell == "fish":
         return "\n".join(_fish(words)) + "\n"
     text = "\n".join(_bash(words)) + "\n"
-    return f"autoload -U +X bashcompinit && bashcompinit\n{text}" if shell == "zsh" else text
+    return _ZSH + text if shell == "zsh" else text
 
 
 def _bash(words: list[Word]) -> Iterator[str]:

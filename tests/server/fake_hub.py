@@ -19,6 +19,8 @@ class Repository:
     branches: dict[str, str] = field(default_factory=lambda: {"main": "a" * 40})
     refuse: tuple[int, str] | None = None
     """status and the hub's code for it"""
+    gated: bool = False
+    """what it is about is told, its files are not given"""
     token: str | None = None
     """that a request must bear"""
 
@@ -96,6 +98,8 @@ class _Handler(BaseHTTPRequestHandler):
                 for file, data in repository.files.items()
             ]
             return self._json(files)
+        if repository.gated:
+            return self._error(403, "GatedRepo")
         if rest[:1] == ["resolve"]:
             return self._file("/".join(rest[2:]), repository, commit)
         return self._error(404, "EntryNotFound")

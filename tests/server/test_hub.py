@@ -162,6 +162,20 @@ def test_a_refusal_is_one_line(there: Hub, tmp_path: Path, refuse: tuple[int, st
     assert said in one_line(weft(tmp_path, there.url, "serve", NAME))
 
 
+def test_a_gated_model_is_one_line_though_its_files_are_listed(there: Hub, tmp_path: Path) -> None:
+    there.repositories[NAME].gated = True
+    assert "is gated: ask for access at" in one_line(weft(tmp_path, there.url, "serve", NAME))
+
+
+def test_a_script_gives_a_name_too(there: Hub, tmp_path: Path) -> None:
+    code = f"from weft import LLM; llm = LLM({NAME!r}, device='cpu', num_pages=16); print(llm.engine.config.model_name)"
+    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_ENDPOINT": there.url}
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == NAME
+
+
 def test_without_a_network_it_says_what_it_would_download_and_how_to_give_a_directory(tmp_path: Path) -> None:
     line = one_line(weft(tmp_path, NOWHERE, "serve", NAME))
     for part in (
