@@ -95,7 +95,7 @@ def windowed(config: Config, sliding: Callable[[int], bool] = lambda _: True) ->
     return tuple(Layer(window) for window in windows(config, sliding))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Family:
     """How a family reads its configs and names its tensors."""
 
