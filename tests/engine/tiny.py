@@ -134,10 +134,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "use_qk_norm": True,
         },
     ),
+    "starcoder2": ("Starcoder2", {"sliding_window": 24}),
     "opt": ("OPT", {"ffn_dim": 112, "word_embed_proj_dim": 64, "init_std": 0.25}),
     "gpt2": ("GPT2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256}),
 }
 
+_SMALL_EMBEDDING = ("Gemma", "Gemma2", "Gemma3Text", "Olmo2", "Granite", "GraniteMoe", "Starcoder2")
 _MODELS = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
 
 
@@ -159,14 +161,7 @@ def make_tiny(family: str, **overrides: Any) -> Any:
                     tensor.uniform_(0.5, 1.5)
             elif tensor_name.endswith(("bias", "sinks")):
                 tensor.normal_(0, 0.1)
-            elif "embed_tokens" in tensor_name and name in (
-                "Gemma",
-                "Gemma2",
-                "Gemma3Text",
-                "Olmo2",
-                "Granite",
-                "GraniteMoe",
-            ):
+            elif "embed_tokens" in tensor_name and name in _SMALL_EMBEDDING:
                 tensor.normal_(0, 0.02)  # else a token's own row outweighs what the layers add
             elif "experts" in tensor_name or "embed_positions" in tensor_name or "wpe" in tensor_name:
                 tensor.normal_(0, 0.25)
