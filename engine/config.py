@@ -10,11 +10,14 @@ from typing import ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from weft.engine.demo import MODEL_PATH as DEMO_MODEL_PATH
+from weft.engine.errors import ConfigError
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Attention = Literal["auto", "triton", "flash-attn", "torch"]
 
+PRESETS = Path(__file__).parent / "model" / "presets"
+"""configurations of known models, a folder each"""
 _SNAPSHOT = re.compile(r"models--(.+?)--(.+)/snapshots/[0-9a-f]{40}$")
 """a directory of the hub's cache"""
 
@@ -37,6 +40,12 @@ class EngineConfig(BaseModel):
         "demo",
         description="'demo' for the embedded demo model, a Hugging Face model directory, or ORG/NAME on the hub, "
         "downloaded once",
+    )
+    model_preset: str | None = Field(
+        None,
+        min_length=1,
+        description="a shape that weft knows, instead of a model, with --load-format dummy: qwen3-30b-a3b and others "
+        "(weft inspect --model-preset help)",
     )
     revision: str | None = Field(None, min_length=1, description="branch, tag or commit of ORG/NAME [main]")
     load_format: Literal["auto", "dummy"] = Field(
@@ -112,6 +121,27 @@ class EngineConfig(BaseModel):
             raise ValueError("must name a model directory, or 'demo'")
         return value
 
+    @staticmethod
+    def known_preset(name: str) -> str:
+        """The name, if weft has such a preset. Raises `ConfigError`, which lists them."""
+        known = sorted(path.parent.name for path in PRESETS.glob("*/config.json"))
+        if name not in known:
+            raise ConfigError(f"there is no model preset {name!r}; there are {', '.join(known)}")
+        return name
+
+    @model_validator(mode="after")
+    def _a_preset_has_no_weights(self) -> EngineConfig:
+        if self.model_preset is not None:
+            try:
+                self.known_preset(self.model_preset)
+            except ConfigError as error:
+                raise ValueError(str(error)) from None
+            if self.load_format != "dummy":
+                raise ValueError("model_preset is a shape without weights: it needs load_format dummy")
+            if self.model != "demo":
+                raise ValueError("give model or model_preset, not both")
+        return self
+
     @model_validator(mode="after")
     def _one_pool_size(self) -> EngineConfig:
         if self.kv_cache_gib is not None and self.num_pages is not None:
@@ -128,6 +158,8 @@ class EngineConfig(BaseModel):
 
     @property
     def model_path(self) -> Path:
+        if self.model_preset is not None:
+            return PRESETS / self.model_preset
         return DEMO_MODEL_PATH if self.model == "demo" else Path(self.model).expanduser()
 
     @property
@@ -139,6 +171,8 @@ class EngineConfig(BaseModel):
     @property
     def model_name(self) -> str:
         """The name the model is served under unless the operator gives another."""
+        if self.model_preset is not None:
+            return self.model_preset
         if self.model == "demo":
             return "demo"
         path = self.model_path.resolve()

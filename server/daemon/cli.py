@@ -120,6 +120,12 @@ COMMANDS = (
         "weft.server.commands.options:add_models_flags",
     ),
     Command(
+        "inspect",
+        "what a model is made of, what it takes, and whether this machine serves it",
+        "weft.engine.runner.inspect_command:run",
+        "weft.engine.runner.inspect_command:add_inspect_flags",
+    ),
+    Command(
         "doctor",
         "check this machine: Python, torch, GPU, kernels, ports, disk, the hub; exits 1 if something is bad",
         "weft.server.commands.doctor:run",
@@ -237,6 +243,9 @@ def _located(config: EngineConfig) -> EngineConfig:
 
     if config.plan not in ("auto", "serial"):
         load_plan(Path(config.plan).expanduser())
+    if config.model_preset is not None:
+        read_spec(config.model_path)
+        return config
     dummy = config.load_format == "dummy"
     path = find_model(config.model, config.revision, weights=not dummy)
     read_spec(path)

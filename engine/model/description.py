@@ -1,0 +1,97 @@
+"""`describe`: a model in lines for people: its parts, in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from weft.engine.model.parts import Experts
+from weft.engine.model.rope import Rope
+from weft.engine.model.spec import ModelSpec
+
+
+def describe(spec: ModelSpec) -> list[tuple[str, str]]:
+    """(part, what the model has of it), in the order of a layer."""
+    gated = "gated " if spec.gated else ""
+    rows = [
+        ("layers", f"{spec.num_layers} of width {spec.hidden_size}, norms {spec.placement.value}"),
+        ("norm", _norm(spec)),
+        ("positions", _positions(spec)),
+        (
+            "attention",
+            f"{spec.num_heads} query heads, {spec.num_kv_heads} KV heads of {spec.head_dim}{_attention(spec)}",
+        ),
+        ("windows", _windows(spec)),
+    ]
+    dense = sum(not spec.layer(i).experts for i in range(spec.num_layers))
+    if dense:
+        rows.append(("MLP", f"{gated}{spec.activation}, {spec.intermediate_size} columns, on {dense} layers"))
+    if spec.experts is not None:
+        rows.append(
+            ("experts", f"{_experts(spec.experts)}, {gated}{spec.activation}, on {spec.num_layers - dense} layers")
+        )
+    biases = {"q, k, v": spec.qkv_bias, "o": spec.o_bias, "MLP": spec.mlp_bias, "vocabulary": spec.head_bias}
+    rows.append(("biases", ", ".join(name for name, there in biases.items() if there) or "none"))
+    tied = "tied" if spec.tie_embeddings else "untied"
+    rows.append(("vocabulary", f"{spec.vocab_size} tokens, {tied}{_scales(spec)}"))
+    return rows
+
+
+def _norm(spec: ModelSpec) -> str:
+    kind = "LayerNorm" if spec.norm.centred else "RMS norm"
+    extra = ", weights less one" if spec.norm.unit_offset else ""
+    return f"{kind}, eps {spec.norm.eps:g}{extra}{', with biases' if spec.norm.bias else ''}"
+
+
+def _rope(rope: Rope) -> str:
+    scaling = "" if rope.scaling.kind == "default" else f", {rope.scaling.kind} x {rope.scaling.factor:g}"
+    part = "" if rope.part == 1.0 else f" on {rope.part:g} of a head"
+    return f"rotary{part}, theta {rope.theta:g}{scaling}"
+
+
+def _positions(spec: ModelSpec) -> str:
+    words = [_rope(rope) for rope in spec.ropes]
+    if spec.learned_positions is not None:
+        words.append("learned")
+    none = sum(spec.layer(i).rope is None for i in range(spec.num_layers))
+    if none and spec.ropes:
+        words.append(f"none on {none} layers")
+    return f"{'; '.join(words)}; {spec.max_positions} at most"
+
+
+def _attention(spec: ModelSpec) -> str:
+    words = {
+        "norm over each head of q and k": spec.qk_norm == "head",
+        "norm over all of q, and of k": spec.qk_norm == "projection",
+        f"scores x {spec.attention_scale or 0:g}": spec.attention_scale is not None,
+        f"scores capped at {spec.attention_softcap:g}": bool(spec.attention_softcap),
+        "sinks": spec.sinks,
+    }
+    return "".join(f", {word}" for word, there in words.items() if there)
+
+
+def _windows(spec: ModelSpec) -> str:
+    counted = Counter(spec.windows)
+    if set(counted) == {None}:
+        return "none"
+    words = [f"{n} layers see {'all' if w is None else w}" for w, n in counted.items()]
+    return ", ".join(words) + ("" if spec.kv_window is None else "; pages behind are given back")
+
+
+def _experts(e: Experts) -> str:
+    shared = f", {e.shared_size} shared columns" if e.shared_size else ""
+    return f"{e.top} of {e.count} a token, {e.intermediate_size} columns each, router {e.router}{shared}"
+
+
+def _scales(spec: ModelSpec) -> str:
+    words: Iterator[str] = (
+        f", {name} {value:g}"
+        for name, value, plain in (
+            ("embedding x", spec.embedding_scale, 1.0),
+            ("residual x", spec.residual_scale, 1.0),
+            ("logits x", spec.logits_scale, 1.0),
+            ("logits capped at", spec.logits_softcap, 0.0),
+        )
+        if value != plain
+    )
+    return "".join(words)

@@ -1,0 +1,123 @@
+"""`weft inspect`: what a model is made of, what it takes, and whether this machine serves it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from weft.engine.config import EngineConfig
+from weft.engine.errors import ConfigError, WeftError
+
+GIB = 2**30
+
+
+def add_inspect_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="MODEL", nargs="?", help="a directory, ORG/NAME on the hub, or 'demo' [demo]")
+    parser.add_argument("--model-preset", metavar="NAME", help="a shape that weft knows, instead")
+    parser.add_argument("--revision", metavar="REVISION", help="branch, tag or commit of ORG/NAME [main]")
+    parser.add_argument("--max-model-len", metavar="N", type=int, help="the context that is to fit [the model's own]")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def _config(arguments: argparse.Namespace) -> EngineConfig:
+    """Raises `ConfigError` and `ModelError`."""
+    from weft.engine.model.hub import find_model
+
+    if arguments.name is not None and arguments.model_preset is not None:
+        raise ConfigError("give a model or --model-preset, not both")
+    if arguments.max_model_len is not None and arguments.max_model_len < 2:
+        raise ConfigError("--max-model-len must be 2 or more")
+    options: dict[str, Any] = {"load_format": "dummy", "max_model_len": arguments.max_model_len}
+    if arguments.model_preset is not None:
+        return EngineConfig(model_preset=EngineConfig.known_preset(arguments.model_preset), **options)
+    if arguments.name in (None, "demo"):
+        return EngineConfig(**options)
+    return EngineConfig(model=str(find_model(arguments.name, arguments.revision, weights=False)), **options)
+
+
+def _devices(config: EngineConfig) -> dict[str, dict[str, Any]]:
+    """What each device of this machine makes of it: room for KV, or why it does not serve it."""
+    from weft.engine.model.directory import read_spec
+    from weft.engine.runner.resolve import memory_bytes, resolve
+    from weft.kernels.gpu import gpu
+
+    spec = read_spec(config.model_path)
+    found: dict[str, dict[str, Any]] = {}
+    for name in ("cpu",) if gpu() is None else ("cpu", "cuda"):
+        try:
+            resolved = resolve(config.model_copy(update={"device": name}), spec)
+        except WeftError as error:
+            found[name] = {"served": False, "why_not": str(error)}
+            continue
+        weights = spec.num_parameters * resolved.weight_dtype.itemsize
+        pages = resolved.num_pages
+        if pages is None:  # the engine measures what is left; this is before its buffers
+            room = memory_bytes(resolved.device) * resolved.gpu_memory_utilization - weights
+            pages = max(0, resolved.kv.pages_in(room))
+        found[name] = {
+            "served": True,
+            "dtype": str(resolved.compute_dtype).removeprefix("torch."),
+            "weight_bytes": weights,
+            "kv_bytes_per_token": resolved.kv.token_bytes,
+            "kv_tokens": pages * resolved.kv.page_size,
+            "max_model_len": resolved.max_model_len,
+        }
+    return found
+
+
+def inspect(config: EngineConfig) -> dict[str, Any]:
+    """Everything the command tells. Raises `ModelError` for a model that no device serves."""
+    from weft.engine.model.description import describe
+    from weft.engine.model.directory import read_spec
+
+    spec = read_spec(config.model_path)
+    return {
+        "model": config.model_name,
+        "architecture": spec.architecture,
+        "parts": dict(describe(spec)),
+        "parameters": spec.num_parameters,
+        "active_parameters": spec.active_parameters,
+        "kv_values_per_token": 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim,
+        "devices": _devices(config),
+    }
+
+
+def _weights_there(config: EngineConfig) -> str:
+    from weft.engine.model.hub import missing
+
+    if config.model_preset is not None:
+        return "none: a shape to measure with made-up ones"
+    absent = missing(config.model_path)
+    return f"not here: {', '.join(absent[:2])}" if absent else "here"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The command. Raises `WeftError`, one line."""
+    config = _config(arguments)
+    told = {**inspect(config), "weights": _weights_there(config)}
+    if arguments.json:
+        print(json.dumps(told, indent=2))
+        return 0
+    rows = [("model", f"{told['model']} ({told['architecture']})"), *told["parts"].items()]
+    rows.append(("parameters", f"{_amount(told['parameters'])}, {_amount(told['active_parameters'])} a token"))
+    rows.append(("weights", told["weights"]))
+    rows += [(name, _says(device)) for name, device in told["devices"].items()]
+    width = max(len(name) for name, _ in rows) + 2
+    for name, text in rows:
+        print(f"{name:{width}}{text}")
+    return 0
+
+
+def _amount(number: int) -> str:
+    return f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:.1f} million"
+
+
+def _says(device: dict[str, Any]) -> str:
+    if not device["served"]:
+        return f"does not serve it: {device['why_not']}"
+    return (
+        f"serves it in {device['dtype']}: {device['weight_bytes'] / GIB:.1f} GiB of weights, "
+        f"{device['kv_bytes_per_token'] / 1024:.1f} KiB of KV a token, room for {device['kv_tokens']:,} tokens, "
+        f"contexts of {device['max_model_len']:,}"
+    )

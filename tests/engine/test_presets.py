@@ -1,0 +1,79 @@
+"""Presets are the shapes that their names promise; `weft inspect` tells what a model is and why it is not served."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from weft.engine.config import PRESETS, EngineConfig
+from weft.engine.errors import ConfigError
+from weft.engine.model.directory import read_spec
+from weft.engine.runner import inspect_command
+
+BILLIONS = {
+    "llama-2-7b": 6.74, "llama-2-13b": 13.02, "llama-2-70b": 68.98, "llama-3-8b": 8.03, "llama-3-70b": 70.55,
+    "yi-6b": 6.06, "deepseek-67b": 67.42, "qwen2-72b": 72.71, "qwen2.5-7b": 7.62, "qwen3-8b": 8.19,
+    "qwen3-30b-a3b": 30.53, "mistral-7b": 7.24, "mixtral-8x7b": 46.70, "opt-1.3b": 1.32, "opt-2.7b": 2.65,
+    "gpt-oss-20b": 20.91, "gemma-3-4b": 3.88, "phi-4": 14.66,
+}  # fmt: skip
+ACTIVE = {"qwen3-30b-a3b": 3.35, "mixtral-8x7b": 12.88, "gpt-oss-20b": 4.19}
+
+
+def test_every_preset_has_the_parameters_of_its_model() -> None:
+    """Up to biases, which are not counted."""
+    specs = {path.parent.name: read_spec(path.parent) for path in PRESETS.glob("*/config.json")}
+    assert specs.keys() == BILLIONS.keys()
+    for name, spec in specs.items():
+        assert spec.num_parameters / 1e9 == pytest.approx(BILLIONS[name], abs=0.006), name
+        assert spec.active_parameters / 1e9 == pytest.approx(ACTIVE.get(name, BILLIONS[name]), abs=0.006), name
+
+
+def test_a_preset_stands_for_a_model_with_made_up_weights() -> None:
+    config = EngineConfig(model_preset="opt-1.3b", load_format="dummy")
+    assert read_spec(config.model_path).architecture == "OPTForCausalLM"
+    assert config.model_name == "opt-1.3b"
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"model_preset": "opt-1.3b"}, "load_format dummy"),
+        ({"model_preset": "gpt-7", "load_format": "dummy"}, "there are deepseek-67b"),
+        ({"model_preset": "phi-4", "load_format": "dummy", "model": "/x"}, "not both"),
+    ],
+)
+def test_a_preset_that_cannot_be_meant_is_refused(options: dict[str, str], word: str) -> None:
+    with pytest.raises(ValidationError, match=word):
+        EngineConfig(**options)  # type: ignore[arg-type]
+
+
+def _inspect(*line: str) -> int:
+    parser = argparse.ArgumentParser()
+    inspect_command.add_inspect_flags(parser)
+    return inspect_command.run(parser.parse_args(line))
+
+
+def test_inspect_names_the_parts(tiny_model: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert _inspect(str(tiny_model("gpt-oss"))) == 0
+    said = capsys.readouterr().out
+    for words in ("GptOssForCausalLM", "sinks", "2 of 4 a token", "2 layers see 24, 1 layers see all", "yarn x 4"):
+        assert words in said
+    assert "serves it in float32" in said
+    assert _inspect(str(tiny_model("mistral")), "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["devices"]["cpu"]["kv_bytes_per_token"] == told["kv_values_per_token"] * 4
+    assert "given back" in told["parts"]["windows"]
+
+
+def test_inspect_says_why_a_model_is_not_served(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _inspect("--model-preset", "llama-2-70b", "--max-model-len", "128") == 0
+    assert "does not serve it: the weights need" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="there are"):
+        _inspect("--model-preset", "help")
+    with pytest.raises(ConfigError, match="not both"):
+        _inspect("demo", "--model-preset", "phi-4")
