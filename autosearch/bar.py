@@ -65,7 +65,7 @@ class SearchBar:
         if share is not None:
             self._share = max(self._share, min(share, 0.99))
         if self._terminal:
-            self._bar.update(self._task, description=text, completed=self._share, left=self._left())
+            self._bar.update(self._task, description=text, completed=self._share, left=self._left()[2:])
         elif self._clock() - self._said >= LINE_SECONDS:
             self._said = self._clock()
             print(f"weft search: {self._share:.0%}{self._left()}: {text}", file=sys.stderr, flush=True)

@@ -37,7 +37,7 @@ def test_the_figures_of_both_runs_add_up(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_without_a_tier_there_is_nothing_to_measure(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(SMALL) == 1
+    assert main(SMALL) == 2
     error = capsys.readouterr().err
     assert "--host-kv-gib" in error
     assert error.count("\n") == 1
