@@ -35,7 +35,7 @@ def check(name: BackendName, shape: AttentionShape) -> None:
         return
     if shape.pool_dtype != shape.dtype:
         raise AttentionUnavailable(f"the {name} attention back end reads pages of the queries' dtype alone; use torch")
-    if lacking := _lacking(shape):
+    if name != "triton" and (lacking := _lacking(shape)):
         raise AttentionUnavailable(f"the {name} attention back end has no {lacking}; use torch")
     if not on_gpu(shape.device):
         raise AttentionUnavailable(f"the {name} attention back end needs a GPU; on a CPU use auto or torch")
@@ -48,7 +48,7 @@ def check(name: BackendName, shape: AttentionShape) -> None:
 
 
 def _lacking(shape: AttentionShape) -> str:
-    """The first of the shape's parts that only the twin computes; "" when there is none."""
+    """The first of the shape's parts that flash-attn, as it is called here, does not compute; "" if there is none."""
     parts = {
         "sliding windows": any(shape.windows),
         "scale of its own for the scores": shape.scale not in (None, shape.head_dim**-0.5),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import Tensor
@@ -16,6 +17,15 @@ PER_SM = 4
 """programs of decode attention on each SM"""
 
 
+class DecodeWork(NamedTuple):
+    """Of the layers with one window."""
+
+    items: Tensor
+    """[max_items, ITEM_FIELDS] int32"""
+    number: Tensor
+    """[1] int32"""
+
+
 class TritonStep(NamedTuple):
     """Where the work of one nano-batch lies on the device. The tensors stay put; their owner fills the lists once an
     iteration with `decode_items` and `prefill_items`.
@@ -23,10 +33,8 @@ class TritonStep(NamedTuple):
 
     page_table: Tensor
     """[rows, max_pages] int32"""
-    decode_items: Tensor
-    """[max_items, ITEM_FIELDS] int32"""
-    decode_count: Tensor
-    """[1] int32"""
+    decodes: Mapping[int | None, DecodeWork]
+    """by window"""
     prefill_items: Tensor
     """[max_items, TILE_FIELDS] int32"""
     prefill_count: Tensor
@@ -45,21 +53,26 @@ class TritonAttention(AttentionBackend[TritonStep]):
 
     def __init__(self, shape: AttentionShape, num_sms: int) -> None:
         check("triton", shape)
-        self._num_sms = num_sms
+        self._shape, self._num_sms = shape, num_sms
 
     def decode(
-        self, q: Tensor, kv: Tensor, layer: int, step: TritonStep, *, out: Tensor, num_sms: int | None = None
-    ) -> Tensor:
-        sms = num_sms or self._num_sms
+        self, q: Tensor, kv: Tensor, layer: int, step: TritonStep, *, out: Tensor, num_sms: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        shape, window = self._shape, self._shape.window(layer)
+        items, count = step.decodes[window]
         return decode_attention(
-            q, kv, layer, step.page_table, step.decode_items, step.decode_count, out=out, num_sms=sms, space=step.space,
-            per_sm=PER_SM,
+            q, kv, layer, step.page_table, items, count, out=out, num_sms=num_sms or self._num_sms, space=step.space,
+            per_sm=PER_SM, scale=shape.scale, windowed=window is not None, softcap=shape.softcap, sinks=sinks,
         )  # fmt: skip
 
     def prefill(
-        self, q: Tensor, kv: Tensor, layer: int, step: TritonStep, *, out: Tensor, num_sms: int | None = None
-    ) -> Tensor:
+        self, q: Tensor, kv: Tensor, layer: int, step: TritonStep, *, out: Tensor, num_sms: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        shape = self._shape
         return prefill_attention(
             q, kv, layer, step.page_table, step.prefill_items, step.prefill_count, out=out,
-            num_sms=num_sms or self._num_sms,
+            num_sms=num_sms or self._num_sms, scale=shape.scale, window=shape.window(layer), softcap=shape.softcap,
+            sinks=sinks,
         )  # fmt: skip

@@ -130,8 +130,8 @@ class CudaExecutor:
             layout.max_part_slots, layout.max_tokens, spec.num_kv_heads, spec.heads_per_kv, spec.head_dim,
             self.inputs.slab.device,
         )  # fmt: skip
-        decode, prefill = self.inputs.decode_work(nano), self.inputs.prefill_work(nano)
-        return TritonStep(self.inputs.page_table, *decode, *prefill, space)
+        decodes, prefill = self.inputs.decode_work(nano), self.inputs.prefill_work(nano)
+        return TritonStep(self.inputs.page_table, decodes, *prefill, space)
 
     def fill(self, x: Tensor) -> None:
         """Activations as in the middle of a model, to time its layers: x `[T, H]`, rows of unit variance, the rest
@@ -255,7 +255,10 @@ class CudaExecutor:
         """On the whole activations: work lists say whose rows."""
         step = self.steps[it.pipeline.nano_batches.index((it.nano.begin, it.nano.end))]
         q, out = self._activations[it.operation.source], self._activations[it.operation.target]
-        attend(q, it.kv, it.layer, step, out=out, num_sms=it.nano.sms)
+        sinks = self.weights.layers[it.layer]["qkv"].sinks
+        attend(
+            q, it.kv, it.layer, step, out=out, num_sms=it.nano.sms, **({} if sinks is None else {"sinks": sinks})
+        )  # fmt: skip
 
     def _residual(self, it: Launch) -> None:
         own, w = it.tokens, it.product

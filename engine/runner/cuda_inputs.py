@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from weft.engine.runner.batch import Batch, sampler_names
 from weft.engine.runner.nano import Assignment, assign
 from weft.engine.runner.resolve import ResolvedConfig
 from weft.engine.wire.sampling import COLUMNS
+from weft.kernels.attention_triton import DecodeWork
 from weft.kernels.work_lists import ITEM_FIELDS, TILE_FIELDS, TILE_ROWS, decode_items, prefill_items
 
 RING = 4
@@ -22,8 +24,9 @@ RING = 4
 INVARIANT_PART_TOKENS = 1024
 """with batch invariance, a request's decode attention is always cut here"""
 _COUNTS = ("tokens", "sampled", "updates")
-# then, for each nano-batch: decode items, prefill items; then live tokens behind each beginning of a range
-_DECODE, _PREFILL, _LIVE = len(_COUNTS), len(_COUNTS) + MAX_NANO_BATCHES, len(_COUNTS) + 2 * MAX_NANO_BATCHES
+# then prefill items of each nano-batch, live tokens behind each beginning of a range, and decode items of each
+# nano-batch and window
+_PREFILL, _LIVE, _DECODE = (len(_COUNTS) + i * MAX_NANO_BATCHES for i in range(3))
 
 
 class Layout(NamedTuple):
@@ -32,32 +35,42 @@ class Layout(NamedTuple):
     max_tokens: int
     max_sampled: int
     max_decode_items: int
-    """of one nano-batch"""
+    """of one nano-batch and window"""
     max_prefill_items: int
     """of one nano-batch"""
     max_updates: int
     nano_batches: int
     max_part_slots: int
     """partial sums of split decode requests, of one nano-batch"""
+    windows: tuple[int | None, ...] = (None,)
+    """of attention, each once"""
 
     @classmethod
     def of(
-        cls, max_tokens: int, max_seqs: int, group: int, nano_batches: int = 1, max_part_slots: int = 1024
-    ) -> Layout:
+        cls, max_tokens: int, max_seqs: int, group: int, nano_batches: int = 1, max_part_slots: int = 1024,
+        windows: Iterable[int | None] = (None,),
+    ) -> Layout:  # fmt: skip
         tiles = -(-max_tokens // (TILE_ROWS // group)) + 2 * max_seqs + 2  # a chunk may begin and end inside one
         items = 2 * max_seqs + max_part_slots
-        return cls(max_tokens, max_seqs, items, tiles, max(4096, 2 * max_seqs), nano_batches, max_part_slots)
+        return cls(
+            max_tokens, max_seqs, items, tiles, max(4096, 2 * max_seqs), nano_batches, max_part_slots,
+            tuple(dict.fromkeys(windows)),
+        )  # fmt: skip
+
+    @property
+    def decode_lists(self) -> int:
+        return self.nano_batches * len(self.windows)
 
     def columns(self) -> dict[str, tuple[int, bool]]:
         """Words of each column, and whether they are float32."""
         t, s = self.max_tokens, self.max_sampled
         return {
-            "counts": (_LIVE + MAX_NANO_BATCHES, False),
+            "counts": (_DECODE + MAX_NANO_BATCHES * len(self.windows), False),
             "token_ids": (t, False),
             "token_slots": (t, False),
             "positions": (t, False),
             "slot_mapping": (t, False),
-            "decode_items": (self.nano_batches * self.max_decode_items * ITEM_FIELDS, False),
+            "decode_items": (self.decode_lists * self.max_decode_items * ITEM_FIELDS, False),
             "prefill_items": (self.nano_batches * self.max_prefill_items * TILE_FIELDS, False),
             "update_at": (self.max_updates, False),
             "update_page": (self.max_updates, False),
@@ -103,10 +116,14 @@ class DeviceInputs:
             at += -(-size // 4) * 4
         return out
 
-    def decode_work(self, nano: int) -> tuple[Tensor, Tensor]:
-        """Decode attention of a nano-batch: items `[max, 8]`, and how many there are `[1]`."""
-        items = self.column["decode_items"].view(self.layout.nano_batches, -1, ITEM_FIELDS)[nano]
-        return items, self.column["counts"][_DECODE + nano : _DECODE + nano + 1]
+    def decode_work(self, nano: int) -> dict[int | None, DecodeWork]:
+        """Decode attention of a nano-batch, by window."""
+        lists = self.column["decode_items"].view(self.layout.decode_lists, -1, ITEM_FIELDS)
+        first = nano * len(self.layout.windows)
+        return {
+            window: DecodeWork(lists[at], self.column["counts"][_DECODE + at : _DECODE + at + 1])
+            for at, window in enumerate(self.layout.windows, first)
+        }
 
     def prefill_work(self, nano: int) -> tuple[Tensor, Tensor]:
         """Prefill attention of a nano-batch: items `[max, 4]`, and how many there are `[1]`."""
@@ -123,12 +140,13 @@ class DeviceInputs:
         return self.column["counts"][at : at + 1]
 
     def send(
-        self, batch: Batch, pipeline: Pipeline, *, num_kv_heads: int, group: int, per_sm: int, part_tokens: int = 0
-    ) -> Assignment:
+        self, batch: Batch, pipeline: Pipeline, *, num_kv_heads: int, group: int, per_sm: int, part_tokens: int = 0,
+        page_size: int = 64,
+    ) -> Assignment:  # fmt: skip
         """Write the batch into the next ring slot and start its transfer on the current stream.
 
         Padding tokens up to the token bucket point into the dummy page. per_sm: decode programs on each SM;
-        part_tokens: see `decode_items`. Returns where the tokens stand.
+        part_tokens, page_size: see `decode_items`. Returns where the tokens stand.
         """
         self._turn = (self._turn + 1) % RING
         host, t, d, bucket = self._host[self._turn], batch.num_tokens, batch.num_decodes, pipeline.tokens
@@ -147,19 +165,20 @@ class DeviceInputs:
             host[name][t:bucket] = filler
         counts = host["counts"]
         for k, (nano, sms) in enumerate(zip(assigned.nano_batches, pipeline.decode_sms, strict=True)):
-            decode = decode_items(
-                batch.kv_len[nano.decodes], num_kv_heads=num_kv_heads, num_programs=sms * per_sm,
-                max_slots=self.layout.max_part_slots, part_tokens=part_tokens,
-            )  # fmt: skip
-            decode[:, 1] = batch.slots[nano.decodes[decode[:, 1]]]  # page tables are kept by slot
-            decode[:, 0] += nano.first_decode
+            for at, window in enumerate(self.layout.windows, k * len(self.layout.windows)):
+                decode = decode_items(
+                    batch.kv_len[nano.decodes], num_kv_heads=num_kv_heads, num_programs=sms * per_sm,
+                    max_slots=self.layout.max_part_slots, part_tokens=part_tokens, window=window, page_size=page_size,
+                )  # fmt: skip
+                decode[:, 1] = batch.slots[nano.decodes[decode[:, 1]]]  # page tables are kept by slot
+                decode[:, 0] += nano.first_decode
+                self._write(host["decode_items"], decode, at, self.layout.decode_lists)
+                counts[_DECODE + at] = len(decode)
             prefill = prefill_items(
                 nano.chunk_start, nano.chunk_len, nano.chunk_context, batch.slots[nano.chunk_rows], group=group
             )
-            for name, items, at in (("decode_items", decode, _DECODE), ("prefill_items", prefill, _PREFILL)):
-                first = k * (host[name].size // self.layout.nano_batches)
-                host[name][first : first + items.size] = items.reshape(-1)
-                counts[at + k] = len(items)
+            self._write(host["prefill_items"], prefill, k, self.layout.nano_batches)
+            counts[_PREFILL + k] = len(prefill)
         for j, begin in enumerate(pipeline.begins):
             counts[_LIVE + j] = max(0, t - begin)
         s = batch.sampling
@@ -173,6 +192,12 @@ class DeviceInputs:
         counts[: len(_COUNTS)] = (t, n, self._page_updates(batch, host))
         self.slab.copy_(self._ring[self._turn], non_blocking=True)
         return assigned
+
+    @staticmethod
+    def _write(column: np.ndarray, items: np.ndarray, at: int, lists: int) -> None:
+        """As the `at`-th of the equally long lists in `column`."""
+        first = at * (column.size // lists)
+        column[first : first + items.size] = items.reshape(-1)
 
     def _page_updates(self, batch: Batch, host: dict[str, np.ndarray]) -> int:
         """Page-table entries that the device does not have yet; returns how many are in the slab."""
@@ -198,5 +223,6 @@ def device_inputs(spec: ModelSpec, config: ResolvedConfig, nano_batches: int) ->
     """Of a runner with this configuration. nano_batches: of the pipeline that has most."""
     slots, pages = config.max_num_seqs, -(-config.max_model_len // config.kv.page_size)
     parts = slots * -(-config.max_model_len // INVARIANT_PART_TOKENS) if config.batch_invariant else 1024
-    layout = Layout.of(config.max_num_batched_tokens, slots, spec.heads_per_kv, nano_batches, parts)
+    windows = config.attention_shape(spec).windows
+    layout = Layout.of(config.max_num_batched_tokens, slots, spec.heads_per_kv, nano_batches, parts, windows)
     return DeviceInputs(layout, config.device, slots, pages)

@@ -180,7 +180,7 @@ class CudaRunner:
             in_flight.begin.record()
             assigned = self._inputs.send(
                 batch, pipeline, num_kv_heads=self.spec.num_kv_heads, group=self.spec.heads_per_kv, per_sm=PER_SM,
-                part_tokens=self._part_tokens,
+                part_tokens=self._part_tokens, page_size=self.config.kv.page_size,
             )  # fmt: skip
             if self._host_attention is None:
                 graphs.model.replay()

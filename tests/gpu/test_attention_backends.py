@@ -12,7 +12,7 @@ from paged import LAYER, Iteration, assert_attention, empty_out, iteration
 pytest.importorskip("triton")
 from weft.kernels.attention import AttentionShape
 from weft.kernels.attention_backends import make_host_attention
-from weft.kernels.attention_triton import TritonAttention, TritonStep
+from weft.kernels.attention_triton import DecodeWork, TritonAttention, TritonStep
 from weft.kernels.decode_workspace import decode_workspace
 from weft.kernels.work_lists import decode_items, prefill_items
 
@@ -24,12 +24,16 @@ def shape_of(it: Iteration) -> AttentionShape:
     return AttentionShape(it.q.shape[1], it.kv.shape[4], it.kv.shape[5], it.kv.shape[3], it.kv.dtype, it.kv.device)
 
 
-def triton_step(it: Iteration, num_sms: int) -> TritonStep:
+def triton_step(it: Iteration, num_sms: int, windows: tuple[int | None, ...] = (None,)) -> TritonStep:
     requests, shape = it.requests, shape_of(it)
     d, device = requests.num_decodes, it.q.device
-    decode = decode_items(
-        requests.kv_len[:d], num_kv_heads=shape.num_kv_heads, num_programs=4 * num_sms, max_slots=1024
-    )
+    decodes = {
+        window: decode_items(
+            requests.kv_len[:d], num_kv_heads=shape.num_kv_heads, num_programs=4 * num_sms, max_slots=1024,
+            window=window, page_size=shape.page_size,
+        )
+        for window in windows
+    }  # fmt: skip
     starts = np.cumsum(requests.query_len) - requests.query_len
     rows = np.arange(len(requests.query_len))
     prefill = prefill_items(
@@ -41,8 +45,9 @@ def triton_step(it: Iteration, num_sms: int) -> TritonStep:
         return torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device)
 
     return TritonStep(
-        there(requests.page_table), there(decode), there(np.array([len(decode)])), there(prefill),
-        there(np.array([len(prefill)])), space,
+        there(requests.page_table),
+        {window: DecodeWork(there(items), there(np.array([len(items)]))) for window, items in decodes.items()},
+        there(prefill), there(np.array([len(prefill)])), space,
     )  # fmt: skip
 
 
@@ -60,6 +65,22 @@ def test_triton_attends_as_defined_inside_a_graph(heads: int, kv_heads: int, d: 
     out.fill_(float("nan"))
     graph.replay()
     assert_attention(out, it, 6e-3)
+
+
+@pytest.mark.parametrize("windows", [(None, 100), (100, None), (None,), (300,)], ids=str)
+@pytest.mark.parametrize(("softcap", "scale", "has_sinks"), [(0.0, None, False), (5.0, 0.2, True)])
+@pytest.mark.parametrize("d", [64, 128])
+def test_triton_heeds_what_a_layer_does_to_scores(
+    windows: tuple[int | None, ...], softcap: float, scale: float | None, has_sinks: bool, d: int, num_sms: int
+) -> None:
+    it = iteration(DECODES, CHUNKS, 8, 2, d, 64, torch.bfloat16, "cuda")
+    sinks = torch.linspace(-2, 4, 8, device="cuda") if has_sinks else None
+    shape = shape_of(it)._replace(windows=windows, softcap=softcap, scale=scale, sinks=has_sinks)
+    backend = TritonAttention(shape, num_sms)
+    step, out = triton_step(it, num_sms, windows), empty_out(it)
+    for attend in (backend.decode, backend.prefill):
+        attend(it.q, it.kv, LAYER, step, out=out, sinks=sinks)
+    assert_attention(out, it, 6e-3, window=shape.window(LAYER), softcap=softcap, scale=scale, sinks=sinks)
 
 
 @pytest.mark.parametrize("page", [16, 256])

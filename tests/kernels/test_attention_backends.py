@@ -84,10 +84,11 @@ def test_torch_attends_with_every_part_as_defined(heads: int, kv_heads: int, par
         ({"scale": 1.0}, "scale"),
     ],
 )
-def test_a_part_that_only_the_twin_has_is_named(part: dict[str, Any], word: str) -> None:
+def test_a_part_that_flash_attn_lacks_here_is_named(part: dict[str, Any], word: str) -> None:
     shape = AttentionShape(8, 2, 64, 16, torch.bfloat16, torch.device("cuda"), **part)
     with pytest.raises(AttentionUnavailable, match=word):
-        check("triton", shape)
+        check("flash-attn", shape)
+    check("triton", shape)
 
 
 def test_torch_bounds_the_memory_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
