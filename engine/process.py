@@ -52,7 +52,7 @@ FLUSH_POLL_MS = 100
 FLUSH_PATIENCE_SECONDS = 4.5
 """less than the daemon waits for this process to end"""
 PROFILE_SECONDS = 300.0
-"""that writing a profile may take"""
+"""that beginning, or writing, a profile may take"""
 COMPILE_SECONDS = 300.0
 """that a kernel may take to compile which no warm-up has met"""
 
@@ -156,6 +156,7 @@ class _Loop:
     def _begin_profiling(self, message: Profile) -> None:
         from weft.engine.profiling import Profiling
 
+        self._beat.stage("beginning a profile", PROFILE_SECONDS)
         try:
             self._profiling = Profiling(Path(message.path), message.seconds)
         except RuntimeError:  # torch's, where it cannot: whoever asked waits in vain
