@@ -27,7 +27,7 @@ def model_id(config: EngineConfig, layout: KvLayout) -> str:
         if config.load_format == "dummy":
             digest.update(f"dummy {config.seed}".encode())
         else:
-            for file in sorted(path.glob("*.safetensors")):
+            for file in sorted([*path.glob("*.safetensors"), *path.glob("*.bin")]):
                 _add_file(digest, file)
     except OSError as error:
         raise ModelError(f"cannot read the model in {path}: {error.strerror}") from None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -46,11 +47,17 @@ class TensorSource(Protocol):
 
 
 class Checkpoint:
-    """Named tensors of a directory of safetensors files, each checked against the shape the config promises."""
+    """Named tensors of a directory of safetensors files, each checked against the shape the config promises.
+
+    Where there are none, those of PyTorch (`pytorch_model.bin`), of which nothing but tensors is read.
+    """
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         index = path / "model.safetensors.index.json"
         single = path / "model.safetensors"
+        if not index.exists() and not single.exists():
+            pickled = path / "pytorch_model.bin.index.json", path / "pytorch_model.bin"
+            index, single = pickled if any(file.exists() for file in pickled) else (index, single)
         refuse_pointer(index)
         try:
             if index.exists():
@@ -65,7 +72,7 @@ class Checkpoint:
         if missing:
             raise ModelError(f"{path} lacks {len(missing)} shard(s) that its index names: {', '.join(missing[:3])}")
         # All at once: a damaged shard is said before the others are read.
-        self._open = {file: _open(path / file, stack) for file in sorted(set(self._files.values()))}
+        self._open: dict[str, Any] = {file: _open(path / file, stack) for file in sorted(set(self._files.values()))}
         self._path = path
         self._asked: set[str] = set()
         self._there: dict[str, str] = {}
@@ -115,9 +122,47 @@ class Checkpoint:
         return sorted(name for name in self._files.keys() - self._asked if not name.endswith(tuple(harmless)))
 
 
-def _open(file: Path, stack: ExitStack) -> safe_open:
+class _Pickled:
+    """The tensors of a PyTorch file, mapped where its form allows that; the interface of `safe_open`."""
+
+    def __init__(self, file: Path) -> None:
+        """Raises `ModelError`, one line, for a damaged file and for one that holds anything but tensors."""
+        try:
+            try:
+                found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError:  # a file from before PyTorch 1.6 is no archive that could be mapped
+                found = torch.load(file, map_location="cpu", weights_only=True)
+            self._tensors: dict[str, Tensor] = {name: t for name, t in found.items() if isinstance(t, Tensor)}
+        except (OSError, EOFError, RuntimeError, AttributeError, pickle.UnpicklingError) as error:
+            reason = str(error).strip().split("\n")[0][:120] or type(error).__name__
+            raise ModelError(f"{file} is no PyTorch file of tensors alone: {reason}") from None
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def get_slice(self, name: str) -> _PickledSlice:
+        return _PickledSlice(self._tensors[name])
+
+
+class _PickledSlice:
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def __getitem__(self, part: tuple[slice, ...]) -> Tensor:
+        return self._tensor[part]
+
+
+def _open(file: Path, stack: ExitStack) -> Any:
     """Raises `ModelError`, one line, for a pointer and for a file that is damaged or incomplete."""
     refuse_pointer(file)
+    if file.suffix == ".bin":
+        return _Pickled(file)
     try:
         return stack.enter_context(safe_open(file, "pt"))
     except (OSError, SafetensorError) as error:

@@ -27,6 +27,8 @@ MAIN = "main"
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin")
+"""read from a directory where there is no safetensors, but not downloaded"""
 SMALL = ("*.json", "*.jinja", "*.model", "vocab.txt", "merges.txt")
 """configuration and tokenizer; not what lies in folders of a repository"""
 PARTIAL = ".incomplete"
@@ -88,10 +90,15 @@ def missing(directory: Path) -> list[str]:
     """Names of files that a model directory lacks; a tokenizer counts as there."""
     if not (directory / "config.json").is_file():
         return ["config.json"]
-    if not (directory / INDEX).is_file():
-        return [] if (directory / SINGLE).is_file() else [SINGLE]
+    index = directory / INDEX
+    if not index.is_file():
+        if any((directory / name).is_file() for name in (SINGLE, *PICKLED[1:])):
+            return []
+        index = directory / PICKLED[0]
+        if not index.is_file():
+            return [SINGLE]
     try:
-        files = sorted(set(json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return []  # whoever reads the weights says what is wrong with it
     return [file for file in files if not (directory / file).is_file()]

@@ -48,8 +48,6 @@ class Model(NamedTuple):
         except ModelError as error:
             return str(error).replace(f"{self.path}/", "").replace(f"{self.path} ", "it ")
         if absent := hub.missing(self.path):
-            if absent == [hub.SINGLE] and any(self.path.glob("*.bin")):
-                return "its weights are pickled, which weft does not load"
             again = f"; weft pull {self.name} goes on" if self.where == "hub" else ""
             return f"incomplete, without {', '.join(absent[:2])}{' …' if len(absent) > 2 else ''}{again}"
         return None

@@ -18,6 +18,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError, ModelError, OutOfMemory, RequestError, WeftError
 from weft.engine.model.directory import read_spec
+from weft.engine.model.hub import missing
 
 
 @pytest.fixture
@@ -158,3 +159,44 @@ def test_prompts_with_foreign_tokens_are_refused(tiny_model: Callable[[str], Pat
         harness.add([5], stop_token_ids=(199,))
     with pytest.raises(RequestError):
         harness.add([5], logit_bias={199: 1.0})
+
+
+def _as_pickled(path: Path, out: Path) -> Path:
+    """The checkpoint as PyTorch wrote it once, in two shards."""
+    out.mkdir()
+    shutil.copy(path / "config.json", out)
+    state = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    names = sorted(state)
+    files = {n: f"pytorch_model-0000{1 + (i % 2)}-of-00002.bin" for i, n in enumerate(names)}
+    for file in set(files.values()):
+        torch.save({n: state[n].clone() for n in names if files[n] == file}, out / file)
+    (out / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": files}))
+    return out
+
+
+def test_a_directory_of_pytorch_files_is_served(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    path = tiny_model("opt")
+    outputs = []
+    for each in (path, _as_pickled(path, tmp_path / "pickled")):
+        harness = Harness(each, num_pages=8)
+        harness.add(range(3, 30), max_tokens=8, ignore_eos=True, **GREEDY)
+        harness.run()
+        outputs.append(harness.tokens[0])
+    assert outputs[0] == outputs[1]
+    assert missing(tmp_path / "pickled") == []
+
+
+class _Evil:
+    def __reduce__(self) -> tuple[object, ...]:
+        return (print, ("code of a checkpoint ran",))
+
+
+def test_a_pytorch_file_that_holds_more_than_tensors_is_refused(
+    tiny_model: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(tiny_model("opt") / "config.json", tmp_path)
+    torch.save({"weight": torch.zeros(2), "more": _Evil()}, tmp_path / "pytorch_model.bin")
+    assert "no PyTorch file of tensors alone" in _refusal(tmp_path)
+    assert "ran" not in capsys.readouterr().out
+    (tmp_path / "pytorch_model.bin").write_bytes(b"PK not really")
+    assert "no PyTorch file of tensors alone" in _refusal(tmp_path)
