@@ -65,6 +65,8 @@ class Fairness:
 
     def victim(self, s: SlotTable, head: Request) -> int | None:
         """The slot that gives way to the head: of the worst priority, the youngest; None when nobody has to."""
+        if int(s.priority.max()) <= head.priority:
+            return None  # what is quickly seen, in most iterations; rows without a request may say otherwise
         running = s.running()
         worse = running[s.priority[running] > head.priority]
         for slot in worse[np.lexsort((s.order[worse], s.priority[worse]))][::-1].tolist():

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import numpy as np
+from collections.abc import Callable, Iterator
+from operator import attrgetter
 
 from weft.engine.scheduling.build import Chunk
 from weft.engine.scheduling.fairness import Fairness
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.slots import SlotTable
 from weft.engine.scheduling.waiting import WaitingQueue
+
+SORT_KEY = attrgetter("sort_key")
 
 
 class Prefills:
@@ -37,16 +38,15 @@ class Prefills:
         """
         s, queue = self._slots, self._waiting
         self._chunks = {}
-        budget -= self._shortest_first(self._fairness.share(budget, self._chunk_step))
+        going: list[int] = s.prefilling().tolist()
+        if len(queue) or len(going) > 1:
+            budget -= self._shortest_first(going, self._fairness.share(budget, self._chunk_step))
         early: list[Request] = []
-        going = s.prefilling()
-        for slot in going[np.lexsort((s.order[going], s.priority[going]))].tolist():
-            request = s.request[slot]
-            assert request is not None
+        for request in sorted(self._requests(going), key=SORT_KEY):
             if request.early:
                 early.append(request)
             else:
-                budget -= self._take(slot, budget)
+                budget -= self._take(request.slot, budget)
         stuck = False
         while budget > 0:
             head = queue.head() if s.num_free and not stuck else None
@@ -64,20 +64,20 @@ class Prefills:
         queue.blocked = "slots" if not s.num_free else "pages" if stuck else "tokens"
         return list(self._chunks.items())
 
-    def _shortest_first(self, share: int) -> int:
-        """Give at most `share` tokens to the shortest prompts of the best priority; returns how many."""
+    def _shortest_first(self, going: list[int], share: int) -> int:
+        """Give at most `share` tokens to the shortest prompts of the best priority; returns how many.
+
+        Slots that are admitted for it are added to `going`.
+        """
         s, left = self._slots, share
         if share <= 0:
             return 0
-        going = s.prefilling()
-        tokens = s.target[going] - s.scheduled[going]
-        order = np.lexsort((s.order[going], tokens, s.priority[going]))
-        ranked = zip(s.priority[going[order]].tolist(), tokens[order].tolist(), going[order].tolist(), strict=True)
+        ranked = iter(sorted((r.priority, self._left(r.slot), r.order, r.slot) for r in self._requests(going)))
         running, joining = next(ranked, None), True
         while left > 0:
             request = self._waiting.shortest() if joining and s.num_free else None
             if running is not None and (request is None or running[:2] <= (request.priority, len(request.token_ids))):
-                slot, running = running[2], next(ranked, None)
+                slot, running = running[3], next(ranked, None)
             elif request is None:
                 break
             elif len(request.token_ids) > left < self._chunk_step or not self._admit_early(request):
@@ -87,10 +87,20 @@ class Prefills:
                 continue
             else:
                 slot = request.slot
+                going.append(slot)
             if not (length := self._take(slot, left)):
                 break
             left -= length
         return share - left
+
+    def _requests(self, slots: list[int]) -> Iterator[Request]:
+        for slot in slots:
+            request = self._slots.request[slot]
+            assert request is not None
+            yield request
+
+    def _left(self, slot: int) -> int:
+        return int(self._slots.target[slot]) - int(self._slots.scheduled[slot])
 
     def _admit_early(self, request: Request) -> bool:
         """Admit the request, whoever's turn it is."""

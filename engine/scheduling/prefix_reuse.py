@@ -21,8 +21,8 @@ class Found(NamedTuple):
     """A cached beginning of a request, in whatever tiers. Nothing is pinned yet: use it at once or not at all."""
 
     entries: list[PrefixEntry]
-    num_there: int
-    """pages that need no allocation: on the GPU, or on their way to it for another request"""
+    num_fresh: int
+    """pages to allocate for its prompt: those that are neither on the GPU nor on their way to it for another request"""
     num_idle: int
     """pages that are on the GPU and referenced by nobody"""
 
@@ -40,8 +40,9 @@ class Prefixes:
 
     def find(self, request: Request) -> Found:
         """The part of the request's beginning that is cached, and worth loading where it is not on the GPU."""
+        pages = -(-len(request.token_ids) // self._pool.page_size)
         if not self.reusable(request):
-            return Found([], 0, 0)
+            return Found([], pages, 0)
         index, page_size, ref = self._pool.index, self._pool.page_size, self._pool.ref
         # At least one token is left to compute: its logits are what the request came for.
         reusable = (len(request.token_ids) - 1) // page_size
@@ -52,7 +53,7 @@ class Prefixes:
             busy = self._tiers.busy_pages(), self._busy_tokens()
             entries = entries[: self._tiers.speeds.worthwhile(entries, *busy)]
         there = sum(e.page != NOWHERE or self._coming(e) is not None for e in entries)
-        return Found(entries, there, sum(e.page != NOWHERE and ref[e.page] == 0 for e in entries))
+        return Found(entries, pages - there, sum(e.page != NOWHERE and ref[e.page] == 0 for e in entries))
 
     def _coming(self, entry: PrefixEntry) -> PageLoad | None:
         return self._tiers.coming(entry) if self._tiers is not None else None
@@ -63,15 +64,15 @@ class Prefixes:
         ahead = (s.phase == Phase.PREFILL) | (s.phase == Phase.LOADING)
         return int((s.target[ahead] - s.scheduled[ahead]).sum())
 
-    def attach(self, request: Request, found: Found, needed: int) -> int:
-        """Give the request a slot with its prefix and `needed` fresh pages; what is in lower tiers starts to load."""
+    def attach(self, request: Request, found: Found) -> int:
+        """Give the request a slot with its prefix and fresh pages; what is in lower tiers starts to load."""
         pool, entries = self._pool, found.entries
         pool.pin([e for e in entries if e.page != NOWHERE])
         loads = [self._coming(e) if e.page == NOWHERE else None for e in entries]
         for load in loads:
             if load is not None:
                 pool.hold(load.page)
-        fresh = pool.allocate(needed)
+        fresh = pool.allocate(found.num_fresh)
         to_load = [e for e, load in zip(entries, loads, strict=True) if e.page == NOWHERE and load is None]
         targets, rest = fresh[: len(to_load)].tolist(), fresh[len(to_load) :]
         prefix, unused = np.zeros(len(entries), np.int32), iter(targets)

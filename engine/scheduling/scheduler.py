@@ -21,7 +21,7 @@ from weft.engine.scheduling.events import NOT_FINITE, Events, prompt_logprobs, s
 from weft.engine.scheduling.fairness import Fairness
 from weft.engine.scheduling.fences import Fences
 from weft.engine.scheduling.prefills import Prefills
-from weft.engine.scheduling.prefix_reuse import Prefixes
+from weft.engine.scheduling.prefix_reuse import Found, Prefixes
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.slots import Phase, SlotTable
 from weft.engine.scheduling.waiting import WaitingQueue
@@ -191,26 +191,31 @@ class Scheduler:
 
         A prefix that is not all on the GPU starts to load; the slot is LOADING until it is there.
         """
-        pool, length = self.pool, len(request.token_ids)
-        found = self.prefixes.find(request)
-        needed = -(-length // pool.page_size) - found.num_there
-        # Pinning makes idle pages unavailable.
-        taken = needed + found.num_idle
-        if taken > pool.num_available or not fits(
-            self.slots, request, self.output_lengths, page_size=pool.page_size, capacity=pool.capacity,
-            held=pool.num_held - self.fences.num_pages, new_pages=taken,
-        ):  # fmt: skip
+        found = self._room_for(request)
+        if found is None:
             return None
         expected = 0.0 if request.charged else request.prompt_len + self.output_lengths.expected(request)
         request.charged += expected
         self._waiting.take(request, expected)
-        slot = self.prefixes.attach(request, found, needed)
+        slot = self.prefixes.attach(request, found)
         if request.params.needs_counts:
             prompt, output = request.token_ids[: request.prompt_len], request.token_ids[request.prompt_len :]
             self._count_resets.append(CountReset(slot, prompt, output))
         if request.loading is None:
             self._begin(request)
         return slot
+
+    def _room_for(self, request: Request) -> Found | None:
+        """What is cached of it, when there is memory for the rest; None when it must wait for memory."""
+        pool, found = self.pool, self.prefixes.find(request)
+        # Pinning makes idle pages unavailable.
+        taken = found.num_fresh + found.num_idle
+        if taken > pool.num_available or not fits(
+            self.slots, request, self.output_lengths, page_size=pool.page_size, capacity=pool.capacity,
+            held=pool.num_held - self.fences.num_pages, new_pages=taken,
+        ):  # fmt: skip
+            return None
+        return found
 
     def _begin(self, request: Request) -> None:
         """The request can be computed from now on: account for it once."""

@@ -64,6 +64,13 @@ class _Rank:
     def head(self) -> Request:
         return self._tenants[self.turns.first()].first()
 
+    def pay(self, request: Request, cost: float) -> None:
+        """The tenant of a request that is about to leave is charged."""
+        if request is self._tenants[request.tenant].first():
+            self.turns.serve(request.tenant, cost)
+        else:
+            self.turns.charge(request.tenant, cost)
+
     def remove(self, request: Request) -> None:
         self.shortest.left()
         line = self._tenants[request.tenant]
@@ -134,8 +141,7 @@ class WaitingQueue:
 
     def take(self, request: Request, cost: float) -> None:
         """A request leaves to be computed; `cost`, in tokens, is what its tenant is charged."""
-        rank = self._ranks[request.priority]
-        rank.turns.serve(request.tenant, cost)
+        self._ranks[request.priority].pay(request, cost)
         self._remove(request)
 
     def settle(self, request: Request, cost: float) -> None:

@@ -6,6 +6,7 @@ The same orders run again over an index with keys of four bits, so that pages of
 from __future__ import annotations
 
 from collections import Counter, deque
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -20,6 +21,7 @@ from weft.engine.memory.prefix_index import PrefixIndex
 from weft.engine.memory.tiers import Tiers
 from weft.engine.runner.batch import Batch, StepResult
 from weft.engine.scheduling.admission import OutputLengths
+from weft.engine.scheduling.build import Chunk
 from weft.engine.scheduling.fairness import MAX_DISPLACED, MAX_PASSED
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.scheduler import Events, Scheduler
@@ -52,6 +54,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(
             slots, pool, max_num_batched_tokens=6, prefix_caching=True, tiers=self.make_tiers(pool)
         )
+        self.prefills = self.scheduler._prefills
+        self.scheduler._prefills = SimpleNamespace(schedule=self._schedule_prefills)  # type: ignore[assignment]
         # Believe in short outputs: admission errs, memory runs out, requests are preempted.
         self.scheduler.output_lengths = OutputLengths(mean=0.0, weight=1e9)
         self.launched: deque[Batch] = deque()
@@ -121,17 +125,32 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.step_number -= 1
                 return
             assert 0 < batch.num_tokens <= self.scheduler.max_num_batched_tokens
-            self._no_work_is_left(self.scheduler.max_num_batched_tokens - batch.num_tokens)
             self.launched.append(batch)
 
-    def _no_work_is_left(self, room: int) -> None:
-        """What room an iteration has left over, nobody could have used."""
+    def _schedule_prefills(self, budget: int) -> list[Chunk]:
+        """As the scheduler does it. Then what room the iteration has left over, nobody could have used.
+
+        Seen before the counters advance: with each token that a request has made the predicted peak of memory is lower,
+        because the page that the token lies in is counted whole before and after.
+        """
         scheduler = self.scheduler
-        if room:
-            assert not len(scheduler.slots.prefilling()), "a prompt under way waits beside room for it"
-            queue = scheduler._waiting
-            if len(queue) and scheduler.slots.num_free:
-                assert queue.blocked == "pages", "the first in line waits beside room for it"
+        s, queue = scheduler.slots, scheduler._waiting
+        chunks = self.prefills.schedule(budget)
+        of_slot = dict(chunks)
+        assert len(of_slot) == len(chunks), "two chunks of a prompt"
+        if sum(of_slot.values()) == budget:
+            return chunks
+        for slot in s.prefilling().tolist():
+            assert of_slot.get(slot) == s.target[slot] - s.scheduled[slot], (
+                "a prompt under way waits beside room for it"
+            )
+        head = queue.head()
+        if head is not None and s.num_free:
+            assert scheduler._room_for(head) is None, "the first in line waits beside room for it"
+            if head.passed < MAX_PASSED:
+                for request in queue.shortest_by_priority():
+                    assert scheduler._room_for(request) is None, "one that fits waits beside room for it"
+        return chunks
 
     @rule()
     def device_works(self) -> None:

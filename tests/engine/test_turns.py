@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.engine.scheduling import turns as turns_module
 from weft.engine.scheduling.request import Request
-from weft.engine.scheduling.turns import MAX_PAUSED, Turns
+from weft.engine.scheduling.turns import MAX_AHEAD, MAX_PAUSED, Turns
 from weft.engine.scheduling.waiting import WaitingQueue
 from weft.engine.wire.sampling import SamplingParams
 
@@ -72,10 +74,70 @@ def test_what_is_paid_back_brings_the_turn_forward() -> None:
     turns.serve(2, 50)
     turns.charge(1, -60)
     assert turns.first() == 1
-    turns.charge(1, 60)
-    assert turns.first() == 2
+    turns.serve(1, 5)
+    assert turns.first() == 1
     turns.charge(7, 5)
-    assert turns.first() == 2, "a tenant that is not known pays nothing"
+    turns.serve(1, 6)
+    assert turns.first() == 2
+
+
+def test_service_out_of_turn_is_paid_by_the_requests_behind() -> None:
+    turns = Turns()
+    turns.joins(1, 1)
+    turns.joins(2, 2)
+    turns.charge(1, 100)
+    assert turns.first() == 1, "the first in line keeps its tag"
+    turns.serve(1, 10)
+    for _ in range(11):
+        assert turns.first() == 2
+        turns.serve(2, 10)
+    assert turns.first() == 1
+
+
+def test_no_more_is_held_against_a_tenant_than_the_limit() -> None:
+    turns = Turns()
+    turns.joins(1, 1)
+    turns.joins(2, 2)
+    for _ in range(100):
+        turns.charge(1, MAX_AHEAD)
+    turns.serve(1, 1)
+    turns.serve(2, MAX_AHEAD)
+    assert turns.first() == 2
+    turns.serve(2, 2)
+    assert turns.first() == 1
+    turns.leaves(2)
+    turns.joins(2, 3)
+    assert turns.first() == 1, "what was had in turn is held against it, however much"
+
+
+SERVED = st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.integers(1, 400)), max_size=300)
+
+
+@given(SERVED, st.integers(0, 3))
+def test_between_two_turns_others_have_what_the_module_says_at_most(
+    served: list[tuple[bool, int, int]], pauses: int
+) -> None:
+    """Whatever is charged out of turn, and however often a tenant goes and comes back."""
+    turns, limit, largest = Turns(), 500, 400
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(turns_module, "MAX_AHEAD", limit)
+        for tenant in range(4):
+            turns.joins(tenant, tenant)
+        others = {tenant: [0] * 4 for tenant in range(4)}
+        for k, (early, tenant, cost) in enumerate(served):
+            if early:
+                turns.charge(tenant, cost)
+                continue
+            if tenant == pauses:
+                turns.leaves(tenant)
+                turns.joins(tenant, 10 + k)
+                others[tenant] = [0] * 4
+            first = turns.first()
+            turns.serve(first, cost)
+            others[first] = [0] * 4
+            for waits, had in others.items():
+                had[first] += cost * (waits != first)
+                assert max(had) <= limit + 2 * largest
 
 
 def test_tenants_without_end_take_no_memory_without_end() -> None:
@@ -86,7 +148,7 @@ def test_tenants_without_end_take_no_memory_without_end() -> None:
         turns.serve(tenant, 5)
         turns.leaves(tenant)
         turns.charge(-1, 1)
-        assert len(turns._tags) <= MAX_PAUSED + 2
+        assert len(turns._accounts) <= MAX_PAUSED + 2
         assert len(turns._heap) <= 68
     assert turns.first() == -1
 

@@ -1,0 +1,60 @@
+"""What the figures of fairness count, seen over HTTP: seats given up, and requests that went before another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from live import Daemon, running
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    with running(Path(tmp_path_factory.mktemp("fair")), "--max-num-seqs", "1") as daemon:
+        yield daemon
+
+
+async def metric(http: httpx.AsyncClient, name: str) -> float:
+    lines = (await http.get("/metrics")).text.splitlines()
+    return next(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + " "))
+
+
+async def until(http: httpx.AsyncClient, name: str, value: float) -> None:
+    async with asyncio.timeout(60):
+        while await metric(http, name) < value:
+            await asyncio.sleep(0.05)
+
+
+async def complete(http: httpx.AsyncClient, prompt: str, max_tokens: int, priority: int = 0) -> int:
+    body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "priority": priority}
+    response = await http.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    return int(response.json()["usage"]["completion_tokens"])
+
+
+async def test_a_seat_given_up_for_a_better_priority_is_counted(daemon: Daemon) -> None:
+    async with httpx.AsyncClient(base_url=daemon.url, timeout=120) as http:
+        before = await metric(http, "weft_displaced_total")
+        worse = asyncio.create_task(complete(http, "one", 1000, priority=1))
+        await until(http, "weft_requests_running", 1)
+        assert await complete(http, "two", 2) == 2
+        assert not worse.done(), "it went on while the better one ran"
+        await until(http, "weft_displaced_total", before + 1)
+        assert await worse == 1000
+
+
+async def test_short_prompts_that_pass_the_first_in_line_are_counted(daemon: Daemon) -> None:
+    async with httpx.AsyncClient(base_url=daemon.url, timeout=120) as http:
+        before = await metric(http, "weft_overtaken_total")
+        seat = asyncio.create_task(complete(http, "one", 1000))
+        await until(http, "weft_requests_running", 1)
+        long = [asyncio.create_task(complete(http, f"{k} " * 50, 2)) for k in range(8)]
+        await until(http, "weft_requests_waiting", 8)
+        short = [asyncio.create_task(complete(http, str(k), 2)) for k in range(4)]
+        assert await asyncio.gather(seat, *long, *short) == [1000] + [2] * 12
+        assert await metric(http, "weft_overtaken_total") > before
