@@ -26,7 +26,7 @@ RUN if [ "$DEVICE" = cuda ]; then \
       apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; fi && \
     useradd --create-home --uid 10001 weft
 COPY --from=build /opt/weft /opt/weft
-ENV PATH=/opt/weft/bin:$PATH PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1 WEFT_HOST=0.0.0.0 HF_HUB_OFFLINE=1
+ENV PATH=/opt/weft/bin:$PATH PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1 WEFT_HOST=0.0.0.0
 USER 10001
 WORKDIR /home/weft
 EXPOSE 8000
