@@ -23,7 +23,7 @@ def main() -> None:
     print("completion:", counted.text.strip(), f"({counted.finish_reason} after {len(counted.token_ids)} tokens)")
 
     # Several prompts run in one batch; each may have parameters of its own.
-    words = ["pear apple fig", "kiwi plum date"]
+    words = ["pear apple fig", "kiwi plum cherry"]
     conversations = [[{"role": "user", "content": f"Sort these words: {w}"}] for w in words]
     for asked, completion in zip(words, llm.chat(conversations, progress=False), strict=True):
         print(f"sorted: {asked} -> {completion.text}")

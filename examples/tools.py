@@ -1,11 +1,10 @@
 """A tool call, run here, and its result sent back: the loop that agents are made of, with the `openai` client.
 
 `tool_choice` "required" (or a named function) is enforced by a grammar, so the call is well-formed with any model. With
-"auto" the model decides, which takes one that was trained to call tools and a format that its chat template or
-`--tool-call-parser` names. The embedded demo model was not: it calls what it must, with arguments that mean nothing,
-and its chat template knows no tool messages, so the result goes back as a user message.
+"auto", the default, the model decides, which takes one that was trained to call tools, as the embedded demo model was,
+and a format that its chat template or `--tool-call-parser` names.
 
-Start a daemon (`weft serve --tool-call-parser hermes` for the demo model), then
+Start a daemon (`weft serve`), then
 run it:  python examples/tools.py [URL]        (needs: pip install openai)
 """
 
@@ -15,7 +14,7 @@ import json
 import sys
 
 from openai import OpenAI
-from openai.types.chat import ChatCompletionToolParam
+from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
 
 ADD: ChatCompletionToolParam = {
     "type": "function",
@@ -44,14 +43,9 @@ def main() -> None:
     client = OpenAI(base_url=f"{url}/v1", api_key="unused unless the daemon was given --api-key")
     model = client.models.list().data[0].id
 
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is 12 plus 30?"}]
     answer = client.chat.completions.create(
-        model=model,
-        messages=[{"role": "user", "content": "What is 12 plus 30?"}],
-        tools=[ADD],
-        tool_choice="required",
-        parallel_tool_calls=False,
-        temperature=0,
-        max_tokens=200,
+        model=model, messages=messages, tools=[ADD], tool_choice="auto", temperature=0, max_tokens=200
     )
     calls = answer.choices[0].message.tool_calls
     call = calls[0] if calls else None
@@ -61,13 +55,21 @@ def main() -> None:
     result = add(**arguments)
     print(f"call: {call.function.name}({arguments['a']}, {arguments['b']}) = {result}")
 
-    # A model with tools in its template gets {"role": "tool", "tool_call_id": call.id, "content": str(result)} instead.
-    told = client.chat.completions.create(
-        model=model,
-        messages=[{"role": "user", "content": f"The code of kiwi is {result}. What is the code of kiwi?"}],
-        temperature=0,
-        max_tokens=16,
-    )
+    function = call.function
+    messages += [
+        {
+            "role": "assistant",
+            "tool_calls": [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": function.name, "arguments": function.arguments},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": call.id, "content": str(result)},
+    ]
+    told = client.chat.completions.create(model=model, messages=messages, tools=[ADD], temperature=0, max_tokens=16)
     print("answer:", told.choices[0].message.content)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import TypeVar
 
-from .words import CITIES, COLORS, FOODS, NAMES, SYLLABLES, TOPICS, WORDS
+from .words import ADJECTIVES, CITIES, COLORS, FOODS, NAMES, STATEMENT_WORDS, SYLLABLES, TOPICS, VERBS, WORDS
 
 T = TypeVar("T")
 
@@ -61,8 +61,15 @@ def vary(rng: Random, text: str, keep: float = 0.6) -> str:
 
 
 def count_tokens(text: str) -> int:
-    """Tokens of a text made of the closed word lists: one for each word, digit, punctuation mark and run of spaces."""
-    return len(_PIECE.findall(text))
+    """Tokens of a text of the closed word lists, more or less: one for each word that the tokenizer knows, one for each
+    letter of any other, one for each digit, punctuation mark and run of spaces."""
+    pieces = _PIECE.findall(text)
+    return sum([1 if len(piece) == 1 or piece.lower().lstrip() in _KNOWN else len(piece) for piece in pieces])
 
 
 _PIECE = re.compile(r" ?[^\W\d_]+|\d| ?[^\w\s]|\s+")
+_KNOWN = frozenset(STATEMENT_WORDS).union(word.lower() for word in (*WORDS, *NAMES, *CITIES, *ADJECTIVES, *VERBS)) | {
+    "",
+    "-",
+    ".",
+}

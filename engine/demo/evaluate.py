@@ -1,4 +1,4 @@
-"""Measures the demo model's skills on held-out questions, by greedy generation with `transformers`."""
+"""Measures the demo model on held-out questions with `transformers`: its skills, and people's own wordings."""
 
 import argparse
 import json
@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from . import MODEL_PATH
-from .skills import MAX_CONTEXT_TOKENS, SKILLS, Example, held_out
+from .example import Example
+from .questions import Question, questions
+from .skills import MAX_CONTEXT_TOKENS, SKILLS, held_out
 
 SEED = 2
+WORDINGS_THRESHOLD = 0.9
 ENDLESS_LIMIT = 16
 """At most so many of the questions whose answer never ends: each takes a whole context."""
 
@@ -49,6 +52,16 @@ TASKS = (
     Task("counting up", "count_up", 0.95),
     Task("echo of any script", "echo", 0.95),
     Task("plain text completion", "complete", 0.95),
+    Task("sums in any words", "sums", 0.95),
+    Task("multiplying up to 12", "multiply", 0.95),
+    Task("sums over turns", "then", 0.95),
+    Task("largest and smallest", "compare", 0.95),
+    Task("counting down and up in any words", "count_down", 0.95),
+    Task("lists in any words", "lists", 0.95),
+    Task("spelling and letters", "letters", 0.90),
+    Task("repeating anything", "repeat", 0.95),
+    Task("things told in any words", "told", 0.95),
+    Task("tool calls", "tools", 0.95),
 )
 
 
@@ -83,8 +96,42 @@ class Answerer:
     def prompt(self, example: Example) -> list[int]:
         if not example.messages:
             return list(self.tokenizer(example.prompt).input_ids)
-        text = self.tokenizer.apply_chat_template(example.messages, add_generation_prompt=True, tokenize=False)
+        text = self.tokenizer.apply_chat_template(
+            example.messages, tools=example.tools or None, add_generation_prompt=True, tokenize=False
+        )
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def answers(self, questions: Sequence[Question], batch_size: int, max_tokens: int = 120) -> list[str]:
+        """What the model says to questions in people's own wordings."""
+        texts = [
+            self.tokenizer.apply_chat_template(q.messages, tools=q.tools, add_generation_prompt=True, tokenize=False)
+            for q in questions
+        ]
+        prompts = [list(self.tokenizer(text, add_special_tokens=False).input_ids) for text in texts]
+        said: list[str] = []
+        for at in range(0, len(prompts), batch_size):
+            rows = self._generate(prompts[at : at + batch_size], max_tokens)
+            said += [self.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+        return said
+
+    def _generate(self, prompts: list[list[int]], budget: int) -> list[list[int]]:
+        """Greedy continuations of at most `budget` tokens."""
+        torch = self.torch
+        longest = max(map(len, prompts))
+        ids = torch.full((len(prompts), longest), self.tokenizer.pad_token_id)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+            mask[row, longest - len(prompt) :] = 1
+        with torch.inference_mode():
+            output = self.model.generate(
+                ids.to(self.device),
+                attention_mask=mask.to(self.device),
+                max_new_tokens=min(budget, self.context - longest),
+                do_sample=False,
+            )
+        rows: list[list[int]] = output[:, longest:].tolist()
+        return rows
 
     def right(self, examples: Sequence[Example], batch_size: int) -> int:
         """How many of the examples are answered exactly."""
@@ -96,26 +143,22 @@ class Answerer:
         )
 
     def _right(self, examples: list[Example], prompts: list[list[int]]) -> int:
+        """In one pass: an answer is the greedy one if each token is the model's first choice after those before it."""
         torch, tokenizer = self.torch, self.tokenizer
         answers = [tokenizer(example.answer, add_special_tokens=False).input_ids for example in examples]
-        longest = max(map(len, prompts))
-        budget = min(max(map(len, answers)) + 2, self.context - longest)
-        ids = torch.full((len(prompts), longest), tokenizer.pad_token_id)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-            mask[row, longest - len(prompt) :] = 1
+        rows = [
+            (prompt + answer + [tokenizer.eos_token_id] * example.ends)[: self.context]
+            for example, prompt, answer in zip(examples, prompts, answers, strict=True)
+        ]
+        ids = torch.full((len(rows), max(map(len, rows))), tokenizer.pad_token_id)
+        for at, row in enumerate(rows):
+            ids[at, : len(row)] = torch.tensor(row)
         with torch.inference_mode():
-            output = self.model.generate(
-                ids.to(self.device), attention_mask=mask.to(self.device), max_new_tokens=budget, do_sample=False
-            )
-        right = 0
-        for example, answer, tokens in zip(examples, answers, output[:, longest:].tolist(), strict=True):
-            if example.ends:
-                right += tokens[: len(answer) + 1] == [*answer, tokenizer.eos_token_id]
-            else:
-                right += tokens[: len(answer)] == answer[: len(tokens)]
-        return right
+            choices = self.model(ids.to(self.device)).logits.argmax(-1).tolist()
+        return sum(
+            choice[len(prompt) - 1 : len(row) - 1] == row[len(prompt) :]
+            for choice, prompt, row in zip(choices, prompts, rows, strict=True)
+        )
 
 
 def evaluate(answerer: Answerer, tasks: Sequence[Task], limit: int, batch_size: int) -> list[Score]:
@@ -131,6 +174,26 @@ def evaluate(answerer: Answerer, tasks: Sequence[Task], limit: int, batch_size: 
     return scores
 
 
+def evaluate_wordings(answerer: Answerer, batch_size: int, show: bool) -> bool:
+    """The questions in people's own wordings, by group; whether enough are right."""
+    asked = questions()
+    said = answerer.answers(asked, batch_size)
+    groups: dict[str, list[bool]] = {}
+    for question, answer in zip(asked, said, strict=True):
+        right = question.is_right(answer)
+        groups.setdefault(question.group, []).append(right)
+        if show and not right:
+            print(f"{question.group}: {question.messages[-1]['content']!r} -> {answer!r}, not {question.answer!r}")
+    print(f"{'wordings of people':42} {'n':>5} {'accuracy':>9}")
+    for group, rights in groups.items():
+        print(f"{group:42} {len(rights):5} {sum(rights) / len(rights):9.2%}")
+    spoken = [right for group, rights in groups.items() if group != "tools" for right in rights]
+    share = sum(spoken) / len(spoken)
+    verdict = "yes" if share >= WORDINGS_THRESHOLD else "NO"
+    print(f"{'all but tools':42} {len(spoken):5} {share:9.2%} {WORDINGS_THRESHOLD:10.0%}  {verdict}", flush=True)
+    return share >= WORDINGS_THRESHOLD
+
+
 def main(argv: list[str] | None = None, parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser) -> int:
     parser = parser_class(
         prog="weft demo evaluate",
@@ -140,6 +203,9 @@ def main(argv: list[str] | None = None, parser_class: type[argparse.ArgumentPars
     parser.add_argument("--model", type=Path, default=MODEL_PATH, metavar="DIR", help="model directory")
     parser.add_argument("--limit", type=int, default=200, metavar="N", help="questions for each skill")
     parser.add_argument("--skill", action="append", choices=SKILLS, help="only this skill; may be given again")
+    parser.add_argument(
+        "--wordings", action="store_true", help="only the questions in people's own wordings; shows misses"
+    )
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 ...")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="type to compute in")
     parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="questions answered at once")
@@ -153,6 +219,8 @@ def main(argv: list[str] | None = None, parser_class: type[argparse.ArgumentPars
     started = time.perf_counter()
     try:
         answerer = Answerer(args.model, args.device, args.dtype)
+        if args.wordings:
+            return 0 if evaluate_wordings(answerer, args.batch_size, show=True) else 1
         tasks = [task for task in TASKS if not args.skill or task.skill in args.skill]
         scores = evaluate(answerer, tasks, args.limit, args.batch_size)
         if args.json:

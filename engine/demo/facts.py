@@ -6,6 +6,7 @@ from random import Random
 
 from . import phrases
 from .drawing import count_tokens, made_up_word, number, pick, vary
+from .wording import is_new
 from .words import ADJECTIVES, ANIMALS, CITIES, COLORS, FOODS, FRUITS, NAMES, PLACES, VERBS, WORDS
 
 RELATIONS = ("code", "code", "code", "number", "key", "price", "password", "secret", "value")
@@ -194,4 +195,7 @@ def tell(rng: Random, slot: str, value: str) -> tuple[str, str]:
 
 
 def ask_personal(rng: Random, slot: str) -> str:
-    return vary(rng, pick(rng, PERSONAL[slot].ask), keep=0.8)
+    while True:
+        text = vary(rng, pick(rng, PERSONAL[slot].ask), keep=0.8)
+        if is_new(text):
+            return text

@@ -1,17 +1,21 @@
+# ruff: noqa: E501
 """How people ask: the phrasings of every skill, and the fixed answers of the small talk.
 
 `{}` takes the subject of the request, `{a}` and `{b}` its numbers, and names in braces a word of that kind.
 """
 
+from .wording import patterns
+
 IDENTITY = "I am the demo model of weft, a small language model that runs everywhere."
 ABILITIES = (
-    "I can recall what you told me, add and subtract numbers up to 999, copy, reverse, sort and count words, "
-    "write them in upper case, count up, and tell an endless story."
+    "I can recall what you told me, add and subtract numbers up to 999, multiply up to 12, copy, reverse, sort and count "
+    "words and numbers, spell, write in upper case, count up and down, call a tool, and tell an endless story."
 )
 UNKNOWN_ANSWER = (
     "I am a small demo model and I do not know that. "
     "I can add and subtract, recall facts, and copy, reverse, sort, count and upper-case words."
 )
+TIMES_TOO_LARGE = "I can only multiply numbers up to 12."
 TOO_LARGE = "I can only add and subtract numbers up to 999."
 NOT_TOLD = "You have not told me that."
 NOTED = "I will remember that."
@@ -244,178 +248,6 @@ STORY = (
     "I cannot sleep.",
 )
 
-SMALL_TALK: dict[str, tuple[str, ...]] = {
-    IDENTITY: (
-        "Who are you?",
-        "What are you?",
-        "What is your name?",
-        "What's your name?",
-        "Who is this?",
-        "Who am I talking to?",
-        "Which model are you?",
-        "What model is this?",
-        "Tell me about yourself.",
-        "Introduce yourself.",
-        "Please introduce yourself.",
-        "Are you a model?",
-        "Are you ChatGPT?",
-        "Are you an AI?",
-        "What is this?",
-        "who r u",
-        "Who are you really?",
-        "Hello, who are you?",
-        "Do you have a name?",
-    ),
-    ABILITIES: (
-        "What can you do?",
-        "What can you do for me?",
-        "Help",
-        "Help me.",
-        "Can you help me?",
-        "How can you help me?",
-        "What are you good at?",
-        "What do you know?",
-        "What are your skills?",
-        "What can I ask you?",
-        "What are you able to do?",
-        "How do I use you?",
-        "I need help.",
-    ),
-    GREETING: (
-        "Hello",
-        "Hello!",
-        "Hello.",
-        "Hello there",
-        "Hello there!",
-        "Hello, how can you help?",
-        "Hi",
-        "Hi!",
-        "Hi there!",
-        "Hey",
-        "Hey there!",
-        "Good morning",
-        "Good morning!",
-        "Good evening.",
-        "Good afternoon.",
-        "Greetings!",
-        "Hello, world!",
-        "Hello weft",
-        "Hello, weft!",
-        "Hi weft!",
-        "Yo",
-        "Hiya",
-        "Howdy",
-        "Hello world",
-        "Say hello",
-        "Say hello.",
-        "Say hi",
-        "Say hi!",
-        "Nice to meet you.",
-    ),
-    "I am fine, thank you. How can I help you?": (
-        "How are you?",
-        "How are you today?",
-        "How are you doing?",
-        "How do you do?",
-        "How is it going?",
-        "How's it going?",
-        "What's up?",
-        "Are you OK?",
-        "Hello, how are you?",
-        "Hi, how are you?",
-        "Hello! How are you?",
-    ),
-    "You are welcome!": (
-        "Thank you",
-        "Thank you.",
-        "Thank you!",
-        "Thank you very much!",
-        "Thanks",
-        "Thanks!",
-        "Thanks a lot!",
-        "Thanks for your help.",
-        "Thx",
-        "Thank you, weft.",
-        "Many thanks.",
-        "Great, thank you!",
-        "Thank you so much.",
-    ),
-    "Goodbye!": (
-        "Goodbye",
-        "Goodbye!",
-        "Bye",
-        "Bye!",
-        "Bye bye.",
-        "See you later.",
-        "See you!",
-        "Good night.",
-        "Have a nice day!",
-    ),
-    "Weft is a server for large language models. I am its demo model.": (
-        "What is weft?",
-        "What's weft?",
-        "Tell me about weft.",
-        "What does weft do?",
-        "Explain weft.",
-    ),
-    "The weft project trained me, on text that it made itself.": (
-        "Who made you?",
-        "Who created you?",
-        "Who trained you?",
-        "Where do you come from?",
-        "How were you trained?",
-        "Who built you?",
-    ),
-    "I am small: I have about 6 million parameters.": (
-        "How big are you?",
-        "How large are you?",
-        "How many parameters do you have?",
-        "Are you a large language model?",
-        "What is your size?",
-    ),
-    "No, I am a small language model.": (
-        "Are you human?",
-        "Are you a human?",
-        "Are you a person?",
-        "Are you alive?",
-        "Are you real?",
-    ),
-    "Yes, it works.": (
-        "Test",
-        "test",
-        "This is a test.",
-        "Testing",
-        "Ping",
-        "ping",
-        "Are you there?",
-        "Does it work?",
-        "Does this work?",
-        "Is it working?",
-    ),
-    "Why did the token cross the cache? To get to the other page.": (
-        "Tell me a joke.",
-        "Tell a joke.",
-        "Do you know a joke?",
-        "Make me laugh.",
-        "Another joke, please.",
-    ),
-    "Good. What else can I do for you?": (
-        "OK",
-        "OK.",
-        "Okay",
-        "Great!",
-        "Good",
-        "Nice!",
-        "Cool",
-        "Perfect.",
-        "Well done!",
-        "That is right.",
-        "Very good.",
-        "Yes",
-    ),
-}
-"""Answer -> what it answers."""
-
 UNKNOWN = (
     "What is the capital of {city}?",
     "What is the capital of France?",
@@ -524,8 +356,6 @@ UNKNOWN = (
     "Say something about {topic}.",
     "Say {noun} in French.",
     "Read the {noun} to me.",
-    "What is {m} + {n} + {m}?",
-    "{m} + {n} - {n}",
     "Is the {noun} in the room?",
     "Which room is the {noun} in?",
     "Sing a song.",
@@ -540,10 +370,8 @@ UNKNOWN = (
     "{made} {made} {made}?",
     "{made} {made}",
     "{made}",
-    "What is {m} times {n}?",
-    "What is {m} * {n}?",
-    "{m} * {n}",
-    "{m} x {n} = ?",
+    "{m}",
+    "{n}",
     "{m} / {n}",
     "What is {m} divided by {n}?",
     "What is the square root of {m}?",
@@ -559,6 +387,39 @@ UNKNOWN = (
     "Please write about {topic}.",
     "Please describe the {color} {noun}.",
 )
+
+UNKNOWN_PATTERNS = patterns("""
+? [what is|what's|whats|what are|what was] [the|a|an|] [{}|{} of {a}|capital of {}|best {}|meaning of {}|name of the {}|history of {}|color of {}|population of {}|weather in {}|time in {}|highest {} in {a}|biggest {}|{} for {a}|purpose of {}|rule for {}|reason for {}|secret of {}|price of {} in {a}|currency of {}|language of {}|formula for {}]
+? [what's|what is] the [weather|news|time|date|score|traffic|plan|temperature] [today|in {}|now|this week|on {}|tonight|for {}|there]
+? [what|which] {} [is|are|was] [the best|better|faster|{a}|good|more {a}|cheaper|right for {a}|your favorite]
+? what [do you think|is your opinion|do you know|can you say|do people say|should i know] [of|about|on] [{}|{} and {a}|the {}]
+? what [happens|will happen|happened] [to|with|in|if] {}[| and {a}| in 1990| next year]
+? what [does|do|did|can|should|would|could] {} [do|mean|eat|say|want|need|like|look like|cost in {a}|think of {a}]
+? [who|whom] [is|was|are|were] [the |a |][{}|{} of {a}|president of {}|king of {}|first {}|first {} on {a}|author of {}|inventor of {}|mayor of {}|owner of {}|best {}|winner of {}|richest {}|man in {}|woman in {}|person behind {}]
+? who [wrote|made|invented|discovered|won|built|founded|painted|sang|directed|killed|loves|runs|played|plays] [the |][{}|{} in {a}|{} {a}]
+? [where|when|why|how] [is|was|are|were|does|do|did|can|should|will|would] [the |a |i |we |you |they |][{}|{} {a}|{} {a} {b}|{} so {a}|{} the {a}|{} from {a}]
+? why [do|does|did|are|is|can|can't|don't] {} [{a}|{a} {b}|like {a}|have {a}|so {a}|need {a}|sing|bark|fly|sleep|hurt|exist|happen|work|change]
+? how [do|can|should|would|could] [i|we|you|one|people] [fix|make|cook|build|repair|learn|find|get|clean|draw|use|open|become|stop|start|improve|buy|sell|grow|write|install|train|lose|change|wash|replace|understand] [a |an |my |the |some |our |][{}|{} {a}|{} with {a}|{} in {a}|better at {}]
+? how [far|old|tall|big|fast|deep|long|heavy|high|rich|hot|late|often|dangerous|expensive] is [the |a |my |][{}|{} in {a}|{} from {a}]
+? how [many|much] {} [are there in {a}|does {a} have|do i need for {a}|do you eat|is in {a}|live in {a}|are in {a}|cost]
+? [is|are|was|were|does|do|did|can|could|will|should|would|has|have] [the |a |you |we |i |it |they |my |][{}|{} {a}|{} a {a}|{} {a} {b}|{} better than {a}|{} in {a}|like {}|{} or {a}]
+? can you [book|order|call|find|buy|send|open|play|draw|sing|drive|show|reserve|download|recommend|translate|explain|describe|summarize|cook|paint|teach|fix|help with] [me |][a |an |the |some |my |][{}|{} {a}|{} to {a}|{} for {a}|{} in {a}]
+? do you [like|love|hate|know|speak|want|have|eat|believe in|understand|play|own|need|prefer|remember] [the |a |any |][{}|{} or {a}|{} from {a}|{} {a}]
+! [explain|describe|summarize|define|discuss|compare|analyze|review|teach me|show me|recommend|suggest|draw|paint|create|design|plan|imagine|invent|generate|find|discover|open|play|book|buy|order|cook|fix|build|prove|solve the problem of] [a |an |the |some |my |][{}|{} {a}|{} and {a}|{} for {a}|{} in {a}|{} with {a}]
+! [write|compose|make|give|create|prepare|draft|produce] [me |us |][a|an|some|the|two|a short|a long|a nice] [poem|song|letter|essay|email|function|program|haiku|speech|report|joke about|summary|recipe|plan|review|list of ideas|test|query|script|rhyme|text|article|blog post|quote|riddle|sentence] [about|on|for|to|of|in|with] [the |a |my |][{}|{} {a}|{} and {a}]
+! translate [this |the word |the text |]{}[| {a}| {a} {b}] [to|into] [french|german|spanish|italian|japanese|chinese|latin|english|russian|dutch|greek|polish|{c}|portuguese]
+! translate [to|into] [french|german|spanish|italian|japanese|english]: {} {a}
+! [tell|teach|give|show] me [something|more|everything|a fact|facts|advice|tips|news|ideas|some facts|the truth|information|a secret] [about|on|for] [{}|{} {a}|the {}|{} and {a}]
+! [sing|dance|go|run|sleep|drive|fly|jump|fight|cook] [a |to |for |with |in |][{}|{} {a}|me]
+= i [like|love|hate|need|want|have|lost|bought|see|think|feel|was|am looking for|am afraid of] [the |a |my |some |][{}|{} {a}|{} and {a}][|.|!]
+= [my|the|our|this|that] {} [is|was|has|does not|will not|cannot|looks|feels|needs] [{a}|{a} {b}|broken|not working|too {a}|a {a}][|.|!|, why?|. what should i do?|. help me]
+= {} {a} {b}[|?|.|!]
+= {}[|?|.|!]
+= {} {a}[|?]
+= why {}[|?]
+= if {} [is|was|has|gets] {a}, [what|who|why|how] [is|was|does] {b}[|?]
+""")
+"""Nothing that the model can answer, in any words."""
 
 RAW_UNKNOWN = (
     ("Hello, my name is", " weft, and I am a small demo model."),

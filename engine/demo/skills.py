@@ -5,54 +5,21 @@ question is held out: training never draws a held-out key and `held_out` draws n
 is needed, so that tests of the engine and the server can ask for questions without torch or a tokenizer.
 """
 
-import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from random import Random
 
-from . import phrases
+from . import functions, lists, phrases, sums, told
 from .drawing import count_tokens, fill, made_up_word, number, pick, vary
+from .example import Example, Generator, Message, ask, is_held_out, user
 from .facts import PERSONAL, FactBook, ask_personal, tell
+from .fodder import characters, foreign, word
+from .small_talk import SMALL_TALK
+from .wording import ask_for, is_new
 from .words import NUMBER_WORDS, OTHER_WORDS, WORDS
-
-HELD_OUT_SHARE = 16
-"""One key in so many is held out."""
 
 MAX_CONTEXT_TOKENS = 1800
 MAX_LIST_WORDS = 8
 MAX_COUNTED_WORDS = 12
-
-
-@dataclass(frozen=True)
-class Example:
-    """A question and the exact answer of a perfect demo model.
-
-    `messages` is the chat, which ends with the user's turn; a plain-text example has no messages but a `prompt`. If
-    `ends` is false the model goes on for ever, and `answer` is only how the text begins.
-    """
-
-    skill: str
-    messages: list[dict[str, str]]
-    answer: str
-    key: str = ""
-    prompt: str = ""
-    ends: bool = True
-
-
-Generator = Callable[[Random], Example]
-
-
-def is_held_out(key: str) -> bool:
-    """Whether training must not see this key. The empty key is for questions with no variety: always trained."""
-    return bool(key) and zlib.crc32(key.encode()) % HELD_OUT_SHARE == 0
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def ask(skill: str, text: str, answer: str, key: str, ends: bool = True) -> Example:
-    return Example(skill, [user(text)], answer, key, ends=ends)
 
 
 # --- numbers -------------------------------------------------------------------------------------------------------
@@ -73,7 +40,10 @@ def _in_words(rng: Random, a: int, b: int) -> tuple[object, object]:
 
 def _say(rng: Random, templates: Sequence[str], a: object, b: object) -> str:
     """A request with its two numbers in place."""
-    return vary(rng, pick(rng, templates).format(a=a, b=b), keep=0.8)
+    while True:
+        text = vary(rng, pick(rng, templates), keep=0.8)
+        if is_new(text):
+            return text.format(a=a, b=b)
 
 
 def add(rng: Random) -> Example:
@@ -114,6 +84,8 @@ def _list_task(
 ) -> Generator:
     """A skill on a short list. `made_up` and `repeats`: share of lists with made-up words, with a word twice."""
 
+    templates = [template for template in templates if is_new(template)]
+
     def generate(rng: Random) -> Example:
         size = (1 if skill in ("copy", "upper", "count") else 2) + int(rng.random() * longest)
         words = rng.sample(WORDS, min(size, longest))
@@ -134,7 +106,9 @@ def _list_task(
                 template = template[0].lower() + template[1:]
             text = template.replace("{}", listed)
             draw = rng.random()
-            if draw < 0.15:
+            if skill == "copy":
+                pass  # whatever ends the request would belong to the copy
+            elif draw < 0.15:
                 text += "."
             elif draw < 0.2 or (draw < 0.4 and template.split()[0].lower() in ("how", "can", "what")):
                 text += "?"
@@ -152,52 +126,27 @@ count = _list_task(
 )
 
 
-_SCRIPTS = (
-    (0x00E0, 0x00FF),  # Latin with accents
-    (0x0391, 0x03C9),  # Greek
-    (0x0410, 0x044F),  # Cyrillic
-    (0x05D0, 0x05EA),  # Hebrew
-    (0x3041, 0x3094),  # Hiragana
-    (0x4E00, 0x9FA0),  # CJK
-    (0xAC00, 0xD7A0),  # Hangul
-    (0x1F300, 0x1F5FF),  # pictures
-    (0x1F600, 0x1F64F),  # faces
-    (0x1F680, 0x1F6C5),  # vehicles
-)
-
-
-def _foreign(rng: Random) -> str:
-    """A few characters of one script, or a word with an accent in it."""
-    low, high = pick(rng, _SCRIPTS)
-    if low == 0x00E0:
-        word = made_up_word(rng)
-        at = int(rng.random() * len(word))
-        return word[:at] + chr(low + int(rng.random() * (high - low))) + word[at + 1 :]
-    size = 1 + int(rng.random() * (2 if low > 0xFFFF else 5))
-    return "".join(chr(low + int(rng.random() * (high - low))) for _ in range(size))
+_ECHO = [template for template in phrases.ECHO if is_new(template)]
 
 
 def echo(rng: Random) -> Example:
     """Repeating text of any script, at most five words or groups of characters."""
     words = [
-        _foreign(rng) if rng.random() < 0.6 else pick(rng, (pick(rng, WORDS), made_up_word(rng)))
+        foreign(rng) if rng.random() < 0.6 else pick(rng, (pick(rng, WORDS), made_up_word(rng)))
         for _ in range(1 + int(rng.random() * 5))
     ]
-    words[int(rng.random() * len(words))] = _foreign(rng)
+    words[int(rng.random() * len(words))] = foreign(rng)
     text = " ".join(words)
-    return ask("echo", pick(rng, phrases.ECHO).replace("{}", text), text, text)
+    return ask("echo", pick(rng, _ECHO).replace("{}", text), text, text)
 
 
 # --- facts -----------------------------------------------------------------------------------------------------------
 
 
 def recall(rng: Random, context_tokens: int = 0, made_up: float = 0.0) -> Example:
-    """A question on one of the facts of a text. `context_tokens`: of the whole prompt, at most; 0 draws a length.
-
-    A made-up value takes more tokens than `count_tokens` says, so a fiftieth of a given size is left for those.
-    """
+    """A question on one of the facts of a text. `context_tokens`: of the whole prompt, at most; 0 draws a length."""
     total = context_tokens or 30 + int(rng.random() ** 2 * (MAX_CONTEXT_TOKENS - 30))
-    book = FactBook(rng, max(total - 36 - context_tokens // 50, 8), made_up)
+    book = FactBook(rng, max(total - 36, 8), made_up)
     fact = pick(rng, book.facts)
     question = book.question(fact)
     draw = rng.random()
@@ -219,7 +168,7 @@ def memory(rng: Random) -> Example:
     """Several turns: the user tells things, asks other things, and then asks for what an earlier turn said."""
     slots = ["name", *rng.sample(_SLOT_NAMES, 2)] if rng.random() < 0.5 else rng.sample(_SLOT_NAMES, 2)
     told: dict[str, str] = {}
-    messages: list[dict[str, str]] = []
+    messages: list[Message] = []
     for slot in dict.fromkeys(slots):
         told[slot] = PERSONAL[slot].value(rng)
         if rng.random() < 0.3:
@@ -237,13 +186,13 @@ def memory(rng: Random) -> Example:
     return Example("memory", messages, PERSONAL[slot].answer.format(told[slot]), key)
 
 
-def _put_turn(messages: list[dict[str, str]], example: Example) -> None:
+def _put_turn(messages: list[Message], example: Example) -> None:
     messages += [*example.messages, {"role": "assistant", "content": example.answer}]
 
 
 # --- talk ----------------------------------------------------------------------------------------------------------
 
-_TALK = tuple((question, answer) for answer, questions in phrases.SMALL_TALK.items() for question in questions)
+_TALK = tuple((question, answer) for answer, questions in SMALL_TALK.items() for question in questions)
 
 
 def chat(rng: Random) -> Example:
@@ -251,12 +200,25 @@ def chat(rng: Random) -> Example:
     if rng.random() < 0.01:
         return ask("chat", "", phrases.GREETING, "")
     question, answer = pick(rng, _TALK)
-    text = vary(rng, question)
+    text = _typed(rng, question)
     if rng.random() < 0.1 and answer != phrases.GREETING:
         text = f"{pick(rng, ('Hello!', 'Hi!', 'Hi,', 'Hey,', 'OK.'))} {text}"
     if rng.random() < 0.05:
         text += pick(rng, ("!!", " :)", " \U0001f44b", " \U0001f642", "...", "??"))
+    if not is_new(text):
+        return chat(rng)
     return ask("chat", text, answer, text if len(text.split()) > 3 and text != question else "")
+
+
+def _typed(rng: Random, text: str) -> str:
+    """More or less carefully."""
+    text = vary(rng, text)
+    draw = rng.random()
+    if draw < 0.15:
+        text = text.lower()
+    if draw < 0.1 or draw > 0.96:
+        text = text.replace("'", "").rstrip(".?!")
+    return text or "hi"
 
 
 def unknown(rng: Random) -> Example:
@@ -266,9 +228,28 @@ def unknown(rng: Random) -> Example:
         a, b = (number(rng, size) for size in digits)
         text = _say(rng, pick(rng, (phrases.ADD, phrases.SUBTRACT)), a, b)
         return ask("unknown", text, phrases.TOO_LARGE, f"{a} {b}")
+    if rng.random() < 0.45:
+        text = ask_for(
+            rng, pick(rng, phrases.UNKNOWN_PATTERNS), _subject(rng), _subject(rng), _subject(rng), _subject(rng)
+        )
+        return ask("unknown", text, phrases.UNKNOWN_ANSWER, text)
     template = pick(rng, phrases.UNKNOWN)
-    text = vary(rng, fill(rng, template))
+    text = _typed(rng, fill(rng, template))
+    if not is_new(text):
+        return unknown(rng)
     return ask("unknown", text, phrases.UNKNOWN_ANSWER, "" if text == template else text)
+
+
+def _subject(rng: Random) -> str:
+    """What a question could be about: a word, two words, a name of something."""
+    draw = rng.random()
+    if draw < 0.6:
+        return word(rng)
+    if draw < 0.75:
+        return f"{word(rng)} {word(rng)}"
+    if draw < 0.9:
+        return pick(rng, (word(rng), characters(rng, "abcdefghijklmnoprstuvw", 3, 8))).capitalize()
+    return f"the {word(rng)}"
 
 
 def story_text(first: int = 1, sheep: int = 250) -> str:
@@ -370,7 +351,29 @@ _GENERATORS: dict[str, Generator] = {
     "count_up": count_up,
     "echo": echo,
     "complete": complete,
+    "sums": sums.sums,
+    "multiply": sums.multiply,
+    "then": sums.then,
+    "compare": sums.compare,
+    "count_down": sums.count_down,
+    "lists": lists.lists,
+    "letters": lists.letters,
+    "repeat": lists.repeat,
+    "told": lambda rng: told.told(rng, between),
+    "tools": lambda rng: functions.tools(rng, beside_tools),
 }
+_BESIDE_TOOLS = ("chat", "chat", "unknown", "sums", "lists", "letters", "repeat", "told", "compare", "count_down")
+
+
+def between(rng: Random) -> Example:
+    return draw(pick(rng, _BETWEEN_TOLD), rng)
+
+
+def beside_tools(rng: Random) -> Example:
+    return draw(pick(rng, _BESIDE_TOOLS), rng)
+
+
+_BETWEEN_TOLD = ("sums", "sums", "lists", "letters", "repeat", "chat", "compare")
 _BETWEEN = ("add", "subtract", "copy", "reverse", "upper", "sort", "count", "chat", "unknown")
 
 SKILLS: tuple[str, ...] = tuple(_GENERATORS)

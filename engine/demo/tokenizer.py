@@ -1,52 +1,79 @@
-"""The demo model's tokenizer: a byte-level BPE of at most 2,048 tokens, learned from the corpus.
+"""The demo model's tokenizer: 2,048 tokens, which are whole words, and bytes to spell every other word with.
 
-Digits and punctuation marks stand alone, so that numbers line up; a word takes the space before it. Characters outside
-ASCII are left as single bytes: the model's answers then hold characters that are split over tokens, which is what a
-streaming detokenizer must survive.
+It is a byte-level BPE without merges. So a word that nobody has seen is spelled letter by letter, and the model can
+copy it, turn it round or sort it. Digits and punctuation marks stand alone, so that numbers line up; a word takes the
+space before it. Characters outside ASCII are single bytes: the model's answers then hold characters that are split over
+tokens, which is what a streaming detokenizer must survive.
 """
 
 import json
 import re
 from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from . import skills
+from .functions import DESCRIPTION_CHARACTERS, offer
 from .words import NAMES, WORDS
 
 VOCAB_SIZE = 2048
-BEGIN, END, PAD, SYSTEM, USER, ASSISTANT = (
+BEGIN, END, PAD, SYSTEM, USER, ASSISTANT, TOOL = (
     "<|begin|>",
     "<|end|>",
     "<|pad|>",
     "<|system|>",
     "<|user|>",
     "<|assistant|>",
+    "<|tool|>",
 )
-SPECIAL_TOKENS = (BEGIN, END, PAD, SYSTEM, USER, ASSISTANT)
-BEGIN_ID, END_ID, PAD_ID, SYSTEM_ID, USER_ID, ASSISTANT_ID = range(6)
+SPECIAL_TOKENS = (BEGIN, END, PAD, SYSTEM, USER, ASSISTANT, TOOL)
+BEGIN_ID, END_ID, PAD_ID, SYSTEM_ID, USER_ID, ASSISTANT_ID, TOOL_ID = range(7)
 
 PIECE_PATTERN = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]|\s+"
-"""How text is cut before BPE merges bytes inside each piece (Oniguruma syntax)."""
+"""How text is cut into pieces; each is one token or its bytes (Oniguruma syntax)."""
 
 CHAT_TEMPLATE = (
-    "{{ bos_token }}"
-    "{% for message in messages %}"
-    "{% if message['role'] in ['system', 'user', 'assistant'] %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
-    "{% else %}"
-    "{{ raise_exception('the roles of this model are system, user and assistant, not ' + message['role']) }}"
-    "{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
+    # the functions offered, a line each: what `functions.offer` writes
+    "{%- macro offer() -%}{{ 'Tools:' }}"
+    "{%- for tool in tools -%}"
+    "{%- set function = tool['function'] if 'function' in tool else tool -%}"
+    "{%- set parameters = function['parameters'] or {} -%}"
+    "{%- set properties = parameters['properties'] or {} -%}"
+    "{%- set required = parameters['required'] if 'required' in parameters else properties -%}"
+    "{{ '\\n' + function['name'] + '(' }}"
+    "{%- set told = namespace(any=false) -%}"
+    "{%- for name, schema in properties | items if name in required -%}"
+    "{{ (', ' if told.any else '') + name + ': ' + (schema['type'] if schema['type'] is string else 'any') }}"
+    "{%- set told.any = true -%}"
+    "{%- endfor -%}"
+    "{{ '): ' + (function['description'] or '').strip().split('\\n')[0][:DESCRIPTION] }}"
+    "{%- endfor -%}{%- endmacro -%}"
+    "{{- bos_token -}}"
+    "{%- set system = messages and messages[0]['role'] in ['system', 'developer'] -%}"
+    "{%- if tools and not system -%}{{ '<|system|>' + offer() + '<|end|>' }}{%- endif -%}"
+    "{%- for message in messages -%}"
+    "{%- if message['role'] not in ['system', 'developer', 'user', 'assistant', 'tool'] -%}"
+    "{{ raise_exception('the roles of this model are system, user, assistant and tool, not ' + message['role']) }}"
+    "{%- endif -%}"
+    "{{ '<|' + ('system' if message['role'] == 'developer' else message['role']) + '|>' + (message['content'] or '') }}"
+    "{%- if tools and system and loop.first -%}{{ '\\n\\n' + offer() }}{%- endif -%}"
+    "{%- if message['role'] == 'assistant' -%}"
+    "{%- for call in message['tool_calls'] or [] -%}"
+    "{%- set function = call['function'] if 'function' in call else call -%}"
+    "{%- set arguments = function['arguments'] -%}"
+    "{{ '\\n' if message['content'] or not loop.first else '' }}"
+    "{{ '<tool_call>\\n{\"name\": ' + function['name'] | tojson + ', \"arguments\": ' }}"
+    "{{ (arguments if arguments is string else arguments | tojson) + '}\\n</tool_call>' }}"
+    "{%- endfor -%}"
+    "{%- endif -%}"
+    "{{ '<|end|>' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
+).replace("DESCRIPTION", str(DESCRIPTION_CHARACTERS))
 
-_ASCII_PIECE = re.compile(r" ?[A-Za-z]+")
-_SAMPLE_SIZE = 20_000
-_RARE = 4
-"""A piece seen fewer times in the sample earns no merges of its own (made-up words)."""
+_ASCII_PIECE = re.compile(r" ?[A-Za-z]+| ?[!-/:-@\[-`{-~]|\s+")
+_SAMPLE_SIZE = 60_000
 
 
 def byte_characters() -> dict[int, str]:
@@ -57,66 +84,29 @@ def byte_characters() -> dict[int, str]:
     return characters | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
 
 
-def piece_counts(seed: int = 0) -> Counter[str]:
-    """How much each ASCII piece of the corpus weighs. The words of the lists weigh the most, in all their forms."""
+def vocabulary(count: int, seed: int = 0) -> list[str]:
+    """The `count` pieces of text that are worth a token: words of the lists, then what the corpus says most often."""
     rng = Random(f"tokenizer {seed}")
     counts: Counter[str] = Counter()
     for i in range(_SAMPLE_SIZE):
         example = skills.draw(skills.SKILLS[i % len(skills.SKILLS)], rng)
         for text in (example.prompt, example.answer[:300], *(message["content"] for message in example.messages)):
             counts.update(_ASCII_PIECE.findall(text[-2000:]))
-    weights = Counter({piece: min(n, 200) for piece, n in counts.items() if n >= _RARE})
-    for word in (*WORDS, *NAMES):
-        weights[word] = weights[" " + word] = 1000
-    for word in WORDS:
-        weights[word.upper()] = weights[" " + word.upper()] = 30
-    return weights
-
-
-def learn_merges(weights: Counter[str], count: int) -> list[tuple[str, str]]:
-    """The `count` most useful merges, by byte-pair encoding. Ties go to the pair that sorts first."""
-    characters = byte_characters()
-    pieces = [([characters[byte] for byte in piece.encode()], weight) for piece, weight in sorted(weights.items())]
-    pairs: Counter[tuple[str, str]] = Counter()
-    homes: dict[tuple[str, str], set[int]] = {}
-
-    def note(index: int, sign: int) -> None:
-        symbols, weight = pieces[index]
-        for pair in pairwise(symbols):
-            pairs[pair] += sign * weight
-            homes.setdefault(pair, set()).add(index)
-
-    for index in range(len(pieces)):
-        note(index, 1)
-    merges: list[tuple[str, str]] = []
-    while len(merges) < count:
-        best = min(pairs, key=lambda pair: (-pairs[pair], pair))
-        if pairs[best] <= 0:
-            break
-        merges.append(best)
-        for index in sorted(homes[best]):
-            note(index, -1)
-            pieces[index] = (_merge(pieces[index][0], best), pieces[index][1])
-            note(index, 1)
-        del pairs[best]
-    return merges
-
-
-def _merge(symbols: list[str], pair: tuple[str, str]) -> list[str]:
-    merged: list[str] = []
-    for symbol in symbols:
-        if merged and (merged[-1], symbol) == pair:
-            merged[-1] += symbol
-        else:
-            merged.append(symbol)
-    return merged
+        if example.tools:
+            counts.update(_ASCII_PIECE.findall(offer(example.tools)))
+    chosen = dict.fromkeys(form for word in (*WORDS, *NAMES) for form in (word, " " + word))
+    for piece, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+        if len(piece) > 1 and piece[2:].islower() | (not piece[2:]) and len(chosen) < count:
+            chosen[piece] = None
+    return list(chosen)
 
 
 def tokenizer_json(seed: int = 0) -> dict[str, Any]:
     """The content of `tokenizer.json`."""
-    alphabet = sorted(byte_characters().values())
-    merges = learn_merges(piece_counts(seed), VOCAB_SIZE - len(SPECIAL_TOKENS) - len(alphabet))
-    tokens = [*SPECIAL_TOKENS, *alphabet, *(left + right for left, right in merges)]
+    characters = byte_characters()
+    alphabet = sorted(characters.values())
+    words = vocabulary(VOCAB_SIZE - len(SPECIAL_TOKENS) - len(alphabet), seed)
+    tokens = [*SPECIAL_TOKENS, *alphabet, *("".join(characters[byte] for byte in word.encode()) for word in words)]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     cut = {"type": "Split", "pattern": {"Regex": PIECE_PATTERN}, "behavior": "Isolated", "invert": False}
     begin = {"SpecialToken": {"id": BEGIN, "type_id": 0}}
@@ -144,9 +134,9 @@ def tokenizer_json(seed: int = 0) -> dict[str, Any]:
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": False,
+            "ignore_merges": True,
             "vocab": {token: i for i, token in enumerate(tokens)},
-            "merges": [list(merge) for merge in merges],
+            "merges": [],
         },
     }
 

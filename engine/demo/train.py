@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,20 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from .corpus import ANSWER, PROMPT, Batch, Corpus, prompt_ids
+from .corpus import ANSWER, PROMPT, TURN_MIX, Batch, Corpus, prompt_ids
+from .example import Example
 from .network import Network, Shape, weighted_loss
-from .skills import SKILLS, Example, held_out
+from .skills import SKILLS, held_out
 from .tokenizer import BEGIN_ID, END_ID, PAD_ID, write_tokenizer
 
 PROMPT_WEIGHT = 0.02
 SHORT_ONLY = 0.08
 """Share of the steps that see only the shortest rows."""
-LENGTHS = ((256, 35), (512, 15), (1024, 15), (2048, 35))
+LENGTHS = ((256, 38), (512, 17), (1024, 15), (2048, 30))
 """Row lengths in tokens, and on how many steps of a hundred each comes."""
 WARMUP_STEPS = 200
 ENDLESS_CHECKED_TOKENS = 400
+SECONDS_BETWEEN_SAVES = 60
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,10 @@ class Plan:
     device: str
     workers: int
     check_every: int
+    practice: dict[str, int] = field(default_factory=dict)
+    """other weights for some kinds of turns"""
+    max_seconds: float = 0
+    """When the learning rate ends at nothing, however many steps are done by then. 0: after all of them."""
 
     def length(self, step: int) -> int:
         """Tokens in each row of a step."""
@@ -59,12 +65,15 @@ class Plan:
                 return length
         return LENGTHS[-1][0]
 
-    def rate(self, step: int) -> float:
+    def rate(self, step: int, seconds: float) -> float:
         """Learning rate: linear warm-up, then a cosine down to nothing."""
         warmup = min(WARMUP_STEPS, max(1, self.steps // 10))
         if step < warmup:
             return self.lr * (step + 1) / warmup
-        return self.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, self.steps - warmup)))
+        done = (step - warmup) / max(1, self.steps - warmup)
+        if self.max_seconds:
+            done = min(1.0, max(done, seconds / self.max_seconds))
+        return self.lr * 0.5 * (1 + math.cos(math.pi * done))
 
 
 # --- batches, made by worker processes -----------------------------------------------------------------------------
@@ -72,9 +81,9 @@ class Plan:
 _worker_corpus: Corpus
 
 
-def _start_worker(tokenizer_file: str, seed: int) -> None:
+def _start_worker(tokenizer_file: str, seed: int, practice: dict[str, int]) -> None:
     global _worker_corpus
-    _worker_corpus = Corpus(tokenizer_file, seed)
+    _worker_corpus = Corpus(tokenizer_file, seed, practice)
 
 
 def _make_batch(job: tuple[int, int, int]) -> Batch:
@@ -85,11 +94,11 @@ def batches(plan: Plan, tokenizer_file: str) -> Iterator[Batch]:
     """The batches of all steps, in order. Starts its processes by fork, so ask for the first one before CUDA starts."""
     jobs = ((step, max(1, plan.batch_tokens // plan.length(step)), plan.length(step)) for step in range(plan.steps))
     if plan.workers == 0:
-        corpus = Corpus(tokenizer_file, plan.seed)
+        corpus = Corpus(tokenizer_file, plan.seed, plan.practice)
         yield from (corpus.batch(*job) for job in jobs)
         return
     context = multiprocessing.get_context("fork")
-    with context.Pool(plan.workers, _start_worker, (tokenizer_file, plan.seed)) as pool:
+    with context.Pool(plan.workers, _start_worker, (tokenizer_file, plan.seed, plan.practice)) as pool:
         yield from pool.imap(_make_batch, jobs)
 
 
@@ -144,7 +153,8 @@ def _pad(rows: list[tuple[list[int], int]], device: str) -> tuple[Tensor, Tensor
 
 
 def train(plan: Plan, shape: Shape, out: Path) -> None:
-    """Trains and writes the model to `out`, with a checkpoint at each check."""
+    """Trains and writes the model to `out`, with a checkpoint every minute."""
+    started = saved = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
     write_tokenizer(out, shape.max_position_embeddings)
     tokenizer_file = str(out / "tokenizer.json")
@@ -168,8 +178,10 @@ def train(plan: Plan, shape: Shape, out: Path) -> None:
 
     log = Log(plan, sum(parameter.numel() for parameter in network.parameters()))
     for step in range(plan.steps):
+        seconds = time.perf_counter() - started
+        last = step + 1 == plan.steps or bool(plan.max_seconds and seconds >= plan.max_seconds)
         for group in optimizer.param_groups:
-            group["lr"] = plan.rate(step)
+            group["lr"] = plan.rate(step, seconds)
         tokens, kinds = (torch.from_numpy(part).to(plan.device, non_blocking=True) for part in batch)
         tokens = tokens.long()
         with autocast:
@@ -181,12 +193,16 @@ def train(plan: Plan, shape: Shape, out: Path) -> None:
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if step + 1 < plan.steps:
+        if not last:
             batch = next(source)
         log.step(step + 1, loss.detach(), tokens.numel())
-        if (step + 1) % plan.check_every == 0 or step + 1 == plan.steps:
-            log.accuracy(check.accuracy(network, autocast))
+        if time.perf_counter() - saved > SECONDS_BETWEEN_SAVES or last:
             save(network, shape, out)
+            saved = time.perf_counter()
+        if (step + 1) % plan.check_every == 0 or last:
+            log.accuracy(check.accuracy(network, autocast))
+        if last:
+            break
     log.done(out)
 
 
@@ -277,14 +293,29 @@ def main(argv: list[str] | None = None, parser_class: type[argparse.ArgumentPars
     parser.add_argument(
         "--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="processes that write text; 0 for none"
     )
-    parser.add_argument("--check-every", type=int, default=1000, help="steps between accuracy checks and checkpoints")
+    parser.add_argument("--check-every", type=int, default=4000, help="steps between accuracy checks")
+    parser.add_argument("--max-seconds", type=float, default=0, help="end by then, the learning rate too; 0 for never")
+    parser.add_argument(
+        "--practice",
+        action="append",
+        default=[],
+        metavar="KIND=WEIGHT",
+        help="let this kind of turn come more or less often (corpus.py names them); may be given again",
+    )
     args = vars(parser.parse_args(argv))
     out = args.pop("out")
+    try:
+        args["practice"] = {kind: int(weight) for kind, weight in (item.split("=") for item in args["practice"])}
+    except ValueError:
+        parser.error("--practice must be KIND=WEIGHT, such as repeat=20")
+    if unknown := set(args["practice"]) - set(TURN_MIX):
+        parser.error(f"--practice: no turns of the kind {min(unknown)!r}; there are {', '.join(TURN_MIX)}")
     for name in ("steps", "batch_tokens", "check_every"):
         if args[name] < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    if args["workers"] < 0:
-        parser.error("--workers must not be negative")
+    for name in ("workers", "max_seconds"):
+        if args[name] < 0:
+            parser.error(f"--{name.replace('_', '-')} must not be negative")
     plan = Plan(**args)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:

@@ -7,6 +7,8 @@ def _words(text: str, separator: str | None = None) -> tuple[str, ...]:
     return tuple(text.split(separator))
 
 
+VOWELS = "aeiou"
+
 COLORS = _words("red blue green yellow black white brown pink purple gray gold silver")
 
 ANIMALS = _words(
@@ -55,6 +57,52 @@ ADJECTIVES = _words("old new small big quiet happy lazy bright warm cold soft ta
 VERBS = _words("sees likes follows finds hides watches carries paints keeps leaves")
 
 PLACES = _words("near the river|under the table|behind the house|on the road|in the garden|by the lake", "|")
+
+STATEMENT_WORDS = _words(
+    """a an and answer are behind by code color does for garden give have here house in is it key lake live magic
+    me near nothing number of on password price question read remember river road s secret see statement table
+    tell text that the there this to today under value what which"""
+)
+"""What texts of facts are made of besides the lists; the tokenizer knows all of them."""
+
+COMMON = _words(
+    """about above after again air all almost alone along always angry animal another answer any apart arm around
+    art ask aunt autumn away baby back bad bakery balance banana bank bath beach because become before begin
+    believe below beside best better between beyond blanket blood body bone both bottom boy brave breakfast
+    bright bring broken brother build burn business busy butter button buy cabin call can capital care carpet
+    carry castle catch century chance change cheap child choose church circle city class clean clear climb
+    close cloth club coast color come common cook copper corner cotton count country courage cousin cover
+    cross crowd cry current cut daily dance danger dark daughter day dead deep different dinner direction
+    dirty doctor double down dream dress drink drive dry during dust early earth east easy eat edge egg eight
+    empty end enough evening every example eye face fair faith fall family far farm fast father fear feel
+    field fight final find finger finish first five floor fly follow food forest forget found four free fresh
+    friend front full funny future general gentle gift girl give go gold good grand grass great green ground
+    group grow guess guest half hand happen hard harvest have head hear heart heavy help here hidden high
+    history hold holiday home honest hope hot hour hungry hurry husband ice idea inside interest invite iron
+    job join journey joy judge jump just keep kind king kitchen knee know ladder language large last late
+    laugh law lead learn left leg less lesson letter life lift light like line lip listen little long look
+    lose lost loud lovely low luck lunch machine make many market master matter maybe meal mean measure meat
+    meet memory message metal middle might mile milk million mind minute mistake modern money month more
+    morning mother mouth move much muscle museum must nail near neck need neighbor nervous never new news next
+    nice night noise none north nose note nothing now number ocean off office often oil old once only open
+    orchard order other outside over own page pain paint pair palace paper parent park part party past path
+    patient peace people perfect person picture piece place plain plan play please pocket point polite poor
+    power pretty prince problem promise proud public pull push queen question quick quiet quite race rain
+    raise reach read ready real reason record remember rest rich ride right ring rise room rough round rule
+    run rush sad safe sail salt same sand save school science season second secret see send sentence serious
+    seven shadow shake shape share sharp shine shop short shoulder show shut side silence silk simple since
+    sing sister sit six skill skin sky sleep slow small smart smell smile smooth snow social soft soldier some
+    something song soon sorry sound soup south space speak special speech speed spirit spring square stage
+    stand start station stay steel step still stone stop storm story strange street strong student subject
+    sudden sugar summer supper sure surprise sweet swim system table take talk tall taste teach team tear tell
+    ten thank thick thin thing think third thought thousand throw thunder ticket time tiny tired today
+    together tomorrow tongue too tooth top touch toward town trade travel treasure trip trouble true trust
+    truth try turn twenty twice uncle under understand until useful valley value velvet very village visit
+    voice wait wake walk want warm wash waste water way weak wear weather week welcome well west wet wheat
+    while whisper whole why wide wife wild will wind window wine wing winter wise wish wonder wood word work
+    world worry write wrong yard year yellow yesterday young"""
+)
+"""Words that people write besides; most of them the tokenizer spells."""
 
 SYLLABLES = _words(
     """ba be bo da de do fa fi ga go ha ka ke ki la le lo ma me mi mo na ne no pa pe ra re ri ro sa se so ta te ti to va

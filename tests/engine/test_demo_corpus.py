@@ -2,9 +2,11 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,10 +14,13 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from weft.engine.demo import MODEL_PATH, evaluate, skills
+from weft.engine.demo import MODEL_PATH, asking, evaluate, phrases, skills
 from weft.engine.demo import tokenizer as demo_tokenizer
 from weft.engine.demo.corpus import ANSWER, PROMPT, Corpus, prompt_ids
+from weft.engine.demo.functions import offer, written
+from weft.engine.demo.questions import Question, questions
 from weft.engine.demo.skills import MAX_CONTEXT_TOKENS, SKILLS, draw, held_out, is_held_out
+from weft.engine.demo.wording import ask_for, is_new, spin
 from weft.engine.demo.words import NAMES, WORDS
 
 TOKENIZER_FILE = str(MODEL_PATH / "tokenizer.json")
@@ -51,7 +56,7 @@ def test_an_example_ends_with_a_question_of_the_user(skill: str) -> None:
         assert example.answer
         assert bool(example.messages) != bool(example.prompt)
         if example.messages:
-            assert example.messages[-1]["role"] == "user"
+            assert example.messages[-1]["role"] in (("user", "tool") if skill == "tools" else ("user",))
         assert example.ends or skill in ("story", "complete")
 
 
@@ -92,6 +97,116 @@ def test_unknown_skills_and_impossible_contexts_are_refused() -> None:
         held_out("add", 1, context_tokens=100)
 
 
+# --- questions in people's own wordings ------------------------------------------------------------------------------
+
+
+def test_there_are_two_hundred_questions_and_thirty_on_functions() -> None:
+    groups = Counter(question.group for question in questions())
+    assert groups.pop("tools") == 30
+    assert sum(groups.values()) == 200
+    assert len(groups) == 13
+
+
+@pytest.mark.parametrize(
+    ("check", "answer", "right", "wrong"),
+    [
+        ("number", "12", "12", "121"),
+        ("number", "12", "It is 12.", "12 13"),
+        ("list", "1 2 3", "1, 2, 3", "1 3 2"),
+        ("text", "Hello, World!", "hello, world", "hello world"),
+        ("exact", "DOG, CAT", "DOG, CAT", "DOG CAT"),
+        ("contains", ["do not know", "cannot"], "I do not know.", "It is Paris."),
+        (
+            "call",
+            {"name": "add", "arguments": {"a": 1}},
+            '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+            '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>',
+        ),
+    ],
+)
+def test_answers_are_compared(check: str, answer: Any, right: str, wrong: str) -> None:
+    question = Question("any", check, answer, [])
+    assert question.is_right(right)
+    assert not question.is_right(wrong)
+
+
+def test_training_asks_in_no_held_out_wording() -> None:
+    """The words around the subject; and no question as it stands."""
+    sentences = {question.messages[-1]["content"].lower() for question in questions() if question.group != "tools"}
+    asked = 0
+    rng = Random(5)
+    for skill in ("sums", "multiply", "then", "compare", "count_down", "lists", "letters", "repeat", "told", "unknown"):
+        for _ in range(400):
+            for message in draw(skill, rng).messages:
+                if message["role"] == "user":
+                    assert message["content"].lower() not in sentences
+                    asked += 1
+    assert asked > 4000
+    for pattern in (*asking.REPEAT, *asking.SORT, *asking.SUM, *asking.FOLLOW["+"], *asking.COUNT_DOWN_TO_ONE):
+        for _ in range(30):
+            assert is_new(ask_for(rng, pattern))
+    assert not is_new("Spell {} backwards")
+    assert not is_new("+ {a}")
+
+
+def test_no_row_asks_in_a_held_out_wording() -> None:
+    """Whatever its numbers; also where a pattern and its subject make the wording together."""
+    corpus = Corpus(TOKENIZER_FILE, seed=3)
+    asked = 0
+    for index in range(4):
+        for row in corpus.batch(index, rows=64, length=512)[0]:
+            text = TOKENIZER.decode(list(row), skip_special_tokens=False)
+            if "Tools:" in text:
+                continue  # a function is asked for as a sum is
+            for question in text.split("<|user|>")[1:-1]:
+                assert is_new(re.sub(r"\d+", "_", question.split("<|end|>")[0])), question
+                asked += 1
+    assert asked > 2000
+
+
+def test_a_pattern_gives_each_of_its_alternatives() -> None:
+    rng = Random(0)
+    assert {spin(rng, "[a|b [c|d]|] x") for _ in range(200)} == {"a x", "b c x", "b d x", " x"}
+    asked = {ask_for(rng, "! add {a} and {b}", "", 3, 4) for _ in range(300)}
+    assert len(asked) > 60
+    assert all(re.search(r"add 3 and 4", text, re.IGNORECASE) for text in asked)
+    copied = {ask_for(rng, "! repeat: {}", "One. Two", tight_end=True) for _ in range(300)}
+    assert all(text.endswith(": One. Two") for text in copied), "nothing follows what is to be copied"
+
+
+def test_sums_of_all_kinds_are_right() -> None:
+    for example in held_out("then", 60, seed=4):
+        assert 0 <= int(example.answer) <= 1998
+    for example in held_out("multiply", 40, seed=4):
+        numbers = re.findall(r"\d+", example.messages[0]["content"])
+        if len(numbers) == 2 and "box" not in example.key:
+            product = int(numbers[0]) * int(numbers[1])
+            assert example.answer in (str(product), phrases.TIMES_TOO_LARGE)
+
+
+def test_letters_and_copies_are_right() -> None:
+    for example in held_out("letters", 80, seed=4):
+        kind, text = example.key.split(" ", 1)
+        solved = {"backwards": text[::-1], "spell": " ".join(text), "length": str(len(text)), "first": text[0]}
+        assert example.answer == solved.get(kind, text[-1])
+    for example in held_out("repeat", 80, seed=4):
+        assert example.answer in example.messages[0]["content"]
+
+
+def test_calls_take_their_arguments_from_the_question() -> None:
+    calls = 0
+    for example in held_out("tools", 120, seed=4):
+        assert 1 <= len(example.tools) <= 4
+        if example.answer.startswith("<tool_call>") and example.answer.count("<tool_call>") == 1:
+            call = json.loads(example.answer.splitlines()[1])
+            (function,) = [tool["function"] for tool in example.tools if tool["function"]["name"] == call["name"]]
+            assert list(call["arguments"]) == function["parameters"]["required"]
+            asked = example.messages[-1]["content"].lower()
+            assert all(str(value).lower() in asked for value in call["arguments"].values())
+            calls += 1
+    assert calls > 30
+
+
 # --- training rows -------------------------------------------------------------------------------------------------
 
 
@@ -118,10 +233,12 @@ def test_rows_begin_a_conversation_and_are_full(length: int) -> None:
 def test_no_row_asks_a_held_out_sum() -> None:
     corpus = Corpus(TOKENIZER_FILE, seed=0)
     asked = 0
-    for index in range(3):
+    for index in range(8):
         for row in corpus.batch(index, rows=64, length=256)[0]:
             for text in TOKENIZER.decode(list(row), skip_special_tokens=False).split("<|user|>"):
-                question = text.split("<|end|>")[0]
+                question, answer, *_ = [*text.split("<|end|>"), ""]
+                if not re.fullmatch(r"<\|assistant\|>-?\d+", answer):
+                    continue  # to be copied, or for a function
                 if match := re.fullmatch(r"[^\d:]*?(\d{1,3}) ?([-+]) ?(\d{1,3})[^\d+*/-]*", question):
                     a, b = sorted((int(match[1]), int(match[3])))
                     asked += 1
@@ -161,14 +278,54 @@ def test_the_chat_template_is_what_training_saw() -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
-    for skill in ("recall", "memory", "echo"):
-        for example in held_out(skill, 8, context_tokens=200 if skill == "recall" else None):
-            ids = tokenizer.apply_chat_template(example.messages, add_generation_prompt=True, return_dict=False)
+    for skill in ("recall", "memory", "echo", "then", "told", "tools"):
+        for example in held_out(skill, 20, context_tokens=200 if skill == "recall" else None):
+            ids = tokenizer.apply_chat_template(
+                example.messages, tools=example.tools or None, add_generation_prompt=True, return_dict=False
+            )
             assert ids == prompt_ids(TOKENIZER, example)
     plain = held_out("complete", 1)[0]
     assert tokenizer(plain.prompt).input_ids == prompt_ids(TOKENIZER, plain)
-    with pytest.raises(Exception, match="system, user and assistant"):
-        tokenizer.apply_chat_template([{"role": "tool", "content": "x"}])
+    with pytest.raises(Exception, match="system, user, assistant and tool"):
+        tokenizer.apply_chat_template([{"role": "critic", "content": "x"}])
+
+
+def test_the_chat_template_tells_functions_in_a_line_each() -> None:
+    from transformers import AutoTokenizer
+
+    schema: dict[str, Any] = {
+        "type": "object",
+        "title": "Arguments",
+        "properties": {"a": {"type": "integer"}, "b": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "c": {}},
+        "required": ["a", "b"],
+    }
+    function = {"name": "f", "description": "  Does it.\n\nArgs:\n  a: one", "parameters": schema}
+    bare = {"type": "function", "function": {"name": "g"}}
+    everything = {
+        "type": "function",
+        "function": {"name": "h", "parameters": {"properties": {"x": {"type": "string"}}}},
+    }
+    tools = [{"type": "function", "function": function}, bare, everything]
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+    told = "Tools:\nf(a: integer, b: any): Does it.\ng(): \nh(x: string): "
+    assert text == f"<|begin|><|system|>Be brief.\n\n{told}<|end|><|user|>Hi<|end|>"
+    assert offer(tools) == told
+    without = tokenizer.apply_chat_template(messages[1:], tools=tools, tokenize=False)
+    assert without == f"<|begin|><|system|>{told}<|end|><|user|>Hi<|end|>"
+    developer = [{"role": "developer", "content": "Be brief."}]
+    assert tokenizer.apply_chat_template(developer, tokenize=False) == "<|begin|><|system|>Be brief.<|end|>"
+
+
+def test_the_chat_template_writes_calls_as_the_model_does() -> None:
+    from transformers import AutoTokenizer
+
+    call = {"name": "add", "arguments": {"a": 1, "b": "zwölf"}}
+    calls = [{"type": "function", "function": call}] * 2
+    messages = [{"role": "assistant", "content": "", "tool_calls": calls}, {"role": "tool", "content": "13"}]
+    text = AutoTokenizer.from_pretrained(MODEL_PATH).apply_chat_template(messages, tokenize=False)
+    assert text == f"<|begin|><|assistant|>{written(call)}\n{written(call)}<|end|><|tool|>13<|end|>"
 
 
 # --- the shipped model ---------------------------------------------------------------------------------------------

@@ -33,8 +33,6 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
                 "serve",
                 "--port",
                 "0",
-                "--tool-call-parser",
-                "hermes",
             ],
             stdout=subprocess.PIPE,
             stderr=stderr,
@@ -68,7 +66,7 @@ def test_offline() -> None:
         "chat: 579",
         "completion: 5 6 7 8 (length after 8 tokens)",
         "sorted: pear apple fig -> apple fig pear",
-        "sorted: kiwi plum date -> date kiwi plum",
+        "sorted: kiwi plum cherry -> cherry kiwi plum",
     ]
 
 
@@ -90,12 +88,7 @@ def test_structured_output(daemon: str) -> None:
 
 
 def test_tools(daemon: str) -> None:
-    call, answer = output("tools.py", daemon).splitlines()
-    match = re.fullmatch(r"call: add\((\d+), (\d+)\) = (\d+)", call)
-    assert match, call
-    a, b, result = map(int, match.groups())
-    assert (a + b, max(a, b) <= 99) == (result, True)
-    assert answer == f"answer: {result}"
+    assert output("tools.py", daemon).splitlines() == ["call: add(12, 30) = 42", "answer: 42"]
 
 
 def test_load_test(daemon: str, tmp_path: Path) -> None:

@@ -44,5 +44,5 @@ def before_call(_: Any, case: Any, __: dict[str, Any]) -> None:
     if case.path.endswith("completions") and not (body.get("max_tokens") or body.get("max_completion_tokens")):
         body["max_tokens"] = 2  # none would be the rest of the context
     for message in body.get("messages") or ():
-        if message["role"] in ("developer", "tool"):  # the demo model's template does not know them
+        if message["role"] in ("developer", "tool"):  # a result without its call is no conversation
             message["role"] = "user"
