@@ -223,6 +223,7 @@ def _beyond_gpu(spec: ModelSpec) -> dict[str, bool]:
         f"activation {spec.activation}": spec.activation != "silu",
         "MLP without a gate": not spec.gated,
         "biases in the MLP or the vocabulary projection": spec.mlp_bias or spec.head_bias,
+        "attention sinks": spec.sinks,
         "learned positions": spec.learned_positions is not None,
         "scaled embedding": spec.embedding_scale != 1.0,
         "scaled or capped logits": spec.logits_scale != 1.0 or bool(spec.logits_softcap),
