@@ -49,7 +49,7 @@ class DenseAttention(HostAttention[DenseStep]):
     captured = False
     calls = 0
 
-    def __init__(self, shape: AttentionShape) -> None:
+    def __init__(self, shape: AttentionShape, *, batch_invariant: bool = False) -> None:  # noqa: ARG002 - it always is
         self._page_size = shape.page_size
 
     def prepare(self, requests: AttentionRequests) -> DenseStep:
