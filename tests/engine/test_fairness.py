@@ -146,12 +146,33 @@ def test_the_shortest_of_the_best_priority_has_the_share() -> None:
     clock.run()
 
 
+def test_the_share_is_for_the_shortest_under_way_when_nobody_waits() -> None:
+    clock = Clock(0.25, budget=40)
+    clock.add(200, 1)
+    clock.add(60, 1)
+    for _ in range(3):
+        clock.step()
+        assert clock.computed == {0: 30, 1: 10}
+    clock.run()
+
+
 def test_a_share_too_small_for_a_chunk_goes_to_the_first_in_line() -> None:
     engine = ListEngine(64, budget=8, chunk_step=8, prefix_caching=False, fairness=Fairness(0.5))
     long = engine.add([5] * 32, 1)
     for k in range(4):
         engine.add([6], 1)
         assert engine.step() == [long.handle], k
+    engine.run()
+
+
+def test_no_seat_is_given_early_to_one_that_the_rest_of_the_share_has_no_chunk_for() -> None:
+    engine = ListEngine(100, slots=4, budget=32, chunk_step=8, prefix_caching=False)
+    for length in (40, 40):
+        engine.add([5] * length, 1)
+    shorts = [engine.add([6] * 5, 1) for _ in range(2)]
+    engine.launch()
+    assert [r.waiting for r in shorts] == [False, True]
+    engine.complete()
     engine.run()
 
 
@@ -259,6 +280,17 @@ def test_a_request_gives_up_its_seat_a_few_times_and_then_keeps_it() -> None:
         engine.step()
     assert worse.displaced == MAX_DISPLACED
     assert worse.ended
+    engine.run()
+
+
+def test_where_the_youngest_has_given_up_its_seat_often_the_next_gives_way() -> None:
+    engine = ListEngine(64, slots=3, prefix_caching=False)
+    worse = [engine.add([5] * 5, 9, priority=1) for _ in range(3)]
+    engine.step()
+    worse[2].displaced = MAX_DISPLACED
+    engine.add([9] * 3, 2)
+    engine.step()
+    assert [r.waiting for r in worse] == [False, True, False]
     engine.run()
 
 

@@ -237,3 +237,30 @@ def test_only_a_few_priorities_are_looked_through() -> None:
     for handle in range(100):
         queue.push(request(handle, handle, 5, 0))
     assert [r.priority for r in queue.shortest_by_priority()] == [0, 1, 2, 3]
+
+
+def test_siblings_are_held_until_their_leader_has_begun() -> None:
+    queue = WaitingQueue()
+    leader, *siblings = (request(handle, 0, 5, 0) for handle in range(4))
+    queue.push(leader)
+    for sibling in siblings:
+        queue.hold(sibling, leader)
+    assert (len(queue), queue.num_requests, queue.by_reason()["sibling"]) == (1, 4, 3)
+    queue.take(leader, 5.0)
+    leader.slot, leader.begun = 0, True
+    queue.release_siblings(leader)
+    assert (len(queue), queue.num_requests, queue.by_reason()["sibling"]) == (3, 3, 0)
+    assert queue.head() is siblings[0]
+
+
+def test_siblings_of_a_leader_that_ended_wait_for_the_first_of_them() -> None:
+    queue = WaitingQueue()
+    leader, *siblings = (request(handle, 0, 5, 0) for handle in range(4))
+    queue.push(leader)
+    for sibling in siblings:
+        queue.hold(sibling, leader)
+    leader.ended = True
+    queue.end(leader)
+    queue.release_siblings(leader)
+    assert (len(queue), queue.num_requests, queue.by_reason()["sibling"]) == (1, 3, 2)
+    assert queue.head() is siblings[0]
