@@ -21,6 +21,8 @@ _SCHEDULER = (
     "decode_tokens",
     "prefill_tokens",
     "nonfinite_logits",
+    "displaced",
+    "overtaken",
 )
 _TIER = ("hit_tokens", "missed_tokens", "bytes_in", "bytes_out", "evictions", "failures")
 
