@@ -15,6 +15,8 @@ ARGS ?=
 DEVICE ?= auto
 PINS ?=
 PINNED := $(VENV)/constraints.txt
+# Tests that compute; the others mostly wait.
+BUSY := tests/autosearch tests/engine tests/kernels
 INSTALL := $(BIN)/python deploy/install
 # Compile what is imported when it is imported: of these packages that is a small part.
 LAZY := --no-compile
@@ -26,16 +28,16 @@ help: ## list the targets
 serve: $(VENV)/.serve ## serve the demo model on 127.0.0.1:8000 (PORT=, ARGS="--max-num-seqs 64" …)
 	@exec $(BIN)/weft serve --host $(HOST) --port $(PORT) $(ARGS)
 
-# Tests that keep a core busy beside the others: most of those wait, and the ones that mind a busy core come last.
+# Tests that keep a core busy, beside the others.
 test: lint ## lint, types and every test
 	@mkdir -p build; $(MAKE) --no-print-directory busy >build/busy.log 2>&1 & busy=$$!; \
 	trap "kill $$busy 2>/dev/null" INT TERM; \
-	$(MAKE) --no-print-directory unit ARGS="--ignore tests/autosearch $(ARGS)"; unit=$$?; \
+	$(MAKE) --no-print-directory unit ARGS="$(BUSY:%=--ignore %) $(ARGS)"; unit=$$?; \
 	wait $$busy; busy=$$?; cat build/busy.log; test $$unit = 0 && test $$busy = 0
 
 busy: $(VENV)/.test
 	@$(MAKE) --no-print-directory kernels; kernels=$$?; \
-	$(BIN)/python -m pytest tests/autosearch && test $$kernels = 0
+	$(BIN)/python -m pytest $(BUSY) && test $$kernels = 0
 
 # Two lanes: the engine's tests beside lint and the rest of the tests. What starts a daemon is marked slow.
 quick: $(VENV)/.test ## lint, types and the fast tests: two minutes on two cores
