@@ -160,8 +160,8 @@ def test_a_terminal_that_closes_ends_what_was_started_on_it(tmp_path: Path, nohu
         if pid == 0:
             os.dup2(out.fileno(), 1)
             os.dup2(err.fileno(), 2)
-            if nohup:
-                signal.signal(signal.SIGHUP, signal.SIG_IGN)
+            # Whoever runs these tests may do so under nohup.
+            signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
             os.execv(serve[0], serve)
     try:
         until(lambda: b"try:" in (tmp_path / "stdout").read_bytes(), 120)
