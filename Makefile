@@ -16,7 +16,7 @@ DEVICE ?= auto
 PINS ?=
 PINNED := $(VENV)/constraints.txt
 # Tests that compute; the others mostly wait.
-BUSY := tests/autosearch tests/engine tests/kernels
+BUSY := tests/autosearch tests/engine tests/kernels tests/examples tests/loadgen $(wildcard tests/server/test_conformance_*.py)
 INSTALL := $(BIN)/python deploy/install
 # Compile what is imported when it is imported: of these packages that is a small part.
 LAZY := --no-compile
