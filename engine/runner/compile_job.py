@@ -11,8 +11,10 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 from weft.engine.config import EngineConfig
@@ -49,6 +51,7 @@ class CompileJob:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # its compilers end with it
         )
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -59,15 +62,25 @@ class CompileJob:
     def wait(self, progress: Progress | None = None) -> None:
         """Until it has ended, however that was: what it has not compiled the first launch does."""
         assert self._process.stdout is not None
-        with self._process:
+        impatience = threading.Timer(PATIENCE_SECONDS, self._kill)
+        impatience.start()
+        try:
             for line in self._process.stdout:
                 done, _, total = line.partition(" ")
                 if progress is not None and total:
                     progress(COMPILING, int(done), int(total))
+        finally:
+            impatience.cancel()
+        self._process.wait()
 
     def stop(self) -> None:
-        self._process.kill()
+        self._kill()
         self._process.wait()
+
+    def _kill(self) -> None:
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def cores() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -95,6 +96,16 @@ def test_a_job_that_cannot_work_lets_the_engine_go_on(config: EngineConfig, monk
     job.wait(lambda *_: None)
     job.stop()
     assert not is_compiled(config)
+
+
+def test_a_compiler_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_job, "PATIENCE_SECONDS", 0.3)
+    words = ("sh", "-c", "sleep 250 & echo 1 2; wait")
+    job = CompileJob(subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True))
+    told: list[tuple[str, int, int]] = []
+    job.wait(lambda *report: told.append(report))
+    job.stop()
+    assert told == [(compile_job.COMPILING, 1, 2)]
 
 
 def llama(folder: Path, **fields: object) -> str:
