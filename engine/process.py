@@ -20,7 +20,7 @@ import zmq
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import WeftError
-from weft.engine.progress import ProgressLines
+from weft.engine.progress import ProgressLines, how_far
 from weft.engine.runner.compile_job import CompileJob
 from weft.engine.wire.beat import BEAT_SECONDS, ENGINE, Beat, Beats, LastStep
 from weft.engine.wire.child import settle
@@ -197,7 +197,7 @@ class _AnnouncedProgress:
         self._lines = ProgressLines()
 
     def __call__(self, phase: str, done: int, total: int) -> None:
-        self._beat.stage(f"{phase}, {done} of {total}", self._seconds)
+        self._beat.stage(how_far(phase, done, total), self._seconds)
         self._lines(phase, done, total)
 
 

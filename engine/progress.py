@@ -9,10 +9,21 @@ from types import TracebackType
 from typing import Protocol
 
 REPORT_SECONDS = 2.0
+LOADING = "loading weights"
+"""a phase whose parts are bytes"""
+GIB = 2**30
+
+
+def how_far(phase: str, done: int, total: int, seconds: float = 0.0) -> str:
+    """In words; with a rate where bytes have come for `seconds`."""
+    if phase != LOADING:
+        return f"{phase}, {done} of {total}"
+    rate = f" at {done / GIB / seconds:.1f} GiB/s" if seconds > 0 and done else ""
+    return f"{phase}, {done / GIB:.1f} of {total / GIB:.1f} GiB{rate}"
 
 
 class Progress(Protocol):
-    """Told at the beginning of a phase (done = 0) and whenever one of its `total` parts is done."""
+    """Told at the beginning of a phase (done = 0) and whenever some of its `total` parts are done."""
 
     def __call__(self, phase: str, done: int, total: int) -> None: ...
 
@@ -59,7 +70,7 @@ class ProgressLines:
         left = ""
         if 0 < done < total:
             left = f", about {max(1, round((now - self._begun) / done * (total - done)))} s left"
-        print(f"weft: {phase}, {done} of {total}{left}", file=sys.stderr, flush=True)
+        print(f"weft: {how_far(phase, done, total, now - self._begun)}{left}", file=sys.stderr, flush=True)
 
 
 class ProgressBar:
@@ -67,9 +78,9 @@ class ProgressBar:
 
     def __init__(self, *, enabled: bool = True) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         console = Console(stderr=True)
         shown = enabled and (console.is_terminal or console.is_jupyter)
         self._bar = Progress(*columns, console=console, transient=True, disable=not shown)
@@ -88,5 +99,6 @@ class ProgressBar:
             self._bar.start()
             for task in self._bar.task_ids:
                 self._bar.remove_task(task)
-            self._task, self._phase = self._bar.add_task(phase, total=total), phase
-        self._bar.update(self._task, completed=done, total=total)
+            self._task, self._phase, self._begun = self._bar.add_task(phase, total=total), phase, time.monotonic()
+        words = how_far(phase, done, total, time.monotonic() - self._begun)
+        self._bar.update(self._task, completed=done, total=total, description=words)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -37,13 +37,13 @@ class Part(NamedTuple):
 WHOLE = Part()
 
 
-class TensorSource(Protocol):
-    def __call__(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Tensor:
-        """The tensor, or a part of it, which is then all that is read; `shape` is that of what comes back.
+class Stored(NamedTuple):
+    """A tensor in a file."""
 
-        Raises `ModelError` when there is none, or one of another shape.
-        """
-        ...
+    raw: Tensor
+    """the mapped bytes, not read yet; contiguous in its last dimension"""
+    decode: Callable[[Tensor], Tensor] | None = None
+    """makes numbers of them, on whatever device they were copied to, in memory of its own; None: they are numbers"""
 
 
 class Checkpoint:
@@ -91,7 +91,11 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
-    def __call__(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Tensor:
+    def __call__(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Stored:
+        """The tensor, or a part of it, which is then all that will be read; `shape` is that of what comes back.
+
+        Raises `ModelError` when there is none, or one of another shape.
+        """
         file = self._files.get(name)
         if file is None:
             raise ModelError(f"{self._path} has no tensor {name}, which config.json asks for")
@@ -105,7 +109,7 @@ class Checkpoint:
             tensor: Tensor = lazy[part.of_whole(shape)] if part.of > 1 else self._open[file].get_tensor(inside)
         except (OSError, SafetensorError) as error:
             raise ModelError(f"cannot read {name} from {self._path / file}: {error}") from None
-        return tensor
+        return Stored(tensor)
 
     def refuse_further_layers(self, layer: str, num_layers: int) -> None:
         """`layer`: the beginning of a layer's names, `{}` for its number. Raises `ModelError` when there are more."""

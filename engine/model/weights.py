@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +12,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from weft.engine.model.checkpoint import WHOLE, Checkpoint, Dummy, Part, TensorSource
+from weft.engine.model.checkpoint import Checkpoint, Dummy, Part, Stored
 from weft.engine.model.families import family_of
+from weft.engine.model.families.family import TensorNames
 from weft.engine.model.finite import FiniteCheck
 from weft.engine.model.layer_weights import LayerWeights, Tensors, norm_weight, pack_layer
 from weft.engine.model.spec import ModelSpec
-from weft.engine.progress import Progress
+from weft.engine.model.staging import Staging
+from weft.engine.progress import LOADING, Progress
 from weft.kernels import pack
 
-LOADING = "loading layers"
 HARMLESS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
 """ends of names that checkpoints carry and nobody needs: tables that follow from the config"""
 
@@ -61,6 +63,55 @@ def _warn_of(surplus: list[str]) -> None:
         )
 
 
+class _Wanted:
+    """Notes what packing asks for: shapes alone are packed."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self.tensors: list[tuple[str, Stored]] = []
+
+    def __call__(self, name: str, shape: tuple[int, ...], part: Part, kind: torch.dtype) -> Tensor:
+        self.tensors.append((name, self._checkpoint(name, shape, part)))
+        return torch.empty(shape, dtype=kind, device="meta")
+
+
+class _Reader:
+    """Hands out the tensors of a checkpoint in the order in which they were noted, as numbers on the device.
+
+    A GPU gets them through `Staging`, converts and checks them itself.
+    """
+
+    def __init__(
+        self,
+        wanted: list[tuple[str, Stored]],
+        device: torch.device,
+        progress: Progress | None,
+        staging: Staging | None,
+    ) -> None:
+        self._wanted = iter(wanted)
+        self._device, self._progress, self._staging = device, progress, staging
+        self.finite = FiniteCheck()
+        self._done, self._total = 0, sum(stored.raw.nbytes for _, stored in wanted)
+        if progress is not None:
+            progress(LOADING, 0, self._total)
+
+    def __call__(self, name: str, shape: tuple[int, ...], _part: Part, kind: torch.dtype) -> Tensor:
+        noted, stored = next(self._wanted)
+        assert name == noted, "packing asks for the same tensors each time"
+        raw = stored.raw if self._staging is None else self._staging.take()
+        read = raw if stored.decode is None else stored.decode(raw)
+        # To the serving dtype first: folding a norm must round once, in that dtype. And always a copy: what a
+        # checkpoint gives is the mapped file, which somebody may write to or cut off while it is served.
+        copied = self._staging is not None or stored.decode is not None
+        tensor = read.to(device=self._device, dtype=kind, copy=not copied).reshape(shape).contiguous()
+        if kind.is_floating_point:
+            self.finite.add(name, tensor)
+        self._done += stored.raw.nbytes
+        if self._progress is not None:
+            self._progress(LOADING, self._done, self._total)
+        return tensor
+
+
 def load_weights(
     spec: ModelSpec,
     path: Path,
@@ -70,63 +121,80 @@ def load_weights(
     max_positions: int,
     dummy_seed: int | None = None,
     progress: Progress | None = None,
+    staged: bool = False,
 ) -> Weights:
-    """Load and pack. `dummy_seed` makes weights up instead of reading `path`.
+    """Load and pack. `dummy_seed` makes weights up instead of reading `path`. `progress` counts bytes.
+
+    staged: through `Staging`, which is for GPUs.
 
     What is returned is a copy: nothing that happens to the files later changes it. Raises `ModelError` for a missing
-    shard or tensor, a shape that does not fit the config, layers beyond it, and values that are not finite. Tensors of
-    other names that the config does not ask for are told in one line.
+    shard or tensor, a shape that does not fit the config and layers beyond it, all of them before any weight is read,
+    and for values that are not finite. Tensors of other names that the config does not ask for are told in one line.
     """
-
-    if progress is not None:
-        progress(LOADING, 0, spec.num_layers)
     names = family_of(spec.architecture).names
-    head_name = f"{names.lm_head}.weight"
-    with ExitStack() as stack:
-        source: TensorSource
-        checkpoint, finite = None, FiniteCheck()
-        if dummy_seed is not None:
-            source, tied = Dummy(dummy_seed, device), spec.tie_embeddings
-        else:
-            source = checkpoint = Checkpoint(path, stack)
-            checkpoint.rename(f"{names.embedding}.weight", names.prefix, names.other_prefixes)
-            # Some checkpoints say "untied" and ship no lm_head: the file decides.
-            tied = spec.tie_embeddings or head_name not in checkpoint
-            checkpoint.refuse_further_layers(names.layer, spec.num_layers + names.draft_layers)
-
-        def get(name: str, shape: tuple[int, ...], part: Part = WHOLE, kind: torch.dtype = dtype) -> Tensor:
-            # To the serving dtype first: folding a norm must round once, in that dtype. And always a copy: what a
-            # checkpoint gives is the mapped file, which somebody may write to or cut off while it is served.
-            tensor = source(name, shape, part).to(device=device, dtype=kind, copy=True).contiguous()
-            if checkpoint is not None and kind.is_floating_point:
-                finite.add(name, tensor)
-            return tensor
-
-        tensors = Tensors(get, checkpoint.__contains__ if checkpoint is not None else None, dtype)
-        embedding = get(f"{names.embedding}.weight", (spec.vocab_size, spec.hidden_size))
-
-        def layers() -> Iterator[LayerWeights]:
-            for i in range(spec.num_layers):
-                yield pack_layer(tensors, spec, names, i)
-                if progress is not None:
-                    progress(LOADING, i + 1, spec.num_layers)
-
-        packed = tuple(layers())
-        norm = norm_weight(tensors, spec, names.norm, spec.hidden_size)
-        if norm is None:
-            norm = torch.ones(spec.hidden_size, dtype=dtype, device=device)
-        norm_bias = get(f"{names.norm}.bias", (spec.hidden_size,)) if spec.norm.bias else None
-        head = embedding if tied else get(head_name, (spec.vocab_size, spec.hidden_size))
-        head_bias = get(f"{names.lm_head}.bias", (spec.vocab_size,)) if spec.head_bias else None
-        places = None
-        if (offset := spec.learned_positions) is not None:
-            places = get(f"{names.positions}.weight", (spec.max_positions + offset, spec.hidden_size))[offset:]
-        finite.end(dtype)
-        if checkpoint is not None:
-            harmless = (*HARMLESS, *names.harmless)
-            _warn_of(checkpoint.surplus((*harmless, head_name) if tied else harmless))
-    rotary = tuple(
+    tables = tuple(
         pack.rotary_table(inv_freq.to(device), max_positions, scale, spec.head_dim // 2)
         for inv_freq, scale in spec.rotary(max_positions)
     )
-    return Weights(embedding, packed, norm, head, rotary, norm_bias, head_bias, places)
+    if dummy_seed is not None:
+        made = _made_up(spec, names, Dummy(dummy_seed, device), dtype, progress)
+        return _pack(spec, names, Tensors(made, None, dtype), tables, tied=spec.tie_embeddings)
+    head = f"{names.lm_head}.weight"
+    with ExitStack() as stack:
+        checkpoint = Checkpoint(path, stack)
+        checkpoint.rename(f"{names.embedding}.weight", names.prefix, names.other_prefixes)
+        # Some checkpoints say "untied" and ship no lm_head: the file decides.
+        tied = spec.tie_embeddings or head not in checkpoint
+        checkpoint.refuse_further_layers(names.layer, spec.num_layers + names.draft_layers)
+        wanted = _Wanted(checkpoint)
+        _pack(spec, names, Tensors(wanted, checkpoint.__contains__, dtype), tables, tied=tied)
+        staging = None
+        if staged:
+            staging = stack.enter_context(Staging([stored.raw for _, stored in wanted.tensors], device))
+        reader = _Reader(wanted.tensors, device, progress, staging)
+        weights = _pack(spec, names, Tensors(reader, checkpoint.__contains__, dtype), tables, tied=tied)
+        reader.finite.end(dtype)
+        harmless = (*HARMLESS, *names.harmless)
+        _warn_of(checkpoint.surplus((*harmless, head) if tied else harmless))
+    return weights
+
+
+def _made_up(
+    spec: ModelSpec, names: TensorNames, dummy: Dummy, dtype: torch.dtype, progress: Progress | None
+) -> Callable[[str, tuple[int, ...], Part, torch.dtype], Tensor]:
+    done = total = 0
+
+    def count(_name: str, shape: tuple[int, ...], _part: Part, kind: torch.dtype) -> Tensor:
+        nonlocal total
+        total += math.prod(shape) * kind.itemsize
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    def get(name: str, shape: tuple[int, ...], part: Part, kind: torch.dtype) -> Tensor:
+        nonlocal done
+        tensor = dummy(name, shape, part).to(kind, copy=part.of > 1).contiguous()
+        done += tensor.nbytes
+        if progress is not None:
+            progress(LOADING, done, total)
+        return tensor
+
+    if progress is not None:
+        _pack(spec, names, Tensors(count, None, dtype), (), tied=spec.tie_embeddings)
+        progress(LOADING, 0, total)
+    return get
+
+
+def _pack(spec: ModelSpec, names: TensorNames, tensors: Tensors, rotary: tuple[Tensor, ...], *, tied: bool) -> Weights:
+    """All tensors of a model, asked for in one order."""
+    get, hidden = tensors.get, spec.hidden_size
+    embedding = get(f"{names.embedding}.weight", (spec.vocab_size, hidden))
+    layers = tuple(pack_layer(tensors, spec, names, i) for i in range(spec.num_layers))
+    norm = norm_weight(tensors, spec, names.norm, hidden)
+    if norm is None:
+        norm = torch.ones(hidden, dtype=tensors.dtype, device=embedding.device)
+    norm_bias = get(f"{names.norm}.bias", (hidden,)) if spec.norm.bias else None
+    head = embedding if tied else get(f"{names.lm_head}.weight", (spec.vocab_size, hidden))
+    head_bias = get(f"{names.lm_head}.bias", (spec.vocab_size,)) if spec.head_bias else None
+    places = None
+    if (offset := spec.learned_positions) is not None:
+        places = get(f"{names.positions}.weight", (spec.max_positions + offset, hidden))[offset:]
+    return Weights(embedding, layers, norm, head, rotary, norm_bias, head_bias, places)

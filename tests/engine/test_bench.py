@@ -20,9 +20,9 @@ def test_figures_go_into_the_file_and_the_start_adds_up(tmp_path: Path, capsys: 
     assert figures["requests_in_the_widest_iteration"] == 3
     assert figures["total_tokens_per_second"] == pytest.approx(6 * 24 / figures["seconds"])
     start = figures["start_seconds"]
-    assert {"loading layers", "first iteration"} <= start.keys()
+    assert {"loading weights", "first iteration"} <= start.keys()
     assert start.pop("in all") == pytest.approx(sum(start.values()))
-    assert "start seconds · loading layers" in capsys.readouterr().out
+    assert "start seconds · loading weights" in capsys.readouterr().out
 
 
 def test_a_trace_of_a_cpu_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

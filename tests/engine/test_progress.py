@@ -9,7 +9,7 @@ import pytest
 
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.progress import Phases, ProgressBar, ProgressLines
+from weft.engine.progress import GIB, LOADING, Phases, ProgressBar, ProgressLines
 
 
 class Clock:
@@ -59,20 +59,37 @@ def test_lines_come_every_two_seconds(capsys: pytest.CaptureFixture[str]) -> Non
     ]
 
 
-def test_the_engine_reports_every_layer_once(tiny_model: Callable[[str], Path]) -> None:
+def test_bytes_are_told_in_gib_and_with_their_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    lines = ProgressLines(clock)
+    for done in range(0, 17, 4):
+        lines(LOADING, done * GIB, 16 * GIB)
+        clock.now += 1
+    assert capsys.readouterr().err.splitlines() == [
+        "weft: loading weights, 8.0 of 16.0 GiB at 4.0 GiB/s, about 2 s left",
+        "weft: loading weights, 16.0 of 16.0 GiB at 4.0 GiB/s",
+    ]
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_the_engine_reports_every_byte(tiny_model: Callable[[str], Path], load_format: str) -> None:
     told: list[tuple[str, int, int]] = []
-    engine = Engine(
-        EngineConfig(model=str(tiny_model("yi")), dtype="float32", num_pages=8), lambda *report: told.append(report)
-    )
-    layers = engine.spec.num_layers
-    assert told == [("loading layers", done, layers) for done in range(layers + 1)]
-    assert 0 < engine.start_seconds["loading layers"] <= engine.load_seconds
+    config = EngineConfig(model=str(tiny_model("yi")), dtype="float32", num_pages=8, load_format=load_format)
+    engine = Engine(config, lambda *report: told.append(report))
+    size = engine.spec.num_parameters * 4
+    assert {phase for phase, _, _ in told} == {LOADING}
+    assert {total for _, _, total in told} == {size}
+    done = [done for _, done, _ in told]
+    assert done[0] == 0
+    assert done == sorted(done)
+    assert done[-1] == size
+    assert 0 < engine.start_seconds[LOADING] <= engine.load_seconds
     engine.close()
 
 
 def test_a_bar_leaves_nothing_behind_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with ProgressBar() as bar:
-        bar("loading layers", 0, 2)
-        bar("loading layers", 2, 2)
+        bar(LOADING, 0, 2)
+        bar(LOADING, 2, 2)
         bar("capturing graphs", 0, 5)
     assert capsys.readouterr() == ("", "")

@@ -23,7 +23,7 @@ from weft.engine.engine import Engine
 from weft.engine.errors import ModelError, OutOfMemory
 from weft.engine.memory.model_id import model_id
 from weft.engine.model.directory import read_spec
-from weft.engine.model.weights import load_weights
+from weft.engine.model.weights import Weights, load_weights
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 132\n"
 
@@ -100,6 +100,38 @@ def test_other_surplus_tensors_are_told_in_one_line(whole: Path, capfd: pytest.C
     (line,) = capfd.readouterr().err.splitlines()
     assert "1 tensor(s)" in line
     assert line.endswith("model.layers.0.self_attn.q_proj.bias")
+
+
+def test_a_tensor_that_lacks_or_does_not_fit_is_named_before_any_is_read(whole: Path) -> None:
+    told: list[int] = []
+    options = {"device": torch.device("cpu"), "dtype": torch.float32, "max_positions": 8}
+
+    def load() -> None:
+        load_weights(read_spec(whole), whole, progress=lambda *report: told.append(report[1]), **options)
+
+    rewrite(whole, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(3)}))
+    with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \(3,\)"):
+        load()
+    rewrite(whole, lambda tensors: tensors.pop("model.norm.weight"))
+    with pytest.raises(ModelError, match=r"no tensor model\.norm\.weight"):
+        load()
+    assert told == []
+
+
+def test_through_staging_come_the_same_weights(tiny_model: Callable[[str], Path]) -> None:
+    """As a GPU loads them."""
+    options = {"device": torch.device("cpu"), "dtype": torch.bfloat16, "max_positions": 8}
+    for family in ("gpt-oss", "gpt2", "gemma3"):
+        path = tiny_model(family)
+        spec = read_spec(path)
+        for part in (spec, spec.shard(1, 2)) if not spec.placement.behind else (spec,):
+            weights = [load_weights(part, path, staged=staged, **options) for staged in (False, True)]
+            plain, staged = ([w.embedding, w.norm, *_products(w)] for w in weights)
+            assert all(torch.equal(a, b) for a, b in zip(plain, staged, strict=True))
+
+
+def _products(weights: Weights) -> list[torch.Tensor]:
+    return [t for layer in weights.layers for product in layer.values() for t in product.tensors() if t is not None]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
