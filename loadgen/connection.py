@@ -19,6 +19,8 @@ class Reader(Protocol):
     """Receives an answer's body as it comes."""
 
     is_stream: bool
+    retry_after: str
+    """the header, where there is one"""
 
     def feed(self, data: bytes, now: float) -> None: ...
 
@@ -139,6 +141,8 @@ class Connection(asyncio.Protocol):
             self._reader.is_stream = value.lower().startswith(b"text/event-stream")
         elif name in (b"content-length", b"transfer-encoding"):
             self._delimited = True
+        elif name == b"retry-after":
+            self._reader.retry_after = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         self._began = True

@@ -19,6 +19,7 @@ from weft.loadgen.server_view import Snapshot
 class _Body:
     def __init__(self) -> None:
         self.is_stream = False
+        self.retry_after = ""
         self.parts: list[bytes] = []
 
     def feed(self, data: bytes, _now: float) -> None:

@@ -22,7 +22,7 @@ class AnswerReader:
 
     __slots__ = (
         "_fast", "_rest", "body", "cached", "completion", "done", "end", "error", "finished", "is_stream", "keep_text",
-        "prompt", "text", "times",
+        "prompt", "retry_after", "text", "times",
     )  # fmt: skip
 
     def __init__(self, times: array[float], *, keep_text: bool = False) -> None:
@@ -31,6 +31,7 @@ class AnswerReader:
         self.is_stream = True
         """False: the bytes are an ordinary body, kept in `body` (its first 64 KiB)"""
         self.body = b""
+        self.retry_after = ""
         self.end = float("nan")
         self.done = False
         self.finished = False

@@ -36,10 +36,10 @@ ENGINE = (
     ("llm", "process", "bench"),
 )
 SERVER = (
-    ("errors", "config", "announce", "bodies", "keys", "listen", "logs"),
+    ("errors", "config", "bodies", "keys", "listen", "logs"),
     ("options",),
     ("text", "observe"),
-    ("tools",),
+    ("tools", "batches"),
     ("api",),
     ("daemon", "bench", "commands"),
     ("__main__",),

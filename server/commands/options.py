@@ -1,4 +1,4 @@
-"""Flags of `weft chat`, `pull`, `models` and `doctor`. Imports nothing heavy: `weft --help` reads this."""
+"""Flags of `weft chat`, `batch`, `pull`, `models` and `doctor`. Imports nothing heavy: `weft --help` reads this."""
 
 from __future__ import annotations
 
@@ -24,6 +24,32 @@ def add_chat_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", metavar="X", type=float, help="[the server's own]")
     parser.add_argument(
         "--max-tokens", metavar="N", type=int, help="of one answer [as many as the context has room for]"
+    )
+
+
+def add_batch_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "requests", metavar="IN.jsonl", type=Path, help="requests in the form of OpenAI's Batch API, one a line"
+    )
+    parser.add_argument(
+        "answers",
+        metavar="OUT.jsonl",
+        type=Path,
+        help="answers, appended as they come; what it has is not asked again",
+    )
+    parser.add_argument("--url", metavar="URL", help=f"a server that runs already, of weft or any other [{URL}]")
+    parser.add_argument(
+        "--model", metavar="MODEL", help="serve this one for the batch instead: 'demo', a directory or ORG/NAME"
+    )
+    parser.add_argument("--revision", metavar="REVISION", help="branch, tag or commit of ORG/NAME [main]")
+    parser.add_argument("--api-key", metavar="KEY", help="the server's key [$WEFT_API_KEY]")
+    parser.add_argument("--concurrency", metavar="N", type=int, default=64, help="requests open at once [64]")
+    parser.add_argument(
+        "--patience",
+        metavar="SECONDS",
+        type=float,
+        default=600.0,
+        help="give up when the server has refused everything for so long [600]",
     )
 
 

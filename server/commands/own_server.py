@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import IO
 
 from rich.console import Console
@@ -30,11 +30,15 @@ def _end_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def own_server(model: str, revision: str | None, notes: Console) -> Iterator[str]:
-    """The URL of a server of `model` on a free port, once it is ready. Raises `WeftError`: what it said."""
+def own_server(model: str, revision: str | None, notes: Console, names: Sequence[str] = ()) -> Iterator[str]:
+    """The URL of a server of `model` on a free port, once it is ready. Raises `WeftError`: what it said.
+
+    names: that the model answers to, instead of its own.
+    """
     path = find_model(model, revision)  # here, where its progress is seen
     command = [sys.executable, "-P", "-m", "weft.server", "serve", model if model == "demo" else str(path)]
     command += ["--port", "0", "--no-access-log", "--no-ui"]
+    command += ["--served-model-name", *names] if names else []
     # Keys and the like of a server that runs beside are not for this one.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WEFT_")}
     with tempfile.TemporaryFile("w+") as log:

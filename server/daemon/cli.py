@@ -108,6 +108,12 @@ COMMANDS = (
         "weft.server.commands.options:add_chat_flags",
     ),
     Command(
+        "batch",
+        "answer the requests of a file, in the form of OpenAI's Batch API; stopped anywhere, it goes on",
+        "weft.server.commands.batch:run",
+        "weft.server.commands.options:add_batch_flags",
+    ),
+    Command(
         "pull",
         "download a model of the Hugging Face hub, or what is new in it",
         "weft.server.commands.models:pull",

@@ -16,8 +16,8 @@ from weft.engine.wire.client import EngineClient
 from weft.engine.wire.messages import EngineReady, EngineStats
 from weft.engine.wire.private_socket import PrivateSocket
 from weft.engine.wire.spawn import EngineProcess
-from weft.server.announce import announce
 from weft.server.config import ServeConfig
+from weft.server.daemon.announce import announce
 from weft.server.daemon.api_process import ApiProcess, Place
 from weft.server.daemon.control import (
     Drain,

@@ -14,8 +14,8 @@ import pytest
 from stub import serving
 
 from weft.engine.wire.messages import EngineReady, MemoryBudget
-from weft.server.announce import announce
 from weft.server.config import ServeConfig
+from weft.server.daemon.announce import announce
 from weft.server.daemon.cli import main
 from weft.server.listen import listen
 

@@ -1,0 +1,80 @@
+"""`BatchLine`: one request of an OpenAI batch file, and the line that answers it."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any, NamedTuple
+
+import orjson
+
+from weft.server.bodies import parse_json
+from weft.server.errors import clip
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
+MAX_ID = 512
+"""characters of a custom_id"""
+
+
+class LineError(Exception):
+    """A line that is no request. `code` and `param` as OpenAI names them."""
+
+    def __init__(self, message: str, code: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message, self.code, self.param = message, code, param
+
+
+class BatchLine(NamedTuple):
+    custom_id: str
+    url: str
+    """one of `ENDPOINTS`"""
+    body: dict[str, Any]
+
+
+def parse(line: bytes, endpoint: str | None = None) -> BatchLine:
+    """Raises `LineError`. `endpoint`: that all lines must have; else any of `ENDPOINTS`."""
+    try:
+        value = parse_json(line)
+    except ValueError as error:
+        raise LineError(f"is not JSON ({clip(str(error))})", "invalid_json_line") from None
+    if not isinstance(value, dict):
+        raise LineError("is not a JSON object", "invalid_json_line")
+    custom_id = value.get("custom_id")
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID:
+        raise LineError(f"needs a custom_id of 1 to {MAX_ID} characters", "invalid_custom_id", "custom_id")
+    if value.get("method", "POST") != "POST":
+        raise LineError("has a method other than POST", "invalid_method", "method")
+    url, body = value.get("url"), value.get("body")
+    if url not in ENDPOINTS or (endpoint is not None and url != endpoint):
+        wanted = endpoint or " or ".join(ENDPOINTS)
+        raise LineError(f"has the url {clip(url)}, not {wanted}", "invalid_url", "url")
+    if not isinstance(body, dict):
+        raise LineError("needs a body that is an object", "invalid_body", "body")
+    if body.get("stream"):
+        raise LineError("asks for a stream; a batch has none", "invalid_body", "body.stream")
+    return BatchLine(custom_id, url, body)
+
+
+def answer(line: BatchLine, request_id: str, status: int, body: bytes) -> bytes:
+    """The line for an HTTP answer, an error too."""
+    try:
+        value = orjson.loads(body)
+    except ValueError:
+        value = body.decode(errors="replace")
+    response = {"status_code": status, "request_id": request_id, "body": value}
+    return _written(line.custom_id, response, None)
+
+
+def failure(custom_id: str, code: str, message: str) -> bytes:
+    """The line of a request that has no HTTP answer."""
+    return _written(custom_id, None, {"code": code, "message": message})
+
+
+def succeeded(line: Any) -> bool:
+    """Whether a parsed line brings an answer that is no error."""
+    response = line.get("response") if isinstance(line, dict) else None
+    return isinstance(response, dict) and response.get("status_code") == 200
+
+
+def _written(custom_id: str, response: Any, error: Any) -> bytes:
+    name = f"batch_req_{uuid.uuid4().hex[:24]}"
+    return orjson.dumps({"id": name, "custom_id": custom_id, "response": response, "error": error}) + b"\n"

@@ -1,0 +1,70 @@
+"""`RequestFile`: the requests of a batch, a line each, looked over as a whole before the first one is sent."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+
+from weft.server.batches.lines import BatchLine, LineError, parse
+from weft.server.errors import clip
+
+MAX_ERRORS = 100
+"""that are told of one file"""
+
+
+class RequestFile:
+    """Attributes:
+    errors: (line number from 1, what is wrong), the first ones. A file with errors is not to be run.
+    models: names that the bodies ask for.
+    ids: the custom_ids, of a file without errors.
+    """
+
+    def __init__(self, path: Path, endpoint: str | None = None, most: int | None = None) -> None:
+        """endpoint: that all lines must have. most: lines at most. Raises `OSError`."""
+        self.errors: list[tuple[int, LineError]] = []
+        self.models: set[str] = set()
+        self.ids: frozenset[str] = frozenset()
+        self._ends = array("Q", [0])
+        self._lines = array("Q")
+        """numbers, from 0, of the lines that are not empty"""
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        seen: set[str] = set()
+        with path.open("rb") as file:
+            for number, text in enumerate(file, start=1):
+                self._ends.append(self._ends[-1] + len(text))
+                if not text.strip():
+                    continue
+                self._lines.append(number - 1)
+                if most is not None and len(self._lines) > most:
+                    self.errors.append((number, LineError(f"is more than {most} requests", "too_many_tasks")))
+                    return
+                try:
+                    line = parse(text, endpoint)
+                    if line.custom_id in seen:
+                        what = f"has the custom_id {clip(line.custom_id)!r} of a line before"
+                        raise LineError(what, "duplicate_custom_id", "custom_id")
+                except LineError as error:
+                    self.errors.append((number, error))
+                    if len(self.errors) == MAX_ERRORS:
+                        return
+                    continue
+                seen.add(line.custom_id)
+                if isinstance(model := line.body.get("model"), str):
+                    self.models.add(model)
+        if not self._lines:
+            self.errors.append((1, LineError("is missing: the file has no request", "empty_file")))
+        self.ids = frozenset(seen)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __iter__(self) -> Iterator[BatchLine]:
+        """Read again from the disk, one at a time."""
+        for number in self._lines:
+            begin, end = self._ends[number], self._ends[number + 1]
+            yield parse(os.pread(self._fd, end - begin, begin))
+
+    def close(self) -> None:
+        os.close(self._fd)

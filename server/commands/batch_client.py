@@ -1,0 +1,130 @@
+"""`BatchClient`: has a server answer the requests of a file, many at once, each until there is an answer to write."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import ssl
+import time
+import uuid
+from collections.abc import Callable, Iterable
+
+import orjson
+
+from weft.loadgen.connection import Address, ConnectionBroken, Pool
+from weft.server.batches import lines
+from weft.server.batches.answers import AnswerFile
+from weft.server.batches.lines import BatchLine
+from weft.server.commands.endpoint import Refused
+
+PAUSE_SECONDS = (0.5, 30.0)
+"""before a request is sent again: at first, and at most"""
+LONGEST_WAIT = 300.0
+"""seconds of Retry-After that are believed"""
+BREAKS = 5
+"""so often a request may lose its connection, or its engine, before that is its answer"""
+PASSING = frozenset({429, 502, 503})
+"""statuses that promise another answer later"""
+
+
+class _Reply:
+    """The body of an answer."""
+
+    def __init__(self) -> None:
+        self.is_stream = False
+        self.retry_after = ""
+        self.parts: list[bytes] = []
+
+    def feed(self, data: bytes, _now: float) -> None:
+        self.parts.append(data)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.parts)
+
+    @property
+    def code(self) -> str:
+        """Of the error that the body is."""
+        try:
+            return str(orjson.loads(self.body)["error"]["code"])
+        except (ValueError, TypeError, LookupError):
+            return ""
+
+    def pause(self, attempt: int) -> float:
+        """Seconds before the request is sent again."""
+        with contextlib.suppress(ValueError):
+            return min(LONGEST_WAIT, max(0.1, float(self.retry_after))) * random.uniform(1.0, 1.2)
+        first, most = PAUSE_SECONDS
+        return min(most, first * 2.0 ** min(attempt, 10)) * random.uniform(0.8, 1.2)
+
+
+class BatchClient:
+    """`told` is called after each line that was written."""
+
+    def __init__(
+        self, url: str, key: str | None, answers: AnswerFile, *, patience: float, told: Callable[[], None]
+    ) -> None:
+        """patience: seconds for which no request may get an answer while requests fail."""
+        self._address = Address.parse(url)
+        self._pool = Pool(self._address)
+        self._answers = answers
+        self._patience = patience
+        self._told = told
+        self._headers = {"Content-Type": "application/json", "User-Agent": "weft-batch"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+        self._trouble_since: float | None = None
+
+    async def run(self, requests: Iterable[BatchLine], concurrency: int) -> None:
+        """Answer what is not answered yet. Raises `Refused` when the server gives no answers any more, and `OSError`
+        when they cannot be written."""
+        waiting = iter(requests)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(concurrency):
+                    group.create_task(self._work(waiting))
+        except* (Refused, OSError) as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            self._pool.close()
+
+    async def _work(self, waiting: Iterable[BatchLine]) -> None:
+        for line in waiting:
+            if line.custom_id not in self._answers.done:
+                written, failed = await self._answer(line)
+                self._answers.add(line.custom_id, written, failed=failed)
+                self._told()
+
+    async def _answer(self, line: BatchLine) -> tuple[bytes, bool]:
+        body = orjson.dumps(line.body)
+        name = f"batch-{uuid.uuid4().hex}"
+        request = self._address.head("POST", line.url, {**self._headers, "X-Request-Id": name}, len(body)) + body
+        attempt = breaks = 0
+        while True:
+            reply, status, why = _Reply(), 0, ""
+            try:
+                status = await self._pool.exchange(request, reply)
+            except ssl.SSLCertVerificationError as error:
+                raise Refused(f"its certificate is not accepted ({error.verify_message})", 0) from None
+            except ConnectionBroken as error:
+                breaks, why = breaks + 1, str(error)
+            except OSError as error:
+                why = error.strerror or str(error)
+            if status in (401, 403):
+                raise Refused(f"status {status}: give a key with --api-key", status)
+            breaks += reply.code == "engine_dead"
+            if (status and status not in PASSING) or breaks >= BREAKS:
+                self._trouble_since = None
+                if status:
+                    return lines.answer(line, name, status, reply.body), status != 200
+                return lines.failure(line.custom_id, "connection_broken", f"{why}, {breaks} times"), True
+            self._check_patience(why or f"status {status}")
+            await asyncio.sleep(reply.pause(attempt))
+            attempt += 1
+
+    def _check_patience(self, why: str) -> None:
+        now = time.monotonic()
+        self._trouble_since = self._trouble_since or now
+        if now - self._trouble_since > self._patience:
+            raise Refused(f"no answer for {self._patience:g} s ({why})")
