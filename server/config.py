@@ -21,6 +21,7 @@ class ServeConfig(EngineConfig):
         "api_key": "keys and limits of each",
         "max_queued_requests": "limits of all",
         "tool_call_parser": "processes",
+        "files_dir": "files and batches",
         "log_level": "logs and traces",
     }
 
@@ -96,6 +97,10 @@ class ServeConfig(EngineConfig):
     start_timeout: float = Field(
         600.0, gt=0, description="seconds that loading, compiling and the like may go on without a step of progress"
     )
+    files_dir: str | None = Field(
+        None, min_length=1, description="folder of /v1/files and /v1/batches, which are off without one"
+    )
+    files_max_gib: float = Field(10.0, gt=0, description="what they may take of the disk, in GiB")
     log_level: LogLevel = Field("info", description="how much is logged to stderr")
     log_format: Literal["text", "json"] = Field("text", description="lines of text, or a JSON object a line")
     access_log: bool = Field(True, description="log a line for each request, but for probes and scrapes")

@@ -14,10 +14,12 @@ from starlette.responses import Response
 
 from weft import __version__
 from weft.engine.errors import WeftError
-from weft.server.api import chat, completions, docs, operations, tokens, ui
+from weft.server.api import batches, chat, completions, docs, files, operations, tokens, ui
 from weft.server.api.middleware import Authorise, BodyLimit, Cors, Trace
+from weft.server.api.own_requests import make_runner
 from weft.server.api.protocol import ErrorBody
 from weft.server.api.service import Service
+from weft.server.batches.folder import Folder
 from weft.server.errors import ApiError, translate
 from weft.server.keys import digest
 from weft.server.observe.tracing import Spans
@@ -42,7 +44,14 @@ def create_app(service: Service) -> FastAPI:
     for kind in (ApiError, WeftError, RequestValidationError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _on_error)
     # The last one added is the outermost.
-    app.add_middleware(BodyLimit, bounds=lambda: service.body_bounds)
+    uploads = None
+    if config.files_dir is not None:
+        app.state.folder = Folder.open(config.files_dir, config.files_max_gib)
+        app.include_router(files.router)
+        app.include_router(batches.router)
+        app.state.runner = make_runner(app, service, app.state.folder)
+        uploads = files.PATH
+    app.add_middleware(BodyLimit, bounds=lambda: service.body_bounds, uploads=uploads)
     admin_key = digest(config.admin_api_key) if config.admin_api_key is not None else None
     salted = len(service.keys) > 1 if config.salt_per_key is None else config.salt_per_key
     app.add_middleware(Authorise, keys=service.keys, admin_key=admin_key, limits=service.limits, salted=salted)
@@ -66,8 +75,12 @@ async def _on_error(_: Request, error: Exception) -> Response:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    watch = asyncio.create_task(app.state.service.metrics.watch_event_loop())
+    tasks = [asyncio.create_task(app.state.service.metrics.watch_event_loop())]
+    if hasattr(app.state, "runner"):
+        tasks.append(asyncio.create_task(app.state.runner.run()))
     yield
-    watch.cancel()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
     if app.state.spans is not None:
         app.state.spans.close()

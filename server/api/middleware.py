@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from weft.server.api import docs, ui
 from weft.server.api.operations import FAVICON
 from weft.server.api.protocol import REQUEST_ID
+from weft.server.batches.files import MAX_FILE_BYTES
 from weft.server.bodies import BodyBounds
 from weft.server.errors import MAX_ECHO, ApiError
 from weft.server.keys import match
@@ -31,7 +32,11 @@ from weft.server.observe.metrics import ENDPOINTS, PROBES, Metrics
 OPEN_PATHS = frozenset(PROBES)
 LIMITED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 _ENDPOINTS = frozenset(ENDPOINTS)
+BELOW = ("/v1/files/", "/v1/batches/")
 _REQUEST_ID = re.compile(REQUEST_ID)
+
+FORM_BYTES = 2**16
+"""of an upload's body beside the file"""
 
 access = logging.getLogger("weft.access")
 
@@ -147,6 +152,9 @@ class Authorise:
 
     def _key(self, scope: Scope) -> tuple[int, ApiError | None]:
         """The number of the key presented (0 where none is needed), and why it is refused."""
+        known: int | None = scope.get("weft.known_key")  # nothing that comes over a socket has it
+        if known is not None:
+            return known, None
         path = scope["path"]
         if path == "/admin" or path.startswith("/admin/"):
             if not self._admin_keys:
@@ -188,17 +196,21 @@ class BodyLimit:
 
     DISCARD_SECONDS = 5.0
     BODY_SECONDS = 60.0
+    UPLOAD_SECONDS = 900.0
 
-    def __init__(self, app: ASGIApp, bounds: Callable[[], BodyBounds]) -> None:
-        """`bounds`: as they are now; they follow from the model."""
+    def __init__(self, app: ASGIApp, bounds: Callable[[], BodyBounds], uploads: str | None = None) -> None:
+        """`bounds`: as they are now; they follow from the model. `uploads`: the path that takes files."""
         self._app = app
         self._bounds = bounds
+        self._uploads = uploads
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        length, most = _header(scope, b"content-length") or "", self._bounds().max_bytes
+        upload = scope["path"] == self._uploads
+        most = MAX_FILE_BYTES + FORM_BYTES if upload else self._bounds().max_bytes
+        length = _header(scope, b"content-length") or ""
         too_large = ApiError(413, f"The body is larger than {most} bytes.", code="body_too_large")
         if length.isdigit() and int(length) > most:
             if _header(scope, b"expect") is None:
@@ -206,7 +218,7 @@ class BodyLimit:
             await too_large.response()(scope, receive, send)
             return
         size, complete = 0, False
-        deadline = asyncio.get_running_loop().time() + self.BODY_SECONDS
+        deadline = asyncio.get_running_loop().time() + (self.UPLOAD_SECONDS if upload else self.BODY_SECONDS)
 
         async def limited_receive() -> Message:
             nonlocal size, complete
@@ -235,7 +247,11 @@ class BodyLimit:
 
 
 def _endpoint(scope: Scope) -> str:
-    return scope["path"] if scope["path"] in _ENDPOINTS else "other"
+    """Of the metrics: what is below a path of files or batches counts as that."""
+    path: str = scope["path"]
+    if path.startswith(BELOW):
+        path = "/".join(path.split("/")[:3])
+    return path if path in _ENDPOINTS else "other"
 
 
 def _header(scope: Scope, name: bytes) -> str | None:

@@ -30,6 +30,8 @@ ENDPOINTS = (
     "/tokenize",
     "/detokenize",
     "/tokenizer_info",
+    "/v1/files",
+    "/v1/batches",
 )
 _CAUSES = ["disconnect", "stall", "timeout", "drain", "engine", "error", "crash"]
 _STATUSES = [

@@ -1,0 +1,175 @@
+"""`/v1/files`: upload, list, retrieve, download, delete. Only with `--files-dir`."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Query, Request
+from starlette.responses import FileResponse
+
+from weft.server.api.service import Service
+from weft.server.api.upload import UploadBody, receive
+from weft.server.batches.files import DAY, KEPT_SECONDS, Files, StoredFile, StoreFull
+from weft.server.batches.folder import Folder
+from weft.server.errors import ApiError, bad_request, clip
+
+PATH = "/v1/files"
+KEPT = (3600, KEPT_SECONDS)
+"""seconds that a client may have a file kept: at least, and at most"""
+
+router = APIRouter()
+
+
+async def folder_of(request: Request) -> Folder:
+    folder: Folder = request.app.state.folder
+    return folder
+
+
+async def owner_of(request: Request) -> str:
+    """Who asks, as files and batches know it: a part of the key's digest, nothing where no key is needed."""
+    service: Service = request.app.state.service
+    return service.keys[request.scope["weft.key"]].hex()[:32] if service.keys else ""
+
+
+FolderOf = Annotated[Folder, Depends(folder_of)]
+OwnerOf = Annotated[str, Depends(owner_of)]
+Limit = Annotated[int, Query(ge=1, le=10_000)]
+
+
+def page(items: Sequence[Any], limit: int, after: str | None) -> dict[str, Any]:
+    """A part of a list of objects with ids."""
+    if after is not None:
+        ids = [item.id for item in items]
+        if after not in ids:
+            raise bad_request(f"There is nothing with the id {clip(after)!r} to go on behind.", "after")
+        items = items[ids.index(after) + 1 :]
+    data = [item.shown() for item in items[:limit]]
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": data, **ends, "has_more": len(items) > limit}
+
+
+def no_such(what: str, id: str) -> ApiError:
+    return ApiError(404, f"There is no {what} '{clip(id)}'.", param="id", code="not_found")
+
+
+def out_of_room(error: OSError) -> ApiError:
+    """What a client is told when the disk fails."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return ApiError(
+        507 if full else 500,
+        "There is no room on the disk." if full else "The folder of files cannot be used.",
+        code="files_full" if full else "files_unusable",
+    )
+
+
+def kept_seconds(anchor: str | None, seconds: object, param: str) -> int:
+    """Of OpenAI's `expires_after`. Raises `ApiError`."""
+    if anchor is None and seconds is None:
+        return KEPT_SECONDS
+    if anchor != "created_at":
+        raise bad_request(f"{param}: the anchor must be created_at.", param)
+    number = int(str(seconds)) if re.fullmatch(r"\d{1,9}", str(seconds)) else 0
+    if not KEPT[0] <= number <= KEPT[1]:
+        raise bad_request(f"{param}: seconds must be from {KEPT[0]} to {KEPT[1]} ({KEPT[1] // DAY} days).", param)
+    return number
+
+
+@router.post(
+    PATH,
+    summary="Upload the requests of a batch",
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {
+                "multipart/form-data": {
+                    "schema": {
+                        "type": "object",
+                        "required": ["file", "purpose"],
+                        "properties": {
+                            "file": {"type": "string", "format": "binary"},
+                            "purpose": {"const": "batch"},
+                            "expires_after[anchor]": {"const": "created_at"},
+                            "expires_after[seconds]": {"type": "integer", "minimum": KEPT[0], "maximum": KEPT[1]},
+                        },
+                    }
+                }
+            },
+        }
+    },
+)
+async def create(request: Request, folder: FolderOf, owner: OwnerOf) -> dict[str, Any]:
+    body = UploadBody(request)
+    try:
+        return (await _create(request.headers.get("content-type", ""), body, folder.files, owner)).shown()
+    except StoreFull as error:
+        raise ApiError(413, str(error), param="file", code="files_full") from None
+    except OSError as error:
+        raise out_of_room(error) from None
+    finally:
+        await body.drop()
+
+
+async def _create(content_type: str, body: UploadBody, files: Files, owner: str) -> StoredFile:
+    upload = await asyncio.to_thread(files.begin)
+    try:
+        form = await receive(content_type, body, upload)
+        purpose = form.fields.get("purpose")
+        if purpose != "batch":
+            raise bad_request(f"purpose must be batch, not {clip(purpose)}.", "purpose")
+        after = [form.fields.get(f"expires_after[{name}]") for name in ("anchor", "seconds")]
+        kept = kept_seconds(after[0], after[1], "expires_after")
+
+        def take() -> StoredFile:
+            return files.take(upload.path, filename=form.filename, purpose="batch", owner=owner, kept=kept)
+
+        return await asyncio.to_thread(take)
+    finally:
+        upload.close()
+
+
+@router.get(PATH, summary="The files there are")
+async def files(
+    folder: FolderOf,
+    owner: OwnerOf,
+    limit: Limit = 10_000,
+    after: str | None = None,
+    order: Literal["asc", "desc"] = "desc",
+    purpose: str | None = None,
+) -> dict[str, Any]:
+    found = [f for f in await asyncio.to_thread(folder.files.of, owner) if purpose in (None, f.purpose)]
+    return page(found if order == "asc" else found[::-1], limit, after)
+
+
+async def _get(folder: Folder, id: str, owner: str) -> StoredFile:
+    file = await asyncio.to_thread(folder.files.get, id, owner)
+    if file is None:
+        raise no_such("file", id)
+    return file
+
+
+@router.get(PATH + "/{id}", summary="One file")
+async def retrieve(id: str, folder: FolderOf, owner: OwnerOf) -> dict[str, Any]:
+    return (await _get(folder, id, owner)).shown()
+
+
+@router.get(PATH + "/{id}/content", summary="What is in a file", response_class=FileResponse)
+async def content(id: str, folder: FolderOf, owner: OwnerOf) -> FileResponse:
+    file = await _get(folder, id, owner)
+    path = folder.files.content(id)
+    if not path.exists():
+        raise no_such("file", id)
+    return FileResponse(path, media_type="application/jsonl", filename=file.filename)
+
+
+@router.delete(PATH + "/{id}", summary="Delete a file")
+async def delete(id: str, folder: FolderOf, owner: OwnerOf) -> dict[str, Any]:
+    await _get(folder, id, owner)
+    users = [b.id for b in await asyncio.to_thread(folder.batches.open) if b.input_file_id == id]
+    if users:
+        raise ApiError(409, f"Batch {users[0]} reads this file: cancel it first.", param="id", code="file_in_use")
+    await asyncio.to_thread(folder.files.remove, id)
+    return {"id": id, "object": "file", "deleted": True}

@@ -1,0 +1,99 @@
+"""`make_runner`: batches answered by this process's own endpoints, as requests that nobody sent over a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from contextlib import suppress
+from typing import Any
+
+import orjson
+from starlette.types import ASGIApp, Message
+
+from weft.server.api.service import Phase, Service
+from weft.server.batches.folder import Folder
+from weft.server.batches.lines import BatchLine
+from weft.server.batches.runner import OwnerGone, Reply, Runner
+from weft.server.keys import GAP
+
+PRIORITY = 1000
+"""of a batch's requests at the best; those of clients have 0 unless they ask for something else"""
+SHARE = 7 / 8
+"""of the engine's seats that batches fill; the rest is free for whoever comes"""
+
+
+def make_runner(app: ASGIApp, service: Service, folder: Folder) -> Runner:
+    """app: with all its layers."""
+
+    async def ask(line: BatchLine, owner: str) -> Reply:
+        priority = line.body.get("priority")
+        body = {**line.body, "priority": max(PRIORITY, priority) if type(priority) is int else PRIORITY}
+        return await _call(app, line.url, orjson.dumps(body), _key(service, owner))
+
+    def room(own: int) -> int:
+        if service.phase is not Phase.SERVING:
+            return 0
+        ready, client = service.loaded.ready, service.loaded.client
+        num_open, prefill_tokens = service.board.load[:, :2].sum(axis=0).tolist()
+        # Where anything waits, a batch adds nothing to it; nor does it fill the bounds that clients would meet.
+        if client.stats.scheduler.waiting or 2 * prefill_tokens > service.config.max_queued_tokens:
+            return 0
+        return max(1, int(SHARE * ready.max_num_seqs)) - max(num_open, own)
+
+    return Runner(folder.files, folder.batches, ask, room, lambda: service.closing)
+
+
+def _key(service: Service, owner: str) -> int:
+    """The number of the key that made a batch. Raises `OwnerGone`."""
+    if not owner and not service.keys:
+        return 0
+    for number, key in enumerate(service.keys):
+        if key != GAP and key.hex()[:32] == owner:
+            return number
+    raise OwnerGone
+
+
+async def _call(app: ASGIApp, path: str, body: bytes, key: int) -> Reply:
+    name = f"batch-{uuid.uuid4().hex}"
+    scope: dict[str, Any] = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"x-request-id", name.encode()),
+        ],
+        "client": None,
+        "server": None,
+        "weft.known_key": key,
+    }
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    never = asyncio.Event()
+    status, headers, parts = 500, {}, []
+
+    async def receive() -> Message:
+        if messages:
+            return messages.pop()
+        await never.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        nonlocal status, headers
+        if message["type"] == "http.response.start":
+            status, headers = message["status"], dict(message.get("headers", ()))
+        else:
+            parts.append(message.get("body", b""))
+
+    await app(scope, receive, send)
+    retry_after = None
+    with suppress(KeyError, ValueError):
+        retry_after = float(headers[b"retry-after"])
+    answer = b"".join(parts)
+    return Reply(status, answer, name, retry_after, engine_died=status == 503 and b'"engine_dead"' in answer)

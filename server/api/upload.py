@@ -1,0 +1,144 @@
+"""`receive`: a multipart form with one file, written to the disk as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+from fastapi import Request
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import ClientDisconnect
+
+from weft.server.batches.files import Upload
+from weft.server.errors import bad_request
+
+AT_ONCE = 2**20
+"""bytes that a thread is given to parse and write"""
+DISCARD_SECONDS = 5.0
+MAX_FIELDS = 16
+MAX_VALUE = 4096
+"""bytes of a field that is no file"""
+
+
+class Form(NamedTuple):
+    fields: dict[str, str]
+    filename: str
+
+
+class _Parts:
+    """What a parser calls. Raises `ValueError` for a form that is none of ours."""
+
+    def __init__(self, upload: Upload) -> None:
+        self.fields: dict[bytes, bytes] = {}
+        self.filename: str | None = None
+        self._upload = upload
+        self._name = b""
+        self._header = b""
+        self._value = b""
+        self._disposition = b""
+        self._in_file = False
+        self.ended = False
+
+    def callbacks(self) -> dict[str, Callable[..., None]]:
+        return {
+            "on_part_begin": self._begin,
+            "on_header_field": lambda data, start, end: self._add("_header", data[start:end]),
+            "on_header_value": lambda data, start, end: self._add("_value", data[start:end]),
+            "on_header_end": self._header_end,
+            "on_headers_finished": self._headers_end,
+            "on_part_data": self._data,
+            "on_end": self._end,
+        }
+
+    def _begin(self) -> None:
+        self._disposition, self._name, self._in_file = b"", b"", False
+
+    def _add(self, to: str, data: bytes) -> None:
+        setattr(self, to, getattr(self, to) + data)
+
+    def _header_end(self) -> None:
+        if self._header.lower() == b"content-disposition":
+            self._disposition = self._value
+        self._header = self._value = b""
+
+    def _headers_end(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        self._name = options.get(b"name", b"")
+        if self._name == b"file" and b"filename" in options:
+            if self.filename is not None:
+                raise ValueError("there is more than one file")
+            self._in_file = True
+            self.filename = options[b"filename"].decode(errors="replace") or "file"
+        elif len(self.fields) >= MAX_FIELDS:
+            raise ValueError(f"there are more than {MAX_FIELDS} fields")
+        else:
+            self.fields[self._name] = b""
+
+    def _data(self, data: bytes, start: int, end: int) -> None:
+        if self._in_file:
+            self._upload.write(data[start:end])
+            return
+        self.fields[self._name] += data[start:end]
+        if len(self.fields[self._name]) > MAX_VALUE:
+            raise ValueError(f"a field has more than {MAX_VALUE} bytes")
+
+    def _end(self) -> None:
+        self.ended = True
+
+
+class UploadBody:
+    """The chunks of a request's body."""
+
+    def __init__(self, request: Request) -> None:
+        self._receive = request.receive
+        self._complete = False
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while not self._complete:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self._complete = True
+                raise ClientDisconnect
+            self._complete = not message.get("more_body")
+            yield message.get("body", b"")
+
+    async def drop(self) -> None:
+        """Read what is still on its way, for a while: a client that is cut off never sees the answer."""
+        with suppress(TimeoutError, ClientDisconnect):
+            async with asyncio.timeout(DISCARD_SECONDS):
+                async for _ in self:
+                    pass
+
+
+async def receive(content_type: str, body: UploadBody, upload: Upload) -> Form:
+    """Read the form. Raises `ApiError` for one that is none, `StoreFull` and `OSError` of the upload."""
+    try:
+        return await _receive(content_type, body, upload)
+    except (FormParserError, ValueError) as error:
+        raise bad_request(f"The form cannot be read: {error}.", code="invalid_form") from None
+
+
+async def _receive(content_type: str, body: UploadBody, upload: Upload) -> Form:
+    kind, options = parse_options_header(content_type)
+    if kind != b"multipart/form-data" or not options.get(b"boundary"):
+        raise bad_request("Content-Type must be multipart/form-data, with a boundary.", code="wrong_content_type")
+    parts = _Parts(upload)
+    parser = MultipartParser(options[b"boundary"], parts.callbacks())  # type: ignore[arg-type]
+    waiting: list[bytes] = []
+    async for chunk in body:
+        waiting.append(chunk)
+        if sum(map(len, waiting)) >= AT_ONCE:
+            await asyncio.to_thread(parser.write, b"".join(waiting))
+            waiting = []
+    await asyncio.to_thread(parser.write, b"".join(waiting))
+    parser.finalize()
+    await asyncio.to_thread(upload.end)
+    if not parts.ended:
+        raise bad_request("The form ends too early.", code="invalid_form")
+    if parts.filename is None:
+        raise bad_request("The form has no file.", "file")
+    fields = {name.decode(errors="replace"): value.decode(errors="replace") for name, value in parts.fields.items()}
+    return Form(fields, parts.filename[-255:])

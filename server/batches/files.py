@@ -1,0 +1,187 @@
+"""`Files`: what clients have uploaded and what batches have written, in a folder that all API processes share.
+
+A file is its content and a JSON beside it, written in this order and removed in the other one, each by a rename:
+whoever looks at any time, also after a kill, finds whole files only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+DAY = 86400
+KEPT_SECONDS = 30 * DAY
+"""that a file is kept unless its owner says otherwise"""
+MAX_FILES = 10_000
+MAX_FILE_BYTES = 200 * 2**20
+LEFT_OVER_SECONDS = 3600
+"""after which an upload that nobody ended is removed"""
+_ID = re.compile(r"file-[0-9a-f]{32}")
+
+
+class StoreFull(Exception):
+    """No room, or no number, for another file; the message says which."""
+
+
+class StoredFile(msgspec.Struct, kw_only=True):
+    id: str
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: str
+    owner: str
+    """whose it is: nobody else sees it"""
+
+    def shown(self) -> dict[str, Any]:
+        """As clients see it."""
+        fields = msgspec.structs.asdict(self)
+        del fields["owner"]
+        return {"object": "file", **fields, "status": "processed"}
+
+
+class Upload:
+    """A file that is being written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = 0
+        self._file = path.open("xb")
+
+    def write(self, data: bytes) -> None:
+        """Raises `StoreFull` and `OSError`."""
+        self.size += len(data)
+        if self.size > MAX_FILE_BYTES:
+            raise StoreFull(f"A file may have {MAX_FILE_BYTES} bytes.")
+        self._file.write(data)
+
+    def close(self) -> None:
+        """Forget it, unless it was taken. Idempotent."""
+        self._file.close()
+        self.path.unlink(missing_ok=True)
+
+    def end(self) -> None:
+        """Nothing more comes. Raises `OSError`."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+class Files:
+    """Any number of processes may have one each over the same folder. Everything here waits for the disk."""
+
+    def __init__(self, root: Path, max_bytes: int) -> None:
+        """Raises `OSError` when the folder cannot be used."""
+        self._root = root / "files"
+        self._partial = root / "partial"
+        self._max_bytes = max_bytes
+        for folder in (root, self._root, self._partial):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(self._root, os.W_OK | os.X_OK):
+            raise PermissionError(f"{self._root} cannot be written")
+
+    def begin(self) -> Upload:
+        """A place for an upload. Raises `StoreFull` and `OSError`."""
+        self._check_room(1)
+        return Upload(self._partial / uuid.uuid4().hex)
+
+    def take(
+        self, path: Path, *, filename: str, purpose: str, owner: str, kept: int = KEPT_SECONDS, id: str | None = None
+    ) -> StoredFile:
+        """Make a written file one of the store's. Raises `StoreFull`, unless it has an id already, and `OSError`.
+
+        kept: seconds. id: given by whoever may have to do this twice: the second time it is there already.
+        """
+        with self._lock():
+            if id is None:
+                self._check_room(0)
+            name = id or f"file-{uuid.uuid4().hex}"
+            content = self.content(name)
+            if id is None or path.exists():
+                path.replace(content)
+            now = int(time.time())
+            file = StoredFile(
+                id=name,
+                bytes=content.stat().st_size,
+                created_at=now,
+                expires_at=now + kept,
+                filename=filename,
+                purpose=purpose,
+                owner=owner,
+            )
+            written = self._partial / uuid.uuid4().hex
+            written.write_bytes(msgspec.json.encode(file))
+            written.replace(self._about(name))
+            return file
+
+    def get(self, id: str, owner: str) -> StoredFile | None:
+        """None for what is not there, has expired, or is somebody else's."""
+        file = self._read(self._about(id)) if _ID.fullmatch(id) else None
+        if file is None or file.owner != owner or file.expires_at <= time.time():
+            return None
+        return file
+
+    def of(self, owner: str) -> list[StoredFile]:
+        """All files of somebody, the oldest first."""
+        found = (self.get(path.stem, owner) for path in self._root.glob("*.json"))
+        return sorted((f for f in found if f is not None), key=lambda f: (f.created_at, f.id))
+
+    def content(self, id: str) -> Path:
+        return self._root / f"{id}.jsonl"
+
+    def remove(self, id: str) -> None:
+        self._about(id).unlink(missing_ok=True)
+        self.content(id).unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        """Remove what has expired, and what killed processes left."""
+        now = time.time()
+        for path in self._root.glob("*.json"):
+            if (file := self._read(path)) is not None and file.expires_at <= now:
+                self.remove(path.stem)
+        with self._lock():
+            orphans = (p for p in self._root.glob("*.jsonl") if not p.with_suffix(".json").exists())
+            for path in (*self._partial.iterdir(), *orphans):
+                with suppress(OSError):
+                    if now - path.stat().st_mtime > LEFT_OVER_SECONDS:
+                        path.unlink()
+
+    def _check_room(self, more: int) -> None:
+        entries = [e for folder in (self._root, self._partial) for e in os.scandir(folder)]
+        if len(entries) // 2 + more > MAX_FILES:
+            raise StoreFull(f"There are {MAX_FILES} files; delete some.")
+        used = 0
+        for entry in entries:
+            with suppress(FileNotFoundError):
+                used += entry.stat().st_size
+        if used + more > self._max_bytes:
+            raise StoreFull(f"The files take {used} bytes, and {self._max_bytes} is all there is; delete some.")
+
+    def _about(self, id: str) -> Path:
+        return self._root / f"{id}.json"
+
+    @staticmethod
+    def _read(path: Path) -> StoredFile | None:
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=StoredFile)
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        """One process at a time; the kernel releases it for one that dies."""
+        fd = os.open(self._partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)

@@ -1,0 +1,24 @@
+"""`Folder`: what `--files-dir` names: the files and the batches in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from weft.engine.errors import ConfigError
+from weft.server.batches.files import Files
+from weft.server.batches.records import Batches
+
+
+class Folder(NamedTuple):
+    files: Files
+    batches: Batches
+
+    @classmethod
+    def open(cls, path: str, max_gib: float) -> Folder:
+        """Makes it if need be. Raises `ConfigError`."""
+        root = Path(path).expanduser()
+        try:
+            return cls(Files(root, int(max_gib * 2**30)), Batches(root))
+        except OSError as error:
+            raise ConfigError(f"--files-dir {path} cannot be used: {error.strerror or error}") from None

@@ -1,0 +1,181 @@
+"""`Batches`: what is known of each batch, a JSON file each. One process, the owner, changes them; all others read."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from weft.server.batches.files import KEPT_SECONDS
+
+MAX_OPEN = 1000
+"""batches that have not ended, of everybody"""
+RUNNING = ("validating", "in_progress", "finalizing")
+"""states that lead to others"""
+_ID = re.compile(r"batch_[0-9a-f]{32}")
+_WINDOW = re.compile(r"(\d{1,3})([hd])")
+
+
+_OURS = frozenset({"owner", "kept", "next_status"})
+"""fields that clients do not see"""
+
+
+class TooMany(Exception):
+    """There are `MAX_OPEN` batches that have not ended."""
+
+
+class Counts(msgspec.Struct):
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class Batch(msgspec.Struct, kw_only=True):
+    """OpenAI's batch object, and whose it is."""
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    created_at: int
+    expires_at: int
+    owner: str
+    kept: int = KEPT_SECONDS
+    """seconds that its output is kept"""
+    status: str = "validating"
+    next_status: str | None = None
+    """behind "finalizing\""""
+    errors: list[dict[str, Any]] | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: Counts = msgspec.field(default_factory=Counts)
+    metadata: dict[str, str] | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.status not in RUNNING
+
+    def enter(self, status: str) -> None:
+        """Go on to this state, now."""
+        self.status = status
+        setattr(self, f"{status}_at", int(time.time()))
+
+    def shown(self) -> dict[str, Any]:
+        """As clients see it."""
+        fields = {name: getattr(self, name) for name in self.__struct_fields__ if name not in _OURS}
+        errors = None if self.errors is None else {"object": "list", "data": self.errors}
+        counts = msgspec.structs.asdict(self.request_counts)
+        return {"object": "batch", **fields, "errors": errors, "request_counts": counts}
+
+
+def window_seconds(window: str) -> int | None:
+    """Of a completion window such as 24h or 7d; None for what is none."""
+    match = _WINDOW.fullmatch(window)
+    seconds = int(match[1]) * {"h": 3600, "d": 86400}[match[2]] if match else 0
+    return seconds if 0 < seconds <= KEPT_SECONDS else None
+
+
+class Batches:
+    """Everything here waits for the disk."""
+
+    def __init__(self, root: Path) -> None:
+        """Raises `OSError` when the folder cannot be used."""
+        self.root = root / "batches"
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._ended: set[str] = set()
+        """names of batches that have ended: they do not change any more"""
+
+    def own(self) -> int | None:
+        """Become the owner: a file descriptor that is so for as long as it is open. None where another process is."""
+        fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        return fd
+
+    def create(self, batch: Batch) -> None:
+        """Enter a new one. Raises `TooMany` and `OSError`."""
+        if len(self.open()) >= MAX_OPEN:
+            raise TooMany
+        self.save(batch)
+
+    @staticmethod
+    def new_id() -> str:
+        return f"batch_{uuid.uuid4().hex}"
+
+    def save(self, batch: Batch) -> None:
+        """For the owner, and for whoever creates it."""
+        written = self.root / f"{batch.id}.{uuid.uuid4().hex}.new"
+        written.write_bytes(msgspec.json.encode(batch))
+        written.replace(self.root / f"{batch.id}.json")
+
+    def get(self, id: str, owner: str) -> Batch | None:
+        """As clients are to see it. None for what is not there, or is somebody else's."""
+        batch = self._read(id) if _ID.fullmatch(id) else None
+        if batch is None or batch.owner != owner:
+            return None
+        if batch.status in ("validating", "in_progress") and (asked := self.cancelled(id)):
+            batch.status, batch.cancelling_at = "cancelling", asked
+        return batch
+
+    def of(self, owner: str) -> list[Batch]:
+        """All of somebody, the oldest first."""
+        found = (self.get(path.stem, owner) for path in self.root.glob("batch_*.json"))
+        return sorted((b for b in found if b is not None), key=lambda b: (b.created_at, b.id))
+
+    def open(self) -> list[Batch]:
+        """Those that have not ended, the oldest first."""
+        found = []
+        for path in self.root.glob("batch_*.json"):
+            if path.stem not in self._ended and (batch := self._read(path.stem)) is not None:
+                if batch.ended:
+                    self._ended.add(batch.id)
+                else:
+                    found.append(batch)
+        return sorted(found, key=lambda b: (b.created_at, b.id))
+
+    def cancel(self, id: str) -> None:
+        """Ask the owner, which is perhaps another process, to end it."""
+        (self.root / f"{id}.cancel").touch()
+
+    def cancelled(self, id: str) -> int | None:
+        """When somebody asked to end it."""
+        try:
+            return int((self.root / f"{id}.cancel").stat().st_mtime)
+        except FileNotFoundError:
+            return None
+
+    def output(self, id: str, kind: str) -> Path:
+        """Where answers are collected. kind: 'out' or 'err'."""
+        return self.root / f"{id}.{kind}"
+
+    def sweep(self) -> None:
+        """Forget batches that ended long ago, and what killed processes left."""
+        past = time.time() - KEPT_SECONDS
+        for path in self.root.iterdir():
+            batch = self._read(path.name.split(".")[0])
+            old = batch is None or (batch.ended and batch.created_at < past)
+            if old and path.stat().st_mtime < past:
+                self._ended.discard(path.stem)
+                path.unlink(missing_ok=True)
+
+    def _read(self, id: str) -> Batch | None:
+        try:
+            return msgspec.json.decode((self.root / f"{id}.json").read_bytes(), type=Batch)
+        except (OSError, msgspec.MsgspecError):
+            return None

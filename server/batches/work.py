@@ -1,0 +1,152 @@
+"""`Work`: a batch while it runs: its requests, what is answered of them, and how it ends."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+
+from weft.server.batches import lines
+from weft.server.batches.answers import AnswerFile, NoAnswers
+from weft.server.batches.files import Files
+from weft.server.batches.lines import BatchLine
+from weft.server.batches.records import Batch, Batches, Counts
+from weft.server.batches.requests import RequestFile
+
+MAX_REQUESTS = 50_000
+
+
+class Work:
+    """Of one batch that is in progress. Only the owner of the folder has any."""
+
+    def __init__(self, batch: Batch, requests: RequestFile, good: AnswerFile, bad: AnswerFile) -> None:
+        self.batch, self._requests, self._good, self._bad = batch, requests, good, bad
+        self._lines: Iterator[BatchLine] = iter(requests)
+        self._again: deque[BatchLine] = deque()
+        self._failure: tuple[str, str] | None = None
+        self.exhausted = False
+        """no request is left to begin"""
+        self.open = 0
+        """requests under way"""
+        self.not_before = 0.0
+        """`time.monotonic()` before which no request is begun"""
+        self.saved = 0.0
+        self.changed = False
+        self._count()
+
+    def _count(self) -> None:
+        counts = Counts(len(self._requests), len(self._good.done), len(self._bad.done))
+        self.changed |= counts != self.batch.request_counts
+        self.batch.request_counts = counts
+
+    def next(self) -> BatchLine | None:
+        """The next request without an answer."""
+        if self._again:
+            return self._again.popleft()
+        for line in self._lines:
+            if line.custom_id not in self._good.done and line.custom_id not in self._bad.done:
+                return line
+        self.exhausted = True
+        return None
+
+    def give_back(self, line: BatchLine) -> None:
+        self._again.append(line)
+        self.exhausted = False
+
+    def add(self, line: BatchLine, answer: bytes, *, failed: bool) -> None:
+        """Raises `OSError`."""
+        (self._bad if failed else self._good).add(line.custom_id, answer, failed=failed)
+        self._count()
+
+    def fail(self, code: str, message: str) -> None:
+        """End it, whatever is not answered."""
+        self._failure = code, message
+        self._again.clear()
+        self._lines = iter(())
+        self.exhausted = True
+
+    def fail_rest(self, code: str, message: str) -> None:
+        """Give every request without an answer this one. Raises `OSError`."""
+        while (line := self.next()) is not None:
+            self._bad.add(line.custom_id, lines.failure(line.custom_id, code, message), failed=True)
+        for line in self._requests:
+            if line.custom_id not in self._good.done and line.custom_id not in self._bad.done:
+                self._bad.add(line.custom_id, lines.failure(line.custom_id, code, message), failed=True)
+        self._count()
+
+    def save(self, batches: Batches) -> None:
+        """Raises `OSError`."""
+        batches.save(self.batch)
+        self.saved, self.changed = time.monotonic(), False
+
+    def finish(self, status: str, files: Files, batches: Batches) -> None:
+        """All that will be answered is. Raises `OSError`."""
+        if self._failure is not None:
+            code, message = self._failure
+            status, self.batch.errors = "failed", [_error(code, message, None, None)]
+        self.close(sync=True)
+        self.batch.error_file_id = f"file-{self.batch.id[6:]}" if self._bad.done else None
+        # Another id than its sister's, and the same one if this has to be done again.
+        self.batch.output_file_id = f"file-{self.batch.id[6:][::-1]}" if self._good.done else None
+        self.batch.enter("finalizing")
+        finalize(self.batch, status, files, batches)
+
+    def close(self, *, sync: bool = False) -> None:
+        self._requests.close()
+        self._good.close(sync=sync)
+        self._bad.close(sync=sync)
+
+
+def finalize(batch: Batch, status: str, files: Files, batches: Batches) -> None:
+    """Hand the answers over to the files, then say how the batch ended. May be done again after a kill."""
+    batch.next_status = status
+    batches.save(batch)
+    for id, kind in ((batch.output_file_id, "out"), (batch.error_file_id, "err")):
+        path = batches.output(batch.id, kind)
+        if id is not None and (path.exists() or files.content(id).exists()):
+            name = f"{batch.id}_{'output' if kind == 'out' else 'error'}.jsonl"
+            files.take(path, filename=name, purpose="batch_output", owner=batch.owner, kept=batch.kept, id=id)
+        path.unlink(missing_ok=True)
+    batch.enter(status)
+    batches.save(batch)
+
+
+def begin(batch: Batch, files: Files, batches: Batches) -> Work | None:
+    """Go on with a batch, from wherever it stands. None when it has ended by this. Raises `OSError`."""
+    if batch.status == "finalizing":
+        finalize(batch, batch.next_status or "completed", files, batches)
+        return None
+    try:
+        if files.get(batch.input_file_id, batch.owner) is None:
+            raise FileNotFoundError
+        requests = RequestFile(files.content(batch.input_file_id), batch.endpoint, MAX_REQUESTS)
+    except FileNotFoundError:
+        gone = _error("invalid_file", "The input file is not there any more.", "input_file_id", None)
+        _failed(batch, batches, [gone])
+        return None
+    if requests.errors:
+        requests.close()
+        errors = [_error(e.code, f"Line {n} {e.message}.", e.param, n) for n, e in requests.errors]
+        _failed(batch, batches, errors)
+        return None
+    try:
+        good, bad = (AnswerFile(batches.output(batch.id, kind)) for kind in ("out", "err"))
+    except NoAnswers as error:
+        requests.close()
+        _failed(batch, batches, [_error("output_unreadable", f"The output: {error}.", None, None)])
+        return None
+    work = Work(batch, requests, good, bad)
+    if batch.status == "validating":
+        batch.enter("in_progress")
+    work.save(batches)
+    return work
+
+
+def _failed(batch: Batch, batches: Batches, errors: list[dict[str, object]]) -> None:
+    batch.errors = errors
+    batch.enter("failed")
+    batches.save(batch)
+
+
+def _error(code: str, message: str, param: str | None, line: int | None) -> dict[str, object]:
+    return {"code": code, "message": message, "param": param, "line": line}
