@@ -36,6 +36,10 @@ class EngineDead(WeftError):
     """The engine process has ended; no open request will be answered."""
 
 
+class RankLost(WeftError):
+    """A process of tensor parallelism has ended or could not start; the others cannot go on. The message names it."""
+
+
 def refuse_pointer(file: Path) -> None:
     """Raises `ModelError` when `file` is what Git LFS leaves in place of a large file that was not downloaded."""
     with suppress(OSError), file.open("rb") as f:

@@ -93,14 +93,26 @@ def _rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
     return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).to(x.dtype)
 
 
+Means = Callable[[Tensor], Tensor]
+
+
 def _head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm over each head of `x [T, heads, D]` (weight `[D]`: Qwen 3), or all at once (`[heads * D]`: OLMo 2)."""
+    """RMS norm over each head of `x [T, heads, D]`, weight `[D]` (Qwen 3)."""
     h = x.float()
-    if weight.numel() != x.shape[-1]:
-        flat = h.flatten(-2)
-        flat = flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps) * weight.float()
-        return flat.view(x.shape).to(x.dtype)
     return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+
+
+def _all_heads_norm(q: Tensor, k: Tensor, weights: tuple[Tensor, Tensor], eps: float, means: Means | None) -> Tensor:
+    """RMS norm over all heads of q `[T, Hq, D]` and all of k at once, weights `[heads * D]` (OLMo 2), in one tensor."""
+    flat = [t.float().flatten(-2) for t in (q, k)]
+    squares = torch.stack([t.square().mean(-1) for t in flat], -1)
+    if means is not None:
+        squares = means(squares)
+    flat = [
+        t * torch.rsqrt(square[:, None] + eps) * weight.float()
+        for t, square, weight in zip(flat, squares.unbind(-1), weights, strict=True)
+    ]
+    return torch.cat(flat, -1).view(len(q), -1, q.shape[-1]).to(q.dtype)
 
 
 def qkv_project(
@@ -117,12 +129,14 @@ def qkv_project(
     num_heads: int,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
+    means: Means | None = None,
 ) -> Tensor:
     """Norm, QKV matrix, bias, q/k norm, rotary embedding; K and V go into the pages. No norm without `sumsq`.
 
     weight `[(Hq + 2 Hkv) D, H]` packed by `pack`; rotary `[positions, D/2, 2]` float32; positions `[T]` int, or
     `slice(None)` when the caller picked the tokens' rows of rotary already; slot_mapping `[T]` int: page * page_size +
-    offset of each token (padding points into page 0).
+    offset of each token (padding points into page 0). means: where heads are spread over ranks and one norm is over all
+    of them: makes of the mean squares `[T, 2]` of this rank's q and k those of all ranks.
     Returns q `[T, Hq, D]`.
     """
     num_kv_heads, head_dim = kv.shape[-2], kv.shape[-1]
@@ -130,7 +144,10 @@ def qkv_project(
     qk, v = qkv.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
     if q_norm is not None and k_norm is not None:
         q, k = qk.split((num_heads, num_kv_heads), dim=1)
-        qk = torch.cat((_head_norm(q, q_norm, eps), _head_norm(k, k_norm, eps)), dim=1)
+        if q_norm.numel() == head_dim and means is None:
+            qk = torch.cat((_head_norm(q, q_norm, eps), _head_norm(k, k_norm, eps)), dim=1)
+        else:
+            qk = _all_heads_norm(q, k, (q_norm, k_norm), eps, means)
     q, k = _rotate(qk, rotary[positions]).split((num_heads, num_kv_heads), dim=1)
     page_size = kv.shape[3]
     page, offset = slot_mapping // page_size, slot_mapping % page_size
@@ -160,6 +177,19 @@ def residual_project(
     else:
         x = x if bias is None else x + bias
         y = torch.addmm(x, a, weight.t()) if x.dtype == torch.float32 else (x.float() + F.linear(a, weight)).to(x.dtype)
+    return y, _sumsq(y, centred)
+
+
+def add_reduced(
+    total: Tensor, x: Tensor, *, post_norm: Tensor | None = None, eps: float = 0.0, centred: bool = False
+) -> tuple[Tensor, Tensor]:
+    """x `[T, H]` plus the sum of all ranks' partial sums `[T, H]` float32, rounded once, and its sum of squares.
+
+    post_norm as in `residual_project`.
+    """
+    if post_norm is not None:
+        total = total * rms_scale(total.square().sum(-1), total.shape[-1], eps)[:, None] * post_norm.float()
+    y = (x.float() + total).to(x.dtype)
     return y, _sumsq(y, centred)
 
 

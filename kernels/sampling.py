@@ -23,17 +23,20 @@ def apply_penalties(
     return logits - frequency[:, None] * counts - presence[:, None] * (counts > 0)
 
 
-def allow_only(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+def allow_only(logits: Tensor, rows: Tensor, masks: Tensor, first: int = 0) -> None:
     """Set tokens that a row's mask does not allow to -inf, in place on `logits [S, V]`.
 
     rows `[m]` int64; masks `[m, W]` int32, bit i of word w: token 32 w + i is allowed; tokens beyond 32 W are not.
+    first: the token of the first column.
     """
+    width = logits.shape[1]
+    masks, first = masks[:, first // 32 : -(-(first + width) // 32)].contiguous(), first % 32
     shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
     for part, words in zip(rows.split(MASK_ROWS), masks.split(MASK_ROWS), strict=True):
         bits = (words.view(torch.uint8)[:, :, None] >> shifts) & 1  # a word's bytes stand lowest first
-        allowed = torch.zeros(len(part), logits.shape[1], dtype=torch.bool, device=logits.device)
-        known = min(logits.shape[1], bits.shape[1] * 8)
-        allowed[:, :known] = bits.reshape(len(part), -1)[:, :known].bool()
+        allowed = torch.zeros(len(part), width, dtype=torch.bool, device=logits.device)
+        known = bits.reshape(len(part), -1)[:, first : first + width]
+        allowed[:, : known.shape[1]] = known.bool()
         logits[part] = logits[part].masked_fill_(~allowed, -torch.inf)
 
 

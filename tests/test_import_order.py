@@ -31,6 +31,7 @@ ENGINE = (
     ("wire", "model"),
     ("plans", "memory"),
     ("runner",),
+    ("ranks",),
     ("scheduling",),
     ("engine",),
     ("llm", "process", "bench"),

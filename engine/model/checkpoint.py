@@ -18,19 +18,27 @@ from weft.engine.errors import ModelError, refuse_pointer
 
 
 class Part(NamedTuple):
-    """Which of `of` equal parts along dimension `dim` is wanted; of one, the whole."""
+    """Which of `of` equal parts along dimension `dim` is wanted; of one, the whole. Or a span of it: see `span`."""
 
     dim: int = 0
     part: int = 0
     of: int = 1
+    begin: int = 0
+    total: int = 0
+
+    @classmethod
+    def span(cls, begin: int, total: int, dim: int = 0) -> Part:
+        """As much as is asked for, from `begin` on, where the whole has `total` along `dim`."""
+        return cls(dim, 0, 2, begin, total)
 
     def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the tensor that has a part of `shape`."""
-        return tuple(n * self.of if d == self.dim else n for d, n in enumerate(shape))
+        return tuple((self.total or n * self.of) if d == self.dim else n for d, n in enumerate(shape))
 
     def of_whole(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
         size = shape[self.dim]
-        own = slice(self.part * size, (self.part + 1) * size)
+        begin = self.begin + self.part * size
+        own = slice(begin, begin + size)
         return tuple(own if d == self.dim else slice(None) for d in range(len(shape)))
 
 

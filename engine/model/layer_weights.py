@@ -61,11 +61,11 @@ class Tensors:
         return self.known is not None and self.known(name)
 
 
-def norm_weight(tensors: Tensors, spec: ModelSpec, name: str, width: int) -> Tensor | None:
+def norm_weight(tensors: Tensors, spec: ModelSpec, name: str, width: int, part: Part = WHOLE) -> Tensor | None:
     """`[width]`: what a norm multiplies by; float32 where the checkpoint has it less one."""
     if not spec.norm.weight:
         return None
-    weight = tensors.get(f"{name}.weight", (width,))
+    weight = tensors.get(f"{name}.weight", (width,), part)
     return weight.float() + 1.0 if spec.norm.unit_offset else weight
 
 
@@ -89,6 +89,8 @@ class _Layer:
         self.rows, self.columns = Part(0, own.rank, own.ranks), Part(1, own.rank, own.ranks)
         self.kv_rows = Part(0, own.kv_part, own.kv_parts)
         self.first = own.rank == 0
+        self.piecewise = own.ranks > 1 and tensors.known is not None
+        """pieces of a tensor are read one by one; what is made up is cut from the whole"""
 
     def matrix(self, name: str, out: int, inner: int, part: Part = WHOLE) -> Tensor:
         if not self.names.transposed:
@@ -110,6 +112,10 @@ class _Layer:
         if not fused:
             return [read(*each) for each in zip(names, sizes, parts, strict=True)]
         whole = [size * part.of for size, part in zip(sizes, parts, strict=True)]
+        if self.piecewise:
+            firsts = [sum(whole[:i]) + part.part * sizes[i] for i, part in enumerate(parts)]
+            spans = [Part.span(first, sum(whole)) for first in firsts]
+            return [read(fused, size, span) for size, span in zip(sizes, spans, strict=True)]
         return [_cut(t, part) for t, part in zip(read(fused, sum(whole), WHOLE).split(whole), parts, strict=True)]
 
     def norm(self, name: str) -> Tensor | None:
@@ -158,10 +164,11 @@ class _Layer:
         weight, bias = self.folded(torch.cat((paired(q), paired(k), v)), names.attention_norm, bias)
         q_norm = k_norm = sinks = None
         if spec.qk_norm:
-            widths = (d, d) if spec.qk_norm == "head" else sizes[:2]
+            # a norm over all heads is cut as the heads are
+            widths, cuts = ((d, d), (WHOLE, WHOLE)) if spec.qk_norm == "head" else (sizes[:2], parts[:2])
             q_norm, k_norm = (
-                norm_weight(self.tensors, spec, f"{self.prefix}{name}", width)
-                for name, width in zip((names.q_norm, names.k_norm), widths, strict=True)
+                norm_weight(self.tensors, spec, f"{self.prefix}{name}", width, cut)
+                for name, width, cut in zip((names.q_norm, names.k_norm), widths, cuts, strict=True)
             )
             q_norm, k_norm = (None if n is None else paired(n) for n in (q_norm, k_norm))
         if spec.sinks:
@@ -243,32 +250,44 @@ class _Layer:
         """Gate-up matrices `[E, 2 I, H]` (rows alternate) and down matrices `[E, H, I]` with their biases, of experts
         that lie in one tensor each.
         """
-        names, h = self.names, self.spec.hidden_size
-        own, ranks = self.spec.shard_of.rank, self.spec.shard_of.ranks
-        inter, n = e.intermediate_size * ranks, e.count
+        names, h, get = self.names, self.spec.hidden_size, self.tensors.get
+        inter, n = e.intermediate_size, e.count
+        rows, columns = self.rows._replace(dim=1), self.columns._replace(dim=2)
+        gate_up_name, down_name = f"{self.prefix}{names.experts_gate_up}", f"{self.prefix}{names.experts_down}"
         if names.experts_alternate:
-            gate_up = self.turned(names.experts_gate_up, n, 2 * inter, h)
-            down = self.turned(names.experts_down, n, h, inter)
+            gate_up = self.turned(gate_up_name, n, 2 * inter, h, rows)
+            down = self.turned(down_name, n, h, inter, columns)
         else:
-            halves = self.tensors.get(f"{self.prefix}{names.experts_gate_up}", (n, 2 * inter, h))
-            gate_up = pack.interleave_gate_up(*halves.chunk(2, 1))
-            down = self.tensors.get(f"{self.prefix}{names.experts_down}", (n, h, inter))
+            if self.piecewise:
+                first, whole = rows.part * inter, rows.of * inter
+                spans = (Part.span(first, 2 * whole, 1), Part.span(whole + first, 2 * whole, 1))
+                gate, up = (get(gate_up_name, (n, inter, h), span) for span in spans)
+            else:
+                halves = get(gate_up_name, (n, 2 * inter * rows.of, h)).chunk(2, 1)
+                gate, up = (_cut(half, rows) for half in halves)
+            gate_up = pack.interleave_gate_up(gate, up)
+            down = get(down_name, (n, h, inter), columns)
         gate_up_bias = down_bias = None
         if e.bias:
-            gate_up_bias = self.tensors.get(f"{self.prefix}{names.experts_gate_up}_bias", (n, 2 * inter))
-            gate_up_bias = _cut(gate_up_bias, Part(1, own, ranks))
-            down_bias = self.tensors.get(f"{self.prefix}{names.experts_down}_bias", (n, h))
-        return _cut(gate_up, Part(1, own, ranks)), gate_up_bias, _cut(down, Part(2, own, ranks)), down_bias
+            gate_up_bias = get(f"{gate_up_name}_bias", (n, 2 * inter), rows)
+            down_bias = get(f"{down_name}_bias", (n, h))
+        return gate_up, gate_up_bias, down, down_bias
 
-    def turned(self, name: str, count: int, out: int, inner: int) -> Tensor:
-        """`[count, out, inner]` from a tensor `[count, inner, out]`, or from MXFP4 blocks of `[count, out, inner]`."""
-        name = f"{self.prefix}{name}"
+    def turned(self, name: str, count: int, out: int, inner: int, part: Part) -> Tensor:
+        """`[count, out, inner]` from a tensor `[count, inner, out]`, or from MXFP4 blocks of `[count, out, inner]`.
+
+        `part`: along `out` (1) or `inner` (2); blocks have 32 numbers of `inner` each, which are not cut.
+        """
         if not self.tensors.has(f"{name}_blocks"):
-            return self.tensors.get(name, (count, inner, out)).transpose(1, 2).contiguous()
+            turned = part._replace(dim=3 - part.dim)
+            return self.tensors.get(name, (count, inner, out), turned).transpose(1, 2).contiguous()
+        cut = WHOLE
+        if part.dim == 2 and inner % 32:
+            inner, part, cut = inner * part.of, WHOLE, part
         groups = inner // 32
-        blocks = self.tensors.get(f"{name}_blocks", (count, out, groups, 16), dtype=torch.uint8)
-        scales = self.tensors.get(f"{name}_scales", (count, out, groups), dtype=torch.uint8)
-        return pack.unpack_mxfp4(blocks, scales, self.tensors.dtype)
+        blocks = self.tensors.get(f"{name}_blocks", (count, out, groups, 16), part, torch.uint8)
+        scales = self.tensors.get(f"{name}_scales", (count, out, groups), part, torch.uint8)
+        return _cut(pack.unpack_mxfp4(blocks, scales, self.tensors.dtype), cut).contiguous()
 
 
 def pack_layer(tensors: Tensors, spec: ModelSpec, names: TensorNames, i: int) -> LayerWeights:

@@ -92,7 +92,7 @@ def attention(name: str, role: Role, resource: Resource, parents: tuple[str, ...
 
 
 def all_reduce(name: str, parents: tuple[str, ...], width: int) -> Operation:
-    """Adds up the partial sums `[T, width]` that its first parent leaves on every rank."""
+    """Adds up the partial sums `[T, width]` that products leave on every rank, and adds them to the stream."""
     return Operation(name, Role.NETWORK, Resource.NETWORK, parents, ALL_REDUCE, "x", "x", moved=2 * width)
 
 

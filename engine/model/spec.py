@@ -90,6 +90,12 @@ class ModelSpec:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def vocabulary(self) -> range:
+        """The token ids whose rows of the embedding and of the vocabulary projection this rank has."""
+        own = self.shard_of
+        return range(own.rank * self.vocab_size // own.ranks, (own.rank + 1) * self.vocab_size // own.ranks)
+
+    @property
     def rms_norm_eps(self) -> float:
         return self.norm.eps
 
@@ -121,7 +127,7 @@ class ModelSpec:
             every += sum(op.parameters for op in self.layer_operations(i))
             if self.experts is not None and self.experts.shared_gate and self.layer(i).experts:
                 every += self.hidden_size
-        tables = self.vocab_size * (1 if self.tie_embeddings else 2)
+        tables = len(self.vocabulary) * (1 if self.tie_embeddings else 2)
         if self.learned_positions is not None:
             tables += self.max_positions + self.learned_positions
         return every + tables * self.hidden_size
@@ -144,7 +150,7 @@ class ModelSpec:
 
         Activations: x the residual stream, q the queries, a what attention gives, h the hidden part of the MLP, r the
         router's choice, s the hidden part of a shared expert. On several ranks products whose target is x leave partial
-        sums, which an all-reduce adds up.
+        sums; an all-reduce adds them up, puts the norm behind them where there is one, and adds the sum to x.
         """
         hidden, width = self.hidden_size, self.num_heads * self.head_dim
         several, parallel = self.shard_of.ranks > 1, self.placement.parallel
@@ -158,7 +164,7 @@ class ModelSpec:
         before = ("decode", "prefill", *(op.name for op in reads))
         yield product("o", before, hidden, width, kernel="residual", source="a", target="x")
         after = "o"
-        if several:
+        if several and not parallel:  # else what attention and MLP add is summed at once
             after = "o_reduce"
             yield all_reduce(after, ("o",), hidden)
         if not parallel:
@@ -216,30 +222,33 @@ class ModelSpec:
         return len(self.ropes) if rope is None else rope
 
     def shard(self, rank: int, ranks: int) -> Self:
-        """The part of this model that one of `ranks` GPUs holds: heads and MLP columns are split (NanoFlow §4.1.3).
+        """The part of this model that one of `ranks` holds: heads, MLP columns and vocabulary are split
+        (NanoFlow §4.1.3).
 
-        Where there are fewer KV heads than ranks, each is held by several. Vocabulary, norms and the residual stream
-        stay whole. Raises `ModelError` for a model that cannot be cut so.
+        Where there are fewer KV heads than ranks, each is held by several. Norms, routers, the residual stream and
+        `vocab_size` stay whole. Raises `ModelError` for a model that cannot be cut so.
         """
         if ranks == 1:
             return self
         if not 0 <= rank < ranks:
             raise ModelError(f"rank {rank} is none of {ranks}")
         kv_parts = min(ranks, self.num_kv_heads)
-        sizes = [("attention heads", self.num_heads), ("MLP columns", self.intermediate_size)]
+        sizes = [("attention heads", self.num_heads)]
         experts = self.experts
+        if experts is None or not all(self.layer(i).experts for i in range(self.num_layers)):
+            sizes += [("MLP columns", self.intermediate_size)]
         if experts is not None:
             sizes += [("expert columns", experts.intermediate_size), ("shared columns", experts.shared_size)]
             experts = replace(
                 experts, intermediate_size=experts.intermediate_size // ranks, shared_size=experts.shared_size // ranks
             )
-        if self.qk_norm == "projection" or self.placement.behind:
-            raise ModelError(f"{self.architecture} has norms over what several GPUs would hold parts of")
         for name, size in sizes:
             if size % ranks:
-                raise ModelError(f"{size} {name} cannot be split over {ranks} GPUs")
+                raise ModelError(f"{size} {name} cannot be split over {ranks} ranks")
         if self.num_kv_heads % kv_parts or ranks % kv_parts:
-            raise ModelError(f"{self.num_kv_heads} KV heads can be neither split nor replicated over {ranks} GPUs")
+            raise ModelError(f"{self.num_kv_heads} KV heads can be neither split nor replicated over {ranks} ranks")
+        if self.vocab_size < ranks:
+            raise ModelError(f"a vocabulary of {self.vocab_size} cannot be split over {ranks} ranks")
         return replace(
             self,
             num_heads=self.num_heads // ranks,

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from weft.engine.model.checkpoint import Checkpoint, Dummy, Part, Stored
+from weft.engine.model.checkpoint import WHOLE, Checkpoint, Dummy, Part, Stored
 from weft.engine.model.families import family_of
 from weft.engine.model.families.family import TensorNames
 from weft.engine.model.finite import FiniteCheck
@@ -29,12 +29,12 @@ HARMLESS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_c
 @dataclass(frozen=True, slots=True)
 class Weights:
     embedding: Tensor
-    """[V, H]"""
+    """[V, H]; of a shard the rows of its `spec.vocabulary`"""
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     """[H]"""
     lm_head: Tensor
-    """[V, H]; the embedding itself when tied"""
+    """[V, H], or a shard's rows of it; the embedding itself when tied"""
     rotary: tuple[Tensor, ...]
     """[positions, D/2, 2] float32 each; see `ModelSpec.rotary_table` for a layer's"""
     norm_bias: Tensor | None = None
@@ -186,14 +186,17 @@ def _made_up(
 def _pack(spec: ModelSpec, names: TensorNames, tensors: Tensors, rotary: tuple[Tensor, ...], *, tied: bool) -> Weights:
     """All tensors of a model, asked for in one order."""
     get, hidden = tensors.get, spec.hidden_size
-    embedding = get(f"{names.embedding}.weight", (spec.vocab_size, hidden))
+    # Of a shard, its rows of what the vocabulary has rows of.
+    own = spec.vocabulary
+    rows = Part.span(own.start, spec.vocab_size) if len(own) < spec.vocab_size else WHOLE
+    embedding = get(f"{names.embedding}.weight", (len(own), hidden), rows)
     layers = tuple(pack_layer(tensors, spec, names, i) for i in range(spec.num_layers))
     norm = norm_weight(tensors, spec, names.norm, hidden)
     if norm is None:
         norm = torch.ones(hidden, dtype=tensors.dtype, device=embedding.device)
     norm_bias = get(f"{names.norm}.bias", (hidden,)) if spec.norm.bias else None
-    head = embedding if tied else get(f"{names.lm_head}.weight", (spec.vocab_size, hidden))
-    head_bias = get(f"{names.lm_head}.bias", (spec.vocab_size,)) if spec.head_bias else None
+    head = embedding if tied else get(f"{names.lm_head}.weight", (len(own), hidden), rows)
+    head_bias = get(f"{names.lm_head}.bias", (len(own),), rows) if spec.head_bias else None
     places = None
     if (offset := spec.learned_positions) is not None:
         places = get(f"{names.positions}.weight", (spec.max_positions + offset, hidden))[offset:]

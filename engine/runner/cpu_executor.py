@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from weft.engine.model.layer_weights import ProductWeights
-from weft.engine.model.operations import Operation
+from weft.engine.model.operations import ALL_REDUCE, Operation
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
+from weft.engine.runner.collectives import Alone, Collectives
 from weft.engine.runner.launchers import launchers_of
 from weft.kernels import experts_reference as expert_twins
 from weft.kernels import reference as twins
@@ -42,12 +44,19 @@ class _Iteration:
     def __init__(self, executor: CpuExecutor, inputs: CpuInputs) -> None:
         weights, spec = executor.weights, executor.spec
         self.executor, self.inputs = executor, inputs
+        rows, table = inputs.token_ids, weights.embedding
+        if executor.collectives.ranks > 1:
+            rows, table = torch.arange(len(rows)), executor.embedded(rows)
         x, self.sumsq = twins.embed(
-            inputs.token_ids, weights.embedding, scale=spec.embedding_scale, places=weights.places,
-            positions=inputs.positions, centred=spec.norm.centred,
+            rows, table, scale=spec.embedding_scale, places=weights.places, positions=inputs.positions,
+            centred=spec.norm.centred,
         )  # fmt: skip
+        self.partial: Tensor | None = None
+        """[T, H]: what this rank's products shall add to the stream, until ranks add up theirs"""
         self.activations: dict[str, Tensor] = {"x": x, "a": x.new_empty(len(x), spec.num_heads * spec.head_dim)}
         self.rotary = [table[inputs.positions] for table in weights.rotary]  # once for all layers
+        self.post_norm: Tensor | None = None
+        """behind the product that left it"""
         self.routing: expert_twins.Routing | None = None
 
     @property
@@ -68,7 +77,7 @@ def _qkv(it: _Iteration, op: Operation, layer: int) -> None:
     it.activations[op.target] = twins.qkv_project(
         it.activations[op.source], it.stream_sums, w.weight, w.bias, spec.norm.eps,
         it.rotary[spec.rotary_table(layer)], slice(None), it.inputs.slot_mapping, it.executor.kv, layer,
-        spec.num_heads, w.q_norm, w.k_norm,
+        spec.num_heads, w.q_norm, w.k_norm, it.executor.means,
     )  # fmt: skip
 
 
@@ -90,6 +99,11 @@ def _prefill(it: _Iteration, op: Operation, layer: int) -> None:
 
 def _residual(it: _Iteration, op: Operation, layer: int) -> None:
     w, norm = _own(it, op, layer), it.executor.spec.norm
+    if it.executor.collectives.ranks > 1:
+        part = F.linear(it.activations[op.source], w.weight, w.bias)
+        it.partial = part if it.partial is None else it.partial + part
+        it.post_norm = w.post_norm
+        return
     it.activations[op.target], it.sumsq = twins.residual_project(
         it.activations[op.source], w.weight, it.activations[op.target], bias=w.bias, post_norm=w.post_norm,
         eps=norm.eps, centred=norm.centred,
@@ -134,9 +148,27 @@ def _experts_gate_up(it: _Iteration, op: Operation, layer: int) -> None:
 def _experts_residual(it: _Iteration, op: Operation, layer: int) -> None:
     w, centred = _own(it, op, layer), it.executor.spec.norm.centred
     assert it.routing is not None
+    if it.executor.collectives.ranks > 1:
+        x = it.activations[op.target]
+        before = torch.zeros_like(x) if it.partial is None else it.partial
+        it.partial, _ = expert_twins.experts_residual(
+            it.activations[op.source], it.routing, w.weight, before, bias=w.bias
+        )
+        it.post_norm = w.post_norm
+        return
     it.activations[op.target], it.sumsq = expert_twins.experts_residual(
         it.activations[op.source], it.routing, w.weight, it.activations[op.target], bias=w.bias, centred=centred
     )
+
+
+def _all_reduce(it: _Iteration, op: Operation, layer: int) -> None:  # noqa: ARG001
+    norm, partial = it.executor.spec.norm, it.partial
+    assert partial is not None
+    it.activations[op.target], it.sumsq = twins.add_reduced(
+        it.executor.collectives.all_reduce(partial), it.activations[op.source], post_norm=it.post_norm, eps=norm.eps,
+        centred=norm.centred,
+    )  # fmt: skip
+    it.partial = it.post_norm = None
 
 
 TABLE: Mapping[str, Launcher] = {
@@ -149,6 +181,7 @@ TABLE: Mapping[str, Launcher] = {
     "router": _router,
     "experts_gate_up": _experts_gate_up,
     "experts_residual": _experts_residual,
+    ALL_REDUCE: _all_reduce,
 }
 
 
@@ -167,8 +200,13 @@ class CpuExecutor:
         attention: AttentionBackend[Any],
         *,
         invariant: bool = False,
+        collectives: Collectives | None = None,
     ) -> None:
         self.spec, self.weights, self.kv, self.attention = spec, weights, kv, attention
+        self.collectives = collectives or Alone()
+        self.means: twins.Means | None = None
+        if self.collectives.ranks > 1 and spec.qk_norm == "projection":
+            self.means = self._means
         self.block_rows = 0
         """of every operation between attentions; 0: as many as there are"""
         self._unknown = invariant
@@ -185,7 +223,7 @@ class CpuExecutor:
         if self._unknown:  # found here, because a product also depends on the threads of who asks for it
             # Experts take together what comes to each of them: how much that is, the neighbours decide.
             candidates = BLOCK_ROWS if self.spec.experts is None else (1,)
-            self.block_rows = next(rows for rows in candidates if rows == 1 or self._holds(rows))
+            self.block_rows = next(rows for rows in candidates if rows == 1 or self._all_hold(rows))
             self._unknown = False
         if self.block_rows:
             return self._forward_in_blocks(inputs)
@@ -228,20 +266,35 @@ class CpuExecutor:
             bias=w.head_bias, scale=spec.logits_scale, softcap=spec.logits_softcap,
         )  # fmt: skip
 
+    def embedded(self, token_ids: Tensor) -> Tensor:
+        """`[T, H]`: rows of the embedding, each of which one rank has."""
+        own = token_ids - self.spec.vocabulary.start
+        mine = (own >= 0) & (own < len(self.weights.embedding))
+        rows = F.embedding(own.clamp(0, len(self.weights.embedding) - 1), self.weights.embedding)
+        return self.collectives.all_reduce(rows.masked_fill_(~mine[:, None], 0.0)).to(rows.dtype)
+
+    def _means(self, means: Tensor) -> Tensor:
+        """Of all ranks; each has as many numbers."""
+        return self.collectives.all_reduce(means) / self.collectives.ranks
+
+    def _all_hold(self, rows: int) -> bool:
+        """`_holds`, on every rank."""
+        return bool(self.collectives.all_gather(torch.tensor([self._holds(rows)])).all())
+
     def _holds(self, rows: int) -> bool:
         """Whether a row of a block of so many becomes the same to the bit at every place, whatever the others are."""
         generator = torch.Generator().manual_seed(0)
         width = self.spec.num_heads * self.spec.head_dim
-        for _ in range(PROBES):
+        holds = True
+        for _ in range(PROBES):  # to the end, for other ranks take part
             token = torch.randint(self.spec.vocab_size, (rows,), generator=generator)
             attended = torch.randn(rows, width, generator=generator)
             alike = self._probe(token[:1].expand(rows), attended[:1].expand(rows, -1))
             seen = [*alike.unbind(), self._probe(token, attended)[0]]
             token[rows - 1], attended[rows - 1] = token[0], attended[0]
             seen.append(self._probe(token, attended)[rows - 1])
-            if not all(torch.equal(row, seen[0]) for row in seen):
-                return False
-        return True
+            holds &= all(torch.equal(row, seen[0]) for row in seen)
+        return holds
 
     def _probe(self, token_ids: Tensor, attended: Tensor) -> Tensor:
         """`[rows, …]`: all that the first layer's operations and the head make of rows, whatever they attended to."""

@@ -20,10 +20,10 @@ from weft.engine.memory.cpu_transfer import CpuCopyEngine
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.runner.batch import Batch, PromptLogprobs, StepResult
+from weft.engine.runner.collectives import Collectives
 from weft.engine.runner.cpu_executor import CpuExecutor, CpuInputs
 from weft.engine.runner.resolve import GIB, ResolvedConfig
 from weft.engine.runner.sampling import Sampling, Scores
-from weft.kernels import sampling
 from weft.kernels.attention_backends import make_host_attention
 
 
@@ -70,16 +70,20 @@ class CpuInFlight:
 
 
 class CpuRunner:
-    """The runner of a CPU (see `runner.Runner`)."""
+    """The runner of a CPU (see `runner.Runner`), or of one rank of several."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, config: ResolvedConfig) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, config: ResolvedConfig, collectives: Collectives | None = None
+    ) -> None:
         self.kv = _allocate(config)
         self._attention = make_host_attention(
             config.attention, config.attention_shape(spec), batch_invariant=config.batch_invariant
         )
-        self._executor = CpuExecutor(spec, weights, self.kv, self._attention, invariant=config.batch_invariant)
+        self._executor = CpuExecutor(
+            spec, weights, self.kv, self._attention, invariant=config.batch_invariant, collectives=collectives
+        )
         self._last_token = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=config.device)
-        self._sampling = Sampling(config.device, config.max_num_seqs, spec.vocab_size)
+        self._sampling = Sampling(config.device, config.max_num_seqs, spec.vocabulary, collectives)
         self._num_threads = config.cpu_threads
         self._last_end = 0.0
         self._queue: queue.SimpleQueue[CpuInFlight | None] = queue.SimpleQueue()
@@ -149,11 +153,7 @@ class CpuRunner:
         logits = self._executor.logits(x, sumsq, up(s.logit_tokens.astype(np.int64)))
         raw = self._sampling.asked(logits, s)
         self._sampling.adjust(logits, batch)
-        nonfinite = sampling.nonfinite(logits)
-        if s.columns["temperature"].any():
-            tokens = sampling.sample(logits, **{name: up(values) for name, values in s.sampler_arguments().items()})
-        else:
-            tokens = logits.argmax(-1)
+        tokens, nonfinite = self._sampling.draw(logits, s)
         self._last_token[up(s.slots.astype(np.int64))] = tokens
         self._sampling.count(tokens, s)
         return tokens, nonfinite, self._sampling.scores(tokens, s, raw)

@@ -106,7 +106,7 @@ class CudaRunner:
                 spec, weights, self._inputs, config.compute_dtype, attention, invariant=config.batch_invariant
             )
             self._last_end: torch.cuda.Event | None = None
-            self._sampling = Sampling(device, config.max_num_seqs, spec.vocab_size)
+            self._sampling = Sampling(device, config.max_num_seqs, spec.vocabulary)
             # A pool of two pages serves the warm-up, which loads every kernel; what is left then is measured.
             self.kv = self._allocate(2)
             self._warm_up(report)

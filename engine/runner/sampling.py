@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from weft.engine.runner.batch import PROMPT_LOGPROB_ROWS, Batch, CountReset, Logprobs, PromptLogprobs, SamplingInputs
-from weft.kernels import sampling
+from weft.engine.runner.collectives import Alone, Collectives
+from weft.kernels import sampling, sampling_shards
 
 
 class Scores(NamedTuple):
@@ -36,12 +37,26 @@ class Raw(NamedTuple):
 
 
 class Sampling:
-    """Works on the current stream. On a GPU nothing here waits for it: all transfers are pinned and non-blocking."""
+    """Works on the current stream. On a GPU nothing here waits for it: all transfers are pinned and non-blocking.
 
-    def __init__(self, device: torch.device, num_slots: int, vocab_size: int) -> None:
+    Of one rank of several it has the part of a vocabulary that the rank's logits are of: V below is the size of that
+    part. Which tokens are sampled is agreed on with the others.
+    """
+
+    def __init__(
+        self, device: torch.device, num_slots: int, vocabulary: range, collectives: Collectives | None = None
+    ) -> None:
+        """`vocabulary`: the ids of the columns of the logits."""
+        collectives = collectives or Alone()
         self._device = device
         self._pinned = device.type == "cuda"
-        self._shape = (num_slots, vocab_size)
+        self._ids = vocabulary
+        self._shape = (num_slots, len(vocabulary))
+        self._shard = (
+            sampling_shards.Shard(vocabulary.start, collectives.rank, collectives.all_gather)
+            if collectives.ranks > 1
+            else None
+        )
         self._counts: tuple[Tensor, Tensor] | None = None
 
     def up(self, array: np.ndarray) -> Tensor:
@@ -62,10 +77,20 @@ class Sampling:
         if s.columns["counted"].any():
             self._penalize(logits, s)
         if len(s.bias_rows):
-            where = (self.up(s.bias_rows.astype(np.int64)), self.up(s.bias_ids.astype(np.int64)))
-            logits.index_put_(where, self.up(s.bias_values), accumulate=True)
+            own = self._own(s.bias_ids)
+            where = (self.up(s.bias_rows[own].astype(np.int64)), self.up(self._columns(s.bias_ids)))
+            logits.index_put_(where, self.up(s.bias_values[own]), accumulate=True)
         if len(s.mask_rows):
-            sampling.allow_only(logits, self.up(s.mask_rows.astype(np.int64)), self.up(s.masks))
+            rows, masks = self.up(s.mask_rows.astype(np.int64)), self.up(s.masks)
+            sampling.allow_only(logits, rows, masks, self._ids.start)
+
+    def draw(self, logits: Tensor, s: SamplingInputs) -> tuple[Tensor, Tensor]:
+        """The torch twins' choice: tokens `[S]` int64, and rows that hold no numbers `[S]` bool."""
+        arguments = {name: self.up(values) for name, values in s.sampler_arguments().items()}
+        if self._shard is not None:
+            return sampling_shards.sample(logits, self._shard, **arguments)
+        tokens = sampling.sample(logits, **arguments) if s.columns["temperature"].any() else logits.argmax(-1)
+        return tokens, sampling.nonfinite(logits)
 
     def count(self, tokens: Tensor, s: SamplingInputs) -> None:
         """Behind the sampler: count the sampled `tokens` (`[S]` or more) of requests with penalties."""
@@ -73,13 +98,17 @@ class Sampling:
         if counted.any():
             rows, slots = self.up(np.flatnonzero(counted)), self.up(s.slots[counted].astype(np.int64))
             one = torch.ones((), dtype=torch.int32, device=self._device)
-            self._resident_counts()[1].index_put_((slots, tokens[rows]), one, accumulate=True)
+            sampled = tokens[rows] - self._ids.start
+            if self._shard is not None:
+                own = (sampled >= 0) & (sampled < len(self._ids))
+                slots, sampled = slots[own], sampled[own]
+            self._resident_counts()[1].index_put_((slots, sampled), one, accumulate=True)
 
     def scores(self, tokens: Tensor, s: SamplingInputs, raw: Raw | None) -> Scores | None:
         """Behind the sampler: what `asked` kept, with the sampled `tokens` (`[S]` or more)."""
         if raw is None:
             return None
-        columns = sampling.logprobs_of(raw.logits, tokens[self.up(raw.rows)], int(s.columns["logprobs"].max()))
+        columns = self._logprobs_of(raw.logits, tokens[self.up(raw.rows)], int(s.columns["logprobs"].max()))
         return Scores(raw.rows, self._down(columns))
 
     def prompt_scores(self, asked: PromptLogprobs, rows: np.ndarray, logits_of: Callable[[Tensor], Tensor]) -> Scores:
@@ -88,8 +117,22 @@ class Sampling:
         for start in range(0, len(rows), PROMPT_LOGPROB_ROWS):
             part = slice(start, start + PROMPT_LOGPROB_ROWS)
             at, targets = self.up(rows[part].astype(np.int64)), self.up(asked.targets[part].astype(np.int64))
-            parts.append(sampling.logprobs_of(logits_of(at), targets, asked.top))
+            parts.append(self._logprobs_of(logits_of(at), targets, asked.top))
         return Scores(np.arange(len(rows)), self._down([torch.cat(column) for column in zip(*parts, strict=True)]))
+
+    def _logprobs_of(self, logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
+        if self._shard is not None:
+            return sampling_shards.logprobs_of(logits, self._shard, tokens, top)
+        return sampling.logprobs_of(logits, tokens, top)
+
+    def _own(self, ids: np.ndarray) -> np.ndarray:
+        """Which token ids have a column here, bool."""
+        own: np.ndarray = (ids >= self._ids.start) & (ids < self._ids.stop)
+        return own
+
+    def _columns(self, ids: np.ndarray) -> np.ndarray:
+        """int64, of those that have one."""
+        return ids[self._own(ids)].astype(np.int64) - self._ids.start
 
     def _down(self, columns: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensors on the host, once the stream is there."""
@@ -116,8 +159,8 @@ class Sampling:
     def _reset_counts(self, reset: CountReset) -> None:
         seen, counts = self._resident_counts()
         seen[reset.slot] = False
-        seen[reset.slot, self.up(reset.prompt.astype(np.int64))] = True
-        output = self.up(reset.output.astype(np.int64))
+        seen[reset.slot, self.up(self._columns(reset.prompt))] = True
+        output = self.up(self._columns(reset.output))
         counts[reset.slot] = torch.bincount(output, minlength=self._shape[1]).int() if len(output) else 0
 
     def _resident_counts(self) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,103 @@
+"""What a model computes that is spread over ranks: the tokens of one rank, for every family. Ranks are threads here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from harness import Harness
+from threads import of_threads
+from tiny import FAMILIES
+
+from weft.engine.model.checkpoint import WHOLE, Checkpoint, Part
+from weft.engine.model.directory import read_spec
+from weft.engine.model.spec import ModelSpec
+from weft.engine.model.weights import load_weights
+
+RNG = np.random.default_rng(0)
+PROMPTS = [RNG.integers(3, 120, n) for n in (3, 17, 40)]
+ASKED = (
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 3, "repetition_penalty": 1.3, "logit_bias": {5: 2.0, 100: 3.0}},
+    {"temperature": 1.0, "seed": 1, "top_k": 5, "frequency_penalty": 0.5},
+    {"temperature": 1.2, "seed": 2, "top_p": 0.8, "min_p": 0.05, "allowed_token_ids": tuple(range(10, 90))},
+    {"temperature": 0.9, "seed": 3, "prompt_logprobs": 2},
+)
+OPTIONS = {"max_num_batched_tokens": 32, "cpu_threads": 1, "num_pages": 64, "page_size": 16}
+"""chunks of prompts and decodes share iterations"""
+
+
+def served(path: Path, ranks: int, **options: object) -> Harness:
+    harness = of_threads(path, ranks, **{**OPTIONS, **options})
+    for i, asked in enumerate(ASKED):
+        harness.add(PROMPTS[i % len(PROMPTS)], max_tokens=6, **asked)
+    harness.run()
+    harness.engine.close()
+    return harness
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_one_rank(tiny_model: Callable[[str], Path], family: str) -> None:
+    path = tiny_model(family)
+    one = served(path, 1)
+    for ranks in (2, 4) if family in ("llama2", "gpt-oss", "olmo2") else (2,):
+        several = served(path, ranks)
+        assert several.tokens == one.tokens
+        for mine, others in ((several.logprobs, one.logprobs), (several.prompt_logprobs, one.prompt_logprobs)):
+            for handle, entries in others.items():
+                assert [(e.rank, e.ids) for e in mine[handle]] == [(e.rank, e.ids) for e in entries]
+                values, want = ([v for e in found for v in e.values] for found in (mine[handle], entries))
+                # sums are cut into as many parts as there are ranks: the last bits differ
+                np.testing.assert_allclose(values, want, atol=1e-4)
+
+
+def test_batch_invariance_holds_on_ranks(tiny_model: Callable[[str], Path]) -> None:
+    path, options = tiny_model("llama2"), {"batch_invariant": True, "max_num_batched_tokens": 128}
+    both = served(path, 2, **options)
+    alone = of_threads(path, 2, **{**OPTIONS, **options})
+    alone.add(PROMPTS[1], max_tokens=6, **ASKED[1])
+    alone.run()
+    alone.engine.close()
+    assert alone.logprobs[0] == both.logprobs[1]
+
+
+@pytest.mark.parametrize("family", ["llama2", "phi3", "qwen2-moe", "gpt-oss", "gpt2", "granite-moe", "olmo2"])
+def test_a_rank_reads_its_own_bytes_alone(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    path, ranks = tiny_model(family), 2
+    spec = read_spec(path)
+    there = Checkpoint.__call__
+    read: list[tuple[str, int, bool]] = []
+
+    def count(self: Checkpoint, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> torch.Tensor:
+        found = there(self, name, shape, part)
+        read.append((name, int(np.prod(shape)), part.of > 1))
+        return found
+
+    monkeypatch.setattr(Checkpoint, "__call__", count)
+    options = {"device": torch.device("cpu"), "dtype": torch.float32, "max_positions": 64}
+    load_weights(spec, path, **options)
+    whole = {name: size for name, size, _ in read}
+    mine: dict[str, int] = {}
+    shared = set(whole)
+    for rank in range(ranks):
+        read.clear()
+        load_weights(spec.shard(rank, ranks), path, **options)
+        for name, size, cut in read:
+            mine[name] = mine.get(name, 0) + size
+            shared -= {name} if cut else set()
+    # Norms, routers, what is added once and a KV head that all share are every rank's. Of all else no number is read
+    # by two ranks, nor twice by one.
+    assert {name for name in whole.keys() - shared if mine[name] != whole[name]} <= replicated(spec, whole)
+    keys = {name for name in shared if "k_proj" in name or "v_proj" in name}
+    assert bool(keys) <= (spec.num_kv_heads < ranks)
+    assert sum(whole[name] for name in shared - keys) < 0.1 * sum(whole.values())
+
+
+def replicated(spec: ModelSpec, names: dict[str, int]) -> set[str]:
+    """Tensors that hold, beside parts of their own, a KV head that ranks share."""
+    return {name for name in names if "qkv" in name and spec.num_kv_heads == 1}

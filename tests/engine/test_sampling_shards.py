@@ -1,0 +1,115 @@
+"""Sampling with the vocabulary spread over ranks: the tokens and log-probabilities that one rank would give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from weft.engine.ranks.links import Descriptors, Links
+from weft.engine.ranks.shared_collectives import SharedCollectives
+from weft.engine.runner.collectives import Collectives
+from weft.engine.runner.sampling import Sampling
+from weft.kernels import sampling, sampling_shards
+
+VOCABULARY = 301
+"""does not divide by any number of ranks"""
+
+
+def on_ranks(ranks: int, work: Callable[[Collectives], Any]) -> list[Any]:
+    """What each rank's `work` gives, on a thread each."""
+    shared = Descriptors.make(ranks)
+    with ThreadPoolExecutor(ranks) as pool:
+        jobs = [pool.submit(work, SharedCollectives(Links(rank, shared))) for rank in range(ranks)]
+        found = [job.result(60) for job in jobs]
+    shared.close()
+    return found
+
+
+def shard(logits: Tensor, collectives: Collectives) -> tuple[Tensor, sampling_shards.Shard]:
+    own = [r * logits.shape[1] // collectives.ranks for r in (collectives.rank, collectives.rank + 1)]
+    return logits[:, own[0] : own[1]].clone(), sampling_shards.Shard(own[0], collectives.rank, collectives.all_gather)
+
+
+def rows(generator: torch.Generator, spread: float, *, ties: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    n = 64
+    logits = torch.randn(n, VOCABULARY, generator=generator) * spread
+    if ties:
+        logits = (logits * 2).round() / 2
+    draw = {name: torch.rand(n, generator=generator) for name in ("k", "p", "m", "t", "uniform")}
+    # all combinations of off and on
+    on = [(torch.arange(n) >> bit) % 2 == 1 for bit in range(4)]
+    return logits, {
+        "temperature": torch.where(on[3], draw["t"] * 1.5 + 0.2, torch.where(on[0] | on[1] | on[2], 1.0, 0.0)),
+        "top_k": torch.where(on[0], 1 + (draw["k"] * 90).int(), 0),
+        "top_p": torch.where(on[1], draw["p"] * 0.999 + 0.001, 1.0),
+        "min_p": torch.where(on[2], draw["m"] * 0.3, 0.0),
+        "uniform": draw["uniform"],
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("spread", "ties"), [(3.0, False), (0.05, False), (3.0, True), (0.0, True)])
+def test_tokens_are_those_of_one_rank(ranks: int, spread: float, ties: bool) -> None:
+    """Steep and flat distributions (a top-p cut behind more than what ranks show at first), with and without ties."""
+    logits, asked = rows(torch.Generator().manual_seed(1), spread, ties=ties)
+    want = sampling.sample(logits, **asked)
+
+    def work(collectives: Collectives) -> tuple[Tensor, Tensor]:
+        part, own = shard(logits, collectives)
+        return sampling_shards.sample(part, own, **asked)
+
+    for tokens, nonfinite in on_ranks(ranks, work):
+        assert tokens.tolist() == want.tolist()
+        assert not nonfinite.any()
+
+
+def test_a_draw_at_the_ends_of_the_distribution_has_a_token() -> None:
+    logits = torch.zeros(2, 8)
+    logits[:, 4:] = -torch.inf
+    asked = {"temperature": torch.ones(2), "top_k": torch.zeros(2), "top_p": torch.ones(2), "min_p": torch.zeros(2)}
+    uniform = torch.tensor([0.0, 1.0])
+    for tokens, _ in on_ranks(2, lambda c: sampling_shards.sample(*shard(logits, c), **asked, uniform=uniform)):
+        assert tokens.tolist() == [0, 3]
+
+
+def test_rows_that_are_no_numbers_are_told_by_every_rank() -> None:
+    logits, asked = rows(torch.Generator().manual_seed(2), 1.0, ties=False)
+    logits[3, 200], logits[17, 5], logits[40] = float("nan"), float("inf"), -torch.inf
+    for tokens, nonfinite in on_ranks(2, lambda c: sampling_shards.sample(*shard(logits, c), **asked)):
+        assert torch.nonzero(nonfinite)[:, 0].tolist() == [3, 17, 40]
+        assert ((tokens >= 0) & (tokens < VOCABULARY)).all()
+
+
+@pytest.mark.parametrize("top", [0, 1, 20, VOCABULARY])
+def test_log_probabilities_are_those_of_one_rank(top: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(9, VOCABULARY, generator=generator) * 4
+    tokens = torch.randint(VOCABULARY, (9,), generator=generator)
+    want = sampling.logprobs_of(logits, tokens, top)
+    for found in on_ranks(2, lambda c: sampling_shards.logprobs_of(*shard(logits, c), tokens, top)):
+        assert torch.equal(found[0], want[0])
+        assert torch.equal(found[1], want[1])
+        torch.testing.assert_close(found[2], want[2])
+        own = (found[1][:, 1:] == tokens[:, None]).nonzero()
+        assert all(found[2][row, 1 + at] == found[2][row, 0] for row, at in own.tolist())
+
+
+@pytest.mark.parametrize("first", [0, 1, 31, 32, 75, 290])
+def test_a_mask_is_cut_as_the_vocabulary_is(first: int) -> None:
+    words = np.random.default_rng(4).integers(-(2**31), 2**31, (3, -(-VOCABULARY // 32))).astype(np.int32)
+    whole = torch.zeros(4, VOCABULARY)
+    at = torch.tensor([0, 2, 3])
+    sampling.allow_only(whole, at, torch.from_numpy(words))
+    part = torch.zeros(4, min(50, VOCABULARY - first))
+    sampling.allow_only(part, at, torch.from_numpy(words), first)
+    assert torch.equal(part, whole[:, first : first + part.shape[1]])
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    assert Sampling(torch.device("cpu"), 2, range(10))._shard is None
