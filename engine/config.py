@@ -38,8 +38,8 @@ class EngineConfig(BaseModel):
 
     model: str = Field(
         "demo",
-        description="'demo' for the embedded demo model, a Hugging Face model directory, or ORG/NAME on the hub, "
-        "downloaded once",
+        description="'demo' for the embedded demo model, a Hugging Face model directory, a GGUF file, or ORG/NAME on "
+        "the hub (ORG/NAME:FILE for a GGUF file of it), downloaded once",
     )
     model_preset: str | None = Field(
         None,
@@ -49,7 +49,7 @@ class EngineConfig(BaseModel):
     )
     revision: str | None = Field(None, min_length=1, description="branch, tag or commit of ORG/NAME [main]")
     load_format: Literal["auto", "dummy"] = Field(
-        "auto", description="'auto' reads safetensors; 'dummy' fills the config's shapes with seeded random weights"
+        "auto", description="'auto' reads the files; 'dummy' fills the config's shapes with seeded random weights"
     )
     device: Device = Field("auto", description="where the model runs; 'auto' takes a GPU when there is one")
     dtype: DType = Field(

@@ -12,6 +12,7 @@ from weft.engine.memory.kv_layout import KvLayout
 
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16
 """of each weights file, evenly spaced, beside its header, size and time of change"""
+WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 
 def model_id(config: EngineConfig, layout: KvLayout) -> str:
@@ -27,7 +28,7 @@ def model_id(config: EngineConfig, layout: KvLayout) -> str:
         if config.load_format == "dummy":
             digest.update(f"dummy {config.seed}".encode())
         else:
-            for file in sorted([*path.glob("*.safetensors"), *path.glob("*.bin")]):
+            for file in sorted(file for kind in WEIGHTS for file in path.glob(kind)):
                 _add_file(digest, file)
     except OSError as error:
         raise ModelError(f"cannot read the model in {path}: {error.strerror}") from None

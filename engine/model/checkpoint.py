@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -50,8 +50,22 @@ class Stored(NamedTuple):
 
     raw: Tensor
     """the mapped bytes, not read yet; contiguous in its last dimension"""
-    decode: Callable[[Tensor], Tensor] | None = None
-    """makes numbers of them, on whatever device they were copied to, in memory of its own; None: they are numbers"""
+    decode: Callable[[Tensor, torch.dtype], Tensor] | None = None
+    """makes numbers of them in a dtype, where they were copied to and in memory of their own; None: they are numbers"""
+
+
+class TensorSource(Protocol):
+    """The tensors of a checkpoint by their names."""
+
+    def rename(self, known: str, prefix: str, others: tuple[str, ...]) -> None: ...
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def __call__(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Stored: ...
+
+    def refuse_further_layers(self, layer: str, num_layers: int) -> None: ...
+
+    def surplus(self, harmless: Iterable[str]) -> list[str]: ...
 
 
 class Checkpoint:

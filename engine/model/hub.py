@@ -6,21 +6,18 @@ a restart needs no network and never changes the weights; `pull` asks for what i
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 import re
-import shutil
-import sys
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 from weft.engine.demo import MODEL_PATH
 from weft.engine.errors import ConfigError, ModelError
+from weft.engine.model.download import PARTIAL, cache_dir, download, repository
+from weft.engine.model.gguf.file import INDEX as GGUF_INDEX
 
 MAIN = "main"
 """the revision that stands for the newest"""
@@ -31,17 +28,12 @@ PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 """read from a directory where there is no safetensors, but not downloaded"""
 SMALL = ("*.json", "*.jinja", "*.model", "vocab.txt", "merges.txt")
 """configuration and tokenizer; not what lies in folders of a repository"""
-PARTIAL = ".incomplete"
-"""of a file that has not come whole; the hub's library never goes on with one of an earlier process"""
-OLD_SECONDS = 3600.0
-"""nobody writes such a file any more"""
-LINE_SECONDS = 5.0
-"""between two lines of progress in a log"""
-GIB = 2**30
+GGUF = ".gguf"
 
 
 def find_model(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """The directory of `demo`, of an existing directory, or of ORG/NAME on the hub, which is downloaded if need be.
+    """The directory of `demo`, of an existing directory, of a GGUF file, or of ORG/NAME on the hub, which is downloaded
+    if need be; ORG/NAME:FILE is a GGUF file of it.
 
     weights: else configuration and tokenizer do. Raises `ConfigError` when it is none of these, `ModelError` when the
     hub does not give it; each one line.
@@ -51,29 +43,20 @@ def find_model(model: str, revision: str | None = None, *, weights: bool = True)
     path = Path(model).expanduser()
     if path.is_dir():
         return path
-    if path.suffix.lower() == ".gguf":
-        raise ConfigError(f"{model}: GGUF is not supported: give a directory or ORG/NAME with safetensors weights")
+    if path.suffix.lower() == GGUF and path.is_file():
+        from weft.engine.model.gguf.directory import gguf_directory
+
+        return gguf_directory(path)
     if path.exists():
         raise ConfigError(f"{model} is a file: give the Hugging Face model directory that it lies in")
-    if not NAME.fullmatch(model):
+    if not NAME.fullmatch(model.partition(":")[0]):
         raise ConfigError(f"no model directory at {model}: give a Hugging Face model directory, ORG/NAME, or 'demo'")
     return cached(model, revision, weights=weights) or pull(model, revision, weights=weights)
 
 
-def cache_dir() -> Path:
-    """Where the hub's cache lies: HF_HUB_CACHE, or below HF_HOME."""
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HUB_CACHE).expanduser()
-
-
-def repository(name: str) -> Path:
-    """The folder of ORG/NAME in the cache, whether or not it exists."""
-    return cache_dir() / f"models--{name.replace('/', '--')}"
-
-
 def cached(name: str, revision: str | None = None, *, weights: bool = True) -> Path | None:
     """The directory of ORG/NAME in the cache if all of it is there; without `weights`, if its configuration is."""
+    name, _, file = name.partition(":")
     revision = revision or MAIN
     folder = repository(name)
     if not COMMIT.fullmatch(revision):
@@ -82,14 +65,30 @@ def cached(name: str, revision: str | None = None, *, weights: bool = True) -> P
         except OSError:
             return None
     snapshot = folder / "snapshots" / revision
+    if file or not (snapshot / "config.json").is_file():
+        return _cached_gguf(name, snapshot, file)
     there = not missing(snapshot) if weights else (snapshot / "config.json").is_file()
     return snapshot if there else None
+
+
+def _cached_gguf(name: str, snapshot: Path, file: str) -> Path | None:
+    from weft.engine.model.gguf.choice import choose
+    from weft.engine.model.gguf.directory import gguf_directory
+
+    there = [str(path.relative_to(snapshot)) for path in snapshot.rglob(f"*{GGUF}")]
+    try:
+        return gguf_directory(snapshot / choose(name, there, file)[0])
+    except ModelError:
+        # Not there, or not all of it; a file that is there and damaged is told by whoever has downloaded it.
+        return None
 
 
 def missing(directory: Path) -> list[str]:
     """Names of files that a model directory lacks; a tokenizer counts as there."""
     if not (directory / "config.json").is_file():
         return ["config.json"]
+    if (directory / GGUF_INDEX).is_file():
+        return [file.name for file in directory.glob(f"*{GGUF}") if not file.exists()]
     index = directory / INDEX
     if not index.is_file():
         if any((directory / name).is_file() for name in (SINGLE, *PICKLED[1:])):
@@ -105,13 +104,14 @@ def missing(directory: Path) -> list[str]:
 
 
 def pull(name: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """Download what weft reads of ORG/NAME and is not there yet; its directory.
+    """Download what weft reads of ORG/NAME, or of ORG/NAME:FILE, and is not there yet; its directory.
 
     A connection that breaks goes on at the byte where it was; a process that is ended leaves the files that were whole.
     Shows progress on stderr. weights: else only configuration and tokenizer. Raises `ModelError`, one line.
     """
-    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+    from huggingface_hub import HfApi, hf_hub_download
 
+    name, _, file = name.partition(":")
     if not NAME.fullmatch(name):
         raise ConfigError(f"{name} is no repository of the hub: give ORG/NAME")
     with _translated(name, revision), _quiet():
@@ -120,6 +120,9 @@ def pull(name: str, revision: str | None = None, *, weights: bool = True) -> Pat
         commit = found.sha or revision or MAIN
         tree: list[Any] = list(api.list_repo_tree(name, revision=commit))
         sizes: dict[str, int] = {f.path: f.size for f in tree if hasattr(f, "size")}
+        whole = "config.json" in sizes and (INDEX in sizes or SINGLE in sizes)
+        if file or (not whole and any(f.endswith(GGUF) for f in sizes)):
+            return _pull_gguf(name, revision, api, commit, file, weights=weights)
         if "config.json" not in sizes:
             raise ModelError(f"{name} has no config.json: {_instead(sizes)}")
 
@@ -132,18 +135,24 @@ def pull(name: str, revision: str | None = None, *, weights: bool = True) -> Pat
         if weights:
             wanted += _weight_files(name, sizes, fetch)
         wanted = list(dict.fromkeys(wanted))
-        left = [file for file in wanted if not (config.parent / file).exists()]
-        if left:
-            _remove_partial(repository(name) / "blobs")
-            _check_room(name, sum(sizes[file] for file in left))
-            with _Watch(name, repository(name) / "blobs", len(left), sum(sizes[file] for file in left)):
-                _in_background(
-                    lambda: snapshot_download(
-                        name, revision=revision, allow_patterns=[glob.escape(file) for file in wanted]
-                    )
-                )
+        download(name, revision, wanted, {f: sizes[f] for f in wanted if not (config.parent / f).exists()})
         # A branch may have moved meanwhile: what lies under its name now is what was downloaded.
         return cached(name, revision, weights=weights) or config.parent
+
+
+def _pull_gguf(name: str, revision: str | None, api: Any, commit: str, file: str, *, weights: bool) -> Path:
+    """A file has everything in it, so that nothing else of the repository is needed."""
+    from weft.engine.model.gguf.choice import choose
+    from weft.engine.model.gguf.directory import gguf_directory
+
+    tree = api.list_repo_tree(name, revision=commit, recursive=True)
+    sizes: dict[str, int] = {f.path: f.size for f in tree if hasattr(f, "size")}
+    wanted = choose(name, sizes, file)
+    snapshot = repository(name) / "snapshots" / commit
+    left = {f: sizes[f] for f in wanted if not (snapshot / f).exists()}
+    if left and not weights:
+        raise ModelError(f"{name}:{wanted[0]} says what it is in the file itself: weft pull {name}:{wanted[0]} first")
+    return gguf_directory(download(name, revision, wanted, left) / wanted[0] if left else snapshot / wanted[0])
 
 
 def _weight_files(name: str, sizes: dict[str, int], fetch: Any) -> list[str]:
@@ -163,8 +172,6 @@ def _weight_files(name: str, sizes: dict[str, int], fetch: Any) -> list[str]:
 def _instead(sizes: dict[str, int]) -> str:
     """What a repository has that weft does not read."""
     endings = {Path(file).suffix for file in sizes}
-    if ".gguf" in endings:
-        return "it has GGUF files, which are not supported; look for the repository they were made from"
     if endings & {".bin", ".pt", ".pth"}:
         return "its weights are pickled, which weft does not load; look for a conversion to safetensors"
     return "it is no model in the form of transformers"
@@ -178,53 +185,6 @@ def _check_architecture(name: str, directory: Path) -> None:
         read_spec(directory)
     except ModelError as error:
         raise ModelError(f"{name}: {str(error).replace(f'{directory}/', '')}; nothing was downloaded") from None
-
-
-def _remove_partial(blobs: Path) -> None:
-    """Gigabytes that an ended download has left."""
-    for file in blobs.glob(f"*{PARTIAL}"):
-        with suppress(OSError):
-            if time.time() - file.stat().st_mtime > OLD_SECONDS:
-                file.unlink()
-
-
-def _check_room(name: str, size: int) -> None:
-    """Raises `ModelError` when the disk of the cache is too small."""
-    folder = cache_dir()
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    if size > free:
-        raise ModelError(
-            f"{name} needs {size / GIB:.1f} GiB, {cache_dir()} has {free / GIB:.1f} GiB free: "
-            "make room, or set HF_HOME to a larger disk"
-        )
-
-
-def _in_background(work: Any) -> None:
-    """Do it in a thread, so that Ctrl-C ends the wait at once: the hub's own threads finish their files first."""
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="weft-pull", daemon=True)
-    thread.start()
-    try:
-        while thread.is_alive():
-            thread.join(0.2)
-    except KeyboardInterrupt:
-        print(
-            "weft: stopped; files that have come whole are kept, the same command fetches the others",
-            file=sys.stderr,
-            flush=True,
-        )
-        raise
-    if failed:
-        raise failed[0]
 
 
 @contextmanager
@@ -313,91 +273,3 @@ def _refuse(name: str, hub: str, error: Exception) -> NoReturn:
 def _reason(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return text[:120] or type(error).__name__
-
-
-class _Watch:
-    """Shows how much of a download has come: a bar on a terminal, a line now and then in a log.
-
-    It looks at the files, so it is right whichever way their bytes come.
-    """
-
-    def __init__(self, name: str, folder: Path, files: int, size: int) -> None:
-        self._name, self._folder, self._size = name, folder, size
-        self._before = {file.name for file in self._files() if file.suffix != PARTIAL}
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="weft-pull-watch", daemon=True)
-        print(
-            f"weft: downloading {name}: {files} {'file' if files == 1 else 'files'}, {amount(size)}, to {cache_dir()}",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    def __enter__(self) -> None:
-        self._begun, self._first = time.monotonic(), self._there()
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _files(self) -> Sequence[Path]:
-        try:
-            return list(self._folder.iterdir())
-        except OSError:
-            return []
-
-    def _there(self) -> int:
-        size = 0
-        for file in self._files():
-            if file.name not in self._before:
-                try:
-                    about = file.stat()
-                except OSError:  # it has just got its name
-                    continue
-                # A file may have its full length before its bytes come.
-                size += min(about.st_size, about.st_blocks * 512)
-        return min(size, self._size)
-
-    def _run(self) -> None:
-        from rich.console import Console
-
-        console = Console(stderr=True)
-        if console.is_terminal:
-            self._bar(console)
-            return
-        while not self._ended.wait(LINE_SECONDS):
-            there = self._there()
-            speed = (there - self._first) / (time.monotonic() - self._begun)
-            left = f", {(self._size - there) / speed:,.0f} s left" if speed > 0 else ""
-            print(
-                f"weft: downloading {self._name}: {amount(there)} of {amount(self._size)}, "
-                f"{there / max(1, self._size):.0%}{left}",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    def _bar(self, console: Any) -> None:
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
-
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task(self._name, total=self._size, completed=self._first)
-            while not self._ended.wait(0.2):
-                bar.update(task, completed=self._there())
-
-
-def amount(size: float) -> str:
-    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"

@@ -157,6 +157,7 @@ def read_rope(config: dict[str, Any], max_positions: int, layer_type: str = "") 
             long_factors=tuple(map(float, raw.get("long_factor") or ())),
         ),
         part=float(raw.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0),
+        interleaved=bool(config.get("rope_interleaved", False)),
     )
 
 

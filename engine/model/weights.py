@@ -12,10 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from weft.engine.model.checkpoint import WHOLE, Checkpoint, Dummy, Part, Stored
+from weft.engine.model.checkpoint import WHOLE, Checkpoint, Dummy, Part, Stored, TensorSource
 from weft.engine.model.families import family_of
 from weft.engine.model.families.family import TensorNames
 from weft.engine.model.finite import FiniteCheck
+from weft.engine.model.gguf.checkpoint import GgufCheckpoint
+from weft.engine.model.gguf.file import INDEX
 from weft.engine.model.layer_weights import LayerWeights, Tensors, norm_weight, pack_layer
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.staging import Staging
@@ -66,7 +68,7 @@ def _warn_of(surplus: list[str]) -> None:
 class _Wanted:
     """Notes what packing asks for: shapes alone are packed."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: TensorSource) -> None:
         self._checkpoint = checkpoint
         self.tensors: list[tuple[str, Stored]] = []
 
@@ -99,7 +101,7 @@ class _Reader:
         noted, stored = next(self._wanted)
         assert name == noted, "packing asks for the same tensors each time"
         raw = stored.raw if self._staging is None else self._staging.take()
-        read = raw if stored.decode is None else stored.decode(raw)
+        read = raw if stored.decode is None else stored.decode(raw, kind)
         # To the serving dtype first: folding a norm must round once, in that dtype. And always a copy: what a
         # checkpoint gives is the mapped file, which somebody may write to or cut off while it is served.
         copied = self._staging is not None or stored.decode is not None
@@ -141,7 +143,7 @@ def load_weights(
         return _pack(spec, names, Tensors(made, None, dtype), tables, tied=spec.tie_embeddings)
     head = f"{names.lm_head}.weight"
     with ExitStack() as stack:
-        checkpoint = Checkpoint(path, stack)
+        checkpoint: TensorSource = GgufCheckpoint(path) if (path / INDEX).is_file() else Checkpoint(path, stack)
         checkpoint.rename(f"{names.embedding}.weight", names.prefix, names.other_prefixes)
         # Some checkpoints say "untied" and ship no lm_head: the file decides.
         tied = spec.tie_embeddings or head not in checkpoint

@@ -268,7 +268,7 @@ def port(arguments: argparse.Namespace) -> Iterator[Finding]:
 
 
 def disk(_: argparse.Namespace) -> Iterator[Finding]:
-    from weft.engine.model.hub import cache_dir
+    from weft.engine.model.download import cache_dir
 
     folder = cache_dir()
     if (why := _unwritable(folder)) is not None:

@@ -12,6 +12,10 @@ from typing import NamedTuple
 from weft.engine.demo import MODEL_PATH
 from weft.engine.errors import ConfigError, ModelError
 from weft.engine.model import hub
+from weft.engine.model.download import amount, cache_dir
+from weft.engine.model.gguf.choice import models_in
+from weft.engine.model.gguf.config import refused
+from weft.engine.model.gguf.file import architecture_of
 
 
 class Model(NamedTuple):
@@ -24,13 +28,19 @@ class Model(NamedTuple):
     path: Path
     revision: str | None
     """of the hub: branches and tags that name it, else the commit"""
+    files: tuple[Path, ...] = ()
+    """the parts of a GGUF file"""
 
     def size(self) -> int:
         """Bytes of its files; those of the hub's cache are links to them."""
+        if self.files:
+            return sum(file.stat().st_size for file in self.files)
         return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
 
     def architecture(self) -> str:
         """What its configuration names; nothing where there is none."""
+        if self.files:
+            return architecture_of(self.files[0]) or ""
         try:
             config = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
             return str((config.get("architectures") or [""])[0])
@@ -41,9 +51,9 @@ class Model(NamedTuple):
         """Why weft does not serve it; None if it does."""
         from weft.engine.model.directory import read_spec
 
-        if not (self.path / "config.json").is_file() and any(self.path.glob("*.gguf")):
-            return "GGUF is not supported"
         try:
+            if self.files:
+                return refused(self.files[0])
             read_spec(self.path)
         except ModelError as error:
             return str(error).replace(f"{self.path}/", "").replace(f"{self.path} ", "it ")
@@ -53,10 +63,17 @@ class Model(NamedTuple):
         return None
 
 
+def _gguf_in(name: str, where: str, path: Path, revision: str | None) -> Iterator[Model]:
+    """The GGUF files below `path`, each a model. `name`: before the name of the file."""
+    there = [str(file.relative_to(path)) for file in path.rglob("*.gguf")]
+    for first, parts in models_in(there).items():
+        yield Model(f"{name}{first}", where, path, revision, tuple(path / part for part in parts))
+
+
 def find(folders: Sequence[Path] = ()) -> Iterator[Model]:
     """The demo, what the hub's cache has, and models in these folders or right below them. Raises `ConfigError`."""
     yield Model("demo", "weft", MODEL_PATH, None)
-    cache = hub.cache_dir()
+    cache = cache_dir()
     for repository in sorted(cache.glob("models--*--*")):
         name = repository.name.removeprefix("models--").replace("--", "/", 1)
         refs: dict[str, list[str]] = {}
@@ -65,13 +82,17 @@ def find(folders: Sequence[Path] = ()) -> Iterator[Model]:
                 commit = ref.read_text(encoding="utf-8").strip()
                 refs.setdefault(commit, []).append(str(ref.relative_to(repository / "refs")))
         for snapshot in sorted(repository.glob("snapshots/*")):
-            yield Model(name, "hub", snapshot, ", ".join(refs.get(snapshot.name, [snapshot.name[:12]])))
+            revision = ", ".join(refs.get(snapshot.name, [snapshot.name[:12]]))
+            yield from _gguf_in(f"{name}:", "hub", snapshot, revision)
+            if (snapshot / "config.json").is_file() or not any(snapshot.rglob("*.gguf")):
+                yield Model(name, "hub", snapshot, revision)
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"there is no folder {folder}")
         inside = [folder] if (folder / "config.json").is_file() else sorted(p for p in folder.iterdir() if p.is_dir())
+        yield from _gguf_in(f"{folder}/", "directory", folder, None)
         for path in inside:
-            if (path / "config.json").is_file() or any(path.glob("*.gguf")):
+            if (path / "config.json").is_file():
                 yield Model(str(path), "directory", path, None)
 
 
@@ -101,10 +122,10 @@ def run(arguments: argparse.Namespace) -> int:
         table.add_column(column, justify="right" if column == "size" else "left", overflow="fold")
     for row in rows:
         served = "yes" if row["served"] else f"no: {row['why_not']}"
-        amount = hub.amount(float(str(row["bytes"])))
-        table.add_row(str(row["name"]), amount, str(row["revision"] or ""), str(row["architecture"] or ""), served)
+        size = amount(float(str(row["bytes"])))
+        table.add_row(str(row["name"]), size, str(row["revision"] or ""), str(row["architecture"] or ""), served)
     Console().print(table, highlight=False, markup=False)
-    print(f"hub cache: {hub.cache_dir()}; weft pull ORG/NAME adds to it", file=sys.stderr)
+    print(f"hub cache: {cache_dir()}; weft pull ORG/NAME adds to it", file=sys.stderr)
     return 0
 
 

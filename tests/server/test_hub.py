@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 from fake_hub import Hub, Repository, hub
+from gguf_files import Kind, write_gguf
 from live import running
 
 from weft.engine.config import EngineConfig
@@ -193,7 +194,7 @@ def test_without_a_network_it_says_what_it_would_download_and_how_to_give_a_dire
     ("change", "said"),
     [
         ({"config.json": b'{"architectures": ["BertModel"]}'}, "BertModel is not supported"),
-        ({"config.json": None}, "no config.json: it has GGUF files"),
+        ({"config.json": None, "tiny.gguf": None}, "no config.json: its weights are pickled"),
         ({"model.safetensors": None, "tiny.gguf": None}, "pickled"),
     ],
 )
@@ -213,6 +214,32 @@ def test_a_name_is_served_as_it_was_given(there: Hub, tmp_path: Path, monkeypatc
     monkeypatch.setenv("HF_ENDPOINT", there.url)
     with running(tmp_path, NAME, "--max-num-seqs", "4") as daemon:
         assert httpx.get(f"{daemon.url}/v1/models").json()["data"][0]["id"] == NAME
+
+
+def test_a_gguf_file_of_a_repository_is_pulled_alone(there: Hub, tmp_path: Path) -> None:
+    file = write_gguf(MODEL_PATH, tmp_path / "It-Q8_0.gguf", "llama", kind=Kind.Q8_0)
+    there.repositories["acme/files"] = Repository(
+        {"It-Q8_0.gguf": file.read_bytes(), "It-F16.gguf": b"x" * 5000, "README.md": b"files"}
+    )
+    assert "It-F16.gguf, It-Q8_0.gguf: give acme/files:FILE" in one_line(
+        weft(tmp_path, there.url, "pull", "acme/files")
+    )
+    told = one_line(weft(tmp_path, there.url, "inspect", "acme/files:q8_0"))
+    assert "weft pull acme/files:It-Q8_0.gguf first" in told
+    cache = {"XDG_CACHE_HOME": str(tmp_path)}
+    assert there.fetched() == []
+    pulled = weft(tmp_path, there.url, "pull", "acme/files:q8_0", **cache)
+    assert pulled.returncode == 0, pulled.stderr
+    assert set(there.fetched()) == {"It-Q8_0.gguf"}
+    path = Path(pulled.stdout.strip().rpartition(": ")[2])
+    assert path.name == "It-Q8_0"
+    assert (path / "It-Q8_0.gguf").read_bytes() == file.read_bytes()
+    seen = weft(tmp_path, NOWHERE, "inspect", "acme/files:Q8_0", **cache)
+    assert "LlamaForCausalLM" in seen.stdout
+    rows = json.loads(weft(tmp_path, NOWHERE, "models", "--json").stdout)
+    assert [(row["name"], row["architecture"], row["served"]) for row in rows[1:]] == [
+        ("acme/files:It-Q8_0.gguf", "llama", True)
+    ]
 
 
 def test_models_lists_what_is_there_and_why_not(there: Hub, tmp_path: Path) -> None:

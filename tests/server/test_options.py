@@ -153,7 +153,7 @@ def test_an_attention_back_end_that_cannot_serve_is_one_line(
     ("words", "message"),
     [
         (["/nowhere/at/all"], "no model directory at /nowhere/at/all: give a Hugging Face model directory, ORG/NAME"),
-        (["model.gguf"], "GGUF is not supported"),
+        (["model.gguf"], "no model directory at model.gguf"),
         ([__file__], "is a file: give the Hugging Face model directory"),
         (["--plan", "/nope.json"], "cannot read the plan /nope.json"),
         (["--ssd-kv-path", "x"], "--ssd-kv-path needs --host-kv-gib"),

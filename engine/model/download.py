@@ -1,0 +1,187 @@
+"""`download`: files of a repository of the hub, into the hub's own cache, and how far they are."""
+
+from __future__ import annotations
+
+import glob
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from weft.engine.errors import ModelError
+
+PARTIAL = ".incomplete"
+"""of a file that has not come whole; the hub's library never goes on with one of an earlier process"""
+OLD_SECONDS = 3600.0
+"""nobody writes such a file any more"""
+LINE_SECONDS = 5.0
+"""between two lines of progress in a log"""
+GIB = 2**30
+
+
+def cache_dir() -> Path:
+    """Where the hub's cache lies: HF_HUB_CACHE, or below HF_HOME."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE).expanduser()
+
+
+def repository(name: str) -> Path:
+    """The folder of ORG/NAME in the cache, whether or not it exists."""
+    return cache_dir() / f"models--{name.replace('/', '--')}"
+
+
+def download(name: str, revision: str | None, wanted: list[str], left: dict[str, int]) -> Path:
+    """`left`: the bytes of what is not there yet. Returns the snapshot."""
+    from huggingface_hub import snapshot_download
+
+    snapshots: list[str] = []
+    blobs = repository(name) / "blobs"
+    if left:
+        _remove_partial(blobs)
+        _check_room(name, sum(left.values()))
+        patterns = [glob.escape(file) for file in wanted]
+        with _Watch(name, blobs, len(left), sum(left.values())):
+            _in_background(
+                lambda: snapshots.append(snapshot_download(name, revision=revision, allow_patterns=patterns))
+            )
+    return Path(*snapshots)
+
+
+def _remove_partial(blobs: Path) -> None:
+    """Gigabytes that an ended download has left."""
+    for file in blobs.glob(f"*{PARTIAL}"):
+        with suppress(OSError):
+            if time.time() - file.stat().st_mtime > OLD_SECONDS:
+                file.unlink()
+
+
+def _check_room(name: str, size: int) -> None:
+    """Raises `ModelError` when the disk of the cache is too small."""
+    folder = cache_dir()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise ModelError(
+            f"{name} needs {size / GIB:.1f} GiB, {cache_dir()} has {free / GIB:.1f} GiB free: "
+            "make room, or set HF_HOME to a larger disk"
+        )
+
+
+def _in_background(work: Any) -> None:
+    """Do it in a thread, so that Ctrl-C ends the wait at once: the hub's own threads finish their files first."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="weft-pull", daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(0.2)
+    except KeyboardInterrupt:
+        print(
+            "weft: stopped; files that have come whole are kept, the same command fetches the others",
+            file=sys.stderr,
+            flush=True,
+        )
+        raise
+    if failed:
+        raise failed[0]
+
+
+class _Watch:
+    """Shows how much of a download has come: a bar on a terminal, a line now and then in a log.
+
+    It looks at the files, so it is right whichever way their bytes come.
+    """
+
+    def __init__(self, name: str, folder: Path, files: int, size: int) -> None:
+        self._name, self._folder, self._size = name, folder, size
+        self._before = {file.name for file in self._files() if file.suffix != PARTIAL}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="weft-pull-watch", daemon=True)
+        print(
+            f"weft: downloading {name}: {files} {'file' if files == 1 else 'files'}, {amount(size)}, to {cache_dir()}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def __enter__(self) -> None:
+        self._begun, self._first = time.monotonic(), self._there()
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _files(self) -> Sequence[Path]:
+        try:
+            return list(self._folder.iterdir())
+        except OSError:
+            return []
+
+    def _there(self) -> int:
+        size = 0
+        for file in self._files():
+            if file.name not in self._before:
+                try:
+                    about = file.stat()
+                except OSError:  # it has just got its name
+                    continue
+                # A file may have its full length before its bytes come.
+                size += min(about.st_size, about.st_blocks * 512)
+        return min(size, self._size)
+
+    def _run(self) -> None:
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        if console.is_terminal:
+            self._bar(console)
+            return
+        while not self._ended.wait(LINE_SECONDS):
+            there = self._there()
+            speed = (there - self._first) / (time.monotonic() - self._begun)
+            left = f", {(self._size - there) / speed:,.0f} s left" if speed > 0 else ""
+            print(
+                f"weft: downloading {self._name}: {amount(there)} of {amount(self._size)}, "
+                f"{there / max(1, self._size):.0%}{left}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _bar(self, console: Any) -> None:
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task(self._name, total=self._size, completed=self._first)
+            while not self._ended.wait(0.2):
+                bar.update(task, completed=self._there())
+
+
+def amount(size: float) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,119 @@
+"""`GgufCheckpoint`: the tensors of GGUF files under the names that they have in a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.engine.errors import ModelError
+from weft.engine.model.checkpoint import WHOLE, Part, Stored
+from weft.engine.model.gguf import blocks
+from weft.engine.model.gguf.file import INDEX, Entry
+
+READ_ALREADY = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""tensors that the configuration was made of"""
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+class GgufCheckpoint:
+    """As `Checkpoint`. Blocks become numbers when they are loaded, on the device."""
+
+    def __init__(self, path: Path) -> None:
+        """`path`: a directory with `INDEX`. Raises `ModelError`."""
+        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+        index = json.loads((path / INDEX).read_text(encoding="utf-8"))
+        arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == index["architecture"])
+        self._path, self._offset_norms = path, index["offset_norms"]
+        self._names = get_tensor_name_map(arch, index["layers"])
+        self._entries = {
+            name: Entry(file, kind, tuple(shape), offset, size)
+            for name, (file, kind, shape, offset, size) in index["tensors"].items()
+        }
+        self._mapped = [_map(path / file) for file in index["files"]]
+        for name, entry in self._entries.items():
+            if entry.offset + entry.size > len(self._mapped[entry.file]):
+                raise ModelError(f"{path / index['files'][entry.file]} ends before its tensor {name}")
+        self._asked: set[str] = set()
+
+    def rename(self, known: str, prefix: str, others: tuple[str, ...]) -> None:
+        """Files have one prefix alone."""
+
+    def _find(self, name: str) -> tuple[str, int | None] | None:
+        """Its name in the file, and which expert of those stacked there."""
+        expert = _EXPERT.search(name)
+        plain = name if expert is None else name.replace(expert[0], ".experts.")
+        found = self._names.get_name(plain, try_suffixes=(".weight", ".bias"))
+        if found is None:
+            return None
+        if expert is None:
+            return (found, None) if found in self._entries else None
+        if found in self._entries:
+            return found, int(expert[1])
+        apart = found.replace("_exps.", f".{expert[1]}.")  # as files had them at first
+        return (apart, None) if apart in self._entries else None
+
+    def __contains__(self, name: str) -> bool:
+        return self._find(name) is not None
+
+    def __call__(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Stored:
+        """See `Checkpoint`."""
+        found = self._find(name)
+        if found is None:
+            raise ModelError(f"{self._path.name} has no tensor for {name}, which its metadata ask for")
+        there, expert = found
+        self._asked.add(there)
+        entry = self._entries[there]
+        has = entry.shape if expert is None else entry.shape[1:]
+        if (want := part.whole(shape)) not in (has, (1, *has)):
+            raise ModelError(f"{name} ({there}) has shape {has}, its metadata ask for {want}")
+        mapped = self._mapped[entry.file][entry.offset : entry.offset + entry.size]
+        if entry.kind in blocks.PLAIN:
+            raw = mapped.view(blocks.PLAIN[entry.kind]).reshape(entry.shape)
+            raw = (raw if expert is None else raw[expert]).reshape(want)[part.of_whole(shape)]
+            return Stored(raw, partial(_less_one) if self._offset_norms and there.endswith("norm.weight") else None)
+        raw = mapped.reshape(*entry.shape[:-1], -1)
+        raw = (raw if expert is None else raw[expert]).reshape(*want[:-1], -1)
+        return self._blocks(entry.kind, raw, shape, part)
+
+    def _blocks(self, kind: str, raw: Tensor, shape: tuple[int, ...], part: Part) -> Stored:
+        """The rows of a part, and of its columns no more blocks than needed."""
+        *rows, columns = part.of_whole(shape)
+        per_block, size = blocks.block_of(kind)
+        first, last = columns.start or 0, columns.stop or part.whole(shape)[-1]
+        begin = first // per_block
+        raw = raw[(*rows, slice(begin * size, -(-last // per_block) * size))]
+        return Stored(raw, partial(_numbers, kind, slice(first - begin * per_block, last - begin * per_block)))
+
+    def refuse_further_layers(self, layer: str, num_layers: int) -> None:
+        """A file counts its own layers."""
+
+    def surplus(self, harmless: Iterable[str]) -> list[str]:
+        """Names that nobody asked for."""
+        asked = self._asked | set(READ_ALREADY)
+        heads = ("output.weight",) if any("lm_head" in name for name in harmless) else ()
+        return sorted(self._entries.keys() - asked - set(heads))
+
+
+def _less_one(raw: Tensor, dtype: torch.dtype) -> Tensor:
+    """llama.cpp has one plus what the checkpoint had."""
+    return (raw.float() - 1.0).to(dtype)
+
+
+def _numbers(kind: str, columns: slice, raw: Tensor, dtype: torch.dtype) -> Tensor:
+    return blocks.numbers(raw, kind, dtype)[..., columns]
+
+
+def _map(file: Path) -> Tensor:
+    try:
+        size: Any = file.stat().st_size
+        return torch.from_file(str(file.resolve()), shared=False, size=size, dtype=torch.uint8)
+    except (OSError, RuntimeError) as error:
+        raise ModelError(f"cannot read {file.resolve()}: {error}") from None

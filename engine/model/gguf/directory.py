@@ -1,0 +1,162 @@
+"""`gguf_directory`: the model directory that stands for a GGUF file: configuration and tokenizer, made of its metadata.
+
+It lies in the cache and is made once; the weights stay where they are, behind links.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from weft.engine.errors import ModelError
+from weft.engine.model.gguf.config import OFFSET_NORMS, to_config
+from weft.engine.model.gguf.file import INDEX, GgufFile, name_of, parts_of
+
+FORMAT = 1
+"""of what is written; another one is made anew"""
+_ENDS = frozenset(
+    (
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<end_of_turn>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<EOT>",
+        "<end_of_utterance>",
+    )
+)
+"""control tokens that end an answer, by whatever model; metadata name one end alone"""
+_CONTROL = 3
+_TEMPLATE = "tokenizer.chat_template"
+_GPT2_SPLITS = ("default", "gpt-2", "mpt", "olmo", "phi-2", "jais", "dolma", "trillion", "superbpe")
+_IGNORE_MERGES = ("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken")
+"""a word that is a token is that token, whatever its merges; and a text begins with the beginning token"""
+
+
+def gguf_directory(path: Path) -> Path:
+    """`path`: a file, or one part of a file that is split.
+
+    Raises `ModelError`, one line, for a file that is damaged, incomplete or of an architecture that is not supported.
+    """
+    parts = [part.absolute() for part in parts_of(path)]
+    digest = xxhash.xxh3_64(str(FORMAT).encode())
+    for part in parts:
+        status = part.stat()
+        digest.update(f"{part} {status.st_size} {status.st_mtime_ns}".encode())
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft" / "gguf" / digest.hexdigest()
+    directory = home / name_of(path)
+    if (directory / INDEX).is_file():
+        return directory
+    print(f"weft: reading the metadata of {path}, once", file=sys.stderr, flush=True)
+    file = GgufFile(path)
+    config = to_config(file)
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=home) as made:
+            _write(file, config, parts, Path(made))
+            try:
+                Path(made).rename(directory)
+            except OSError:
+                if not (directory / INDEX).is_file():  # else somebody made it meanwhile
+                    raise
+            else:
+                Path(made).mkdir()  # for the context to remove
+                directory.chmod(0o755)
+    except OSError as error:
+        raise ModelError(
+            f"cannot write {error.filename or home} ({error.strerror}): set XDG_CACHE_HOME to a folder that takes files"
+        ) from None
+    return directory
+
+
+def _write(file: GgufFile, config: dict[str, Any], parts: list[Path], to: Path) -> None:
+    for part in parts:
+        (to / part.name).symlink_to(part.resolve())
+    (to / "config.json").write_text(json.dumps(config, indent=2))
+    if ends := _ends(file):
+        (to / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    if file.get("tokenizer.ggml.model") is not None:
+        _write_tokenizer(file, parts[0], to)
+    architecture = file.get("general.architecture")
+    index = {
+        "architecture": architecture,
+        "layers": config["num_hidden_layers"],
+        "offset_norms": architecture in OFFSET_NORMS,
+        "files": [part.name for part in parts],
+        "tensors": file.tensors,
+    }
+    (to / INDEX).write_text(json.dumps(index))
+
+
+def _ends(file: GgufFile) -> list[int]:
+    named = [file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ends = [int(token) for token in named if token is not None]
+    tokens, types = file.get("tokenizer.ggml.tokens") or [], file.get("tokenizer.ggml.token_type") or []
+    ends += [
+        i for i, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind == _CONTROL and token in _ENDS
+    ]
+    return list(dict.fromkeys(ends))
+
+
+def _write_tokenizer(file: GgufFile, first: Path, to: Path) -> None:
+    """As `transformers` reads it, with what it does not look at: merges that are passed over, all templates."""
+    from transformers import PreTrainedTokenizerFast
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    split = file.get("tokenizer.ggml.pre", "default")
+    byte_level = file.get("tokenizer.ggml.model") == "gpt2"
+    if byte_level:
+        _warn_of_split(file.path, split)
+    try:
+        hf = PreTrainedTokenizerFast.from_pretrained(str(first.parent), gguf_file=first.name, local_files_only=True)
+    except Exception as error:  # transformers raises all kinds for metadata that it cannot use
+        reason = " ".join(str(error).split())[:160]
+        raise ModelError(f"no tokenizer can be made of the metadata of {file.path}: {reason}") from None
+    begin = file.get("tokenizer.ggml.bos_token_id")
+    ignore = byte_level and split in _IGNORE_MERGES
+    if ignore:
+        hf.backend_tokenizer.model.ignore_merges = True
+    if begin is not None and file.get("tokenizer.ggml.add_bos_token", ignore or not byte_level):
+        _begin_with(hf, int(begin))
+    templates = {"default": file.get(_TEMPLATE)}
+    for key in file.keys_under(f"{_TEMPLATE}."):
+        templates[key.removeprefix(f"{_TEMPLATE}.")] = file.get(key)
+    there = {name: template for name, template in templates.items() if template}
+    hf.chat_template = (there["default"] if there.keys() == {"default"} else there) if there else None
+    hf.save_pretrained(str(to))
+
+
+def _begin_with(hf: Any, token: int) -> None:
+    from tokenizers.processors import ByteLevel, Sequence, TemplateProcessing
+
+    name = hf.backend_tokenizer.id_to_token(token)
+    template = TemplateProcessing(
+        single=f"{name}:0 $A:0", pair=f"{name}:0 $A:0 {name}:1 $B:1", special_tokens=[(name, token)]
+    )
+    hf.backend_tokenizer.post_processor = Sequence([ByteLevel(trim_offsets=False), template])
+
+
+def _warn_of_split(path: Path, split: str) -> None:
+    known: tuple[str, ...] = _GPT2_SPLITS
+    try:
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    except ImportError:
+        return
+    if split not in (*known, *GGUF_PRE_TOKENIZER_SPLITS):
+        print(
+            f"weft: {path.name} cuts words as {split!r} does, which is not known here: it is taken for GPT-2's, and "
+            "prompts may become slightly other tokens than the model was trained with",
+            file=sys.stderr,
+            flush=True,
+        )
