@@ -1,12 +1,13 @@
 """The engine process: a thin loop around `Engine`, between its clients and the next iteration.
 
-Started by `EngineProcess` as `python -m weft.engine.process DAEMON LISTENER BEATS STACKS` (a process id and file
-descriptors), with an `EngineConfig` as one line of JSON on stdin. It ends when stdin closes, and with the daemon.
+Started as `python -m weft.engine.process DAEMON` (a process id) with a socket as stdin, on which an `EngineProcess`
+sends an `EngineConfig` and descriptors (see `wire.blank`). It ends when stdin closes, and with the daemon.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -20,10 +21,12 @@ import zmq
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import WeftError
+from weft.engine.headstart import Headstart
 from weft.engine.progress import ProgressLines, how_far
 from weft.engine.runner.compile_job import CompileJob
 from weft.engine.wire.beat import BEAT_SECONDS, ENGINE, Beat, Beats, LastStep
-from weft.engine.wire.child import settle
+from weft.engine.wire.blank import told
+from weft.engine.wire.child import settle, write_stacks_to
 from weft.engine.wire.engine_socket import Clients
 from weft.engine.wire.log_sink import install, last_lines
 from weft.engine.wire.messages import (
@@ -80,9 +83,10 @@ class _Ending(threading.Thread):
 class _Loop:
     """Takes the clients' messages, steps the engine, sends what it says, and shows with each round that it lives."""
 
-    def __init__(self, clients: Clients, ending: _Ending, beats: Beats) -> None:
+    def __init__(self, clients: Clients, ending: _Ending, beats: Beats, headstart: Headstart) -> None:
         self._clients = clients
         self._ending = ending
+        self._headstart = headstart
         self._beats = beats
         self._beat = beats.of(ENGINE)
         self._open: dict[int, set[int]] = {}
@@ -90,11 +94,12 @@ class _Loop:
         self._profiling: Profiling | None = None
 
     def run(self, config: EngineConfig) -> int:
+        self._beat.stage("importing", self._beats.start_timeout)
         compiling = CompileJob.begin(config)
+        self._headstart.wait()
         try:
-            from weft.engine.engine import Engine  # torch is imported here, inside the reach of EngineFailed
+            from weft.engine.engine import Engine  # what cannot be imported is told here, in the reach of EngineFailed
 
-            self._beat.stage("importing", self._beats.start_timeout)
             engine = Engine(config, _AnnouncedProgress(self._beat, self._beats.start_timeout), compiling)
         except WeftError as error:
             return self._fail(str(error))
@@ -227,15 +232,21 @@ def _announce_compiles(beat: Beat) -> None:
 
 def main() -> int:
     install()
-    daemon, listener_fd, beats_fd, stacks_fd = map(int, sys.argv[1:5])
-    settle(daemon, stacks_fd)
-    config = EngineConfig.model_validate_json(sys.stdin.buffer.readline())
+    settle(int(sys.argv[1]))
+    headstart = Headstart()
+    line, fds = told(socket.socket(fileno=os.dup(0)), 3)
+    if not line:
+        os._exit(0)  # the daemon found that it needs no engine
+    listener_fd, beats_fd, stacks_fd = fds
+    write_stacks_to(stacks_fd)
+    config = EngineConfig.model_validate_json(line)
     ending = _Ending()
     ending.start()
+    headstart.use(config)
     context = zmq.Context()
     clients = Clients(context, listener_fd)
     try:
-        code = _Loop(clients, ending, Beats(fd=beats_fd)).run(config)
+        code = _Loop(clients, ending, Beats(fd=beats_fd), headstart).run(config)
     except Exception:
         # A defect, not a user's mistake: the trace belongs in the log, the daemon tells every client.
         traceback.print_exc()

@@ -7,14 +7,17 @@ Triton's cache, where the first launch finds them. Neither needs a GPU.
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import struct
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
@@ -59,6 +62,26 @@ class _Absent:
         return 0
 
 
+@contextmanager
+def _without_dynamo() -> Iterator[None]:
+    """Inside, what torch does on the meta device does not import torch's compiler, which takes as long as torch itself.
+
+    Its functions ask that compiler to leave them alone; here something that leaves everything alone is asked.
+    """
+    name = "torch._dynamo"
+    if name in sys.modules:
+        yield
+        return
+    stand_in = ModuleType(name)
+    stand_in.disable = lambda function, *_, **__: function  # type: ignore[attr-defined]
+    sys.modules[name] = stand_in
+    torch._dynamo = stand_in
+    try:
+        yield
+    finally:
+        del sys.modules[name], torch._dynamo
+
+
 def collect(work: Callable[[], None], gpu: Gpu) -> list[Kernel]:
     """What `work` would compile for `gpu`: it launches kernels on tensors of the meta device. Nothing is compiled.
 
@@ -73,7 +96,7 @@ def collect(work: Callable[[], None], gpu: Gpu) -> list[Kernel]:
     driver.set_active(_Absent(gpu))
     JITFunction._do_compile = note
     try:
-        with compiling_for(gpu):
+        with compiling_for(gpu), _without_dynamo():
             work()
     finally:
         JITFunction._do_compile = original
@@ -148,6 +171,8 @@ class _Worker:
 
 
 def _compile_next(kernels: Sequence[Kernel], tickets: int, reports: int) -> None:
+    gc.freeze()  # what is there is shared with the processes beside this one, as long as nobody touches it
+    gc.enable()
     while ticket := os.read(tickets, 4):
         (index,) = struct.unpack("i", ticket)
         name = ""

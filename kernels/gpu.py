@@ -39,6 +39,13 @@ _pretended: Gpu | None = None
 
 
 @functools.cache
+def _cuda_is_there() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@functools.cache
 def _properties(index: int) -> Gpu:
     import torch
 
@@ -54,7 +61,7 @@ def gpu(device: torch.device | int | None = None) -> Gpu | None:
         return _pretended
     import torch
 
-    if not torch.cuda.is_available():
+    if not _cuda_is_there():
         return None
     index = device if device is None or isinstance(device, int) else device.index
     return _properties(torch.cuda.current_device() if index is None else index)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 UNSEEN = ("ctx", "kind", "type_comment")
@@ -18,29 +18,41 @@ def _remark(node: object) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def _words(node: object) -> Iterator[str]:
-    """A syntax tree in words. Absent fields and empty lists are left out: which there are depends on Python's version.
+def _add_words(node: object, words: list[str]) -> None:
+    """A syntax tree in words, added to `words`.
 
+    Absent fields and empty lists are left out: which there are depends on Python's version.
     `ast.dump` would not do, because its form differs from version to version as well.
     """
     if isinstance(node, list):
         for item in node:
             if not _remark(item):
-                yield from _words(item)
+                _add_words(item, words)
     elif isinstance(node, ast.AST):
-        yield f"({type(node).__name__}"
-        for name, value in sorted(ast.iter_fields(node), key=lambda field: field[0]):
-            if name not in UNSEEN and value is not None and value != []:
-                yield f"{name}="
-                yield from _words(value)
-        yield ")"
+        words.append(f"({type(node).__name__}")
+        kind: Any = type(node)
+        for name in _fields(kind):
+            value = getattr(node, name, None)
+            if value is not None and value != []:
+                words.append(f"{name}=")
+                _add_words(value, words)
+        words.append(")")
     else:
-        yield repr(node)
+        words.append(repr(node))
 
 
+@functools.cache
+def _fields(kind: Any) -> list[str]:
+    """Of a type of node: what may change code."""
+    return sorted(name for name in kind._fields if name not in UNSEEN)
+
+
+@functools.lru_cache(64)  # files that belong to several digests
 def code_words(source: str) -> str:
     """A module's code in words that comments, docstrings and formatting do not change, nor Python's version."""
-    return " ".join(_words(ast.parse(source)))
+    words: list[str] = []
+    _add_words(ast.parse(source), words)
+    return " ".join(words)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Where the `weft` command begins: from the first moment Ctrl-C ends it without a word."""
+"""Where the `weft` command begins: from the first moment Ctrl-C ends it without a word, and an engine comes to life."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ import sys
 def main() -> int:
     """Run the command line; returns the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # imports take a moment, and leave nothing to put in order
+    if sys.argv[1:2] == ["serve"] and not {"-h", "--help"} & set(sys.argv):
+        from weft.engine.wire.blank import Blank
+
+        Blank.begin()  # if the options are refused, it ends with this process
     from weft.server.daemon.cli import INTERRUPTED
     from weft.server.daemon.cli import main as run
 

@@ -34,7 +34,7 @@ ENGINE = (
     ("ranks",),
     ("scheduling",),
     ("engine",),
-    ("llm", "process", "bench"),
+    ("llm", "headstart", "process", "bench"),
 )
 SERVER = (
     ("errors", "config", "bodies", "keys", "listen", "logs"),

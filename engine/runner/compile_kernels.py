@@ -6,16 +6,20 @@ model or option that cannot work is left for the engine to refuse.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import WeftError
 from weft.engine.runner.compile_job import cores, stamp_file, use_cache, write_stamp
-from weft.engine.runner.kernel_set import kernel_set
-from weft.kernels.compilation import Kernel, compile_all
+from weft.kernels import early
 from weft.kernels.gpu import Gpu, gpu
+
+if TYPE_CHECKING:
+    from weft.kernels.compilation import Kernel
 
 
 def compile_kernels(
@@ -25,9 +29,14 @@ def compile_kernels(
 
     Raises `WeftError` for a model or options that cannot be served there.
     """
+    from weft.engine.runner.kernel_set import kernel_set
+    from weft.kernels.compilation import compile_all
+
     use_cache(config)
     stamp = stamp_file(config)  # of the tiles that are known now
+    hashing = early.hash_triton()
     kernels = kernel_set(config, target)
+    hashing.join()  # what is known here the processes need not find out, and no thread may run when they are forked
     hashes, failed = compile_all(kernels, jobs, progress)
     if not failed:
         from triton.runtime.cache import get_cache_manager
@@ -37,6 +46,7 @@ def compile_kernels(
 
 
 def main() -> int:
+    gc.disable()  # nothing of what is imported and collected is garbage
     config = EngineConfig.model_validate_json(sys.stdin.readline())
     if (target := gpu()) is None:
         return 0

@@ -20,9 +20,9 @@ STACKS_BYTES = 256 * 1024
 """of stacks at most that are read"""
 
 
-def settle(parent: int, stacks_fd: int) -> None:
+def settle(parent: int) -> None:
     """In the child: it ends with its parent, even when it hangs; signals for the whole group are the daemon's to
-    understand; and it writes its stacks to `stacks_fd` when asked.
+    understand.
 
     `parent`: process id of the daemon. Ends the process when that one has gone already.
     """
@@ -35,6 +35,10 @@ def settle(parent: int, stacks_fd: int) -> None:
         signal.signal(signum, _leave_it_to_the_daemon)
     with suppress(AttributeError, OSError, ValueError):  # no stderr
         faulthandler.enable(sys.stderr)
+
+
+def write_stacks_to(stacks_fd: int) -> None:
+    """In the child: it writes its stacks there when asked."""
     faulthandler.register(signal.SIGUSR1, stacks_fd, all_threads=True, chain=False)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,18 @@ def test_inside_the_named_gpu_is_what_kernels_are_chosen_for() -> None:
     collect(lambda: seen.append((gpu(), str(gpu_device()), is_hopper())), H200)
     assert seen == [(H200, "meta", True)]
     assert gpu() is None
+
+
+def test_what_torch_does_without_data_imports_no_compiler() -> None:
+    script = """
+import sys, torch
+from weft.kernels.compilation import collect
+from weft.kernels.gpu import KNOWN
+collect(lambda: torch.cat([torch.empty(2, device="meta")] * 2), KNOWN["h200"])
+assert "torch._dynamo" not in sys.modules and "_dynamo" not in vars(torch)
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ class Daemon:
         self.begun = time.monotonic()
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "weft.server.daemon.cli", "serve", "--port", "0", *options],
+                [sys.executable, "-P", "-m", "weft.server", "serve", "--port", "0", *options],
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,

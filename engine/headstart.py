@@ -1,0 +1,46 @@
+"""`Headstart`: what every engine's start needs and no option changes, done while its options are still being read.
+
+Python imports one module after the other; what else a GPU's start waits for is done in threads beside that.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from contextlib import suppress
+from importlib import import_module
+
+from weft.engine.config import EngineConfig
+from weft.engine.runner.compile_job import has_gpu
+from weft.kernels import early
+
+
+class Headstart:
+    """Begins with its creation. Whatever fails here fails again, and is told, where the engine needs it."""
+
+    def __init__(self) -> None:
+        # Nothing of what is imported is garbage: looking for some took a tenth of the time.
+        gc.disable()
+        self._importing = threading.Thread(target=_import, name="weft-imports", daemon=True)
+        self._importing.start()
+
+    def use(self, config: EngineConfig) -> None:
+        """The configuration is known."""
+        if config.device != "cpu" and has_gpu():
+            early.open_gpu()
+
+    def wait(self) -> None:
+        """Until everything is imported that can be."""
+        self._importing.join()
+        gc.enable()
+        gc.freeze()  # what is there now stays: later collections need not look at it
+
+
+def _import() -> None:
+    with suppress(Exception):
+        if has_gpu():
+            early.hash_triton()
+        import_module("weft.engine.engine")
+        if has_gpu():
+            import_module("weft.engine.runner.cuda_runner")
+            import_module("weft.kernels.tuning")

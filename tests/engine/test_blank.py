@@ -1,0 +1,62 @@
+"""Engine processes that were begun before anybody knew which engine they would be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+from weft.engine.wire import blank
+from weft.engine.wire.blank import Blank
+
+
+def test_the_one_that_was_begun_is_taken_once() -> None:
+    Blank.begin()
+    first = Blank.take()
+    second = Blank.take()
+    try:
+        assert first.process.pid != second.process.pid
+        assert first.process.poll() is second.process.poll() is None
+    finally:
+        for one in (first, second):
+            one.socket.close()
+    assert [one.process.wait(60) for one in (first, second)] == [0, 0]  # nobody needed them
+
+
+def test_one_that_has_died_meanwhile_is_replaced() -> None:
+    Blank.begin()
+    (dead,) = blank._begun
+    dead.process.kill()
+    dead.process.wait()
+    dead.tell(b"{}", ())  # nobody is there: no error
+    taken = Blank.take()
+    taken.socket.close()
+    assert taken.process.pid != dead.process.pid
+    assert taken.process.wait(60) == 0
+
+
+def with_mark(mark: str) -> list[int]:
+    """Processes that have it in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_a_refused_command_line_leaves_none_behind() -> None:
+    mark = f"MARK={uuid.uuid4()}"
+    name, _, value = mark.partition("=")
+    command = [sys.executable, "-P", "-m", "weft.server", "serve", "--prot", "1"]
+    done = subprocess.run(command, env={**os.environ, name: value}, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "weft serve: unknown option --prot; did you mean --port?\n")
+    until = time.monotonic() + 30
+    while left := with_mark(mark):
+        assert time.monotonic() < until, left
+        time.sleep(0.05)
