@@ -21,9 +21,9 @@ import zmq
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import WeftError
-from weft.engine.headstart import Headstart
 from weft.engine.progress import ProgressLines, how_far
 from weft.engine.runner.compile_job import CompileJob
+from weft.engine.runner.headstart import Headstart
 from weft.engine.wire.beat import BEAT_SECONDS, ENGINE, Beat, Beats, LastStep
 from weft.engine.wire.blank import told
 from weft.engine.wire.child import settle, write_stacks_to
@@ -58,6 +58,10 @@ PROFILE_SECONDS = 300.0
 """that beginning, or writing, a profile may take"""
 COMPILE_SECONDS = 300.0
 """that a kernel may take to compile which no warm-up has met"""
+
+ENGINE_MODULES = ("weft.engine.engine",)
+GPU_MODULES = ("weft.engine.runner.cuda_runner", "weft.kernels.tuning")
+"""what takes seconds to import"""
 
 
 class _Ending(threading.Thread):
@@ -233,7 +237,7 @@ def _announce_compiles(beat: Beat) -> None:
 def main() -> int:
     install()
     settle(int(sys.argv[1]))
-    headstart = Headstart()
+    headstart = Headstart(ENGINE_MODULES, GPU_MODULES)
     line, fds = told(socket.socket(fileno=os.dup(0)), 3)
     if not line:
         os._exit(0)  # the daemon found that it needs no engine

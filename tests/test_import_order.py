@@ -34,7 +34,7 @@ ENGINE = (
     ("ranks",),
     ("scheduling",),
     ("engine",),
-    ("llm", "headstart", "process", "bench"),
+    ("llm", "process", "bench"),
 )
 SERVER = (
     ("errors", "config", "bodies", "keys", "listen", "logs"),

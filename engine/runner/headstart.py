@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 
@@ -18,10 +19,11 @@ from weft.kernels import early
 class Headstart:
     """Begins with its creation. Whatever fails here fails again, and is told, where the engine needs it."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str], gpu_modules: Sequence[str]) -> None:
+        """What to import: in any case, and where there is a GPU."""
         # Nothing of what is imported is garbage: looking for some took a tenth of the time.
         gc.disable()
-        self._importing = threading.Thread(target=_import, name="weft-imports", daemon=True)
+        self._importing = threading.Thread(target=_import, args=(modules, gpu_modules), name="weft-imports", daemon=True)
         self._importing.start()
 
     def use(self, config: EngineConfig) -> None:
@@ -36,11 +38,9 @@ class Headstart:
         gc.freeze()  # what is there now stays: later collections need not look at it
 
 
-def _import() -> None:
+def _import(modules: Sequence[str], gpu_modules: Sequence[str]) -> None:
     with suppress(Exception):
         if has_gpu():
             early.hash_triton()
-        import_module("weft.engine.engine")
-        if has_gpu():
-            import_module("weft.engine.runner.cuda_runner")
-            import_module("weft.kernels.tuning")
+        for name in (*modules, *(gpu_modules if has_gpu() else ())):
+            import_module(name)
