@@ -23,7 +23,8 @@ class Headstart:
         """What to import: in any case, and where there is a GPU."""
         # Nothing of what is imported is garbage: looking for some took a tenth of the time.
         gc.disable()
-        self._importing = threading.Thread(target=_import, args=(modules, gpu_modules), name="weft-imports", daemon=True)
+        imported = modules, gpu_modules
+        self._importing = threading.Thread(target=_import, args=imported, name="weft-imports", daemon=True)
         self._importing.start()
 
     def use(self, config: EngineConfig) -> None:
