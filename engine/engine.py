@@ -26,10 +26,13 @@ from weft.engine.model.weights import Weights, load_weights
 from weft.engine.progress import Phases, Progress
 from weft.engine.runner.budget import memory_budget
 from weft.engine.runner.compile_job import CompileJob
+from weft.engine.runner.energy_meter import EnergyMeter, energy_counter
 from weft.engine.runner.make import make_runner
 from weft.engine.runner.resolve import INVARIANT_CHUNK, resolve
 from weft.engine.runner.runner import InFlight, Runner
+from weft.engine.runner.work import Work
 from weft.engine.scheduling.bad_words import only
+from weft.engine.scheduling.energy_ledger import EnergyLedger
 from weft.engine.scheduling.events import Events
 from weft.engine.scheduling.fairness import Fairness
 from weft.engine.scheduling.grammars import Grammars
@@ -41,6 +44,8 @@ from weft.engine.wire.messages import AddRequest, EngineReady, EngineStats, Fini
 
 TIER_WAIT_SECONDS = 0.005
 """while nothing can be computed: how long to wait for a load before looking for messages again"""
+REST_SECONDS = 1.0
+"""between messages of an engine that has nothing to do"""
 NONFINITE_LINE_SECONDS = 60.0
 """between lines in the log that say that logits were not finite"""
 
@@ -114,6 +119,8 @@ class Engine:
             chunk_step=INVARIANT_CHUNK if resolved.batch_invariant else 1,
             fairness=Fairness(config.fair_prefill_share, preempt=config.priority_preemption),
         )
+        self.energy, self._why_unmetered = self._metered(weights.num_bytes)
+        self._told_at_rest = 0.0
         self._depth = 1 if config.async_scheduling else 0
         self._in_flight: deque[InFlight] = deque()
         self.on_wait: Callable[[InFlight], None] | None = None
@@ -138,6 +145,17 @@ class Engine:
         """of each phase of the start that reports progress"""
         self.load_seconds = time.perf_counter() - begin
 
+    def _metered(self, weight_bytes: int) -> tuple[EnergyLedger | None, str]:
+        """Who charges requests for energy, or why nobody does."""
+        try:
+            meter = EnergyMeter(energy_counter(self.resolved.device))
+        except (OSError, ValueError, ImportError) as error:
+            return None, str(error)
+        kv = self.resolved.kv
+        token_bytes = kv.page_bytes // (kv.page_size * self.spec.num_layers)
+        work = Work(self.spec, weight_bytes, token_bytes, cuda=self.resolved.device.type == "cuda")
+        return EnergyLedger(meter, work, self.scheduler.slots), ""
+
     def describe(self) -> EngineReady:
         resolved = self.resolved
         return EngineReady(
@@ -154,6 +172,8 @@ class Engine:
             eos_token_ids=self.spec.eos_token_ids,
             load_seconds=self.load_seconds,
             memory=self._memory,
+            energy_source=self.energy.source if self.energy is not None else "",
+            energy_missing=self._why_unmetered,
         )
 
     def add(self, message: AddRequest) -> None:
@@ -184,6 +204,7 @@ class Engine:
             seed=seed % 2**64,
             leader=message.leader,
             tenant=message.tenant,
+            metered=message.metered,
         )
         if params.allowed_token_ids is not None:
             request.allowed = only(params.allowed_token_ids, self.spec.vocab_size)
@@ -228,6 +249,8 @@ class Engine:
             self._step += 1
             if not self._busy:
                 self._first_step, self._busy = self._step, True
+                if self.energy is not None:
+                    self.energy.working(time.monotonic(), True)
             self._in_flight.append(self.runner.launch(batch))
         busy = time.perf_counter() - begin
         if not self._in_flight or (batch is not None and len(self._in_flight) <= self._depth):
@@ -241,6 +264,7 @@ class Engine:
             self.on_wait(in_flight)
         result = in_flight.wait()
         begin = time.perf_counter()
+        joules = self.energy.charge(result.batch, result.seconds) if self.energy is not None else {}
         events = self.scheduler.commit(result)
         self._warn_of_nonfinite(begin)
         if self.tiers is not None:
@@ -248,6 +272,8 @@ class Engine:
         self._iterations += 1
         self._pipelined += result.nano_batches > 1
         self._busy = self.scheduler.num_requests > 0 or bool(self._in_flight)
+        if self.energy is not None and not self._busy:
+            self.energy.working(time.monotonic(), False)
         if result.batch.step != self._first_step:
             self._idle_seconds += result.idle_seconds
         self._last = IterationStats(
@@ -257,7 +283,18 @@ class Engine:
             idle_seconds=result.idle_seconds,
             schedule_seconds=busy + time.perf_counter() - begin,
         )
-        return self._outputs(events, self.stats())
+        return self._outputs(events, self.stats(), joules)
+
+    def rest(self) -> Outputs | None:
+        """While there is no work: once a second what was drawn, if that is counted."""
+        self._busy = False
+        now = time.monotonic()
+        if self.energy is None or now - self._told_at_rest < REST_SECONDS:
+            return None
+        self._told_at_rest = now
+        self.energy.working(now, False)
+        self.energy.settle()
+        return Outputs(stats=self.stats())
 
     def _warn_of_nonfinite(self, now: float) -> None:
         """One line in the log for all of a minute's requests that ended so."""
@@ -289,9 +326,10 @@ class Engine:
             iterations_pipelined=self._pipelined,
             iterations_idle_seconds=self._idle_seconds,
             log_lines_dropped=dropped_lines(),
+            energy=self.energy.stats() if self.energy is not None else None,
         )
 
-    def _outputs(self, events: Events, stats: EngineStats) -> Outputs:
+    def _outputs(self, events: Events, stats: EngineStats, joules: dict[int, float] | None = None) -> Outputs:
         refused, self._refused = self._refused, []
         for how in (Finish.REFUSED, Finish.BUSY):
             events = events.ended([handle for handle, _, end in refused if end is how], how)
@@ -303,6 +341,7 @@ class Engine:
             logprobs=events.logprobs,
             prompt_logprobs=events.prompt_logprobs,
             errors={**events.errors, **{handle: why for handle, why, _ in refused}},
+            joules=joules or {},
             stats=stats,
         )
 
@@ -319,4 +358,6 @@ class Engine:
             self.drain_in_flight()
             self.tiers.close()
         self.grammars.close()
+        if self.energy is not None:
+            self.energy.close()
         self.runner.close()

@@ -119,7 +119,7 @@ class _Loop:
                 self._take(engine, client, message)
             if self._profiling is not None and self._profiling.due:
                 self._end_profiling()
-            outputs = engine.step()
+            outputs = engine.step() or (None if engine.has_work else engine.rest())
             if outputs is not None:
                 self._forget_finished(outputs)
                 self._clients.send_outputs(outputs)

@@ -57,6 +57,10 @@ class Request:
     """times it gave up its seat for a better priority"""
     siblings: list[Request] = field(default_factory=list)
     """requests that wait for this one's prompt; none once it has begun"""
+    metered: bool = False
+    """whoever sent it wants to know what it was charged"""
+    joules: float = 0.0
+    """charged before it last lost its slot"""
     held: bool = False
     """waits for its leader's prompt"""
     begun: bool = False

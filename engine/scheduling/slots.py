@@ -76,6 +76,10 @@ class SlotTable:
         self.constrained = np.zeros(n, np.bool_)
         """which ones depends on its newest token: it has a grammar, or words that must not occur"""
         self.seed = np.zeros(n, np.uint64)
+        self.joules = np.zeros(n)
+        """charged so far"""
+        self.metered = np.zeros(n, np.bool_)
+        """whoever sent it wants to know that"""
         self.prompt_logprobs = np.full(n, -1, np.int32)
         self.exact_output = np.zeros(n, np.bool_)
         """cannot stop before `max_total_tokens` (ignore_eos and no stop token): its length needs no prediction"""
@@ -120,6 +124,7 @@ class SlotTable:
         self.constrained[slot] = request.grammar is not None or request.bad_words is not None
         self.masked[slot] = self.constrained[slot] or request.allowed is not None
         self.seed[slot] = request.seed
+        self.joules[slot], self.metered[slot] = request.joules, request.metered
         self.prompt_logprobs[slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
         self.exact_output[slot] = not request.stop_ids
         self.min_total[slot] = request.prompt_len + params.min_tokens
@@ -139,6 +144,8 @@ class SlotTable:
         self.phase[slot] = Phase.ENDING
         self.epoch[slot] += 1
         self.num_pages[slot] = 0
+        if (request := self.request[slot]) is not None:
+            request.joules = float(self.joules[slot])
         self.request[slot] = None
         return pages
 

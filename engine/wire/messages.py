@@ -58,6 +58,8 @@ class AddRequest(msgspec.Struct, tag="add", frozen=True, kw_only=True):
     """handle of a request with the same prompt, sent before: this one waits for its pages instead of computing them"""
     tenant: int = 0
     """number of the API key it came with: those of one priority take turns"""
+    metered: bool = False
+    """tell what it was charged (`Outputs.joules`)"""
 
 
 class AbortRequests(msgspec.Struct, tag="abort", frozen=True):
@@ -109,6 +111,10 @@ class EngineReady(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     load_seconds: float
     memory: MemoryBudget = MemoryBudget()
+    energy_source: str = ""
+    """whose counter says what is drawn: nvml, rapl; empty: nobody's"""
+    energy_missing: str = ""
+    """why nobody's"""
 
 
 class EngineFailed(msgspec.Struct, tag="failed", frozen=True):
@@ -179,6 +185,17 @@ class IterationStats(msgspec.Struct, frozen=True, kw_only=True):
     """CPU time of schedule + commit"""
 
 
+class EnergyStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the device, in joules since start; what is neither at rest nor charged will be soon."""
+
+    source: str = ""
+    joules: float = 0.0
+    at_rest: float = 0.0
+    """while no request was open"""
+    charged: float = 0.0
+    """to requests"""
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """State after an iteration; counters are totals since start."""
 
@@ -193,6 +210,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """device idle between iterations while requests were open"""
     log_lines_dropped: int = 0
     """that this process wrote to stderr and nobody took"""
+    energy: EnergyStats | None = None
+    """None: nobody counts it"""
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True):
@@ -231,6 +250,8 @@ class Outputs(msgspec.Struct, tag="outputs", frozen=True, kw_only=True):
     """by handle, for positions 1 … of the prompt, sent in order, in parts, before the first token"""
     errors: dict[int, str] = {}
     """by handle, for `Finish.ERROR`, `Finish.REFUSED`, `Finish.NONFINITE` and `Finish.BUSY`"""
+    joules: dict[int, float] = {}
+    """by handle, for the requests that asked: charged since they began"""
     stats: EngineStats
 
     def columns(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.uint8]]:

@@ -61,6 +61,8 @@ class TokenStream:
         self._waiter: asyncio.Future[None] | None = None
         self._pending = False
         self.closed = False
+        self.joules = 0.0
+        """charged so far, of a metered request"""
         self.sink: Callable[[int, TokenLogprobs | None], bool] | None = None
         """offered each token but the first and the last one while `read` waits; what it takes is not read"""
 
@@ -135,8 +137,9 @@ class Streams:
         cache_salt: str = "",
         leader: int = -1,
         tenant: int = 0,
+        metered: bool = False,
     ) -> TokenStream:
-        """Queue one sequence; `leader` and `tenant` as in `AddRequest`. Raises `EngineDead` when there is no engine."""
+        """Queue one sequence; options as in `AddRequest`. Raises `EngineDead` when there is no engine."""
         if self.dead is not None:
             raise EngineDead(self.dead)
         handle = self._next_handle
@@ -152,6 +155,7 @@ class Streams:
                 cache_salt=cache_salt,
                 leader=leader,
                 tenant=tenant,
+                metered=metered,
             )
         )
         self._tell_open()
@@ -198,6 +202,9 @@ class Streams:
         for started in outputs.started:
             if (stream := streams.get(started.handle)) is not None:
                 stream._started = started
+        for handle, joules in outputs.joules.items():
+            if (stream := streams.get(handle)) is not None:
+                stream.joules = joules
         handles, tokens, finish = outputs.columns()
         logprobs = outputs.logprobs
         rows = zip(handles.tolist(), tokens.tolist(), finish.tolist(), strict=True)

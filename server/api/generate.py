@@ -101,6 +101,7 @@ class Generation:
             cache_salt=self._salt + body.cache_salt,
             leader=leader,
             tenant=self._tenant,
+            metered=body.include_energy,
         )
         choice = Choice(
             len(self.choices),
@@ -212,12 +213,16 @@ class Generation:
         prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
         completion_tokens = sum(choice.num_tokens for choice in self.choices)
         cached = sum(choice.cached_tokens for choice in self.choices[:: self.body.n])
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+        if self.body.include_energy:
+            joules = sum(choice.stream.joules for choice in self.choices)
+            usage["energy_joules"] = round(joules, 6) if self._loaded.ready.energy_source else None
+        return usage
 
 
 async def _pump(choice: Choice, queue: asyncio.Queue[tuple[Choice, Delta | Exception]]) -> None:

@@ -295,6 +295,8 @@ class GenerationBody(LegacyConstraints):
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     stream: bool = False
     stream_options: StreamOptions | None = None
+    include_energy: bool = False
+    """joules in `usage`, charged to this request by its work; null where no counter is read"""
     priority: int = Field(0, ge=-INT32, le=INT32)
     cache_salt: str = Field("", max_length=128)
     user: str | None = None

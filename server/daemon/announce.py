@@ -33,7 +33,8 @@ def announce(
             f"weft {__version__} serves {name} at {url} "
             f"({ready.model_type}, {ready.dtype} on {ready.device}, {pages}, ready in {seconds:.1f} s)\n"
             f"try: {_curl(url, name, chat=chat, key=key, unproven=unproven)}\n"
-            f"memory: {_memory(ready.memory, ready.device)}",
+            f"memory: {_memory(ready.memory, ready.device)}\n"
+            f"energy: {_energy(ready)}",
             flush=True,
         )
     except OSError as error:  # a full disk, a reader that has gone: the daemon serves all the same
@@ -47,6 +48,12 @@ def _memory(budget: MemoryBudget, device: str) -> str:
     host = f"; {budget.host_pages / GIB:.2f} GiB of host memory for KV pages" if budget.host_pages else ""
     shares = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
     return f"{where} up to {(budget.total - budget.host_pages) / GIB:.2f} GiB ({shares}){host}"
+
+
+def _energy(ready: EngineReady) -> str:
+    if ready.energy_source:
+        return f"joules of {ready.device} by {ready.energy_source}, in /metrics and for requests with include_energy"
+    return f"not counted ({ready.energy_missing or 'no counter'})"
 
 
 def _signs_itself(path: str) -> bool:

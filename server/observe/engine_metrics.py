@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from weft import __version__
-from weft.engine.wire.messages import EngineReady, EngineStats, SchedulerStats, TierStats
+from weft.engine.wire.messages import EnergyStats, EngineReady, EngineStats, SchedulerStats, TierStats
 from weft.server.observe.exposition import head, labelled
 from weft.server.observe.totals import plus
 
@@ -75,6 +75,7 @@ class EngineFigures:
         yield _family("weft_iterations_total", "counter", "Iterations, by the plan that ran them", "plan", plans)
         idle = "Device idle between iterations while requests were open"
         yield _counter("weft_device_idle_seconds", idle, engine.iterations_idle_seconds)
+        yield from self._energy(engine.energy)
 
         yield _gauge("vllm:num_requests_running", "weft_requests_running", stats.running)
         yield _gauge("vllm:num_requests_waiting", "weft_requests_waiting", stats.waiting)
@@ -83,6 +84,17 @@ class EngineFigures:
         yield _counter("vllm:prefix_cache_hits", hits, stats.prefix_hit_tokens)
         yield _counter("vllm:num_preemptions", "weft_preemptions_total", stats.preemptions)
         yield from self._constants()
+
+    def _energy(self, energy: EnergyStats | None) -> Iterable[str]:
+        if energy is None:
+            return
+        labels = {"device": self.ready.device if self.ready is not None else "", "source": energy.source}
+        for name, help, joules in (
+            ("weft_energy_joules", "Drawn by the device since the engine began, by its own counter", energy.joules),
+            ("weft_energy_idle_joules", "The part of it while no request was open", energy.at_rest),
+            ("weft_energy_request_joules", "The part of it that was charged to requests", energy.charged),
+        ):
+            yield f"{head(f'{name}_total', 'counter', help)}{name}_total{labelled(labels)} {joules}\n"
 
     def _tiers(self, stats: SchedulerStats) -> Iterable[str]:
         tiers = stats.tiers or {"gpu": TierStats()}

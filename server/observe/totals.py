@@ -7,7 +7,7 @@ from typing import TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from weft.engine.wire.messages import EngineStats, TierStats
+from weft.engine.wire.messages import EnergyStats, EngineStats, TierStats
 
 Stats = TypeVar("Stats", bound=Struct)
 
@@ -24,6 +24,7 @@ _SCHEDULER = (
     "displaced",
     "overtaken",
 )
+_ENERGY = ("joules", "at_rest", "charged")
 _TIER = ("hit_tokens", "missed_tokens", "bytes_in", "bytes_out", "evictions", "failures")
 
 
@@ -34,7 +35,11 @@ def plus(before: EngineStats, now: EngineStats) -> EngineStats:
         # One that this engine has not told of yet: what it has done stays, what it holds is gone.
         tiers = {**tiers, name: _raised(tiers.get(name, TierStats()), tier, _TIER)}
     scheduler = replace(_raised(now.scheduler, before.scheduler, _SCHEDULER), tiers=tiers)
-    return replace(_raised(now, before, _ENGINE), scheduler=scheduler)
+    energy = now.energy
+    if before.energy is not None:
+        source = energy or EnergyStats(source=before.energy.source)
+        energy = _raised(source, before.energy, _ENERGY)
+    return replace(_raised(now, before, _ENGINE), scheduler=scheduler, energy=energy)
 
 
 def _raised(now: Stats, before: Stats, names: tuple[str, ...]) -> Stats:

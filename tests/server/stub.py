@@ -56,6 +56,8 @@ class Script:
     """instead of the finish that follows from tokens and limits"""
     error: str | None = None
     cached_tokens: int = 0
+    joules: float = 0.0
+    """charged for each of its messages, to who asked"""
     vary: bool = False
     """each further sequence of a prompt gets a text of its own"""
 
@@ -71,6 +73,7 @@ class Stub(Streams):
     resets: int = 0
     max_num_seqs: int = 256
     running: int = 0
+    energy_source: str = ""
 
     def __post_init__(self) -> None:
         Streams.__init__(self, 0)
@@ -92,6 +95,7 @@ class Stub(Streams):
             max_num_batched_tokens=512,
             eos_token_ids=(self.eos,),
             load_seconds=0.0,
+            energy_source=self.energy_source,
         )
 
     def prompt(self, i: int = -1) -> list[int]:
@@ -157,6 +161,8 @@ class Stub(Streams):
             burst = ids[at : at + script.burst]
             last = at + script.burst >= len(ids)
             more: dict[str, Any] = {"started": started, "prompt_logprobs": scored} if at == 0 else {}
+            if request.metered and self.energy_source:
+                more["joules"] = {handle: script.joules * (at // script.burst + 1)}
             if last and script.error:
                 more["errors"] = {handle: script.error}
             if params.logprobs is None:
@@ -209,13 +215,13 @@ class Server:
 
 @contextlib.asynccontextmanager
 async def serving(
-    *, attach: bool = True, max_num_seqs: int = 256, adds_bos: bool = False, **options: Any
+    *, attach: bool = True, max_num_seqs: int = 256, adds_bos: bool = False, energy_source: str = "", **options: Any
 ) -> AsyncIterator[Server]:
     """A running server. `options` are those of `ServeConfig`."""
     watch = Watch(Beats(2))  # nobody is late who has never beaten
     service = Service(ServeConfig(**{"served_model_name": ["stub"], "port": 0, **options}), watch=watch)
     tokenizer = Tokenizer(vocabularies.wrapped(vocabularies.byte_level(adds_bos=adds_bos)))
-    engine = Stub(tokenizer, max_num_seqs=max_num_seqs)
+    engine = Stub(tokenizer, max_num_seqs=max_num_seqs, energy_source=energy_source)
     tokenizer.hide([engine.eos])
     if attach:
         service.attach(engine, engine.describe(), tokenizer)

@@ -15,7 +15,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from weft import __version__
-from weft.engine.wire.messages import EngineReady, EngineStats, IterationStats, SchedulerStats, TierStats
+from weft.engine.wire.messages import EnergyStats, EngineReady, EngineStats, IterationStats, SchedulerStats, TierStats
 from weft.server.observe.board import Board
 from weft.server.observe.counters import Counter, Histogram, Store
 from weft.server.observe.metrics import Metrics
@@ -183,7 +183,8 @@ def test_every_total_of_the_engine_goes_on() -> None:
         plain = {f.name: 1 for f in msgspec.structs.fields(kind) if f.type in (int, float)}
         return kind(**{**plain, **more})
 
-    stats = ones(EngineStats, scheduler=ones(SchedulerStats, tiers={"gpu": ones(TierStats)}))
+    scheduler = ones(SchedulerStats, tiers={"gpu": ones(TierStats)})
+    stats = ones(EngineStats, scheduler=scheduler, energy=ones(EnergyStats))
     metrics = Metrics()
     metrics.engine_begins(stats)
     metrics.engine_stats(stats)

@@ -1,0 +1,119 @@
+"""`EnergyMeter`: the joules that a device draws, by its own counter, read in a thread beside the work.
+
+Nothing is estimated here: a machine without a counter that this process may read has no meter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+
+PERIOD_SECONDS = 0.1
+"""between readings: counters move about as often"""
+POWERCAP = Path("/sys/class/powercap")
+
+
+class EnergyCounter(Protocol):
+    """Joules since some beginning, which never fall. Reading may raise `OSError`: then nothing more can be read."""
+
+    source: str
+
+    def joules(self) -> float: ...
+
+
+class Reading(NamedTuple):
+    time: float
+    """`time.monotonic()`"""
+    joules: float
+    """since the meter began"""
+
+
+class NvmlCounter:
+    """An NVIDIA GPU's counter: of the whole board, memory included, whoever makes it work."""
+
+    source = "nvml"
+
+    def __init__(self, device: torch.device) -> None:
+        """Raises `OSError` where the driver has no such counter (before Volta; a slice of a GPU)."""
+        import pynvml
+
+        self._error: type[Exception] = pynvml.NVMLError
+        self._read = pynvml.nvmlDeviceGetTotalEnergyConsumption
+        try:
+            pynvml.nvmlInit()
+            # By its name: torch's number is one among the visible devices.
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        except pynvml.NVMLError as error:
+            raise OSError(str(error)) from None
+        self.joules()
+
+    def joules(self) -> float:
+        try:
+            return float(self._read(self._handle)) / 1e3
+        except self._error as error:
+            raise OSError(str(error)) from None
+
+
+class RaplCounter:
+    """The counters of all CPU packages, without memory and whatever else runs there included (Linux powercap)."""
+
+    source = "rapl"
+
+    def __init__(self, powercap: Path = POWERCAP) -> None:
+        """Raises `OSError` where there is none, or this process may not read it (root alone, on most machines)."""
+        zones = sorted(zone for zone in powercap.glob("intel-rapl:*") if zone.name.count(":") == 1)
+        self._files = [zone / "energy_uj" for zone in zones]
+        self._ranges = [int((zone / "max_energy_range_uj").read_text()) for zone in zones]
+        self._last = [int(file.read_text()) for file in self._files]
+        self._microjoules = 0
+        if not zones:
+            raise FileNotFoundError(f"{powercap} lists no CPU package")
+
+    def joules(self) -> float:
+        for i, file in enumerate(self._files):
+            now = int(file.read_text())
+            self._microjoules += (now - self._last[i]) % (self._ranges[i] + 1)  # it begins again at its range's end
+            self._last[i] = now
+        return self._microjoules / 1e6
+
+
+def energy_counter(device: torch.device) -> EnergyCounter:
+    """That of a GPU, or of the CPUs. Raises `OSError`, which says why there is none."""
+    return NvmlCounter(device) if device.type == "cuda" else RaplCounter()
+
+
+class EnergyMeter:
+    """Reads a counter ten times a second until it is closed or the counter fails; `why` then says what happened."""
+
+    def __init__(self, counter: EnergyCounter, period: float = PERIOD_SECONDS) -> None:
+        """Raises `OSError` when the first reading fails."""
+        self.source = counter.source
+        self.why = ""
+        self._counter = counter
+        self._first = counter.joules()
+        self.latest = Reading(time.monotonic(), 0.0)
+        self._period = period
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="weft-energy", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._period):
+            before = time.monotonic()
+            try:
+                joules = self._counter.joules() - self._first
+            except (OSError, ValueError) as error:
+                self.why = str(error) or type(error).__name__
+                return
+            # A driver may take its time to answer.
+            self.latest = Reading((before + time.monotonic()) / 2, max(joules, self.latest.joules))
+
+    def close(self) -> None:
+        self._closed.set()
+        with contextlib.suppress(RuntimeError):
+            self._thread.join(1.0)

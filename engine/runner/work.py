@@ -1,0 +1,44 @@
+"""`Work`: how an iteration's cost divides among its requests."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.engine.model.spec import ModelSpec
+from weft.engine.runner.batch import Batch
+
+GPU_BALANCE = 150.0
+CPU_BALANCE = 20.0
+"""operations of a matrix product that cost about as much as one byte of memory"""
+
+
+class Work:
+    """Shares by the tokens and the context of each request, in bytes of memory traffic or what costs as much.
+
+    All tokens of an iteration share its dense products (reading the weights, or multiplying, whichever costs more);
+    attention is each request's own: a decode reads its KV, a chunk multiplies with it.
+    """
+
+    def __init__(self, spec: ModelSpec, weight_bytes: int, kv_bytes: int, *, cuda: bool) -> None:
+        """kv_bytes: of a token in one layer."""
+        self._balance = GPU_BALANCE if cuda else CPU_BALANCE
+        self._weight_bytes = float(weight_bytes)
+        self._per_token = 2.0 * spec.active_parameters / self._balance
+        self._kv_bytes = float(kv_bytes)
+        self._per_pair = 4.0 * spec.num_heads * spec.head_dim / self._balance
+        self._layers = Counter(spec.windows)
+        """how many layers see so many positions; None: all"""
+
+    def shares(self, batch: Batch) -> npt.NDArray[np.float64]:
+        """`[R]`: of the whole iteration; they add up to one."""
+        tokens = batch.query_len.astype(np.float64)
+        dense = max(self._per_token, self._weight_bytes / max(batch.num_tokens, 1))
+        context = batch.kv_len - 0.5 * (tokens - 1)
+        seen = np.zeros(len(tokens))
+        for window, layers in self._layers.items():
+            seen += layers * (context if window is None else np.minimum(context, window))
+        cost = tokens * dense + seen * np.maximum(self._kv_bytes, self._per_pair * tokens)
+        return np.asarray(cost / cost.sum())

@@ -1,0 +1,254 @@
+"""Joules: counters that are read, and how they are charged to requests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import GREEDY, Harness
+
+from weft.engine.engine import Engine
+from weft.engine.model.directory import read_spec
+from weft.engine.runner.batch import Batch
+from weft.engine.runner.energy_meter import EnergyMeter, RaplCounter, Reading
+from weft.engine.runner.work import Work
+from weft.engine.scheduling.energy_ledger import EnergyLedger
+from weft.engine.scheduling.slots import SlotTable
+from weft.engine.wire.messages import AddRequest
+from weft.engine.wire.sampling import SamplingParams
+
+
+def zone(root: Path, name: str, microjoules: int, span: int = 1_000_000) -> Path:
+    folder = root / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "energy_uj").write_text(f"{microjoules}\n")
+    (folder / "max_energy_range_uj").write_text(f"{span - 1}\n")
+    return folder / "energy_uj"
+
+
+def test_packages_are_added_up_and_a_counter_may_begin_again(tmp_path: Path) -> None:
+    first, second = zone(tmp_path, "intel-rapl:0", 900_000), zone(tmp_path, "intel-rapl:1", 10)
+    zone(tmp_path, "intel-rapl:0:0", 5)  # a part of the first
+    counter = RaplCounter(tmp_path)
+    first.write_text("950000")
+    assert counter.joules() == pytest.approx(0.05)
+    first.write_text("50000")  # past its end
+    second.write_text("500010")
+    assert counter.joules() == pytest.approx(0.15 + 0.5)
+
+
+def test_a_machine_without_a_counter_says_so(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="lists no CPU package"):
+        RaplCounter(tmp_path)
+
+
+class Failing:
+    source = "test"
+    reads = 0
+
+    def joules(self) -> float:
+        self.reads += 1
+        if self.reads > 3:
+            raise OSError("the driver has gone")
+        return 5.0 * self.reads
+
+
+def test_a_counter_that_fails_later_ends_the_meter_and_keeps_what_it_read() -> None:
+    meter = EnergyMeter(Failing(), period=0.001)
+    meter._thread.join(10)
+    assert (meter.why, meter.latest.joules) == ("the driver has gone", 10.0)
+    meter.close()
+
+
+class Plant:
+    """A device under an engine's ledger, in a time of its own: draws `rest` watts, and `work` watts more at work."""
+
+    source, why = "test", ""
+
+    def __init__(self, rest: float = 90.0, work: float = 600.0) -> None:
+        self.now, self.total = 100.0, 0.0
+        self.rest, self.work = rest, work
+        self.latest = Reading(self.now, 0.0)
+
+    def passes(self, seconds: float, working: bool) -> None:
+        while seconds > 1e-12:
+            step = min(seconds, self.latest.time + 0.1 - self.now)
+            self.now += step
+            self.total += step * (self.rest + self.work * working)
+            seconds -= step
+            if self.now >= self.latest.time + 0.1 - 1e-9:
+                self.latest = Reading(self.now, self.total)
+
+    def close(self) -> None:
+        pass
+
+
+def batch(slots: list[int], query: list[int], kv: list[int]) -> Batch:
+    values: dict[str, Any] = dict.fromkeys(Batch._fields)
+    return Batch(**{
+        **values,
+        "slots": np.array(slots, np.int32),
+        "epochs": np.zeros(len(slots), np.int32),
+        "query_len": np.array(query, np.int32),
+        "kv_len": np.array(kv, np.int32),
+        "token_ids": np.zeros(sum(query), np.int32),
+    })  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def work(tiny_model: Callable[[str], Path]) -> Work:
+    spec = read_spec(tiny_model("llama2"))
+    return Work(spec, spec.num_parameters * 4, 256, cuda=False)
+
+
+def ledger_on(plant: Plant, work: Work, slots: int = 64) -> EnergyLedger:
+    table = SlotTable(slots, 64, 16)
+    table.metered[:] = True
+    table.handle[:] = np.arange(slots)
+    return EnergyLedger(plant, work, table)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_requests_and_rest_add_up_to_the_counter(work: Work, seed: int) -> None:
+    """Ten minutes of bursts and pauses, iterations of 2 ms to 3 s, gaps between them, and power that drifts."""
+    rng, plant = random.Random(seed), Plant()
+    ledger = ledger_on(plant, work)
+    while plant.now < 700:
+        ledger.working(plant.now, True)
+        usual = rng.choice([0.002, 0.02, 0.3, 3.0])
+        plant.work = rng.uniform(100, 700)
+        for _ in range(rng.randint(1, 60)):
+            rows = rng.randint(1, 64)
+            seconds = usual * rng.uniform(0.5, 1.5)
+            plant.passes(seconds, True)
+            plant.passes(seconds * rng.uniform(0, 0.1), True)  # the host's turn
+            ledger.charge(batch(rng.sample(range(64), rows), [1] * rows, [50] * rows), seconds)
+        ledger.working(plant.now, False)
+        plant.passes(rng.choice([0.01, 1.0, 8.0]), False)
+    ledger.settle()
+    stats = ledger.stats()
+    assert stats.joules == pytest.approx(plant.total, rel=0.001)
+    assert stats.charged + stats.at_rest == pytest.approx(stats.joules, rel=0.03)
+    assert float(ledger._slots.joules.sum()) == pytest.approx(stats.charged)
+
+
+def test_a_device_that_only_rests_charges_nobody(work: Work) -> None:
+    plant = Plant()
+    ledger = ledger_on(plant, work)
+    plant.passes(30, False)
+    ledger.settle()
+    assert ledger.stats().at_rest == pytest.approx(plant.total) == 2700
+    assert ledger.stats().charged == 0
+
+
+def test_a_pause_between_two_readings_is_at_rest_by_the_power_seen_then(work: Work) -> None:
+    plant = Plant()
+    ledger = ledger_on(plant, work)
+    plant.passes(5, False)
+    ledger.settle()
+    for _ in range(200):  # a request of 50 ms in every 100
+        ledger.working(plant.now, True)
+        plant.passes(0.05, True)
+        ledger.charge(batch([0], [1], [10]), 0.05)
+        ledger.working(plant.now, False)
+        plant.passes(0.05, False)
+    ledger.settle()
+    assert ledger.stats().at_rest == pytest.approx(90 * 15, rel=0.02)
+    assert ledger.drawn_at_work == pytest.approx(690 * 10, rel=0.02)
+
+
+def test_work_divides_by_tokens_and_context(work: Work) -> None:
+    shares = work.shares(batch([0, 1, 2, 3], [1, 1, 1, 40], [10, 10, 100, 40]))
+    assert shares.sum() == pytest.approx(1)
+    assert shares[0] == shares[1] < shares[2] < shares[3]
+
+
+def test_work_behind_a_window_costs_nothing(tiny_model: Callable[[str], Path]) -> None:
+    windowed = Work(read_spec(tiny_model("mistral")), 1000, 256, cuda=False)
+    shares = windowed.shares(batch([0, 1], [1, 1], [24, 60]))
+    assert shares[0] == pytest.approx(shares[1])
+
+
+class Steady:
+    """A counter of so many joules a reading."""
+
+    source = "test"
+
+    def __init__(self) -> None:
+        self.total = 0.0
+
+    def joules(self) -> float:
+        self.total += 1.0
+        return self.total
+
+
+@pytest.fixture
+def metered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.engine.engine.energy_counter", lambda _device: Steady())
+    monkeypatch.setattr("weft.engine.engine.EnergyMeter", lambda counter: EnergyMeter(counter, period=0.001))
+
+
+@pytest.mark.usefixtures("metered")
+def test_an_engine_charges_its_requests_through_preemption_and_tells_who_asked(
+    tiny_model: Callable[[str], Path],
+) -> None:
+    harness = Harness(tiny_model("llama2"), num_pages=7, page_size=16, max_model_len=64)
+    harness.expect_short_outputs()
+    told: dict[int, list[float]] = {}
+    for handle in range(4):
+        harness.add(range(3 + handle, 23 + handle), **GREEDY, max_tokens=40, stop_token_ids=(198,), min_tokens=40)
+        harness.engine.scheduler._requests[handle].metered = handle != 3
+    while harness.engine.has_work:
+        outputs = harness.step()
+        for handle, joules in outputs.joules.items() if outputs is not None else ():
+            told.setdefault(handle, []).append(joules)
+    assert harness.engine.scheduler.preemptions > 0
+    assert set(told) == {0, 1, 2}
+    assert all(values == sorted(values) and values[-1] > 0 for values in told.values()), "it never falls"
+    stats = harness.engine.stats().energy
+    assert stats is not None
+    assert sum(values[-1] for values in told.values()) < stats.charged
+    assert harness.engine.describe().energy_source == "test"
+    harness.engine.close()
+
+
+@pytest.mark.usefixtures("metered")
+def test_an_engine_at_rest_tells_what_is_drawn_once_a_second(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Harness(tiny_model("llama2")).engine
+    clock = [1000.0]
+    monkeypatch.setattr("weft.engine.engine.time.monotonic", lambda: clock[0])
+    told = []
+    for _ in range(20):
+        told.append(engine.rest() is not None)
+        clock[0] += 0.25
+    assert told.count(True) == 5
+    engine.close()
+
+
+def test_an_engine_without_a_counter_says_why_and_charges_nobody(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(_device: object) -> None:
+        raise OSError("no counter in this test")
+
+    monkeypatch.setattr("weft.engine.engine.energy_counter", none)
+    engine: Engine = Harness(tiny_model("llama2")).engine
+    engine.add(
+        AddRequest(
+            handle=1, prompt_token_ids=np.arange(3, 9, dtype=np.int32).tobytes(), params=SamplingParams(), metered=True
+        )
+    )
+    outputs = None
+    while outputs is None:
+        outputs = engine.step()
+    assert outputs.joules == {}
+    assert outputs.stats.energy is None
+    assert (engine.describe().energy_source, engine.describe().energy_missing) == ("", "no counter in this test")
+    assert engine.rest() is None
+    engine.close()
