@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from weft.loadgen import inferencex
 from weft.loadgen.measures import FORMULAS, PER_REQUEST
 from weft.loadgen.run import Run
 from weft.loadgen.slo import RULES
@@ -22,10 +23,17 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def write(paths: dict[str, Path], runs: Sequence[Run], sweeps: Sequence[Sweep], description: dict[str, Any]) -> None:
-    """Write each kind of report that has a path: `json`, `csv`, `record`, `html`. Raises `OSError`."""
+def write(
+    paths: dict[str, Path], runs: Sequence[Run], sweeps: Sequence[Sweep], description: dict[str, Any],
+    row: dict[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """Write each kind of report that has a path: `json`, `csv`, `record`, `html`. Raises `OSError`.
+
+    row: JSON as InferenceX has it instead of ours, with these fields (see `inferencex.row`).
+    """
     if path := paths.get("json"):
-        path.write_bytes(orjson.dumps(report(runs, sweeps, description), option=orjson.OPT_INDENT_2))
+        data: Any = report(runs, sweeps, description) if row is None else [inferencex.row(run, row) for run in runs]
+        path.write_bytes(orjson.dumps(data, option=orjson.OPT_INDENT_2))
     if path := paths.get("csv"):
         _write_csv(path, runs)
     if path := paths.get("record"):

@@ -136,6 +136,14 @@ def _run_parts(run: Run) -> list[str]:
         ["Generator late when sending, p99", show_seconds(run.lateness_p99)],
         ["Generator late when receiving, p99", show_seconds(run.lag_p99)],
     ]
+    if (energy := run.energy()) is not None:
+        rows += [
+            ["Joules drawn by the server's devices", f"{energy['joules']:.5g}"],
+            ["Watts, mean", f"{energy['watts']:.4g}"],
+            ["Joules per request answered", f"{energy['joules_per_request']:.4g}"],
+            ["Joules per output token", f"{energy['joules_per_output_token']:.4g}"],
+            ["Joules per token, prompts included", f"{energy['joules_per_token']:.4g}"],
+        ]
     parts.append(_table(["", ""], rows))
     if run.view is not None:
         rows = [

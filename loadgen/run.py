@@ -127,6 +127,21 @@ class Run:
             "events": sum(len(r.times) for r in answered),
         }
 
+    def energy(self) -> dict[str, float] | None:
+        """What the server's devices drew between the two looks at its counters, rest included; None: not counted.
+
+        Per answered request and per token that it was answered with.
+        """
+        view = self.view
+        if view is None or view.joules is None or view.seconds <= 0:
+            return None
+        answered, tokens = int(self.everything.ok.sum()), self.tokens()
+        output, prompt = tokens["output_received"], tokens["prompt_received"]
+        out = {"joules": view.joules, "watts": view.joules / view.seconds}
+        for name, n in (("request", answered), ("output_token", output), ("token", output + prompt)):
+            out[f"joules_per_{name}"] = view.joules / n if n else float("nan")
+        return out
+
     def warnings(self) -> list[str]:
         """What a reader must know before trusting the figures."""
         out = []
@@ -198,6 +213,7 @@ class Run:
                 ],
             }
         if self.view is not None:
+            out["energy"] = self.energy()
             out["server_view"] = {"means": self.view.means, "counts": self.view.counts, "totals": self.view.totals}
         return out
 
@@ -218,6 +234,7 @@ def execute(
 ) -> Run:
     """Make one run, with the server's own counters taken before and after it."""
     before = asyncio.run(snapshot(ready.target))
+    looked = time.perf_counter()
     began = time.strftime("%Y-%m-%d %H:%M:%S%z")
     jobs = [
         Job(workload, ready.target, 0.0, part, options.processes, options.drain, ready.context)
@@ -225,7 +242,8 @@ def execute(
     ]
     outcomes = run_jobs(jobs, on_progress)
     after = asyncio.run(snapshot(ready.target))
-    view = difference(before, after) if before is not None and after is not None else None
+    between = time.perf_counter() - looked
+    view = difference(before, after, between) if before is not None and after is not None else None
     return assemble(ready, workload, options, outcomes, began, view)
 
 

@@ -26,6 +26,8 @@ _COUNTERS = {
     "prefix_hit_tokens": ("weft_prefix_cache_hit_tokens_total", "vllm:prefix_cache_hits_total"),
     "preemptions": ("weft_preemptions_total", "vllm:num_preemptions_total"),
 }
+_JOULES = "weft_energy_joules_total"
+_BUILD = "weft_build_info"
 
 
 @dataclass(frozen=True)
@@ -33,21 +35,27 @@ class Snapshot:
     """Sums over all labels, by sample name."""
 
     samples: dict[str, float] = field(default_factory=dict)
+    build: dict[str, str] = field(default_factory=dict)
+    """what weft says of itself: version, model, dtype, device"""
 
     @staticmethod
     def parse(text: str) -> Snapshot | None:
         """None when the text is not Prometheus's, or holds nothing known."""
         wanted = {name for names in _COUNTERS.values() for name in names}
         wanted |= {name + end for names in _HISTOGRAMS.values() for name in names for end in ("_sum", "_count")}
+        wanted.add(_JOULES)
         sums: dict[str, float] = {}
+        build: dict[str, str] = {}
         try:
             for family in text_string_to_metric_families(text):
                 for sample in family.samples:
+                    if sample.name == _BUILD:
+                        build = dict(sample.labels)
                     if sample.name in wanted:
                         sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
         except (ValueError, KeyError, IndexError):
             return None
-        return Snapshot(sums) if sums else None
+        return Snapshot(sums, build) if sums else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +65,16 @@ class ServerView:
     means: dict[str, float]
     counts: dict[str, int]
     totals: dict[str, int]
+    joules: float | None = None
+    """that its devices drew, rest included; None where it does not count them"""
+    seconds: float = 0.0
+    """between the two looks at its counters"""
+    build: dict[str, str] = field(default_factory=dict)
+    """see `Snapshot`"""
 
 
-def difference(before: Snapshot, after: Snapshot) -> ServerView:
+def difference(before: Snapshot, after: Snapshot, seconds: float = 0.0) -> ServerView:
+    """`seconds`: between the two."""
     means: dict[str, float] = {}
     counts: dict[str, int] = {}
     totals: dict[str, int] = {}
@@ -75,4 +90,5 @@ def difference(before: Snapshot, after: Snapshot) -> ServerView:
         name = next((n for n in names if n in after.samples), None)
         if name is not None:
             totals[counter] = int(grown(name))
-    return ServerView(means, counts, totals)
+    joules = grown(_JOULES) if _JOULES in after.samples else None
+    return ServerView(means, counts, totals, joules, seconds, after.build)

@@ -39,6 +39,8 @@ class Settings:
     sweep: SweepOptions | None
     files: dict[str, Path]
     quiet: bool
+    row: dict[str, Any] | None = None
+    """fields of rows in InferenceX's form; None: our own form"""
 
 
 def read(arguments: argparse.Namespace) -> Settings:
@@ -94,7 +96,29 @@ def read(arguments: argparse.Namespace) -> Settings:
         sweep,
         _files(a),
         a.quiet,
+        _row(a, arrival, content),
     )
+
+
+def _row(a: argparse.Namespace, arrival: ArrivalOptions, content: ContentOptions) -> dict[str, Any] | None:
+    if a.format != "inferencex":
+        if a.row:
+            raise LoadError("--row goes with --format inferencex")
+        return None
+    if a.json is None:
+        raise LoadError("--format inferencex is a form of --json FILE")
+    fixed = content.input.kind == content.output.kind == "constant"
+    if arrival.process != "closed" or not fixed or content.trace is not None or content.prompts or content.pairs:
+        raise LoadError("--format inferencex: its rows need --users, and --input and --output of one length each")
+    row: dict[str, Any] = {"isl": int(content.input.a), "osl": int(content.output.a)}
+    for text in a.row:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise LoadError(f"--row: {text!r} is not FIELD=VALUE")
+        row[name] = int(value) if value.isdigit() else value
+    if not isinstance(row.get("tp", 1), int) or row.get("tp", 1) < 1:
+        raise LoadError(f"--row tp={row['tp']}: must be a number of GPUs")
+    return row
 
 
 def _optional(text: str | None, option: str, parse: Any) -> Any:

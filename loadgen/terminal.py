@@ -111,6 +111,11 @@ def _print_run(run: Run, console: Console) -> None:
         f"{tokens['prompt_received']} in ({tokens['prompt_cached']} from its cache), {tokens['output_received']} out, "
         f"in {tokens['events']} events"
     )
+    if (energy := run.energy()) is not None:
+        console.print(
+            f"{energy['joules']:.4g} J at {energy['watts']:.4g} W: {energy['joules_per_request']:.4g} a request, "
+            f"{energy['joules_per_output_token']:.4g} an output token, {energy['joules_per_token']:.4g} a token"
+        )
     _print_slo(run, console)
     _print_view(run, console)
     style = "dim" if run.kept_up else "yellow"

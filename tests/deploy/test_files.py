@@ -9,7 +9,7 @@ from files import DEPLOY, dashboards, metric_names, queries, read_yaml, rules
 from prometheus_client.parser import text_string_to_metric_families
 
 from weft.engine.wire.beat import Beats, Watch
-from weft.engine.wire.messages import EngineReady
+from weft.engine.wire.messages import EnergyStats, EngineReady, EngineStats
 from weft.server.observe.metrics import Metrics
 
 DATA_PANELS = ("timeseries", "stat", "heatmap")
@@ -21,6 +21,7 @@ def known() -> set[str]:
     metrics = Metrics(watch=Watch(Beats(2)))
     ready = {name: 0 for name in EngineReady.__struct_fields__ if name != "eos_token_ids"}
     metrics.engine_loaded("demo", EngineReady(**{**ready, "dtype": "", "device": "", "eos_token_ids": ()}))
+    metrics.engine_stats(EngineStats(energy=EnergyStats(source="nvml")))
     metrics.requests.labels("/v1/completions", "200").inc()
     for tier in ("gpu", "host"):
         metrics.load_seconds.labels(tier).observe(0.1)

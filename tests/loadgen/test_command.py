@@ -240,3 +240,18 @@ async def test_an_interrupt_ends_a_run_early_and_reports_it() -> None:
     sent = re.search(rb"\d+ of (\d+) requests answered", shown)
     assert sent is not None
     assert 15 <= int(sent[1]) < 3000
+
+
+async def test_rows_of_inferencex_need_a_fixed_concurrency_and_lengths(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "row.json"
+    async with serving(ttft=0.01, itl=0.002) as stub:
+        flags = ("--server", stub.url, "--format", "inferencex", "--requests", "4", "--input", "20", "--output", "5")
+        assert await load(*flags, "--json", str(out), "--users", "2", "--row", "hw=h200", "--row", "tp=2") == 0
+        (row,) = json.loads(out.read_text())
+        assert (row["hw"], row["tp"], row["conc"], row["isl"], row["osl"]) == ("h200", 2, 2, 20, 5)
+        capsys.readouterr()
+        for wrong in (("--json", str(out)), ("--users", "2"), ("--json", str(out), "--users", "2", "--row", "hw")):
+            assert await load(*flags, *wrong) == 2
+            assert capsys.readouterr().err.count("\n") == 1

@@ -12,7 +12,6 @@ from test_completions import events
 
 from weft.engine.wire.messages import EnergyStats, EngineStats
 
-
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
