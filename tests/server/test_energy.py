@@ -9,6 +9,7 @@ import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 from stub import Script, Server, serving
 from test_completions import events
+from test_metrics import METERED
 
 from weft.engine.wire.messages import EnergyStats, EngineStats
 
@@ -63,6 +64,7 @@ async def test_metrics_have_joules_where_they_are_counted(metered: Server) -> No
     energy = EnergyStats(source="nvml", joules=10.0, at_rest=4.0, charged=5.5)
     metered.service.metrics.engine_stats(EngineStats(energy=energy))
     labels = {"device": "cpu", "source": "nvml"}
+    assert {f"{name}_total" for name in METERED} == set(await joules())
     assert await joules() == {
         "weft_energy_joules_total": (10.0, labels),
         "weft_energy_idle_joules_total": (4.0, labels),

@@ -81,6 +81,12 @@ NAMES = {
     "vllm:prefix_cache_hits": "counter",
     "vllm:num_preemptions": "counter",
 }
+METERED = {
+    "weft_energy_joules": "counter",
+    "weft_energy_idle_joules": "counter",
+    "weft_energy_request_joules": "counter",
+}
+"""where a counter is read (test_energy.py)"""
 
 
 async def samples(server: Server) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
