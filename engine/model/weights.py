@@ -19,6 +19,7 @@ from weft.engine.model.finite import FiniteCheck
 from weft.engine.model.gguf.checkpoint import GgufCheckpoint
 from weft.engine.model.gguf.file import INDEX
 from weft.engine.model.layer_weights import LayerWeights, Tensors, norm_weight, pack_layer
+from weft.engine.model.shapes import ShapesAlone
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.staging import Staging
 from weft.engine.progress import LOADING, Progress
@@ -149,7 +150,8 @@ def load_weights(
         tied = spec.tie_embeddings or head not in checkpoint
         checkpoint.refuse_further_layers(names.layer, spec.num_layers + names.draft_layers)
         wanted = _Wanted(checkpoint)
-        _pack(spec, names, Tensors(wanted, checkpoint.__contains__, dtype), tables, tied=tied)
+        with ShapesAlone():
+            _pack(spec, names, Tensors(wanted, checkpoint.__contains__, dtype), tables, tied=tied)
         staging = None
         if staged:
             staging = stack.enter_context(Staging([stored.raw for _, stored in wanted.tensors], device))
@@ -180,7 +182,8 @@ def _made_up(
         return tensor
 
     if progress is not None:
-        _pack(spec, names, Tensors(count, None, dtype), (), tied=spec.tie_embeddings)
+        with ShapesAlone():
+            _pack(spec, names, Tensors(count, None, dtype), (), tied=spec.tie_embeddings)
         progress(LOADING, 0, total)
     return get
 

@@ -23,6 +23,7 @@ from weft.engine.engine import Engine
 from weft.engine.errors import ModelError, OutOfMemory
 from weft.engine.memory.model_id import model_id
 from weft.engine.model.directory import read_spec
+from weft.engine.model.shapes import ShapesAlone
 from weft.engine.model.weights import Weights, load_weights
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 132\n"
@@ -132,6 +133,41 @@ def test_through_staging_come_the_same_weights(tiny_model: Callable[[str], Path]
 
 def _products(weights: Weights) -> list[torch.Tensor]:
     return [t for layer in weights.layers for product in layer.values() for t in product.tensors() if t is not None]
+
+
+def test_packing_shapes_needs_no_compiler(tiny_model: Callable[[str], Path]) -> None:
+    """torch imports it for arithmetic on the meta device: a second, and a hundred MiB for good."""
+    script = f"""
+import sys, torch
+from pathlib import Path
+from weft.engine.model.directory import read_spec
+from weft.engine.model.shapes import ShapesAlone
+from weft.engine.model.weights import load_weights
+for path in {[str(tiny_model(family)) for family in FAMILIES]!r}:
+    spec = read_spec(Path(path))
+    for part in (spec, spec.shard(1, 2)):
+        for seed in (None, 1):
+            load_weights(part, Path(path), device=torch.device("cpu"), dtype=torch.bfloat16, max_positions=8,
+                         dummy_seed=seed, progress=lambda *_: None)
+    assert "torch._dynamo" not in sys.modules, path
+"""
+    run = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stderr
+
+
+def test_shapes_alone_are_those_of_the_numbers() -> None:
+    def some(device: str) -> list[torch.Tensor]:
+        a, b = torch.ones(2, 4, 6, device=device), torch.ones(6, device=device, dtype=torch.bfloat16)
+        bits = torch.ones(4, 6, device=device, dtype=torch.uint8)
+        return [
+            a * b, b * a, 2.0 * b, b + 1, 1 - b, a / b, -b, bits & 15, bits >> 4, torch.ldexp(a, bits.int()),
+            a.mean(-1, keepdim=True), a.sum(1), b.exp(), torch.stack((a, a)), a @ b.float(), a[0] @ a[1].t(),
+            torch.stack((a, a), dim=-2), torch.cat((a, a), 1), torch.cat((bits, bits)), b[bits.int()], a[:, 1:],
+        ]  # fmt: skip
+
+    with ShapesAlone():
+        made = [(t.shape, t.dtype) for t in some("meta")]
+    assert made == [(t.shape, t.dtype) for t in some("cpu")]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
