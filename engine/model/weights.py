@@ -124,11 +124,11 @@ def load_weights(
     max_positions: int,
     dummy_seed: int | None = None,
     progress: Progress | None = None,
-    staged: bool = False,
+    staged: bool | None = None,
 ) -> Weights:
     """Load and pack. `dummy_seed` makes weights up instead of reading `path`. `progress` counts bytes.
 
-    staged: through `Staging`, which is for GPUs.
+    staged: through `Staging`; None: to a GPU, where it is quicker.
 
     What is returned is a copy: nothing that happens to the files later changes it. Raises `ModelError` for a missing
     shard or tensor, a shape that does not fit the config and layers beyond it, all of them before any weight is read,
@@ -153,7 +153,7 @@ def load_weights(
         with ShapesAlone():
             _pack(spec, names, Tensors(wanted, checkpoint.__contains__, dtype), tables, tied=tied)
         staging = None
-        if staged:
+        if device.type == "cuda" if staged is None else staged:
             staging = stack.enter_context(Staging([stored.raw for _, stored in wanted.tensors], device))
         reader = _Reader(wanted.tensors, device, progress, staging)
         weights = _pack(spec, names, Tensors(reader, checkpoint.__contains__, dtype), tables, tied=tied)
