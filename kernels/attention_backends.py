@@ -15,7 +15,7 @@ from weft.kernels.gpu import on_gpu
 BackendName = Literal["triton", "flash-attn", "torch"]
 NAMES: tuple[BackendName, ...] = ("triton", "flash-attn", "torch")
 TRITON_PAGE_SIZES = (16, 32, 64, 128)
-TRITON_HEAD_DIMS = (64, 128)
+TRITON_HEAD_DIMS = range(16, 257, 16)
 TRITON_MAX_GROUP = 16
 
 
@@ -62,7 +62,7 @@ def check_triton(shape: AttentionShape) -> None:
     """What the Triton kernels were made for. Raises `AttentionUnavailable`."""
     if shape.head_dim not in TRITON_HEAD_DIMS:
         raise AttentionUnavailable(
-            f"the triton attention back end takes head_dim 64 or 128, the model has {shape.head_dim}; "
+            f"the triton attention back end takes head_dim 16, 32 and so on up to 256, the model has {shape.head_dim}; "
             "use flash-attn or torch"
         )
     if shape.page_size not in TRITON_PAGE_SIZES:

@@ -54,8 +54,10 @@ def product(
         positions = torch.arange(tokens, device=weight.device, dtype=torch.int32)
         slots = torch.arange(tokens, device=weight.device, dtype=torch.int32) + 64
         out = torch.empty(tokens, heads, head_dim, device=weight.device, dtype=DTYPE)
+        fused = projections.fuses_heads(head_dim, None)
+        raw = None if fused else torch.empty(tokens, n, device=weight.device, dtype=DTYPE)
         return lambda: projections.qkv_project(
-            a, sumsq, weight, None, 1e-5, rotary, positions, slots, kv, 1, heads, out=out, **options
+            a, sumsq, weight, None, 1e-5, rotary, positions, slots, kv, 1, heads, out=out, raw=raw, **options
         )
     if shape.kind == "residual":
         x = torch.randn(tokens, n, device=weight.device, dtype=DTYPE)
@@ -64,6 +66,9 @@ def product(
     if shape.kind == "gate_up":
         out = torch.empty(tokens, n // 2, device=weight.device, dtype=DTYPE)
         return lambda: projections.gate_up_project(a, sumsq, weight, 1e-5, out=out, **options)
+    if shape.kind == "up":
+        out = torch.empty(tokens, n, device=weight.device, dtype=DTYPE)
+        return lambda: projections.linear_project(a, sumsq, weight, 1e-5, activation="gelu_tanh", out=out, **options)
     out = torch.empty(tokens, n, device=weight.device, dtype=torch.float32 if shape.kind == "logits" else DTYPE)
     return lambda: gemm.matmul(a, weight, out, **options)
 

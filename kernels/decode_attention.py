@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft.kernels.decode_workspace import DecodeWorkspace, group_block
+from weft.kernels.decode_workspace import DecodeWorkspace, group_block, head_block
 from weft.kernels.dependent_launch import begin, pdl_options, release
 from weft.kernels.scores import bend, log2_scale, with_sink
 
@@ -42,14 +42,14 @@ def _step(q, k, v, real, m, norm, acc, scale, SOFTCAP: tl.constexpr, DTYPE: tl.c
 @triton.jit(do_not_specialize=["layer"])
 def _decode_kernel(
     q, kv_tiles, kv, out, table, stride_table, items, num_items, partial, arrived, layer, layers, scale, sinks,
-    HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
-    TMA: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
-    PDL: tl.constexpr,
+    HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
+    BN: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, WINDOWED: tl.constexpr,
+    SOFTCAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     release(PDL)  # memory is idle while few requests attend: the next product may already fetch weights
     begin(PDL)
     column = tl.arange(0, GP)
-    d = tl.arange(0, D)
+    d = tl.arange(0, DP)
     tasks = tl.load(num_items) * HKV
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
         head = task % HKV
@@ -60,10 +60,14 @@ def _decode_kernel(
         end = tl.load(item + 3)
         parts = tl.load(item + 5)
         heads = (row * HKV + head) * G + column
-        query = tl.load(q + heads[None, :] * D + d[:, None], mask=(column < G)[None, :], other=0.0)
+        # a head is filled up to DP numbers: those of q are zero, and those of the result go nowhere
+        mine = (column < G)[None, :]
+        if DP != D:
+            mine = mine & (d < D)[:, None]
+        query = tl.load(q + heads[None, :] * D + d[:, None], mask=mine, other=0.0)
         m = tl.full([GP], -1e30, tl.float32)
         norm = tl.zeros([GP], tl.float32)
-        acc = tl.zeros([D, GP], tl.float32)
+        acc = tl.zeros([DP, GP], tl.float32)
         for first in tl.range(start, end, BN, num_stages=STAGES):
             if TMA:
                 # the last block starts early enough to end with the last token: TMA fills what lies before the page
@@ -74,8 +78,8 @@ def _decode_kernel(
                 real = tl.arange(0, BN) >= shift
                 if WINDOWED:
                     real = real & (first + tl.arange(0, BN) - shift >= tl.load(item + 7))
-                k = kv_tiles.load([slab, first % PAGE - shift, head * D]).reshape([BN, D])
-                v = kv_tiles.load([slab + 1, first % PAGE - shift, head * D]).reshape([BN, D])
+                k = kv_tiles.load([slab, first % PAGE - shift, head * D]).reshape([BN, DP])
+                v = kv_tiles.load([slab + 1, first % PAGE - shift, head * D]).reshape([BN, DP])
             else:
                 token = first + tl.arange(0, BN)
                 real = token < end
@@ -83,37 +87,39 @@ def _decode_kernel(
                     real = real & (token >= tl.load(item + 7))
                 page = tl.load(pages + token // PAGE, mask=real, other=0).to(tl.int64)
                 at = (page * layers + layer) * (2 * PAGE) + token % PAGE
-                k_at = kv + at[:, None] * (HKV * D) + (head * D + tl.arange(0, D))[None, :]
-                k = tl.load(k_at, mask=real[:, None], other=0.0)
-                v = tl.load(k_at + PAGE * HKV * D, mask=real[:, None], other=0.0)
+                k_at = kv + at[:, None] * (HKV * D) + (head * D + d)[None, :]
+                whole = real[:, None]
+                if DP != D:
+                    whole = whole & (d < D)[None, :]
+                k = tl.load(k_at, mask=whole, other=0.0)
+                v = tl.load(k_at + PAGE * HKV * D, mask=whole, other=0.0)
             m, norm, acc = _step(query, k, v, real, m, norm, acc, scale, SOFTCAP, DTYPE)
         target = out + heads[None, :] * D + d[:, None]
-        mine = (column < G)[None, :]
         if parts == 1:
             norm = with_sink(norm, m, sinks, head * G + column, column < G)
             tl.store(target, (acc / norm[None, :]).to(DTYPE), mask=mine)
         else:
             slot = tl.load(item + 4)
-            SIZE: tl.constexpr = (D + 2) * GP
+            SIZE: tl.constexpr = (DP + 2) * GP
             base = partial + (slot.to(tl.int64) * HKV + head) * SIZE
             block = d[:, None] * GP + column[None, :]
             mine_at = base + tl.load(item + 6).to(tl.int64) * (HKV * SIZE)
             tl.store(mine_at + block, acc)
-            tl.store(mine_at + D * GP + column, m)
-            tl.store(mine_at + (D + 1) * GP + column, norm)
+            tl.store(mine_at + DP * GP + column, m)
+            tl.store(mine_at + (DP + 1) * GP + column, norm)
             tl.debug_barrier()  # every thread's store precedes the release below
             before = tl.atomic_add(arrived + row * HKV + head, 1, sem="acq_rel")
             if before == parts - 1:
                 m = tl.full([GP], -1e30, tl.float32)
                 norm = tl.zeros([GP], tl.float32)
-                acc = tl.zeros([D, GP], tl.float32)
+                acc = tl.zeros([DP, GP], tl.float32)
                 for other in range(parts):
                     at = base + other * (HKV * SIZE)
-                    m_other = tl.load(at + D * GP + column, cache_modifier=".cg")
+                    m_other = tl.load(at + DP * GP + column, cache_modifier=".cg")
                     m_new = tl.maximum(m, m_other)
                     alpha = tl.exp2(m - m_new)
                     beta = tl.exp2(m_other - m_new)
-                    norm = norm * alpha + tl.load(at + (D + 1) * GP + column, cache_modifier=".cg") * beta
+                    norm = norm * alpha + tl.load(at + (DP + 1) * GP + column, cache_modifier=".cg") * beta
                     acc = acc * alpha[None, :] + tl.load(at + block, cache_modifier=".cg") * beta[None, :]
                     m = m_new
                 norm = with_sink(norm, m, sinks, head * G + column, column < G)
@@ -164,13 +170,15 @@ def decode_attention(
                 q, kv, layer, page_table, items, num_items, out=out, num_sms=num_sms, space=space, scale=scale,
                 windowed=windowed, softcap=softcap, sinks=sinks,
             )  # fmt: skip
+    width = head_block(head_dim)
     tma = page_size % block == 0
     slabs = kv.view(-1, page_size, num_kv_heads * head_dim)  # K or V of one page and layer
     _decode_kernel[(num_sms * per_sm,)](
-        q, TensorDescriptor.from_tensor(slabs, [1, block, head_dim]) if tma else None, kv, out, page_table,
+        q, TensorDescriptor.from_tensor(slabs, [1, block, width]) if tma else None, kv, out, page_table,
         page_table.stride(0), items, num_items, space.partial, space.arrived, layer, layers,
         log2_scale(scale, head_dim), sinks,
-        HKV=num_kv_heads, G=group, GP=group_block(group), D=head_dim, PAGE=page_size, BN=block, TMA=tma, STAGES=stages,
+        HKV=num_kv_heads, G=group, GP=group_block(group), D=head_dim, DP=width, PAGE=page_size, BN=block, TMA=tma,
+        STAGES=stages,
         DTYPE={torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[q.dtype],
         WINDOWED=windowed, SOFTCAP=softcap, num_warps=warps, **pdl_options(),
     )  # fmt: skip

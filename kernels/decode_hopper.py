@@ -27,7 +27,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from weft.kernels.decode_workspace import DecodeWorkspace, group_block
+from weft.kernels.decode_workspace import DecodeWorkspace, group_block, head_block
 from weft.kernels.dependent_launch import pdl_options
 from weft.kernels.gpu import is_hopper, on_gpu
 from weft.kernels.scores import log2_scale
@@ -51,10 +51,10 @@ def _get(word):
 @gluon.jit
 def _load_block(
     kv, smem, bar, table, page, slab, slabs, first, end, column,
-    PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr,
+    PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, DP: gl.constexpr,
 ):  # fmt: skip
-    """K or V of tokens `first .. first + BN`, which begin in `page`, into `smem [BN, D]`; boxes past `end` arrive
-    shifted or as zeros.
+    """K or V of tokens `first .. first + BN`, which begin in `page`, into `smem [BN, DP]`; boxes past `end` arrive
+    shifted or as zeros. What fills a head up to DP numbers belongs to the next one, and weighs nothing.
     """
     for box in gl.static_range(BN // BOX):
         token = first + box * BOX
@@ -62,7 +62,7 @@ def _load_block(
             page = gl.load(table + gl.minimum(token, end - 1) // PAGE)
         shift = gl.minimum(gl.maximum(token + BOX - end, 0), BOX)
         row = gl.where(shift == BOX, PAGE, token % PAGE - shift)
-        target = smem.reshape([1, BN, D]).slice(box * BOX, BOX, dim=1)
+        target = smem.reshape([1, BN, DP]).slice(box * BOX, BOX, dim=1)
         load_tile(kv, [page * slabs + slab, row, column], bar, target)
 
 
@@ -77,9 +77,9 @@ def _range(items, task, tasks, table, stride_table, HKV: gl.constexpr):
 
 
 # The barriers. A program is four idle warps (those it starts with), and four consumers and four producers of one warp
-# each; producer c feeds consumer c alone, through a ring of SLOTS blocks (3 of 64 x 128, or 6 of 64 x 64). Blocks enter
-# it in the order K, V, K, V, task after task, so a slot holds K in one round and V in another. Both sides step `slot`
-# and flip `phase` when it wraps; the consumer begins with parity 0, the producer with 1.
+# each; producer c feeds consumer c alone, through a ring of SLOTS blocks (3 of 64 x 128 or 32 x 256, or 6 of 64 x 64).
+# Blocks enter it in the order K, V, K, V, task after task, so a slot holds K in one round and V in another. Both sides
+# step `slot` and flip `phase` when it wraps; the consumer begins with parity 0, the producer with 1.
 #
 #   barrier            arrivals in a phase                                    waited for by
 #   full[c, slot]      1: the producer's `expect`, one block (and q)          consumer c
@@ -102,7 +102,7 @@ def _range(items, task, tasks, table, stride_table, HKV: gl.constexpr):
 @gluon.jit
 def _produce(
     source, CONSUMERS: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, PAGE: gl.constexpr,
-    BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, CONSUMER: gl.constexpr,
+    BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, SLOTS: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     (q, kv, q_smem, ring, full, empty, task_smem, tokens_smem, table, stride_table, items, tasks, tickets, layer,
      layers) = source  # fmt: skip
@@ -124,13 +124,13 @@ def _produce(
             if first == start:
                 _put(task_smem.index(at), task)
                 _put(tokens_smem.index(at), end - start)
-                mbarrier.expect(full.index(at), (BN + GP) * D * 2)
+                mbarrier.expect(full.index(at), (BN + GP) * DP * 2)
                 query = q_smem.index(CONSUMER * QUERIES + turn % QUERIES)
                 load_tile(q, [(row * HKV + task % HKV) * G, 0], full.index(at), query)
             else:
-                mbarrier.expect(full.index(at), BN * D * 2)
+                mbarrier.expect(full.index(at), BN * DP * 2)
             _load_block(kv, ring.index(at), full.index(at), pages, page, layer * 2, layers * 2, first, end, column,
-                        PAGE, BN, BOX, D)  # fmt: skip
+                        PAGE, BN, BOX, DP)  # fmt: skip
             slot += 1
             if slot == SLOTS:
                 slot = 0
@@ -143,9 +143,9 @@ def _produce(
 
             at = CONSUMER * SLOTS + slot
             mbarrier.wait(empty.index(at), phase)
-            mbarrier.expect(full.index(at), BN * D * 2)
+            mbarrier.expect(full.index(at), BN * DP * 2)
             _load_block(kv, ring.index(at), full.index(at), pages, page, layer * 2 + 1, layers * 2, first, end, column,
-                        PAGE, BN, BOX, D)  # fmt: skip
+                        PAGE, BN, BOX, DP)  # fmt: skip
             after = first + BN
             page = gl.load(gl.where(after < end, pages + after // PAGE, pages_next + start_next // PAGE))
             slot += 1
@@ -184,13 +184,13 @@ def _turn(x, L: gl.constexpr):
 
 
 @gluon.jit
-def _part(base, part, parts, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr, MMA: gl.constexpr):
-    """Row maxima, sums and `[D, GP]` products that one part left; behind the last part they weigh nothing."""
+def _part(base, part, parts, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, DP: gl.constexpr, MMA: gl.constexpr):
+    """Row maxima, sums and `[DP, GP]` products that one part left; behind the last part they weigh nothing."""
     column = gl.arange(0, GP, layout=gl.SliceLayout(0, MMA))
-    d = gl.arange(0, D, layout=gl.SliceLayout(1, MMA))
-    at = base + gl.minimum(part, parts - 1).to(gl.int64) * (HKV * (D + 2) * GP)
-    m = gl.load(at + D * GP + column, cache_modifier=".cg")
-    norm = gl.load(at + (D + 1) * GP + column, cache_modifier=".cg")
+    d = gl.arange(0, DP, layout=gl.SliceLayout(1, MMA))
+    at = base + gl.minimum(part, parts - 1).to(gl.int64) * (HKV * (DP + 2) * GP)
+    m = gl.load(at + DP * GP + column, cache_modifier=".cg")
+    norm = gl.load(at + (DP + 1) * GP + column, cache_modifier=".cg")
     acc = gl.load(at + d[:, None] * GP + column[None, :], mask=(column < G)[None, :], other=0.0, cache_modifier=".cg")
     return gl.where(part < parts, m, float("-inf")), norm, acc
 
@@ -205,17 +205,17 @@ def _add(m, norm, acc, m_other, norm_other, acc_other):
 
 @gluon.jit
 def _join(
-    base, parts, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr, MMA: gl.constexpr
+    base, parts, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, DP: gl.constexpr, MMA: gl.constexpr
 ):  # fmt: skip
     """Products and sums of all parts of a request, added in their order; four parts are on their way at a time."""
     m = gl.full([GP], -1e30, gl.float32, layout=gl.SliceLayout(0, MMA))
     norm = gl.zeros([GP], gl.float32, layout=gl.SliceLayout(0, MMA))
-    acc = gl.zeros([D, GP], gl.float32, layout=MMA)
+    acc = gl.zeros([DP, GP], gl.float32, layout=MMA)
     for part in range(0, parts, 4):
-        m_a, norm_a, acc_a = _part(base, part, parts, HKV, G, GP, D, MMA)
-        m_b, norm_b, acc_b = _part(base, part + 1, parts, HKV, G, GP, D, MMA)
-        m_c, norm_c, acc_c = _part(base, part + 2, parts, HKV, G, GP, D, MMA)
-        m_d, norm_d, acc_d = _part(base, part + 3, parts, HKV, G, GP, D, MMA)
+        m_a, norm_a, acc_a = _part(base, part, parts, HKV, G, GP, DP, MMA)
+        m_b, norm_b, acc_b = _part(base, part + 1, parts, HKV, G, GP, DP, MMA)
+        m_c, norm_c, acc_c = _part(base, part + 2, parts, HKV, G, GP, DP, MMA)
+        m_d, norm_d, acc_d = _part(base, part + 3, parts, HKV, G, GP, DP, MMA)
         m, norm, acc = _add(m, norm, acc, m_a, norm_a, acc_a)
         m, norm, acc = _add(m, norm, acc, m_b, norm_b, acc_b)
         m, norm, acc = _add(m, norm, acc, m_c, norm_c, acc_c)
@@ -226,7 +226,7 @@ def _join(
 @gluon.jit
 def _consume(
     sink, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr,
-    SLOTS: gl.constexpr, WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr, CONSUMER: gl.constexpr,
+    DP: gl.constexpr, SLOTS: gl.constexpr, WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Work off the tasks of one producer; `m`, `norm` and `acc` as in flash attention, in the log2 domain."""
     out, q_smem, ring, full, empty, task_smem, tokens_smem, items, partial, arrived, scale, sinks = sink
@@ -252,7 +252,7 @@ def _consume(
 
         m = gl.full([GP], -1e30, gl.float32, layout=gl.SliceLayout(0, MMA))
         norm = gl.zeros([8, GP], gl.float32, layout=LANES)  # a sum per lane
-        acc = gl.zeros([D, GP], gl.float32, layout=MMA)
+        acc = gl.zeros([DP, GP], gl.float32, layout=MMA)
         for first in range(0, tokens, BN):
             at = CONSUMER * SLOTS + slot
             mbarrier.wait(full.index(at), phase)
@@ -296,28 +296,31 @@ def _consume(
         total = gl.convert_layout(gl.sum(norm, axis=0), gl.SliceLayout(0, MMA))
         last = True
         if parts > 1:
-            SIZE: gl.constexpr = (D + 2) * GP
+            SIZE: gl.constexpr = (DP + 2) * GP
             base = partial + (gl.load(item + 4).to(gl.int64) * HKV + head) * SIZE
             mine = base + gl.load(item + 6).to(gl.int64) * (HKV * SIZE)
-            d = gl.arange(0, D, layout=gl.SliceLayout(1, MMA))
+            d = gl.arange(0, DP, layout=gl.SliceLayout(1, MMA))
             gl.store(mine + d[:, None] * GP + column[None, :], acc, mask=(column < G)[None, :])
-            gl.store(mine + D * GP + column, m)
-            gl.store(mine + (D + 1) * GP + column, total)
+            gl.store(mine + DP * GP + column, m)
+            gl.store(mine + (DP + 1) * GP + column, total)
             barrier()  # every lane's store precedes the release below
             last = gl.atomic_add(arrived + row * HKV + head, 1, sem="acq_rel") == parts - 1
             barrier()
             if last:
-                acc, total, m = _join(base, parts, HKV, G, GP, D, MMA)
+                acc, total, m = _join(base, parts, HKV, G, GP, DP, MMA)
                 gl.store(arrived + row * HKV + head, 0)
         if last:
             if sinks is not None:
                 logit = gl.load(sinks + head * G + column, mask=column < G, other=0.0).to(gl.float32)
                 total += gl.exp2(logit * 1.4426950408889634 - m)
             result = _turn((acc / total[None, :]).to(ring.dtype), B)
-            d = gl.arange(0, D, layout=gl.SliceLayout(1, B))
+            d = gl.arange(0, DP, layout=gl.SliceLayout(1, B))
             heads = gl.arange(0, GP, layout=gl.SliceLayout(0, B))
             target = out + (row * HKV + head) * (G * D) + heads[None, :] * D + d[:, None]
-            gl.store(target, result, mask=(heads < G)[None, :])
+            mask = (heads < G)[None, :]
+            if DP != D:
+                mask = mask & (d < D)[:, None]
+            gl.store(target, result, mask=mask)
         turn += 1
         mbarrier.wait(full.index(CONSUMER * SLOTS + slot), phase)
         task = _get(task_smem.index(CONSUMER * SLOTS + slot))
@@ -331,16 +334,16 @@ def _idle():
 @gluon.jit(do_not_specialize=["layer"])
 def decode_kernel(
     q, kv, out, table, stride_table, items, num_items, partial, arrived, tickets, layer, layers, scale, sinks,
-    HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr,
-    BOX: gl.constexpr, SLOTS: gl.constexpr, DTYPE: gl.constexpr, WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr,
-    PDL: gl.constexpr,
+    HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, PAGE: gl.constexpr,
+    BN: gl.constexpr, BOX: gl.constexpr, SLOTS: gl.constexpr, DTYPE: gl.constexpr, WINDOWED: gl.constexpr,
+    SOFTCAP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     C: gl.constexpr = 4
     shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     bar: gl.constexpr = mbarrier.MBarrierLayout()
-    ring = gl.allocate_shared_memory(DTYPE, [C * SLOTS, BN, D], shared)
-    q_smem = gl.allocate_shared_memory(DTYPE, [C * ((SLOTS + 1) // 2), GP, D], shared)
+    ring = gl.allocate_shared_memory(DTYPE, [C * SLOTS, BN, DP], shared)
+    q_smem = gl.allocate_shared_memory(DTYPE, [C * ((SLOTS + 1) // 2), GP, DP], shared)
     task_smem = gl.allocate_shared_memory(gl.int32, [C * SLOTS, 1], word)
     tokens_smem = gl.allocate_shared_memory(gl.int32, [C * SLOTS, 1], word)
     full = gl.allocate_shared_memory(gl.int64, [C * SLOTS, 1], bar)
@@ -361,14 +364,14 @@ def decode_kernel(
     gl.warp_specialize(
         [
             (_idle, ()),
-            (_consume, (sink, HKV, G, GP, BN, BOX, D, SLOTS, WINDOWED, SOFTCAP, 0)),
-            (_consume, (sink, HKV, G, GP, BN, BOX, D, SLOTS, WINDOWED, SOFTCAP, 1)),
-            (_consume, (sink, HKV, G, GP, BN, BOX, D, SLOTS, WINDOWED, SOFTCAP, 2)),
-            (_consume, (sink, HKV, G, GP, BN, BOX, D, SLOTS, WINDOWED, SOFTCAP, 3)),
-            (_produce, (source, C, HKV, G, GP, PAGE, BN, BOX, D, SLOTS, 0)),
-            (_produce, (source, C, HKV, G, GP, PAGE, BN, BOX, D, SLOTS, 1)),
-            (_produce, (source, C, HKV, G, GP, PAGE, BN, BOX, D, SLOTS, 2)),
-            (_produce, (source, C, HKV, G, GP, PAGE, BN, BOX, D, SLOTS, 3)),
+            (_consume, (sink, HKV, G, GP, BN, BOX, D, DP, SLOTS, WINDOWED, SOFTCAP, 0)),
+            (_consume, (sink, HKV, G, GP, BN, BOX, D, DP, SLOTS, WINDOWED, SOFTCAP, 1)),
+            (_consume, (sink, HKV, G, GP, BN, BOX, D, DP, SLOTS, WINDOWED, SOFTCAP, 2)),
+            (_consume, (sink, HKV, G, GP, BN, BOX, D, DP, SLOTS, WINDOWED, SOFTCAP, 3)),
+            (_produce, (source, C, HKV, G, GP, PAGE, BN, BOX, D, DP, SLOTS, 0)),
+            (_produce, (source, C, HKV, G, GP, PAGE, BN, BOX, D, DP, SLOTS, 1)),
+            (_produce, (source, C, HKV, G, GP, PAGE, BN, BOX, D, DP, SLOTS, 2)),
+            (_produce, (source, C, HKV, G, GP, PAGE, BN, BOX, D, DP, SLOTS, 3)),
         ],
         [1] * 8,
         [248, 248, 248, 248, 48, 48, 48, 48],
@@ -384,10 +387,12 @@ _RING = 196608
 def supports(q: Tensor, kv: Tensor) -> bool:
     """Whether `launch_decode` takes these shapes on this device."""
     page_size, num_kv_heads, head_dim = kv.shape[3:]
+    width = head_block(head_dim)
+    largest_group = 16 if width <= 128 else 8  # their queries lie in shared memory, beside the ring
     return (
         on_gpu(q.device) and is_hopper()
         and q.dtype in (torch.bfloat16, torch.float16) and page_size in (16, 32, 64, 128)
-        and head_dim in (64, 128) and q.shape[1] // num_kv_heads <= 16
+        and width in (64, 128, 256) and q.shape[1] // num_kv_heads <= largest_group
     )  # fmt: skip
 
 
@@ -399,18 +404,19 @@ def launch_decode(
     """As `decode_attention`, which checks the arguments; on `num_sms` SMs, whose shared memory it takes whole."""
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
     group = q.shape[1] // num_kv_heads
-    block = 64
+    width = head_block(head_dim)
+    block = 64 if width <= 128 else 32  # a block waits in the registers of one warp
     box = min(page_size, block)
     shared = [gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (2, 3)]
     slabs = kv.view(-1, page_size, num_kv_heads * head_dim)  # K or V of one page and layer
     queries = q.view(-1, head_dim)
     decode_kernel[(num_sms,)](
-        TensorDescriptor.from_tensor(queries, [group_block(group), head_dim], shared[0]),
-        TensorDescriptor.from_tensor(slabs, [1, box, head_dim], shared[1]), out, page_table, page_table.stride(0),
+        TensorDescriptor.from_tensor(queries, [group_block(group), width], shared[0]),
+        TensorDescriptor.from_tensor(slabs, [1, box, width], shared[1]), out, page_table, page_table.stride(0),
         items, num_items, space.partial, space.arrived, space.tickets, layer, layers,
         log2_scale(scale, head_dim), sinks,
-        HKV=num_kv_heads, G=group, GP=group_block(group), D=head_dim, PAGE=page_size, BN=block, BOX=box,
-        SLOTS=_RING // (CONSUMERS * block * head_dim * 2),
+        HKV=num_kv_heads, G=group, GP=group_block(group), D=head_dim, DP=width, PAGE=page_size, BN=block, BOX=box,
+        SLOTS=_RING // (CONSUMERS * block * width * 2),
         DTYPE={torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[q.dtype],
         WINDOWED=windowed, SOFTCAP=softcap, num_warps=4, **pdl_options(),
     )  # fmt: skip

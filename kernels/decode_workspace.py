@@ -12,7 +12,7 @@ class DecodeWorkspace(NamedTuple):
     """Scratch of requests that are split: one per stream that runs decode attention."""
 
     partial: Tensor
-    """[slots, Hkv, D + 2, group padded] float32: sums, then row maximum and row sum"""
+    """[slots, Hkv, D padded + 2, group padded] float32: sums, then row maximum and row sum"""
     arrived: Tensor
     """[rows * Hkv] int32, zero between launches"""
     tickets: Tensor
@@ -24,10 +24,15 @@ def group_block(group: int) -> int:
     return max(8, 1 << (group - 1).bit_length())
 
 
+def head_block(head_dim: int) -> int:
+    """Numbers of a head as the kernels hold it: filled up to a power of two."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
 def decode_workspace(
     slots: int, rows: int, num_kv_heads: int, group: int, head_dim: int, device: torch.device | str
 ) -> DecodeWorkspace:
-    shape = (slots, num_kv_heads, head_dim + 2, group_block(group))
+    shape = (slots, num_kv_heads, head_block(head_dim) + 2, group_block(group))
     return DecodeWorkspace(
         torch.empty(shape, dtype=torch.float32, device=device),
         torch.zeros(rows * num_kv_heads, dtype=torch.int32, device=device),

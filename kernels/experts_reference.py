@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.kernels.reference import _normed, _sumsq, gated
+from weft.kernels.reference import _normed, gated, row_sumsq
 
 
 class Routing(NamedTuple):
@@ -117,4 +117,4 @@ def experts_residual(
     placed = torch.empty_like(y)
     placed[routing.order] = y
     out = (x.float() + placed.view(*routing.experts.shape, -1).sum(1)).to(x.dtype)
-    return out, _sumsq(out, centred)
+    return out, row_sumsq(out, centred)

@@ -33,15 +33,25 @@ def matmul(
     space: Workspace | None = None,
     num_tokens: Tensor | None = None,
     config: GemmConfig | None = None,
+    bias: Tensor | None = None,
+    factor: float = 1.0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """`out[M, N] = a[M, K] @ weight[N, K].T`; out bf16, fp16 or float32.
 
     num_tokens: optional int32 scalar in device memory; rows past it are left as they are (up to a tile).
+    bias `[N]` is added, then all is multiplied by `factor` and bent below `softcap`, if there is one.
     """
     check_operands(a, weight)
     m, n, k = a.shape[0], weight.shape[0], a.shape[1]
     launch = launch_of(m, n, k, config, num_sms)
-    if launch.config.special and out.dtype != a.dtype:  # the warp-specialised kernel writes what it reads
+    bent = factor != 1.0 or softcap > 0.0
+    # The warp-specialised kernel writes what it reads, and bends nothing.
+    if launch.config.special and (out.dtype != a.dtype or bent):
         launch = launch_of(m, n, k, GemmConfig(128, 256, 64, 3, 8), num_sms)
-    product("plain", launch, a, weight, out, num_tokens, space)
+    if bias is None and not bent:
+        product("plain", launch, a, weight, out, num_tokens, space)
+    else:
+        options: dict[str, Any] = {"factor": factor, "SOFTCAP": softcap} if bent else {}
+        product("linear", launch, a, weight, out, num_tokens, space, bias=bias, PARTS=0, **options)
     return out

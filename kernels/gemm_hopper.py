@@ -230,12 +230,47 @@ def _qkv_piece(
 
 
 @gluon.jit
+def _activate(y, ACT: gl.constexpr):
+    """As `gemm_activations.activate`."""
+    if ACT == "silu":
+        y = y / (1.0 + gl.exp(-y))
+    if ACT == "gelu":
+        y = 0.5 * y * (1.0 + gl.erf(y * 0.7071067811865476))
+    if ACT == "gelu_tanh":
+        y = y / (1.0 + gl.exp(-1.5957691216057308 * (y + 0.044715 * y * y * y)))
+    if ACT == "relu":
+        y = gl.maximum(y, 0.0)
+    if ACT == "relu2":
+        y = gl.maximum(y, 0.0)
+        y = y * y
+    return y
+
+
+@gluon.jit
+def _gate_with(gate, up, ACT: gl.constexpr):
+    """As `gemm_activations.gate_with`, to the bit."""
+    if ACT == "silu":
+        return gate * up / (1.0 + gl.exp(-gate))
+    else:
+        return _activate(gate, ACT) * up
+
+
+@gluon.jit
+def _with_bias(y, bias, col, N, HAS_BIAS: gl.constexpr, L: gl.constexpr):
+    """Columns `col ..` of a product in layout `L`, plus their bias where there is one."""
+    if HAS_BIAS:
+        at = col + gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, L))
+        y += gl.load(bias + at, mask=at < N, other=0.0).to(gl.float32)[None, :]
+    return y
+
+
+@gluon.jit
 def _consume(
-    out, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, live, tiles_m, tiles_n, steps, K,
+    out, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, live, tiles_m, tiles_n, steps, N, K,
     sumsq, stride_sumsq, eps, bias, rotary, positions, slots, kv, layer, layers, q_norm, k_norm, WG: gl.constexpr,
     KIND: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     PARTS: gl.constexpr, HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
-    HAS_BIAS: gl.constexpr, HAS_NORM: gl.constexpr, DTYPE: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_NORM: gl.constexpr, DTYPE: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN // 2, 16])
@@ -249,7 +284,7 @@ def _consume(
     for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
         tile_m, tile_n = _tile_of(tile, tiles_m, tiles_n, GROUP)
         row0 = tile_m * 128 + WG * 64
-        if KIND == "gate_up":
+        if (KIND == "gate_up" or KIND == "linear") and PARTS > 0:
             rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
             scale = _row_scale(sumsq, rows, live, stride_sumsq, K, eps, PARTS)
         if KIND == "qkv":
@@ -264,8 +299,17 @@ def _consume(
             io.store(acc.to(DTYPE))
             fence_async_shared()
             store_tile(out, [row0, tile_n * BN], io)
+        if KIND == "linear":
+            if PARTS > 0:
+                acc = acc * scale[:, None]
+            y = _activate(_with_bias(acc, bias, tile_n * BN, N, HAS_BIAS, ACC), ACT)
+            tma.store_wait(0)
+            io.store(y.to(DTYPE))
+            fence_async_shared()
+            store_tile(out, [row0, tile_n * BN], io)
         if KIND == "residual":
             rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
+            acc = _with_bias(acc, bias, tile_n * BN, N, HAS_BIAS, ACC)
             mbarrier.wait(x_full.index(WG), turn & 1)
             y = (io.load(ACC).to(gl.float32) + acc).to(DTYPE)
             io.store(y)
@@ -276,8 +320,11 @@ def _consume(
             tma.store_wait(0)
             mbarrier.arrive(x_empty.index(WG), count=1)
         if KIND == "gate_up":
-            gate, up = gl.split(gl.reshape(acc * scale[:, None], (64, BN // 2, 2)))
-            h = gate * up / (1.0 + gl.exp(-gate))
+            if PARTS > 0:
+                acc = acc * scale[:, None]
+            acc = _with_bias(acc, bias, tile_n * BN, N, HAS_BIAS, ACC)
+            gate, up = gl.split(gl.reshape(acc, (64, BN // 2, 2)))
+            h = _gate_with(gate, up, ACT)
             tma.store_wait(0)
             io.store(gl.convert_layout(h.to(DTYPE), HALF))
             fence_async_shared()
@@ -315,7 +362,7 @@ def product_kernel(
     layers, q_norm, k_norm,
     KIND: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PARTS: gl.constexpr,
     HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_NORM: gl.constexpr, HAS_COUNT: gl.constexpr, DTYPE: gl.constexpr, PDL: gl.constexpr,
+    HAS_NORM: gl.constexpr, HAS_COUNT: gl.constexpr, DTYPE: gl.constexpr, ACT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     BN: gl.constexpr = 256
     BK: gl.constexpr = 64
@@ -347,12 +394,12 @@ def product_kernel(
     steps = gl.cdiv(K, BK)
     gl.warp_specialize(
         [
-            (_consume, (out, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, live, tiles_m, tiles_n, steps, K,
+            (_consume, (out, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, live, tiles_m, tiles_n, steps, N, K,
                         sumsq, stride_sumsq, eps, bias, rotary, positions, slots, kv, layer, layers, q_norm, k_norm, 0,
-                        KIND, BN, STAGES, GROUP, PARTS, HQ, HKV, D, PAGE, HAS_BIAS, HAS_NORM, DTYPE)),
-            (_consume, (out, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, live, tiles_m, tiles_n, steps, K,
+                        KIND, BN, STAGES, GROUP, PARTS, HQ, HKV, D, PAGE, HAS_BIAS, HAS_NORM, DTYPE, ACT)),
+            (_consume, (out, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, live, tiles_m, tiles_n, steps, N, K,
                         sumsq, stride_sumsq, eps, bias, rotary, positions, slots, kv, layer, layers, q_norm, k_norm, 1,
-                        KIND, BN, STAGES, GROUP, PARTS, HQ, HKV, D, PAGE, HAS_BIAS, HAS_NORM, DTYPE)),
+                        KIND, BN, STAGES, GROUP, PARTS, HQ, HKV, D, PAGE, HAS_BIAS, HAS_NORM, DTYPE, ACT)),
             (_produce, (a, w, w_half, x, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, tiles_m, tiles_n,
                         steps, KIND, BN, BK, STAGES, GROUP)),
         ],
@@ -362,27 +409,40 @@ def product_kernel(
 
 
 _SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-_QKV_FIELDS: dict[str, Any] = dict.fromkeys(
+_FIELDS: dict[str, Any] = dict.fromkeys(
     ("sumsq", "bias", "rotary", "positions", "slots", "kv", "q_norm", "k_norm"), None
-) | {"stride_sumsq": 0, "eps": 0.0, "layer": 0, "layers": 0, "PARTS": 1, "HQ": 1, "HKV": 1, "D": 128, "PAGE": 1}
+) | {
+    "stride_sumsq": 0,
+    "eps": 0.0,
+    "layer": 0,
+    "layers": 0,
+    "PARTS": 1,
+    "HQ": 1,
+    "HKV": 1,
+    "D": 128,
+    "PAGE": 1,
+    "ACT": "",
+}
 
 
 def launch_product(
     kind: str, launch: Launch, a: Tensor, weight: Tensor, out: Tensor, num_tokens: Tensor | None,
     x: Tensor | None = None, **fields: Any,
 ) -> None:  # fmt: skip
-    """Run `product_kernel` for `kind` "plain", "residual", "gate_up" or "qkv"; `fields` are what its epilogue reads."""
+    """Run `product_kernel` for a `kind` of it; `fields` are what its epilogue reads."""
 
     def tiles(tensor: Tensor, rows: int, cols: int) -> TensorDescriptor:
         return TensorDescriptor.from_tensor(tensor, [rows, cols], _SHARED)
 
     width = BLOCK_FEATURES // 2 if kind == "gate_up" else BLOCK_FEATURES
-    stages = 3 if kind in ("plain", "residual") else 4  # the rest of shared memory holds a tile of the epilogue
+    stages = (
+        3 if kind in ("plain", "linear", "residual") else 4
+    )  # the rest of shared memory holds a tile of the epilogue
     product_kernel[launch.grid](
         tiles(a, BLOCK_TOKENS, BLOCK_DEPTH), tiles(weight, BLOCK_FEATURES, BLOCK_DEPTH),
         tiles(weight, BLOCK_FEATURES // 2, BLOCK_DEPTH) if kind == "qkv" else None,
         None if x is None else tiles(x, 64, BLOCK_FEATURES), out if kind == "qkv" else tiles(out, 64, width),
-        num_tokens, a.shape[0], weight.shape[0], a.shape[1], **(_QKV_FIELDS | fields),
+        num_tokens, a.shape[0], weight.shape[0], a.shape[1], **(_FIELDS | fields),
         KIND=kind, STAGES=stages, GROUP=launch.config.group, HAS_BIAS=fields.get("bias") is not None,
         HAS_NORM=fields.get("q_norm") is not None, HAS_COUNT=num_tokens is not None,
         DTYPE={torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[a.dtype], num_warps=4,

@@ -26,6 +26,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.kernels.dependent_launch import begin, release
+from weft.kernels.gemm_activations import activate, bend_below, gate_with
 from weft.kernels.gemm_launch import Launch, Workspace, check_workspace
 from weft.kernels.gemm_tiles import accumulate, ahead, columns, live_tokens, meet, row_scale, tile_of
 
@@ -43,16 +44,45 @@ def _store(total, out, tile_m, tile_n, BM: tl.constexpr, BN: tl.constexpr, SLICE
 
 
 @triton.jit
-def _add_residual(
-    total, x, out, sumsq, stride_sumsq, live, tile_m, tile_n, BM: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr,
-    OUT: tl.constexpr,
+def _bias_of(bias, col, N, W: tl.constexpr):
+    """`[1, W]` float32 of columns `col ..`."""
+    at = col + tl.arange(0, W)
+    return tl.load(bias + at, mask=at < N, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _linear(
+    total, scale, bias, factor, out, tile_m, tile_n, N, ACT: tl.constexpr, SOFTCAP: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, SLICES: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
-    """`x` plus the product, and this tile's part of the sums of squares."""
+    """The product with all that may follow it: scale of its rows, bias, activation, factor, soft-cap."""
+    for s in tl.static_range(SLICES):
+        col = tile_n * BN + s * (BN // SLICES)
+        y = columns(total, s, SLICES)
+        if scale is not None:
+            y = y * scale[:, None]
+        if bias is not None:
+            y += _bias_of(bias, col, N, BN // SLICES)
+        y = activate(y, ACT)
+        if factor is not None:
+            y = bend_below(y * factor, SOFTCAP)
+        out.store([tile_m * BM, col], y.to(OUT))
+
+
+@triton.jit
+def _add_residual(
+    total, x, out, bias, sumsq, stride_sumsq, live, tile_m, tile_n, N, BM: tl.constexpr, BN: tl.constexpr,
+    SLICES: tl.constexpr, OUT: tl.constexpr,
+):  # fmt: skip
+    """`x` plus the product (and its bias), and this tile's part of the sums of squares."""
     W: tl.constexpr = BN // SLICES
     squares = tl.zeros([BM], tl.float32)
     for s in tl.static_range(SLICES):
         col = tile_n * BN + s * W
-        y = (x.load([tile_m * BM, col]).to(tl.float32) + columns(total, s, SLICES)).to(OUT)
+        y = x.load([tile_m * BM, col]).to(tl.float32) + columns(total, s, SLICES)
+        if bias is not None:
+            y += _bias_of(bias, col, N, W)
+        y = y.to(OUT)
         out.store([tile_m * BM, col], y)
         squares += tl.sum(y.to(tl.float32) * y.to(tl.float32), axis=1)
     rows = tile_m * BM + tl.arange(0, BM)
@@ -60,15 +90,20 @@ def _add_residual(
 
 
 @triton.jit
-def _swiglu(
-    total, scale, out, tile_m, tile_n, BM: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr, OUT: tl.constexpr
-):
+def _gated(
+    total, scale, bias, out, tile_m, tile_n, N, ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SLICES: tl.constexpr, OUT: tl.constexpr,
+):  # fmt: skip
     """Columns alternate between gate and up."""
     W: tl.constexpr = BN // SLICES
     for s in tl.static_range(SLICES):
-        y = columns(total, s, SLICES) * scale[:, None]
+        y = columns(total, s, SLICES)
+        if scale is not None:
+            y = y * scale[:, None]
+        if bias is not None:
+            y += _bias_of(bias, tile_n * BN + s * W, N, W)
         gate, up = tl.split(tl.reshape(y, (BM, W // 2, 2)))
-        h = gate * up / (1.0 + tl.exp(-gate))  # as in gemm_hopper, to the bit
+        h = gate_with(gate, up, ACT)
         out.store([tile_m * BM, (tile_n * BN + s * W) // 2], h.to(OUT))
 
 
@@ -151,9 +186,10 @@ def product_kernel(
     ONCE: tl.constexpr,
     sumsq=None, stride_sumsq=None, eps=None, bias=None, rotary=None, positions=None, slots=None, kv=None, layer=None,
     layers=None, q_out=None, q_norm=None, k_norm=None, PARTS: tl.constexpr = None, HQ: tl.constexpr = None,
-    HKV: tl.constexpr = None, D: tl.constexpr = None, PAGE: tl.constexpr = None,
+    HKV: tl.constexpr = None, D: tl.constexpr = None, PAGE: tl.constexpr = None, factor=None,
+    ACT: tl.constexpr = "", SOFTCAP: tl.constexpr = 0.0,
 ):  # fmt: skip
-    """`KIND` is "plain", "residual", "gate_up" or "qkv"; what its epilogue does not read is None."""
+    """`KIND` is "plain", "linear", "residual", "gate_up" or "qkv"; what its epilogue does not read is None."""
     tiles_n = tl.cdiv(N, BN)
     steps = tl.cdiv(K, BK)
     share = tl.cdiv(steps, SPLIT)
@@ -167,9 +203,10 @@ def product_kernel(
         part = unit % SPLIT
         tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP)
         first = part * share
-        if KIND == "gate_up":
+        scale = None
+        if KIND == "gate_up" or KIND == "linear":
             rows = tile_m * BM + tl.arange(0, BM)
-            if BM * PARTS <= EARLY:
+            if PARTS > 0 and BM * PARTS <= EARLY:
                 scale = row_scale(sumsq, rows, live, stride_sumsq, K, eps, PARTS)
         acc = accumulate(a, w, tile_m * BM, tile_n * BN, first, tl.minimum(first + share, steps), BM, BN, BK, SWAP)
         done = True
@@ -182,11 +219,15 @@ def product_kernel(
             if KIND == "plain":
                 _store(total, out, tile_m, tile_n, BM, BN, SLICES, OUT)
             if KIND == "residual":
-                _add_residual(total, x, out, sumsq, stride_sumsq, live, tile_m, tile_n, BM, BN, SLICES, OUT)
+                _add_residual(
+                    total, x, out, bias, sumsq, stride_sumsq, live, tile_m, tile_n, N, BM, BN, SLICES, OUT
+                )  # fmt: skip
+            if (KIND == "gate_up" or KIND == "linear") and BM * PARTS > EARLY:
+                scale = row_scale(sumsq, rows, live, stride_sumsq, K, eps, PARTS)
             if KIND == "gate_up":
-                if BM * PARTS > EARLY:
-                    scale = row_scale(sumsq, rows, live, stride_sumsq, K, eps, PARTS)
-                _swiglu(total, scale, out, tile_m, tile_n, BM, BN, SLICES, OUT)
+                _gated(total, scale, bias, out, tile_m, tile_n, N, ACT, BM, BN, SLICES, OUT)
+            if KIND == "linear":
+                _linear(total, scale, bias, factor, out, tile_m, tile_n, N, ACT, SOFTCAP, BM, BN, SLICES, OUT)
             if KIND == "qkv":
                 rows = tile_m * BM + tl.arange(0, BM)
                 scale = row_scale(sumsq, rows, live, stride_sumsq, K, eps, PARTS)
@@ -202,7 +243,7 @@ def launch_product(
     kind: str, launch: Launch, a: Tensor, weight: Tensor, out: Tensor, num_tokens: Tensor | None,
     space: Workspace | None, x: Tensor | None = None, **fields: Any,
 ) -> None:  # fmt: skip
-    """Run `product_kernel` for `kind` "plain", "residual", "gate_up" or "qkv"; `fields` are what its epilogue reads."""
+    """Run `product_kernel` for a `kind` of it; `fields` are what its epilogue reads."""
     c = launch.config
     m, n, k = a.shape[0], weight.shape[0], a.shape[1]
     width = c.features // c.slices

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.decode_workspace import head_block
 from weft.kernels.dependent_launch import begin, pdl_options, release
 from weft.kernels.gpu import is_hopper, on_gpu
 from weft.kernels.scores import bend, log2_scale, with_sink
@@ -24,13 +25,14 @@ from weft.kernels.work_lists import TILE_ROWS
 @triton.jit(do_not_specialize=["layer"])
 def _prefill_kernel(
     q, kv, out, table, stride_table, items, num_items, layer, layers, scale, sinks,
-    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr, DTYPE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PDL: tl.constexpr,
+    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     release(PDL)
     rows = tl.arange(0, BM)
-    d = tl.arange(0, D)
+    d = tl.arange(0, DP)  # a head is filled up with zeros
     tasks = tl.load(num_items) * HKV
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
         head = task % HKV
@@ -42,11 +44,13 @@ def _prefill_kernel(
         end = start + queries
         limit = start + rows // G
         mine = (rows // G < queries)[:, None]
+        if DP != D:
+            mine = mine & (d < D)[None, :]
         at = ((q_row + rows // G).to(tl.int64) * (HKV * G) + head * G + rows % G) * D
         query = tl.load(q + at[:, None] + d[None, :], mask=mine, other=0.0)
         m = tl.full([BM], -1e30, tl.float32)
         norm = tl.zeros([BM], tl.float32)
-        acc = tl.zeros([BM, D], tl.float32)
+        acc = tl.zeros([BM, DP], tl.float32)
         lowest = 0
         if WINDOW > 0:
             lowest = tl.maximum(start + 1 - WINDOW, 0)
@@ -58,8 +62,11 @@ def _prefill_kernel(
             page = tl.load(pages + token // PAGE, mask=real, other=0).to(tl.int64)
             row = (page * layers + layer) * (2 * PAGE) + token % PAGE
             k_at = kv + row[:, None] * (HKV * D) + (head * D + d)[None, :]
-            k = tl.load(k_at, mask=real[:, None], other=0.0)
-            v = tl.load(k_at + PAGE * HKV * D, mask=real[:, None], other=0.0)
+            whole = real[:, None]
+            if DP != D:
+                whole = whole & (d < D)[None, :]
+            k = tl.load(k_at, mask=whole, other=0.0)
+            v = tl.load(k_at + PAGE * HKV * D, mask=whole, other=0.0)
             s = bend(tl.dot(query, k.T) * scale, SOFTCAP)
             s = tl.where(token[None, :] <= limit[:, None], s, float("-inf"))
             if WINDOW > 0:
@@ -74,8 +81,8 @@ def _prefill_kernel(
         tl.store(out + at[:, None] + d[None, :], (acc / norm[:, None]).to(DTYPE), mask=mine)
 
 
-def _hopper(q: Tensor) -> bool:
-    return on_gpu(q.device) and is_hopper() and q.element_size() == 2
+def _hopper(q: Tensor, head_dim: int) -> bool:
+    return on_gpu(q.device) and is_hopper() and q.element_size() == 2 and head_block(head_dim) in (64, 128, 256)
 
 
 def prefill_attention(
@@ -108,10 +115,12 @@ def prefill_attention(
     if page_table.stride(1) != 1:
         raise ValueError("rows of the page table must be contiguous")
     factor = log2_scale(scale, head_dim)
-    if portable or not _hopper(q):
+    width = head_block(head_dim)
+    if portable or not _hopper(q, head_dim):
         _prefill_kernel[(num_sms,)](
             q, kv, out, page_table, page_table.stride(0), items, num_items, layer, layers, factor, sinks,
-            HKV=num_kv_heads, G=group, D=head_dim, PAGE=page_size, BM=TILE_ROWS, BN=64, STAGES=2,
+            HKV=num_kv_heads, G=group, D=head_dim, DP=width, PAGE=page_size, BM=TILE_ROWS,
+            BN=64 if width <= 128 else 32, STAGES=2,
             DTYPE={torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[q.dtype],
             WINDOW=window or 0, SOFTCAP=softcap, num_warps=8, **pdl_options(),
         )  # fmt: skip
@@ -121,14 +130,15 @@ def prefill_attention(
 
     from weft.kernels.prefill_hopper import prefill_kernel
 
-    block, box = 128, min(page_size, 128)
+    block = 128 if width <= 128 else 64
+    box = min(page_size, block)
     slabs = kv.view(-1, page_size, num_kv_heads * head_dim)  # K or V of one page and layer
     dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[q.dtype]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-    tiles = TensorDescriptor.from_tensor(slabs, [1, box, head_dim], layout)
+    tiles = TensorDescriptor.from_tensor(slabs, [1, box, width], layout)
     prefill_kernel[(num_sms,)](
         q, tiles, out, page_table, page_table.stride(0), items, num_items, layer, layers, factor, sinks,
-        HKV=num_kv_heads, G=group, D=head_dim, PAGE=page_size, BN=block, BOX=box, STAGES=2, DTYPE=dtype,
+        HKV=num_kv_heads, G=group, D=head_dim, DP=width, PAGE=page_size, BN=block, BOX=box, STAGES=2, DTYPE=dtype,
         WINDOW=window or 0, SOFTCAP=softcap, num_warps=4,
         **pdl_options(),
     )  # fmt: skip

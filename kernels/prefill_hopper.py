@@ -31,16 +31,16 @@ load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glo
 @gluon.jit
 def _load_block(
     kv, smem, bar, table, slab, slabs, first, end, column,
-    PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr,
+    PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, DP: gl.constexpr,
 ):  # fmt: skip
-    """K or V of tokens `first .. first + BN` into `smem [BN, D]`; boxes past `end` arrive shifted or as zeros."""
-    mbarrier.expect(bar, BN * D * 2)
+    """K or V of tokens `first .. first + BN` into `smem [BN, DP]`; boxes past `end` arrive shifted or as zeros."""
+    mbarrier.expect(bar, BN * DP * 2)
     for box in gl.static_range(BN // BOX):
         token = first + box * BOX
         page = gl.load(table + gl.minimum(token, end - 1) // PAGE)
         shift = gl.minimum(gl.maximum(token + BOX - end, 0), BOX)
         row = gl.where(shift == BOX, PAGE, token % PAGE - shift)
-        target = smem.reshape([1, BN, D]).slice(box * BOX, BOX, dim=1)
+        target = smem.reshape([1, BN, DP]).slice(box * BOX, BOX, dim=1)
         load_tile(kv, [page * slabs + slab, row, column], bar, target)
 
 
@@ -70,8 +70,8 @@ def _load_block(
 @gluon.jit
 def _produce(
     kv, k_smem, v_smem, k_full, k_empty, v_full, v_empty, table, stride_table, items, tasks, layer, layers,
-    HKV: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    WINDOW: gl.constexpr,
+    HKV: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr, DP: gl.constexpr,
+    STAGES: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     count = 0
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
@@ -84,10 +84,10 @@ def _produce(
             phase = (count // STAGES) & 1
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             _load_block(kv, k_smem.index(stage), k_full.index(stage), pages, layer * 2, layers * 2, first, end,
-                        head * D, PAGE, BN, BOX, D)  # fmt: skip
+                        head * D, PAGE, BN, BOX, DP)  # fmt: skip
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
             _load_block(kv, v_smem.index(stage), v_full.index(stage), pages, layer * 2 + 1, layers * 2, first, end,
-                        head * D, PAGE, BN, BOX, D)  # fmt: skip
+                        head * D, PAGE, BN, BOX, DP)  # fmt: skip
             count += 1
 
 
@@ -133,13 +133,13 @@ def _softmax(s, m, norm, scale):
 @gluon.jit
 def _consume(
     q, out, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items, tasks, scale, sinks, WG: gl.constexpr,
-    HKV: gl.constexpr, G: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    DTYPE: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
+    HKV: gl.constexpr, G: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr, DP: gl.constexpr,
+    STAGES: gl.constexpr, DTYPE: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DP, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    Q: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    Q: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DP, DP // 8], [4, 1], [1, 0])
     q_mine = q_smem.index(WG)
     count = 0
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
@@ -152,8 +152,11 @@ def _consume(
 
         row = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, Q))
         at = ((q_row + row // G).to(gl.int64) * (HKV * G) + head * G + row % G) * D
-        tile = gl.load(q + at[:, None] + gl.arange(0, D, layout=gl.SliceLayout(0, Q))[None, :],
-                       mask=(row // G < queries)[:, None], other=0.0)  # fmt: skip
+        d = gl.arange(0, DP, layout=gl.SliceLayout(0, Q))
+        mask = (row // G < queries)[:, None]
+        if DP != D:
+            mask = mask & (d < D)[None, :]
+        tile = gl.load(q + at[:, None] + d[None, :], mask=mask, other=0.0)
         q_mine.store(tile)
         fence_async_shared()
 
@@ -161,7 +164,7 @@ def _consume(
         limit = start + rows // G
         m = gl.full([64], -1e30, gl.float32, layout=gl.SliceLayout(1, S))
         norm = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, S))
-        acc = gl.zeros([64, D], gl.float32, layout=ACC)
+        acc = gl.zeros([64, DP], gl.float32, layout=ACC)
 
         stage = count % STAGES
         mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
@@ -208,20 +211,24 @@ def _consume(
         acc = acc / gl.convert_layout(norm, gl.SliceLayout(1, ACC))[:, None]
         row = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
         at = ((q_row + row // G).to(gl.int64) * (HKV * G) + head * G + row % G) * D
-        gl.store(out + at[:, None] + gl.arange(0, D, layout=gl.SliceLayout(0, ACC))[None, :], acc.to(DTYPE),
-                 mask=(row // G < queries)[:, None])  # fmt: skip
+        d = gl.arange(0, DP, layout=gl.SliceLayout(0, ACC))
+        mask = (row // G < queries)[:, None]
+        if DP != D:
+            mask = mask & (d < D)[None, :]
+        gl.store(out + at[:, None] + d[None, :], acc.to(DTYPE), mask=mask)
 
 
 @gluon.jit(do_not_specialize=["layer"])
 def prefill_kernel(
     q, kv, out, table, stride_table, items, num_items, layer, layers, scale, sinks,
-    HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr,
-    STAGES: gl.constexpr, DTYPE: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, PDL: gl.constexpr,
+    HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr,
+    BOX: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    q_smem = gl.allocate_shared_memory(DTYPE, [2, 64, D], shared)
-    k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, D], shared)
-    v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, D], shared)
+    q_smem = gl.allocate_shared_memory(DTYPE, [2, 64, DP], shared)
+    k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, DP], shared)
+    v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, DP], shared)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
@@ -240,11 +247,11 @@ def prefill_kernel(
     gl.warp_specialize(
         [
             (_consume, (q, out, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items, tasks, scale,
-                        sinks, 0, HKV, G, BN, BOX, D, STAGES, DTYPE, WINDOW, SOFTCAP)),
+                        sinks, 0, HKV, G, BN, BOX, D, DP, STAGES, DTYPE, WINDOW, SOFTCAP)),
             (_consume, (q, out, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items, tasks, scale,
-                        sinks, 1, HKV, G, BN, BOX, D, STAGES, DTYPE, WINDOW, SOFTCAP)),
+                        sinks, 1, HKV, G, BN, BOX, D, DP, STAGES, DTYPE, WINDOW, SOFTCAP)),
             (_produce, (kv, k_smem, v_smem, k_full, k_empty, v_full, v_empty, table, stride_table, items, tasks, layer,
-                        layers, HKV, PAGE, BN, BOX, D, STAGES, WINDOW)),
+                        layers, HKV, PAGE, BN, BOX, D, DP, STAGES, WINDOW)),
         ],
         [4, 1],
         [240, 24],

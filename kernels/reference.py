@@ -51,7 +51,8 @@ def rms_scale(sumsq: Tensor, width: int, eps: float) -> Tensor:
     return torch.rsqrt(sumsq / width + eps)
 
 
-def _sumsq(x: Tensor, centred: bool = False) -> Tensor:
+def row_sumsq(x: Tensor, centred: bool = False) -> Tensor:
+    """`[T]` float32: sums of squares of the rows of `x [T, H]`, or (centred) of what they have beyond their mean."""
     # float() of a float32 tensor is the tensor itself
     h = x.float()
     return (h - h.mean(-1, keepdim=True) if centred else h).square().sum(-1)
@@ -82,7 +83,7 @@ def embed(
         x = x * torch.tensor(scale, dtype=x.dtype)
     if places is not None and positions is not None:
         x = x + places[positions]
-    return x, _sumsq(x, centred)
+    return x, row_sumsq(x, centred)
 
 
 def _rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
@@ -177,7 +178,7 @@ def residual_project(
     else:
         x = x if bias is None else x + bias
         y = torch.addmm(x, a, weight.t()) if x.dtype == torch.float32 else (x.float() + F.linear(a, weight)).to(x.dtype)
-    return y, _sumsq(y, centred)
+    return y, row_sumsq(y, centred)
 
 
 def add_reduced(

@@ -11,7 +11,7 @@ import torch
 from hypothesis import Phase, settings
 
 # Helpers beside the tests are imported by name; the repository root stays off sys.path.
-for folder in ("engine", "kernels", "autosearch"):
+for folder in ("engine", "kernels", "autosearch", "gpu"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
 # A busy machine is no failure: how long an example may take is the test's own timeout.

@@ -26,12 +26,20 @@ from weft.kernels.attention import AttentionBackend
 from weft.kernels.attention_triton import TritonStep
 from weft.kernels.decode_workspace import decode_workspace
 from weft.kernels.dependent_launch import dependent_launch
-from weft.kernels.embedding import embed, final_norm, row_sumsq
+from weft.kernels.embedding import embed, final_norm
 from weft.kernels.gemm import matmul
 from weft.kernels.gemm_config import GemmConfig
 from weft.kernels.gemm_launch import choose, workspace
 from weft.kernels.gpu import gpu
-from weft.kernels.projections import gate_up_project, qkv_project, residual_project, sumsq_buffer
+from weft.kernels.projections import (
+    fuses_heads,
+    gate_up_project,
+    linear_project,
+    qkv_project,
+    residual_project,
+    sumsq_buffer,
+)
+from weft.kernels.rows import row_sumsq
 from weft.kernels.sampler import sample, sample_scratch
 
 
@@ -98,7 +106,8 @@ class CudaExecutor:
         """[slots] the token that each slot's request sampled last"""
         self.x = buffer(t, spec.hidden_size)
         """[T, H] the residual stream; after a run, that of the last layer"""
-        self.logits = buffer(s, spec.vocab_size, kind=torch.float32)
+        # rows of whole 16 bytes, which the copy engine asks for
+        self.logits = buffer(s, -(-spec.vocab_size // 4) * 4, kind=torch.float32)[:, : spec.vocab_size]
         self.sampled = buffer(2, s, kind=torch.int64)
         """[2, rows] what `sample` drew, and 1 for rows whose logits were no numbers"""
         self.tokens, self._bad = self.sampled
@@ -111,6 +120,14 @@ class CudaExecutor:
             "a": buffer(t, spec.num_heads * spec.head_dim),
             "h": buffer(t, spec.intermediate_size),
         }
+        self._raw = {
+            name: buffer(t, width) if needed else None
+            for name, width, needed in (
+                ("qkv", spec.qkv_size, not self._fuses_heads(weights)),
+                ("residual", spec.hidden_size, spec.placement.behind),
+            )
+        }
+        """what a product leaves for a pass over its rows, where one follows"""
         self._rows = buffer(s, spec.hidden_size)
         self._gemm_space = workspace(device, elements=1 << 26)
         self.steps: list[Any] = [self._work(k) for k in range(inputs.layout.nano_batches)]
@@ -122,6 +139,10 @@ class CudaExecutor:
         self._streams = (
             {"memory": torch.cuda.Stream(device, priority=-1), "network": torch.cuda.Stream(device)} if runs else {}
         )
+
+    def _fuses_heads(self, weights: Weights) -> bool:
+        q_norm = weights.layers[0]["qkv"].q_norm
+        return fuses_heads(self.spec.head_dim, q_norm, normed=self.spec.placement.before)
 
     def _work(self, nano: int) -> TritonStep:
         """The work lists of a nano-batch, with scratch of its own: those of two may be worked on at once."""
@@ -177,16 +198,24 @@ class CudaExecutor:
             column["token_ids"], column["token_slots"], self.last_token, self.inputs.page_table, column["update_at"],
             column["update_page"], count["updates"], out=ids,
         )  # fmt: skip
-        embed(ids, self.weights.embedding, out=self.x[:tokens], sumsq=self._sumsq[:, :tokens])
+        embed(
+            ids, self.weights.embedding, scale=self.spec.embedding_scale, places=self.weights.places,
+            positions=column["positions"], centred=self.spec.norm.centred, out=self.x[:tokens],
+            sumsq=self._sumsq[:, :tokens],
+        )  # fmt: skip
 
     def _head(self, parts: list[int], pipeline: Pipeline, num_rows: int) -> None:
-        column, count = self.inputs.column, self.inputs.count
+        column, count, spec, weights = self.inputs.column, self.inputs.count, self.spec, self.weights
         x, sumsq = self.x[: pipeline.tokens], self._sumsq[: _same(parts), : pipeline.tokens]
         rows = self._rows[:num_rows]
-        final_norm(x, sumsq, column["logit_tokens"][:num_rows], self.weights.norm, self.spec.rms_norm_eps, out=rows)
+        final_norm(
+            x, sumsq, column["logit_tokens"][:num_rows], weights.norm, spec.norm.eps, norm_bias=weights.norm_bias,
+            centred=spec.norm.centred, out=rows,
+        )  # fmt: skip
         matmul(
-            rows, self.weights.lm_head, self.logits[:num_rows], num_sms=self.num_sms, space=self._gemm_space,
-            num_tokens=count["sampled"], config=self._config(None, num_rows, self.weights.lm_head),
+            rows, weights.lm_head, self.logits[:num_rows], num_sms=self.num_sms, space=self._gemm_space,
+            num_tokens=count["sampled"], config=self._config(None, num_rows, weights.lm_head), bias=weights.head_bias,
+            factor=spec.logits_scale, softcap=spec.logits_softcap,
         )  # fmt: skip
 
     def layers(self, pipeline: Pipeline, kv: Tensor, only: Collection[NanoOperation] | None = None) -> list[int]:
@@ -238,10 +267,10 @@ class CudaExecutor:
     def _qkv(self, it: Launch) -> None:
         own, w, column = it.tokens, it.product, self.inputs.column
         qkv_project(
-            self._activations[it.operation.source][own], self._sumsq[: _same(it.parts[it.blocks]), own], w.weight,
-            w.bias, self.spec.rms_norm_eps, self.weights.rotary[self.spec.rotary_table(it.layer)],
+            self._activations[it.operation.source][own], self._stream_sums(it), w.weight, w.bias, self.spec.norm.eps,
+            self.weights.rotary[self.spec.rotary_table(it.layer)],
             column["positions"][own], column["slot_mapping"][own], it.kv, it.layer, self.spec.num_heads,
-            w.q_norm, w.k_norm, out=self._activations[it.operation.target][own],
+            w.q_norm, w.k_norm, out=self._activations[it.operation.target][own], raw=self._raw_of("qkv", own),
             **self._common(it),
         )  # fmt: skip
 
@@ -261,25 +290,39 @@ class CudaExecutor:
         )  # fmt: skip
 
     def _residual(self, it: Launch) -> None:
-        own, w = it.tokens, it.product
+        own, w, norm = it.tokens, it.product, self.spec.norm
         x = self._activations[it.operation.target][own]
-        if w.bias is not None:
-            x.add_(w.bias)
         _, sums = residual_project(
             self._activations[it.operation.source][own], w.weight, x, out=x, sumsq=self._sumsq[:, own],
+            post_norm=w.post_norm, bias=w.bias, eps=norm.eps, centred=norm.centred, raw=self._raw_of("residual", own),
             **self._common(it),
         )  # fmt: skip
-        if self.invariant:  # the parts follow the tiles of the product, and these the token count
+        if self.invariant and w.post_norm is None and not norm.centred:
+            # the parts follow the tiles of the product, and these the token count
             sums = row_sumsq(x, out=self._sumsq[:1, own])
         it.parts[it.blocks] = [sums.shape[0]] * len(it.parts[it.blocks])
 
     def _gate_up(self, it: Launch) -> None:
-        own = it.tokens
         gate_up_project(
-            self._activations[it.operation.source][own], self._sumsq[: _same(it.parts[it.blocks]), own],
-            it.product.weight, self.spec.rms_norm_eps, out=self._activations[it.operation.target][own],
-            **self._common(it),
+            self._activations[it.operation.source][it.tokens], self._stream_sums(it), it.product.weight,
+            self.spec.norm.eps, activation=self.spec.activation, bias=it.product.bias,
+            out=self._activations[it.operation.target][it.tokens], **self._common(it),
         )  # fmt: skip
+
+    def _up(self, it: Launch) -> None:
+        linear_project(
+            self._activations[it.operation.source][it.tokens], self._stream_sums(it), it.product.weight,
+            self.spec.norm.eps, activation=self.spec.activation, bias=it.product.bias,
+            out=self._activations[it.operation.target][it.tokens], **self._common(it),
+        )  # fmt: skip
+
+    def _stream_sums(self, it: Launch) -> Tensor | None:
+        """`[parts, T]` that a product which reads the stream is normed by; None where no norm stands before it."""
+        return self._sumsq[: _same(it.parts[it.blocks]), it.tokens] if self.spec.placement.before else None
+
+    def _raw_of(self, name: str, own: slice) -> Tensor | None:
+        raw = self._raw[name]
+        return None if raw is None else raw[own]
 
     def _common(self, it: Launch) -> dict[str, Any]:
         """What every product is told beside its operands."""
@@ -316,4 +359,5 @@ TABLE: Mapping[str, Callable[[CudaExecutor, Launch], None]] = {
     "prefill": CudaExecutor._prefill,
     "residual": CudaExecutor._residual,
     "gate_up": CudaExecutor._gate_up,
+    "up": CudaExecutor._up,
 }

@@ -203,11 +203,15 @@ class CudaRunner:
 
     def _prompt_scores(self, asked: PromptLogprobs, places: np.ndarray | None) -> Scores:
         """Eager: the graph computed logits of sampled rows only."""
-        w, eps, x = self.weights, self.spec.rms_norm_eps, self._executor.x
+        w, spec, x = self.weights, self.spec, self._executor.x
 
         def logits_of(rows: Tensor) -> Tensor:
             picked = x[rows]
-            return reference.lm_head(picked, picked.float().square().sum(-1), w.norm, w.lm_head, eps)
+            return reference.lm_head(
+                picked, reference.row_sumsq(picked, spec.norm.centred), w.norm, w.lm_head, spec.norm.eps,
+                norm_bias=w.norm_bias, centred=spec.norm.centred, bias=w.head_bias, scale=spec.logits_scale,
+                softcap=spec.logits_softcap,
+            )  # fmt: skip
 
         rows = asked.token_rows if places is None else places[asked.token_rows]
         return self._sampling.prompt_scores(asked, rows, logits_of)

@@ -12,7 +12,6 @@ import torch
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, OutOfMemory
 from weft.engine.memory.kv_layout import KvLayout
-from weft.engine.model.parts import Placement
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.choose import choose_plan, target_of
 from weft.engine.plans.plan import Plan, load_plan
@@ -96,9 +95,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         raise ConfigError("--dtype float16 needs a GPU; use float32 or bfloat16 on a CPU")
     if cuda and dtype == torch.float32:
         raise ConfigError("--dtype float32 needs --device cpu; a GPU serves bfloat16 or float16")
-    # The GPU's attention sees all positions, which is the same up to the shortest window.
-    seen = min([w for w in spec.windows if w] if cuda else [], default=spec.max_positions)
-    max_model_len = config.max_model_len or min(spec.max_positions, seen)
+    max_model_len = config.max_model_len or spec.max_positions
     if max_model_len > spec.max_positions:
         raise ConfigError(f"--max-model-len {max_model_len} is more than the model's {spec.max_positions} positions")
     max_num_seqs = config.max_num_seqs or (1024 if cuda else 256)
@@ -206,25 +203,10 @@ def _check_kernels(spec: ModelSpec) -> None:
     """Refuse what the GPU kernels were not made for. Attention's own limits: see `attention_backends.check`."""
     if lacking := next((part for part, asked in _beyond_gpu(spec).items() if asked), None):
         raise ConfigError(f"{spec.architecture}: the GPU kernels have no {lacking} yet; use --device cpu")
-    if spec.head_dim not in (64, 128):
-        raise ConfigError(f"head_dim {spec.head_dim} is not supported on a GPU (64 and 128 are); use --device cpu")
     if spec.hidden_size % 8 or spec.intermediate_size % 8:
         raise ConfigError("a GPU needs hidden and intermediate sizes that are multiples of 8; use --device cpu")
 
 
 def _beyond_gpu(spec: ModelSpec) -> dict[str, bool]:
     """Parts that only the torch twins compute, and whether the model has them."""
-    return {
-        "experts": spec.experts is not None,
-        "LayerNorm": spec.norm.centred,
-        "norm weights less one": spec.norm.unit_offset,
-        f"norms placed {spec.placement.value}": spec.placement is not Placement.PRE,
-        "norm over all heads": spec.qk_norm == "projection",
-        f"activation {spec.activation}": spec.activation != "silu",
-        "MLP without a gate": not spec.gated,
-        "biases in the MLP or the vocabulary projection": spec.mlp_bias or spec.head_bias,
-        "attention sinks": spec.sinks,
-        "learned positions": spec.learned_positions is not None,
-        "scaled embedding": spec.embedding_scale != 1.0,
-        "scaled or capped logits": spec.logits_scale != 1.0 or bool(spec.logits_softcap),
-    }
+    return {"experts": spec.experts is not None}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from triton.runtime import interpreter
+from interpreted import streams_in_order
 
 from weft.autosearch.bench_protocol import Load
 from weft.autosearch.gpu_bench import batch_of
@@ -27,11 +26,10 @@ from weft.engine.plans.plan import NanoOperation, Period, serial_period
 from weft.engine.runner.batch import Batch
 from weft.engine.runner.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda_inputs import DeviceInputs, Layout
-from weft.kernels import attention_triton
 from weft.kernels.attention import AttentionShape
 from weft.kernels.attention_triton import PER_SM, TritonAttention
 from weft.kernels.gemm_config import SPECIAL, GemmConfig
-from weft.kernels.gpu import Gpu, compiling_for, gpu
+from weft.kernels.gpu import gpu
 
 PAGE = 16
 SMALL = GemmConfig(64, 64, 64, 3, 4, 8)
@@ -44,39 +42,9 @@ def _spec(hidden: int, inter: int, heads: int, kv_heads: int, head_dim: int) -> 
     )  # fmt: skip
 
 
-class _InOrder:
-    """A stream or an event of a device that runs what it is given at once, in the order of launch."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        self.records = 0
-
-    def record(self, *_: object) -> None:
-        self.records += 1
-
-    def wait_stream(self, *_: object) -> None: ...
-
-    def wait_event(self, *_: object) -> None: ...
-
-
-def _exact_dot(_: Any, a: Any, b: Any, d: Any, *__: Any) -> Any:
-    """A product of 16-bit tiles rounded once. BLAS adds in an order that depends on a row's place in its tile."""
-    product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64))
-    return interpreter.TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
-
-
 @pytest.fixture
 def streams(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if device == "cpu":
-        zeros = torch.zeros
-        monkeypatch.setattr(torch.cuda, "Stream", _InOrder)
-        monkeypatch.setattr(torch.cuda, "Event", _InOrder)
-        monkeypatch.setattr(torch.cuda, "current_stream", _InOrder)
-        monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-        monkeypatch.setattr(torch, "zeros", lambda *a, **k: zeros(*a, **{**k, "pin_memory": False}))
-        monkeypatch.setattr(attention_triton, "check", lambda *_: None)
-        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", _exact_dot)
-    small = compiling_for(Gpu("interpreter", (8, 0), 4)) if device == "cpu" else contextlib.nullcontext()
-    with torch.inference_mode(), small:
+    with streams_in_order(monkeypatch) if device == "cpu" else torch.inference_mode():
         yield
 
 

@@ -29,30 +29,34 @@ def parts_of(x: Tensor, parts: int) -> Tensor:
 
 
 def check_qkv(
-    tokens: int, heads: int, kv_heads: int, d: int, page: int, hidden: int, dtype: torch.dtype, bias: bool, norm: bool,
-    config: GemmConfig | None, device: str, num_sms: int, index: torch.dtype = torch.int64,
+    tokens: int, heads: int, kv_heads: int, d: int, page: int, hidden: int, dtype: torch.dtype, bias: bool,
+    norm: bool | str, config: GemmConfig | None, device: str, num_sms: int, index: torch.dtype = torch.int64,
+    normed: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns q and the pages."""
+    """Returns q and the pages. norm: of each head; "projection": of all. normed: there is a norm before the product."""
     x = torch.randn(tokens, hidden, device=device).to(dtype) * 3
     rows = (heads + 2 * kv_heads) * d
     w = (torch.randn(rows, hidden, device=device) / hidden**0.5).to(dtype)
     b = torch.randn(rows, device=device).to(dtype) if bias else None
-    qn, kn = (torch.rand(d, device=device).to(dtype) + 0.5 for _ in range(2)) if norm else (None, None)
+    widths = (heads * d, kv_heads * d) if norm == "projection" else (d, d)
+    qn, kn = (torch.rand(width, device=device).to(dtype) + 0.5 for width in widths) if norm else (None, None)
     rotary = pack.rotary_table(10000.0 ** (-torch.arange(0, d, 2, device=device).float() / d), 3000)
     positions = torch.randint(0, 3000, (tokens,), device=device, dtype=index)
     pages, layers, layer = tokens // page + 3, 2, 1
     slots = (torch.randperm((pages - 1) * page, device=device)[:tokens] + page).to(index)
     kv = torch.full((pages, layers, 2, page, kv_heads, d), float("nan"), dtype=dtype, device=device)
     want_kv = kv.float()
-    sumsq = parts_of(x, 4)
+    sumsq = parts_of(x, 4) if normed else None
     out = torch.full((tokens, heads, d), float("nan"), dtype=dtype, device=device)
     projections.qkv_project(
-        x, sumsq, w, b, EPS, rotary, positions, slots, kv, layer, heads, qn, kn, out=out, num_sms=num_sms,
+        x, sumsq, w, b, EPS, rotary, positions, slots, kv, layer, heads, qn, kn, out=out,
+        raw=torch.full((tokens, rows), float("nan"), dtype=dtype, device=device), num_sms=num_sms,
         space=gemm_launch.workspace(device), config=config,
     )  # fmt: skip
     want = reference.qkv_project(
-        x.float(), sumsq.sum(0), w.float(), b.float() if b is not None else None, EPS, rotary, positions.long(),
-        slots.long(), want_kv, layer, heads, qn.float() if norm else None, kn.float() if norm else None,
+        x.float(), None if sumsq is None else sumsq.sum(0), w.float(), None if b is None else b.float(), EPS, rotary,
+        positions.long(), slots.long(), want_kv, layer, heads, None if qn is None else qn.float(),
+        None if kn is None else kn.float(),
     )  # fmt: skip
     assert error(out, want) < 4e-3
     assert torch.equal(kv.isnan(), want_kv.isnan())

@@ -235,7 +235,7 @@ GPU_SHAPE = AttentionShape(32, 8, 128, 64, torch.bfloat16, torch.device("cuda", 
     ("name", "change", "message"),
     [
         ("triton", {"page_size": 256}, "pages of 16, 32, 64 or 128 tokens, not 256"),
-        ("triton", {"head_dim": 96}, "the model has 96; use flash-attn or torch"),
+        ("triton", {"head_dim": 72}, "the model has 72; use flash-attn or torch"),
         ("triton", {"num_heads": 32, "num_kv_heads": 1}, "up to 16 query heads per KV head"),
         ("triton", {"device": CPU}, "needs a GPU; on a CPU use auto or torch"),
         ("flash-attn", {"device": CPU}, "needs a GPU; on a CPU use auto or torch"),
@@ -249,7 +249,7 @@ def test_a_shape_that_a_back_end_cannot_serve_is_one_line(name: Any, change: dic
 
 def test_triton_serves_common_shapes() -> None:
     for page in (16, 32, 64, 128):
-        for head_dim in (64, 128):
+        for head_dim in (64, 80, 96, 128, 192, 256):
             check("triton", GPU_SHAPE._replace(page_size=page, head_dim=head_dim))
 
 

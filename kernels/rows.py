@@ -1,0 +1,93 @@
+"""Passes over whole rows of the residual stream: its sums of squares, and what a norm behind a product adds to it."""
+
+# Device functions carry no Python types.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.dependent_launch import begin, pdl_options, release
+
+
+def row_options(hidden: int) -> dict[str, Any]:
+    """Launch options of a program that goes through rows of `hidden` numbers."""
+    return {
+        "BLOCK": min(2048, triton.next_power_of_2(hidden)), "num_warps": 8 if hidden > 2048 else 4, **pdl_options()
+    }  # fmt: skip
+
+
+@triton.jit
+def row_mean(row, H, BLOCK: tl.constexpr):
+    """Mean of the H numbers at `row`, in an order that depends on H alone."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, H, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total += tl.load(row + at, mask=at < H, other=0.0).to(tl.float32)
+    return tl.sum(total, axis=0) / H
+
+
+@triton.jit
+def _row_sumsq_kernel(x, sumsq, H, CENTRED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    release(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    mean = 0.0
+    if CENTRED:
+        mean = row_mean(x + row * H, H, BLOCK)
+    squares = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, H, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(x + row * H + at, mask=at < H, other=0.0).to(tl.float32)
+        if CENTRED:
+            value = tl.where(at < H, value - mean, 0.0)
+        squares += value * value
+    tl.store(sumsq + row, tl.sum(squares, axis=0))
+
+
+def row_sumsq(x: Tensor, *, out: Tensor, centred: bool = False) -> Tensor:
+    """Sums of squares of the rows of `x [T, H]` into `out [1, T]` float32, in an order that depends on H alone.
+
+    centred: of what a row has beyond its mean.
+    """
+    hidden = x.shape[1]
+    _row_sumsq_kernel[(x.shape[0],)](x, out, hidden, CENTRED=centred, **row_options(hidden))
+    return out
+
+
+@triton.jit
+def _add_normed_kernel(x, y, weight, sumsq, H, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    release(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    squares = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, H, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(y + row * H + at, mask=at < H, other=0.0).to(tl.float32)
+        squares += value * value
+    scale = tl.rsqrt(tl.sum(squares, axis=0) / H + eps)
+    squares = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, H, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        before = tl.load(x + row * H + at, mask=at < H, other=0.0)
+        added = tl.load(y + row * H + at, mask=at < H, other=0.0).to(tl.float32) * scale
+        added *= tl.load(weight + at, mask=at < H, other=0.0).to(tl.float32)
+        after = (before.to(tl.float32) + added).to(before.dtype)
+        tl.store(x + row * H + at, after, mask=at < H)
+        squares += after.to(tl.float32) * after.to(tl.float32)
+    tl.store(sumsq + row, tl.sum(squares, axis=0))
+
+
+def add_normed(x: Tensor, y: Tensor, weight: Tensor, eps: float, *, sumsq: Tensor) -> Tensor:
+    """Adds the RMS norm of the rows of `y [T, H]`, times `weight [H]`, to `x [T, H]`, rounded once; the sums of squares
+    of what x then is go to `sumsq[0]` (`[parts, T]` float32). Returns x.
+    """
+    if not (x.is_contiguous() and y.is_contiguous()):
+        raise ValueError("x and y must be contiguous")
+    hidden = x.shape[1]
+    _add_normed_kernel[(x.shape[0],)](x, y, weight, sumsq, hidden, eps, **row_options(hidden))
+    return x

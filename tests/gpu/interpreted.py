@@ -1,0 +1,95 @@
+"""A GPU that is not there: `CudaRunner` on the CPU, its kernels interpreted, streams and graphs in order of launch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from triton.runtime import interpreter
+
+from weft.engine import engine as engine_module
+from weft.engine.plans.pipeline import Pipeline
+from weft.engine.runner import cuda_runner, resolve
+from weft.kernels import attention_backends, attention_triton
+from weft.kernels.gpu import Gpu, compiling_for
+
+
+class InOrder:
+    """A stream or an event of a device that runs what it is given at once, in the order of launch."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.records = 0
+
+    def record(self, *_: object) -> None:
+        self.records += 1
+
+    def wait_stream(self, *_: object) -> None: ...
+
+    def wait_event(self, *_: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, _: object) -> float:
+        return 1.0
+
+
+class Replayed:
+    """A graph: what was captured, launched again."""
+
+    def __init__(self, launch: Callable[[], object]) -> None:
+        self.replay = launch
+
+
+def exact_dot(_: Any, a: Any, b: Any, d: Any, *__: Any) -> Any:
+    """A product of 16-bit tiles rounded once. BLAS adds in an order that depends on a row's place in its tile."""
+    product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64))
+    return interpreter.TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
+
+
+def _capture(runner: cuda_runner.CudaRunner, pipeline: Pipeline) -> Any:
+    return cuda_runner._Graphs(
+        Replayed(lambda: runner._model(pipeline)),  # type: ignore[arg-type]
+        Replayed(lambda: runner._executor.sample(runner._rows(pipeline))),  # type: ignore[arg-type]
+    )
+
+
+@contextlib.contextmanager
+def streams_in_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Inside, tensors of the CPU stand for those of a GPU of four SMs."""
+    zeros, empty = torch.zeros, torch.empty
+    monkeypatch.setattr(torch.cuda, "Stream", InOrder)
+    monkeypatch.setattr(torch.cuda, "Event", InOrder)
+    monkeypatch.setattr(torch.cuda, "current_stream", InOrder)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "zeros", lambda *a, **k: zeros(*a, **{**k, "pin_memory": False}))
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **{**k, "pin_memory": False}))
+    monkeypatch.setattr(attention_triton, "check", lambda *_: None)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", exact_dot)
+    with torch.inference_mode(), compiling_for(Gpu("interpreter", (8, 0), 4)):
+        yield
+
+
+@contextlib.contextmanager
+def interpreted_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Inside, an engine with `device="cuda"` runs interpreted on the CPU."""
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 30, 1 << 30))
+    monkeypatch.setattr(cuda_runner.CudaRunner, "_capture", _capture)
+    monkeypatch.setattr(cuda_runner.CudaRunner, "_warm_up", lambda *_: None)
+    monkeypatch.setattr(resolve, "gpu_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(attention_backends, "check", lambda *_: None)
+    monkeypatch.setattr(attention_backends, "choose", lambda *_: "triton")
+
+    def make(spec: Any, weights: Any, _: Any, config: Any, progress: Any) -> cuda_runner.CudaRunner:
+        return cuda_runner.CudaRunner(spec, weights, config, progress)
+
+    monkeypatch.setattr(engine_module, "make_runner", make)
+    monkeypatch.setattr(engine_module.CompileJob, "begin", lambda *_: None)
+    with streams_in_order(monkeypatch):
+        yield

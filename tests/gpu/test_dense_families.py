@@ -1,0 +1,161 @@
+"""Engines on a GPU over random checkpoints of each dense family, against `transformers`; a few interpreted without one.
+
+On a GPU: logits in bfloat16 beside float32, and what graphs generate. Windows end within the prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import GREEDY, Harness
+from tiny import FAMILIES, make_tiny
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("triton")
+from interpreted import interpreted_gpu  # noqa: E402
+
+HERE = torch.cuda.is_available()
+DENSE = [name for name in FAMILIES if "moe" not in name and name not in ("mixtral", "gpt-oss")]
+
+WIDE: dict[str, Any] = {
+    "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
+    "initializer_range": 0.03,
+}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama2": {"num_key_value_heads": 8},
+    "mistral": {"head_dim": 128},
+    "qwen3": {"head_dim": 128},
+    "gemma": {"initializer_range": 0.02, "head_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 1},
+    "gemma2": {"head_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 256},
+    "gemma3": {
+        "initializer_range": 0.02,
+        "head_dim": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "query_pre_attn_scalar": 16384,
+    },
+    "phi": {"num_key_value_heads": 8, "hidden_size": 640},
+    "phi3": {"hidden_size": 768, "num_key_value_heads": 8},
+    "phi4": {"hidden_size": 768, "num_key_value_heads": 8},
+    "olmo2": {"num_key_value_heads": 8},
+    "glm4-9b": {"head_dim": 128},
+    "glm4": {"head_dim": 128},
+    "opt": {"ffn_dim": 1408, "word_embed_proj_dim": 512, "init_std": 0.03},
+    "gpt2": {"n_embd": 512, "n_head": 8},
+}
+"""what is not as in WIDE: head sizes as the family's models have them"""
+FROM_HIDDEN = ("phi", "phi3", "phi4", "olmo2", "granite", "smollm3", "starcoder2", "opt", "gpt2", "llama2")
+"""families without a `head_dim` of their own"""
+
+
+def _checkpoint(family: str, path: Path) -> Path:
+    sizes = {**WIDE, **SHAPES.get(family, {})}
+    if family in FROM_HIDDEN:
+        del sizes["head_dim"]
+    if family in ("opt", "gpt2"):
+        sizes.pop("num_key_value_heads")
+        sizes = {k: v for k, v in sizes.items() if family == "opt" or k.startswith("n_")}
+        sizes.pop("intermediate_size", None)
+    if family == "phi4":
+        dims = sizes["hidden_size"] // sizes["num_attention_heads"] * 3 // 4 // 2
+        rope = FAMILIES["phi4"][1]["rope_parameters"]
+        sizes["rope_parameters"] = {**rope, "short_factor": [1.0] * dims, "long_factor": [2.0] * dims}
+    make_tiny(family, **sizes).to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+def _prompts() -> list[np.ndarray]:
+    rng = np.random.default_rng(2)
+    return [rng.integers(3, 199, n) for n in (5, 37, 130)]
+
+
+@pytest.mark.skipif(not HERE, reason="needs a CUDA device")
+@pytest.mark.parametrize("family", DENSE)
+def test_logits_of_each_family_are_near_those_of_transformers(family: str, tmp_path: Path) -> None:
+    path = _checkpoint(family, tmp_path)
+    harness = Harness(
+        path, device="cuda", dtype="bfloat16", page_size=16, max_num_seqs=8, max_num_batched_tokens=64, num_pages=80,
+        tuning_seconds=0, prefix_caching=False,
+    )  # fmt: skip
+    harness.poison_pages()
+    prompts = _prompts()
+    handles, rows = [], []
+    for prompt in prompts:  # one at a time, so that the first row of the logits is this prompt's
+        handles.append(harness.add(prompt, max_tokens=1, **GREEDY))
+        harness.run()
+        rows.append(harness.engine.runner._executor.logits[0].clone())
+    more = [harness.add(prompt, max_tokens=24, ignore_eos=True, **GREEDY) for prompt in prompts]
+    harness.run()  # together: chunks beside decodes, and contexts that outgrow windows while they decode
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).cuda()
+    worst, agree, total = 0.0, 0, 0
+    for prompt, mine, first, handle in zip(prompts, rows, handles, more, strict=True):
+        answer = harness.tokens[handle]
+        with torch.inference_mode():
+            ids = torch.from_numpy(np.concatenate((prompt, answer))).cuda()[None]
+            exact = model(ids).logits[0, len(prompt) - 1 : -1].float()
+        worst = max(worst, float((mine - exact[0]).norm() / exact[0].norm()))
+        # what is not the best must have been as good as the best, but for rounding
+        chosen = exact.gather(1, torch.tensor(answer, device="cuda")[:, None])[:, 0]
+        close = exact.max(-1).values - chosen <= 4e-2 * exact.std(-1)
+        agree, total = agree + int(close.sum()), total + len(answer)
+        assert harness.tokens[first][0] == int(mine.argmax())
+    print(f"{family}: worst relative difference of logits {worst:.2e}, {agree} of {total} tokens as good as the best")
+    assert worst < 2e-2
+    assert agree >= 0.97 * total
+
+
+@pytest.mark.skipif(not HERE, reason="needs a CUDA device")
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "starcoder2"])
+def test_windows_give_the_cpus_tokens(family: str, tiny_model: Callable[[str], Path]) -> None:
+    """Contexts of several windows (24); where all layers have one, in a pool that could not hold the contexts."""
+    pages = {"num_pages": 24 if family in ("mistral", "starcoder2") else 60}
+    said = []
+    for options in ({"dtype": "float16"}, {"device": "cpu", "dtype": "float32"}):
+        harness = Harness(
+            tiny_model(family), **{
+                "device": "cuda", "page_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 32, "tuning_seconds": 0,
+                "prefix_caching": False, **pages, **options,
+            }
+        )  # fmt: skip
+        harness.poison_pages()
+        handles = [harness.add(p, max_tokens=40, ignore_eos=True, **GREEDY) for p in _prompts()]
+        harness.run()
+        said.append([harness.tokens[h] for h in handles])
+    gpu, cpu = said
+    # where two tokens are equally good rounding decides, and the rest follows
+    same = [int(np.argmin([*(np.array(a) == np.array(b)), False])) for a, b in zip(gpu, cpu, strict=True)]
+    print(family, "tokens until the first difference:", same)
+    assert sum(n == 40 for n in same) >= 2
+    assert min(same) >= 5
+
+
+@pytest.mark.skipif(HERE, reason="a GPU runs all of them")
+@pytest.mark.parametrize("family", ["gemma3", "olmo2", "opt"])
+def test_an_interpreted_engine_gives_transformers_tokens(
+    family: str, device: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms at every place, activations, learned positions, biases, windows that end: the whole way of an iteration."""
+    assert device == "cpu"
+    prompts = _prompts()[:2]
+    with interpreted_gpu(monkeypatch):
+        harness = Harness(
+            tiny_model(family), device="cuda", dtype="float16", page_size=16, max_num_seqs=2,
+            max_num_batched_tokens=32, num_pages=12, prefix_caching=False,
+        )  # fmt: skip
+        harness.poison_pages()
+        handles = [harness.add(p, max_tokens=2, ignore_eos=True, logprobs=1, **GREEDY) for p in prompts]
+        harness.run()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model(family), dtype=torch.float32)
+    for prompt, handle in zip(prompts, handles, strict=True):
+        answer = harness.tokens[handle]
+        with torch.inference_mode():
+            ids = torch.from_numpy(np.concatenate((prompt, answer)))[None]
+            exact = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        assert exact.argmax(-1).tolist() == answer
+        for row, entry in zip(exact, harness.logprobs[handle], strict=True):
+            assert float(entry.values[0]) == pytest.approx(float(row[int(entry.ids[0])]), abs=0.03)
