@@ -191,7 +191,7 @@ def add_reduced(
     if post_norm is not None:
         total = total * rms_scale(total.square().sum(-1), total.shape[-1], eps)[:, None] * post_norm.float()
     y = (x.float() + total).to(x.dtype)
-    return y, _sumsq(y, centred)
+    return y, row_sumsq(y, centred)
 
 
 def gate_up_project(
