@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -81,6 +82,19 @@ class EngineConfig(BaseModel):
         None, min_length=1, description="directory that keeps KV pages beyond the host's, across restarts; one daemon's"
     )
     ssd_kv_gib: float = Field(64.0, gt=0, description="disk space in GiB for --ssd-kv-path, taken at start")
+    kv_events_endpoint: str | None = Field(
+        None,
+        pattern=r"^(tcp://.+:(\d+|\*)|ipc://.+)$",
+        description="ZeroMQ address, tcp://*:5557 say, that tells routers of KV pages and their tokens [off]",
+    )
+    kv_events_replay_endpoint: str | None = Field(
+        None,
+        pattern=r"^(tcp://.+:(\d+|\*)|ipc://.+)$",
+        description="address that sends them again, tcp://*:5558 say [off]",
+    )
+    kv_events_topic: str | None = Field(
+        None, min_length=1, max_length=255, description="their topic [kv@POD@MODEL: $POD_IP or the host, and the name]"
+    )
     attention_backend: Attention = Field(
         "auto", description="attention kernels; 'auto' is triton on a GPU, torch on a CPU; flash-attn needs its package"
     )
@@ -156,11 +170,24 @@ class EngineConfig(BaseModel):
             raise ValueError("ssd_kv_path needs host_kv_gib: pages reach the disk through host memory")
         return self
 
+    @model_validator(mode="after")
+    def _events_of_something(self) -> EngineConfig:
+        if self.kv_events_endpoint is not None and not self.prefix_caching:
+            raise ValueError("kv_events_endpoint needs prefix_caching")
+        if self.kv_events_replay_endpoint is not None and self.kv_events_endpoint is None:
+            raise ValueError("kv_events_replay_endpoint needs kv_events_endpoint")
+        return self
+
     @property
     def model_path(self) -> Path:
         if self.model_preset is not None:
             return PRESETS / self.model_preset
         return DEMO_MODEL_PATH if self.model == "demo" else Path(self.model).expanduser()
+
+    def kv_topic(self, name: str) -> str:
+        """Of the KV events of a model that is served under this name."""
+        pod = os.environ.get("POD_IP") or socket.gethostname()
+        return self.kv_events_topic or f"kv@{pod}@{name}"
 
     @property
     def cache_path(self) -> Path:

@@ -17,6 +17,7 @@ import torch
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ModelError, OutOfMemory, RequestError
+from weft.engine.memory.index_events import IndexEvents
 from weft.engine.memory.model_id import model_id
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
@@ -39,6 +40,7 @@ from weft.engine.scheduling.grammars import Grammars
 from weft.engine.scheduling.request import Request, check_request
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.slots import SlotTable
+from weft.engine.wire.kv_events import make_publisher
 from weft.engine.wire.log_sink import dropped_lines
 from weft.engine.wire.messages import AddRequest, EngineReady, EngineStats, Finish, IterationStats, Outputs
 
@@ -69,8 +71,9 @@ class Engine:
         self.grammars = Grammars(config.model_path, self.spec.vocab_size, self.spec.eos_token_ids)
         phases = Phases(progress)
         model = model_id(config, resolved.kv)
-        # a path that is taken is known before the model loads
+        # a path or a port that is taken is known before the model loads
         store = open_store(config, resolved.kv, model)
+        publisher = make_publisher(config)
 
         def load() -> Weights:
             torch.set_num_threads(resolved.cpu_threads)
@@ -108,7 +111,9 @@ class Engine:
         self.resolved = resolved = replace(resolved, num_pages=num_pages, max_model_len=longest)
         host_bytes = int(config.host_kv_gib * 2**30)
         self._memory = memory_budget(self.spec, weights, resolved, host_bytes)
-        pool = PagePool(num_pages, config.page_size, PrefixIndex(model))
+        index = PrefixIndex(model)
+        self._events = IndexEvents(index, publisher, config.page_size) if publisher is not None else None
+        pool = PagePool(num_pages, config.page_size, index)
         self.tiers = make_tiers(config, resolved.kv, pool, store, self.runner.copy_engine)
         self.scheduler = Scheduler(
             SlotTable(resolved.max_num_seqs, resolved.max_model_len, config.page_size, self.spec.kv_window),
@@ -238,6 +243,12 @@ class Engine:
 
     def step(self) -> Outputs | None:
         """Schedule and launch the next iteration, then commit the one before it. None when there is nothing to tell."""
+        outputs = self._iterate()
+        if self._events is not None:
+            self._events.flush()
+        return outputs
+
+    def _iterate(self) -> Outputs | None:
         begin = time.perf_counter()
         for request, refusal, how in self.grammars.compiled():
             if refusal is None:
@@ -357,6 +368,8 @@ class Engine:
         if self.tiers is not None:
             self.drain_in_flight()
             self.tiers.close()
+        if self._events is not None:
+            self._events.close()
         self.grammars.close()
         if self.energy is not None:
             self.energy.close()

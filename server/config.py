@@ -125,7 +125,10 @@ class ServeConfig(EngineConfig):
     @property
     def engine(self) -> EngineConfig:
         """The part that the engine process is told."""
-        return EngineConfig.model_validate({name: getattr(self, name) for name in EngineConfig.model_fields})
+        given = {name: getattr(self, name) for name in EngineConfig.model_fields}
+        if self.kv_events_endpoint is not None:
+            given["kv_events_topic"] = self.kv_topic(self.model_names[0])
+        return EngineConfig.model_validate(given)
 
     @property
     def model_names(self) -> list[str]:

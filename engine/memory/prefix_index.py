@@ -71,6 +71,15 @@ class PrefixEntry:
         return not self.stored if self.page >= 0 else not self.children
 
 
+class Change(NamedTuple):
+    """A tier has gained, or lost, its copy of an entry."""
+
+    entry: PrefixEntry
+    tier: str
+    """"page", "host" or "extent": the attribute that says where the copy is"""
+    there: bool
+
+
 class Hits(NamedTuple):
     """Prompt tokens by the fastest tier that has them."""
 
@@ -96,6 +105,8 @@ class PrefixIndex:
         self._entries: dict[bytes, PrefixEntry] = {}
         self.on_spared: Callable[[PrefixEntry], None] = lambda _entry: None
         """told of an entry that gained a copy, or lost a child or a child's copy: a tier may now do without it"""
+        self.changes: list[Change | None] | None = None
+        """of entries' copies, in order, for whoever takes them away; None in it: all was forgotten. None: not noted"""
         self.clock = 0
 
     def __len__(self) -> int:
@@ -166,18 +177,30 @@ class PrefixIndex:
             entry.used = self.clock
 
     def set_page(self, entry: PrefixEntry, page: int) -> None:
+        if self.changes is not None:
+            self._note(entry, "page", page)
         entry.page = page
         self._moved(entry, 0, 0)
 
     def set_host(self, entry: PrefixEntry, slot: int) -> None:
+        if self.changes is not None:
+            self._note(entry, "host", slot)
         was = entry.lower
         entry.host = slot
         self._moved(entry, entry.lower - was, 0)
 
     def set_extent(self, entry: PrefixEntry, extent: int) -> None:
+        if self.changes is not None:
+            self._note(entry, "extent", extent)
         was, had = entry.lower, entry.extent >= 0
         entry.extent = extent
         self._moved(entry, entry.lower - was, (extent >= 0) - had)
+
+    def _note(self, entry: PrefixEntry, tier: str, place: int) -> None:
+        """The entry's copy in a tier is about to move; whether there is one is what counts."""
+        there = place >= 0
+        if self.changes is not None and there != (getattr(entry, tier) >= 0) and self.contains(entry):
+            self.changes.append(Change(entry, tier, there))
 
     def _moved(self, entry: PrefixEntry, stored: int, on_ssd: int) -> None:
         """The entry gained or lost a copy; the changes of its parent's counts are given."""
@@ -209,6 +232,8 @@ class PrefixIndex:
         """Forget everything; returns what was there."""
         entries = list(self._entries.values())
         self._entries.clear()
+        if self.changes is not None:
+            self.changes.append(None)
         return entries
 
     def check(self) -> None:

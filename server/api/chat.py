@@ -41,13 +41,7 @@ async def chat_completions(body: ChatBody, request: Request, service: ServiceOf)
     form = _tool_format(service, body) if tools else None
     forced = form is not None and body.tool_choice != "auto"
     grammar = await constrain(_constraint(body, tools, form, loaded.tokenizer), request, service)
-    ids = await service.encode_chat(
-        *conversation(body, body.messages, tools, service),
-        add_special_tokens=bool(body.add_special_tokens),
-        truncation=body.truncation(loaded.ready.max_model_len, body.output_limit),
-    )
-    if not ids:
-        raise bad_request("messages: nothing is left of them.", "truncate_prompt_tokens")
+    ids = await prompt_ids(body, tools, service)
     params = body.sampling(
         max_tokens=output_limit(service, body.output_limit, None, len(ids), "messages"),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -69,6 +63,18 @@ async def chat_completions(body: ChatBody, request: Request, service: ServiceOf)
         markup=form.markup if form is not None else None,
     )
     return Answer(generation, ChatShape(loaded.tokenizer, body, form, forced=forced), model, int(time.time()))
+
+
+async def prompt_ids(body: ChatBody, tools: list[Tool], service: Service) -> list[int]:
+    """Token ids of the conversation, with these tools. Raises `ApiError`."""
+    ids = await service.encode_chat(
+        *conversation(body, body.messages, tools, service),
+        add_special_tokens=bool(body.add_special_tokens),
+        truncation=body.truncation(service.loaded.ready.max_model_len, body.output_limit),
+    )
+    if not ids:
+        raise bad_request("messages: nothing is left of them.", "truncate_prompt_tokens")
+    return ids
 
 
 def _constraint(body: ChatBody, tools: Sequence[Tool], form: ToolFormat | None, tokenizer: Tokenizer) -> Writer | None:

@@ -31,7 +31,7 @@ async def completions(body: CompletionBody, request: Request, service: ServiceOf
     service.check_ids(body.stop_token_ids, "stop_token_ids")
     service.check_ids(list(body.logit_bias), "logit_bias")
     service.check_ids(body.allowed_token_ids or [], "allowed_token_ids", at_most=loaded.ready.vocab_size)
-    prompts = await _prompts(service, body)
+    prompts = await prompts_of(service, body)
     scored = body.logprobs if body.echo else None
     asked = [k for k in (scored, body.prompt_logprobs, 0 if body.max_tokens == 0 else None) if k is not None]
     grammar = await constrain(body.constraint(), request, service)
@@ -48,7 +48,8 @@ async def completions(body: CompletionBody, request: Request, service: ServiceOf
     return Answer(generation, CompletionShape(loaded.tokenizer, body, prompts), model, int(time.time()))
 
 
-async def _prompts(service: Service, body: CompletionBody) -> list[Prompt]:
+async def prompts_of(service: Service, body: CompletionBody) -> list[Prompt]:
+    """The prompts, tokenized. Raises `ApiError`."""
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
     truncation = body.truncation(service.loaded.ready.max_model_len, body.max_tokens)
     if texts:

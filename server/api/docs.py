@@ -64,6 +64,8 @@ EXAMPLES: dict[str, Any] = {
         "max_tokens": 64,
         "stream": True,
     },
+    "/v1/completions/render": {"model": "MODEL", "prompt": "1 2 3 4"},
+    "/v1/chat/completions/render": {"model": "MODEL", "messages": [{"role": "user", "content": "What is 12 + 30?"}]},
     "/tokenize": {"model": "MODEL", "prompt": "What is 12 + 30?"},
     "/detokenize": {"model": "MODEL", "tokens": [5, 6, 7]},
 }

@@ -32,6 +32,8 @@ ENDPOINTS = (
     "/tokenizer_info",
     "/v1/files",
     "/v1/batches",
+    "/v1/completions/render",
+    "/v1/chat/completions/render",
 )
 _CAUSES = ["disconnect", "stall", "timeout", "drain", "engine", "error", "crash"]
 _STATUSES = [

@@ -1,0 +1,103 @@
+"""`IndexEvents`: tells of every page that a tier gains or loses, from the changes that the prefix index notes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from weft.engine.memory.prefix_index import Change, PrefixEntry, PrefixIndex
+from weft.engine.wire.kv_events import (
+    AGAIN_SECONDS,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    KvPublisher,
+)
+
+MEDIA = {"page": "GPU", "host": "CPU", "extent": "DISK"}
+"""where an entry's copies lie, and what routers call that. A device without a GPU has its pages in "GPU" too"""
+AT_ONCE = 1000
+"""changes of one message, in a whole account"""
+
+
+class IndexEvents:
+    """Lives on the scheduler's thread, which notes changes and no more: events are made in the publisher's."""
+
+    def __init__(self, index: PrefixIndex, publisher: KvPublisher, page_size: int) -> None:
+        self._index, self._publisher, self._page_size = index, publisher, page_size
+        self._accounted = 0.0
+        """`time.monotonic()` of the last whole account"""
+        index.changes = []
+
+    def flush(self) -> None:
+        """Hand over what has changed since the last call. Called once an iteration."""
+        publisher, changes = self._publisher, self._index.changes
+        if publisher.wanted and ((now := time.monotonic()) > self._accounted + AGAIN_SECONDS or not self._accounted):
+            self._accounted = now
+            publisher.wanted = False
+            self._index.changes = []
+            self._account()
+        elif changes:
+            self._index.changes = []
+            publisher.put(partial(events, changes, self._page_size))
+
+    def _account(self) -> None:
+        """All that there is, from nothing on. Entries are in the order of their making, parents first."""
+        changes: list[Change | None] = [None]
+        for entry in self._index.entries():
+            changes += [Change(entry, tier, True) for tier in MEDIA if getattr(entry, tier) >= 0]
+        for i in range(0, len(changes), AT_ONCE):
+            self._publisher.put(partial(events, changes[i : i + AT_ONCE], self._page_size))
+
+    def close(self) -> None:
+        self.flush()
+        self._publisher.close()
+
+
+def block_hash(entry: PrefixEntry) -> int:
+    """What an entry is called outside: the first half of its key."""
+    return int.from_bytes(entry.key[:8], "big")
+
+
+def events(changes: Sequence[Change | None], page_size: int) -> list[Event]:
+    """The events that these changes are, in their order; neighbours of a chain are one event. None: all was cleared."""
+    out: list[Event] = []
+    run: list[PrefixEntry] = []
+    at: tuple[str, bool] | None = None
+
+    def end() -> None:
+        if at is not None and run:
+            out.append(_stored(run, at[0], page_size) if at[1] else BlockRemoved([*map(block_hash, run)], at[0]))
+
+    for change in changes:
+        if change is None:
+            end()
+            run, at = [], None
+            out.append(AllBlocksCleared())
+            continue
+        here = MEDIA[change.tier], change.there
+        if at != here or (change.there and change.entry.parent is not run[-1]):
+            end()
+            run, at = [], here
+        run.append(change.entry)
+    end()
+    return out
+
+
+def _stored(run: Sequence[PrefixEntry], medium: str, page_size: int) -> BlockStored:
+    first = run[0]
+    salted = first.parent is None and first.salt
+    return BlockStored(
+        block_hashes=[block_hash(entry) for entry in run],
+        parent_block_hash=block_hash(first.parent) if first.parent is not None else None,
+        token_ids=np.frombuffer(b"".join(entry.tokens for entry in run), np.int32).tolist(),
+        block_size=page_size,
+        lora_id=None,
+        medium=medium,
+        lora_name=None,
+        extra_keys=[(first.salt,), *[None] * (len(run) - 1)] if salted else None,
+    )

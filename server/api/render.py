@@ -1,0 +1,32 @@
+"""`POST /v1/completions/render`, `/v1/chat/completions/render`: the token ids that a request becomes, and no more.
+
+Routers ask, to know which pages a request would find.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+
+from weft.server.api.chat import prompt_ids
+from weft.server.api.completions import prompts_of
+from weft.server.api.protocol import ChatBody, CompletionBody
+from weft.server.api.routing import JsonRoute, ServiceOf
+
+router = APIRouter(route_class=JsonRoute)
+
+
+@router.post("/v1/completions/render", summary="Token ids of a prompt, as the same request without /render has them")
+async def render_completions(body: CompletionBody, service: ServiceOf) -> list[dict[str, Any]]:
+    model = service.model_name(body.model)
+    body.check()
+    return [{"token_ids": p.token_ids, "model": model} for p in await prompts_of(service, body)]
+
+
+@router.post("/v1/chat/completions/render", summary="Token ids of a conversation, as the same request without /render")
+async def render_chat(body: ChatBody, service: ServiceOf) -> dict[str, Any]:
+    model = service.model_name(body.model)
+    body.check()
+    tools = [] if body.tool_choice == "none" else body.tools
+    return {"token_ids": await prompt_ids(body, tools, service), "features": None, "model": model}
