@@ -15,25 +15,37 @@ ARGS ?=
 DEVICE ?= auto
 PINS ?=
 PINNED := $(VENV)/constraints.txt
-# Tests that compute; the others mostly wait.
+# Three lanes: tests that compute, and two of about equal length that mostly wait.
+SUPERVISED := tests/server/test_supervision.py tests/server/test_hub.py
 BUSY := tests/autosearch tests/engine tests/kernels tests/examples tests/loadgen $(wildcard tests/server/test_conformance_*.py)
 INSTALL := $(BIN)/python deploy/install
 # Compile what is imported when it is imported: of these packages that is a small part.
 LAZY := --no-compile
 
-.PHONY: help serve test quick brisk mutants chaos lint types format unit busy endurance kernels gpu prometheus chromium bench resolve package clean
+.PHONY: help serve test quick brisk nightly supervised mutants chaos lint types format unit busy endurance kernels gpu prometheus chromium bench resolve package clean
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 serve: $(VENV)/.serve ## serve the demo model on 127.0.0.1:8000 (PORT=, ARGS="--max-num-seqs 64" …)
 	@exec $(BIN)/weft serve --host $(HOST) --port $(PORT) $(ARGS)
 
-# Tests that keep a core busy, beside the others.
-test: lint ## lint, types and every test
+# The lanes run beside each other; what they print comes one after the other.
+test: $(VENV)/.test prometheus chromium ## lint, types and every test but the nightly ones
 	@mkdir -p build; $(MAKE) --no-print-directory busy >build/busy.log 2>&1 & busy=$$!; \
-	trap "kill $$busy 2>/dev/null" INT TERM; \
-	$(MAKE) --no-print-directory unit ARGS="$(BUSY:%=--ignore %) $(ARGS)"; unit=$$?; \
-	wait $$busy; busy=$$?; cat build/busy.log; test $$unit = 0 && test $$busy = 0
+	$(MAKE) --no-print-directory supervised >build/supervised.log 2>&1 & supervised=$$!; \
+	trap "kill $$busy $$supervised 2>/dev/null" INT TERM; \
+	$(MAKE) --no-print-directory unit ARGS="$(patsubst %,--ignore %,$(BUSY) $(SUPERVISED)) $(ARGS)"; unit=$$?; \
+	wait $$supervised; supervised=$$?; cat build/supervised.log; wait $$busy; busy=$$?; cat build/busy.log; \
+	test $$unit = 0 && test $$supervised = 0 && test $$busy = 0
+
+# lint waits for nobody, and this lane waits for it: the first to see that something is wrong.
+supervised: lint
+	$(BIN)/python -m pytest $(SUPERVISED)
+
+nightly: $(VENV)/.test ## what `make test` leaves out: more of the same cases, endurance, five minutes of chaos
+	$(BIN)/python -m pytest -m nightly $(ARGS)
+	@$(MAKE) --no-print-directory endurance
+	@$(MAKE) --no-print-directory chaos ARGS="--minutes 5"
 
 busy: $(VENV)/.test
 	@$(MAKE) --no-print-directory kernels; kernels=$$?; \

@@ -23,6 +23,15 @@ settings.register_profile(
 )
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What is marked nightly runs when it is asked for: by its mark, or by its name."""
+    if "nightly" in config.option.markexpr or any("::" in argument for argument in config.args):
+        return
+    tonight = [item for item in items if item.get_closest_marker("nightly")]
+    config.hook.pytest_deselected(items=tonight)
+    items[:] = [item for item in items if item not in tonight]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _quiet() -> None:
     from transformers.utils import logging

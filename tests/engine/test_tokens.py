@@ -69,10 +69,17 @@ def _demo_workload() -> tuple[list[np.ndarray], list[list[int]]]:
     return prompts, [reference_tokens(model, p, MAX_TOKENS) for p in prompts]
 
 
-@pytest.mark.parametrize(
-    "chunk", [pytest.param(1, marks=pytest.mark.slow), pytest.param(7, marks=pytest.mark.slow), 64]
-)
-@pytest.mark.parametrize("family", [*LLAMA_LIKE, "demo"])
+def _of_families_and_chunks() -> list[Any]:
+    """One token at a time takes as many steps as there are tokens: two families stand for the others by day."""
+    cases = []
+    for family in (*LLAMA_LIKE, "demo"):
+        one = pytest.mark.slow if family in ("mistral", "yi") else pytest.mark.nightly
+        for chunk, marks in ((1, one), (7, pytest.mark.slow), (64, ())):
+            cases.append(pytest.param(family, chunk, marks=marks, id=f"{family}-{chunk}"))
+    return cases
+
+
+@pytest.mark.parametrize(("family", "chunk"), _of_families_and_chunks())
 def test_tokens_survive_preemption_prefix_reuse_and_aborts(tiny_model, family: str, chunk: int) -> None:
     path = MODEL_PATH if family == "demo" else tiny_model(family)
     prompts, expected = _demo_workload() if family == "demo" else _workload(path, 40)
