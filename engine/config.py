@@ -15,6 +15,7 @@ from weft.engine.errors import ConfigError
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+ModelImpl = Literal["auto", "native", "transformers"]
 Attention = Literal["auto", "triton", "flash-attn", "torch"]
 
 PRESETS = Path(__file__).parent / "model" / "presets"
@@ -51,6 +52,14 @@ class EngineConfig(BaseModel):
     revision: str | None = Field(None, min_length=1, description="branch, tag or commit of ORG/NAME [main]")
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="'auto' reads the files; 'dummy' fills the config's shapes with seeded random weights"
+    )
+    model_impl: ModelImpl = Field(
+        "auto",
+        description="'native' for weft's own layers, 'transformers' for the code of transformers with weft's "
+        "attention, slower; 'auto' takes the second where the first does not know the architecture",
+    )
+    trust_remote_code: bool = Field(
+        False, description="run code that a model's directory brings, with your rights; only from people you trust"
     )
     device: Device = Field("auto", description="where the model runs; 'auto' takes a GPU when there is one")
     dtype: DType = Field(

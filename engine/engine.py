@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,7 +23,8 @@ from weft.engine.memory.model_id import model_id
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
 from weft.engine.memory.tier_setup import make_tiers, open_store
-from weft.engine.model.directory import read_spec
+from weft.engine.model.broad.spec import BroadSpec
+from weft.engine.model.implementation import choose_spec
 from weft.engine.model.weights import Weights, load_weights
 from weft.engine.progress import Phases, Progress
 from weft.engine.runner.budget import memory_budget
@@ -43,6 +45,9 @@ from weft.engine.scheduling.slots import SlotTable
 from weft.engine.wire.kv_events import make_publisher
 from weft.engine.wire.log_sink import dropped_lines
 from weft.engine.wire.messages import AddRequest, EngineReady, EngineStats, Finish, IterationStats, Outputs
+
+if TYPE_CHECKING:
+    from weft.engine.model.broad.module import BroadModule
 
 TIER_WAIT_SECONDS = 0.005
 """while nothing can be computed: how long to wait for a load before looking for messages again"""
@@ -65,7 +70,9 @@ class Engine:
         begin = time.perf_counter()
         compiling = compiling or CompileJob.begin(config)
         self.config = config
-        self.spec = read_spec(config.model_path)
+        self.spec, implementation = choose_spec(config)
+        if not self.spec.native:
+            print(f"weft: {self.spec.architecture}: {implementation}", file=sys.stderr, flush=True)
         resolved = resolve(config, self.spec)
         # The vocabulary is read while the model loads.
         self.grammars = Grammars(config.model_path, self.spec.vocab_size, self.spec.eos_token_ids)
@@ -75,8 +82,12 @@ class Engine:
         store = open_store(config, resolved.kv, model)
         publisher = make_publisher(config)
 
-        def load() -> Weights:
+        def load() -> Weights | BroadModule:
             torch.set_num_threads(resolved.cpu_threads)
+            if isinstance(self.spec, BroadSpec):
+                from weft.engine.runner.broad_load import load_tested
+
+                return load_tested(self.spec, config, resolved)
             return load_weights(
                 self.spec,
                 config.model_path,

@@ -20,6 +20,10 @@ class ModelError(WeftError):
     """A model directory cannot be served: unsupported, incomplete or malformed."""
 
 
+class UnknownArchitecture(ModelError):
+    """No family of weft's own has this architecture; `transformers` may."""
+
+
 class OutOfMemory(WeftError):
     """The weights or the KV pages do not fit the device."""
 

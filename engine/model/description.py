@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from weft.engine.model.broad.spec import BroadSpec
 from weft.engine.model.parts import Experts
 from weft.engine.model.rope import Rope
 from weft.engine.model.spec import ModelSpec
@@ -12,6 +13,8 @@ from weft.engine.model.spec import ModelSpec
 
 def describe(spec: ModelSpec) -> list[tuple[str, str]]:
     """(part, what the model has of it), in the order of a layer."""
+    if isinstance(spec, BroadSpec):
+        return _describe_calls(spec)
     gated = "gated " if spec.gated else ""
     rows = [
         ("layers", f"{spec.num_layers} of width {spec.hidden_size}, norms {spec.placement.value}"),
@@ -35,6 +38,23 @@ def describe(spec: ModelSpec) -> list[tuple[str, str]]:
     tied = "tied" if spec.tie_embeddings else "untied"
     rows.append(("vocabulary", f"{spec.vocab_size} tokens, {tied}{_scales(spec)}"))
     return rows
+
+
+def _describe_calls(spec: BroadSpec) -> list[tuple[str, str]]:
+    """Of a model that `transformers` computes: its attention calls, and nothing else is known."""
+    rows = []
+    for call, count in Counter(call._replace(layer=0) for call in spec.calls).items():
+        sizes = f"{call.key_dim}" if call.key_dim == call.value_dim else f"{call.key_dim} and {call.value_dim}"
+        extra = {
+            f", windows of {call.window}": bool(call.window),
+            f", scores capped at {call.softcap:g}": bool(call.softcap),
+            ", sinks": call.sinks,
+        }
+        words = "".join(word for word, there in extra.items() if there)
+        rows.append(
+            ("attention", f"{count} calls of {call.heads} query heads, {call.kv_heads} KV heads of {sizes}{words}")
+        )
+    return [*rows, ("vocabulary", f"{spec.vocab_size} tokens"), ("positions", f"{spec.max_positions} at most")]
 
 
 def _norm(spec: ModelSpec) -> str:

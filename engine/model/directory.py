@@ -11,7 +11,12 @@ from weft.engine.model.families import family_of
 from weft.engine.model.spec import ModelSpec
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A file of a model directory. Raises `ModelError`, one line."""
+    if not path.parent.is_dir():
+        raise ModelError(
+            f"no model directory at {path.parent}: give a Hugging Face model directory, ORG/NAME, or 'demo'"
+        )
     refuse_pointer(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -24,12 +29,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _eos_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
+def eos_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
+    """The end tokens of the directory at `path`, whose `config.json` is `config`."""
     # generation_config.json wins: Llama 3 lists its end-of-turn token only there.
     ids = config.get("eos_token_id")
     generation = path / "generation_config.json"
     if generation.exists():
-        ids = _read_json(generation).get("eos_token_id", ids)
+        ids = read_json(generation).get("eos_token_id", ids)
     if ids is None:
         return ()
     return tuple(int(i) for i in ids) if isinstance(ids, list) else (int(ids),)
@@ -40,12 +46,10 @@ def read_spec(path: Path) -> ModelSpec:
 
     Raises `ModelError`, one line, for a missing or malformed file, an unsupported architecture or option.
     """
-    if not path.is_dir():
-        raise ModelError(f"no model directory at {path}: give a Hugging Face model directory, ORG/NAME, or 'demo'")
-    config = _read_json(path / "config.json")
+    config = read_json(path / "config.json")
     family = family_of((config.get("architectures") or ["(none)"])[0])
     try:
-        return family.spec(config, _eos_ids(path, config))
+        return family.spec(config, eos_ids(path, config))
     except KeyError as error:
         raise ModelError(f"{path / 'config.json'} lacks {error.args[0]}") from None
     except (TypeError, ValueError) as error:

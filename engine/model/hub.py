@@ -179,10 +179,10 @@ def _instead(sizes: dict[str, int]) -> str:
 
 def _check_architecture(name: str, directory: Path) -> None:
     """Before gigabytes are downloaded. Raises `ModelError`."""
-    from weft.engine.model.directory import read_spec
+    from weft.engine.model.implementation import check_known
 
     try:
-        read_spec(directory)
+        check_known(directory, trusted=True)  # no code is run here; who starts an engine is asked
     except ModelError as error:
         raise ModelError(f"{name}: {str(error).replace(f'{directory}/', '')}; nothing was downloaded") from None
 

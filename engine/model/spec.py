@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from weft.engine.errors import ModelError
 from weft.engine.model.operations import Operation, Resource, Role, all_reduce, attention, product
@@ -80,6 +80,14 @@ class ModelSpec:
     logits_softcap: float = 0.0
     experts: Experts | None = None
     shard_of: Shard = Shard()
+
+    native: ClassVar[bool] = True
+    """computed by weft's own operations; else see `broad.spec.BroadSpec`"""
+
+    @property
+    def kv_heads(self) -> tuple[tuple[int, int], ...]:
+        """(Hkv, D) of each layer's keys and values."""
+        return ((self.num_kv_heads, self.head_dim),) * self.num_layers
 
     @property
     def qkv_size(self) -> int:

@@ -55,7 +55,7 @@ class Weights:
         return sum({t.data_ptr(): t.nbytes for t in tensors if t is not None}.values())
 
 
-def _warn_of(surplus: list[str]) -> None:
+def warn_of_surplus(surplus: list[str]) -> None:
     if surplus:
         named = ", ".join(surplus[:3]) + (" …" if len(surplus) > 3 else "")
         print(
@@ -159,7 +159,7 @@ def load_weights(
         weights = _pack(spec, names, Tensors(reader, checkpoint.__contains__, dtype), tables, tied=tied)
         reader.finite.end(dtype)
         harmless = (*HARMLESS, *names.harmless)
-        _warn_of(checkpoint.surplus((*harmless, head) if tied else harmless))
+        warn_of_surplus(checkpoint.surplus((*harmless, head) if tied else harmless))
     return weights
 
 

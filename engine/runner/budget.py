@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.runner.resolve import ResolvedConfig, memory_bytes
 from weft.engine.wire.messages import MemoryBudget
 from weft.kernels.attention_torch import GROUP_ELEMENTS
 
+if TYPE_CHECKING:
+    from weft.engine.model.broad.module import BroadModule
+
 RUNTIME_BYTES = 560 << 20
 """of a process on a CPU: interpreter, libraries, threads, and what oneDNN keeps of compiled products (see
 `wire.spawn.PRIMITIVE_CACHES`)"""
 
 
-def memory_budget(spec: ModelSpec, weights: Weights, config: ResolvedConfig, host_pages_bytes: int) -> MemoryBudget:
+def memory_budget(
+    spec: ModelSpec, weights: Weights | BroadModule, config: ResolvedConfig, host_pages_bytes: int
+) -> MemoryBudget:
     """On a CPU of the process, on a GPU of the device (`host_pages` are on the host there as well).
 
     Raises nothing; `config.num_pages` is known.

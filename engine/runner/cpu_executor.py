@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,11 +15,12 @@ from weft.engine.model.layer_weights import ProductWeights
 from weft.engine.model.operations import ALL_REDUCE, Operation
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
+from weft.engine.runner.batch import Batch
 from weft.engine.runner.collectives import Alone, Collectives
 from weft.engine.runner.launchers import launchers_of
 from weft.kernels import experts_reference as expert_twins
 from weft.kernels import reference as twins
-from weft.kernels.attention import AttentionBackend
+from weft.kernels.attention import HostAttention
 
 BLOCK_ROWS = (32, 16, 8, 4, 2, 1)
 """tried in this order for batch invariance; one row at a time always holds"""
@@ -197,7 +199,7 @@ class CpuExecutor:
         spec: ModelSpec,
         weights: Weights,
         kv: Tensor,
-        attention: AttentionBackend[Any],
+        attention: HostAttention[Any],
         *,
         invariant: bool = False,
         collectives: Collectives | None = None,
@@ -214,6 +216,15 @@ class CpuExecutor:
         self._steps = [
             (launchers[op.name], op, layer) for layer in range(spec.num_layers) for op in spec.layer_operations(layer)
         ]
+
+    def inputs(self, batch: Batch, token_ids: Tensor) -> CpuInputs:
+        """Of an iteration. token_ids `[T]` int64: the batch's, with those that decodes read on the device."""
+        return CpuInputs(
+            token_ids,
+            torch.from_numpy(batch.positions.astype(np.int64)),
+            torch.from_numpy(batch.slot_mapping),
+            self.attention.prepare(batch),
+        )
 
     def forward(self, inputs: CpuInputs) -> tuple[Tensor, Tensor]:
         """The residual stream after the last layer: x `[T, H]` and its sum of squares `[T]`.

@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 import weakref
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,14 +18,18 @@ from torch import Tensor
 
 from weft.engine.errors import OutOfMemory
 from weft.engine.memory.cpu_transfer import CpuCopyEngine
+from weft.engine.model.broad.spec import BroadSpec
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.runner.batch import Batch, PromptLogprobs, StepResult
 from weft.engine.runner.collectives import Collectives
-from weft.engine.runner.cpu_executor import CpuExecutor, CpuInputs
+from weft.engine.runner.cpu_executor import CpuExecutor
 from weft.engine.runner.resolve import GIB, ResolvedConfig
 from weft.engine.runner.sampling import Sampling, Scores
 from weft.kernels.attention_backends import make_host_attention
+
+if TYPE_CHECKING:
+    from weft.engine.model.broad.module import BroadModule
 
 
 def _allocate(config: ResolvedConfig) -> Tensor:
@@ -73,15 +78,29 @@ class CpuRunner:
     """The runner of a CPU (see `runner.Runner`), or of one rank of several."""
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, config: ResolvedConfig, collectives: Collectives | None = None
+        self,
+        spec: ModelSpec,
+        weights: Weights | BroadModule,
+        config: ResolvedConfig,
+        collectives: Collectives | None = None,
     ) -> None:
         self.kv = _allocate(config)
-        self._attention = make_host_attention(
-            config.attention, config.attention_shape(spec), batch_invariant=config.batch_invariant
-        )
-        self._executor = CpuExecutor(
-            spec, weights, self.kv, self._attention, invariant=config.batch_invariant, collectives=collectives
-        )
+        self._executor: Any
+        """a `CpuExecutor`, or what has its interface"""
+        if isinstance(spec, BroadSpec):
+            from weft.engine.model.broad.module import BroadModule
+            from weft.engine.runner.broad_cpu import BroadCpuExecutor
+
+            assert isinstance(weights, BroadModule)
+            self._executor = BroadCpuExecutor(spec, weights, self.kv, config)
+        else:
+            assert isinstance(weights, Weights)
+            attention = make_host_attention(
+                config.attention, config.attention_shape(spec), batch_invariant=config.batch_invariant
+            )
+            self._executor = CpuExecutor(
+                spec, weights, self.kv, attention, invariant=config.batch_invariant, collectives=collectives
+            )
         self._last_token = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=config.device)
         self._sampling = Sampling(config.device, config.max_num_seqs, spec.vocabulary, collectives)
         self._num_threads = config.cpu_threads
@@ -127,13 +146,7 @@ class CpuRunner:
         # Decodes read the token that an earlier iteration left on the device.
         d = batch.num_decodes
         token_ids[:d] = self._last_token[torch.from_numpy(batch.slots[:d].astype(np.int64))]
-        inputs = CpuInputs(
-            token_ids,
-            torch.from_numpy(batch.positions.astype(np.int64)),
-            torch.from_numpy(batch.slot_mapping),
-            self._attention.prepare(batch),
-        )
-        x, sumsq = self._executor.forward(inputs)
+        x, sumsq = self._executor.forward(self._executor.inputs(batch, token_ids))
         prompt_scores = [self._prompt_scores(x, sumsq, asked) for asked in batch.prompt_logprobs]
         tokens, nonfinite, scores = self._sample(x, sumsq, batch)
         self._last_end = time.perf_counter()

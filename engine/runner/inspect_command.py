@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from weft.engine.config import EngineConfig
+from weft.engine.config import EngineConfig, ModelImpl
 from weft.engine.errors import ConfigError, WeftError
+
+if TYPE_CHECKING:
+    from weft.engine.model.spec import ModelSpec
 
 GIB = 2**30
 
@@ -17,6 +20,10 @@ def add_inspect_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-preset", metavar="NAME", help="a shape that weft knows, instead")
     parser.add_argument("--revision", metavar="REVISION", help="branch, tag or commit of ORG/NAME [main]")
     parser.add_argument("--max-model-len", metavar="N", type=int, help="the context that is to fit [the model's own]")
+    parser.add_argument(
+        "--model-impl", choices=get_args(ModelImpl), default="auto", help="what is to compute it [auto]"
+    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that the directory brings")
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
@@ -28,7 +35,10 @@ def _config(arguments: argparse.Namespace) -> EngineConfig:
         raise ConfigError("give a model or --model-preset, not both")
     if arguments.max_model_len is not None and arguments.max_model_len < 2:
         raise ConfigError("--max-model-len must be 2 or more")
-    options: dict[str, Any] = {"load_format": "dummy", "max_model_len": arguments.max_model_len}
+    options: dict[str, Any] = {
+        "load_format": "dummy", "max_model_len": arguments.max_model_len, "model_impl": arguments.model_impl,
+        "trust_remote_code": arguments.trust_remote_code,
+    }  # fmt: skip
     if arguments.model_preset is not None:
         return EngineConfig(model_preset=EngineConfig.known_preset(arguments.model_preset), **options)
     if arguments.name in (None, "demo"):
@@ -36,13 +46,11 @@ def _config(arguments: argparse.Namespace) -> EngineConfig:
     return EngineConfig(model=str(find_model(arguments.name, arguments.revision, weights=False)), **options)
 
 
-def _devices(config: EngineConfig) -> dict[str, dict[str, Any]]:
+def _devices(config: EngineConfig, spec: ModelSpec) -> dict[str, dict[str, Any]]:
     """What each device of this machine makes of it: room for KV, or why it does not serve it."""
-    from weft.engine.model.directory import read_spec
     from weft.engine.runner.resolve import memory_bytes, resolve
     from weft.kernels.gpu import gpu
 
-    spec = read_spec(config.model_path)
     found: dict[str, dict[str, Any]] = {}
     for name in ("cpu",) if gpu() is None else ("cpu", "cuda"):
         try:
@@ -69,17 +77,18 @@ def _devices(config: EngineConfig) -> dict[str, dict[str, Any]]:
 def inspect(config: EngineConfig) -> dict[str, Any]:
     """Everything the command tells. Raises `ModelError` for a model that no device serves."""
     from weft.engine.model.description import describe
-    from weft.engine.model.directory import read_spec
+    from weft.engine.model.implementation import choose_spec
 
-    spec = read_spec(config.model_path)
+    spec, implementation = choose_spec(config)
     return {
         "model": config.model_name,
         "architecture": spec.architecture,
+        "implementation": implementation,
         "parts": dict(describe(spec)),
         "parameters": spec.num_parameters,
         "active_parameters": spec.active_parameters,
-        "kv_values_per_token": 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim,
-        "devices": _devices(config),
+        "kv_values_per_token": 2 * sum(heads * width for heads, width in spec.kv_heads),
+        "devices": _devices(config, spec),
     }
 
 
@@ -99,7 +108,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(told, indent=2))
         return 0
-    rows = [("model", f"{told['model']} ({told['architecture']})"), *told["parts"].items()]
+    rows = [("model", f"{told['model']} ({told['architecture']})"), ("computed by", told["implementation"])]
+    rows += told["parts"].items()
     rows.append(("parameters", f"{_amount(told['parameters'])}, {_amount(told['active_parameters'])} a token"))
     rows.append(("weights", told["weights"]))
     rows += [(name, _says(device)) for name, device in told["devices"].items()]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from weft import install_hint
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError
@@ -13,15 +15,24 @@ from weft.engine.runner.products import prepare_products
 from weft.engine.runner.resolve import ResolvedConfig
 from weft.engine.runner.runner import Runner
 
+if TYPE_CHECKING:
+    from weft.engine.model.broad.module import BroadModule
+
 
 def make_runner(
-    spec: ModelSpec, weights: Weights, options: EngineConfig, config: ResolvedConfig, progress: Progress | None = None
+    spec: ModelSpec,
+    weights: Weights | BroadModule,
+    options: EngineConfig,
+    config: ResolvedConfig,
+    progress: Progress | None = None,
 ) -> Runner:
     """The runner for the configuration's device, its KV pool allocated. Raises `OutOfMemory`.
 
     options: what `config` was resolved from.
     """
     if config.device.type == "cuda":
+        if not isinstance(weights, Weights):
+            raise ConfigError("transformers' code runs on a CPU alone as yet: use --device cpu")
         try:
             from weft.engine.runner.cuda_runner import CudaRunner
         except ModuleNotFoundError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,12 +13,14 @@ import torch
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, OutOfMemory
 from weft.engine.memory.kv_layout import KvLayout
+from weft.engine.model.broad.spec import BroadSpec
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.choose import choose_plan, target_of
 from weft.engine.plans.plan import Plan, load_plan
+from weft.engine.runner.broad_shapes import kinds_of_calls, refuse_on_gpu
 from weft.kernels import attention_backends
 from weft.kernels.attention import AttentionShape, AttentionUnavailable
-from weft.kernels.attention_backends import BackendName
+from weft.kernels.attention_backends import TRITON_HEAD_DIMS, BackendName
 from weft.kernels.gpu import gpu, gpu_device
 
 log = logging.getLogger("weft.engine")
@@ -104,16 +107,27 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         raise OutOfMemory(
             f"a context of {max_model_len} tokens takes tables of {tables / GIB:,.0f} GiB: lower --max-model-len"
         )
-    kv = KvLayout.of(spec, config.page_size, dtype)
-    backend = _attention(config, _attention_shape(spec, kv, dtype, device, max_model_len))
-    if not cuda:
+    if isinstance(spec, BroadSpec) and config.batch_invariant:
+        raise ConfigError("--batch-invariant needs weft's own layers: transformers' code has none; leave it out")
+    shapes: Sequence[AttentionShape]
+    if isinstance(spec, BroadSpec):
+        kv = KvLayout.of(spec, config.page_size, dtype, TRITON_HEAD_DIMS if cuda else ())
+        kinds = kinds_of_calls(spec, kv)
+        shapes = [kind.shape(kv, dtype, device, max_model_len) for kind in dict.fromkeys(kinds)]
+        if cuda:
+            refuse_on_gpu(spec, kinds)
+    else:
+        kv = KvLayout.of(spec, config.page_size, dtype)
+        shapes = [_attention_shape(spec, kv, dtype, device, max_model_len)]
+    (backend,) = {_attention(config, shape) for shape in shapes}
+    if not cuda or not spec.native:
         _check_plan(config)
-    plan = _plan(config, spec, device, dtype, backend) if cuda else None
+    plan = _plan(config, spec, device, dtype, backend) if cuda and spec.native else None
     dense = plan.dense_batch if plan is not None else 0
     max_num_batched_tokens = config.max_num_batched_tokens or dense or (2048 if cuda else 512)
     if config.batch_invariant and max_num_batched_tokens < INVARIANT_CHUNK:
         raise ConfigError(f"--batch-invariant needs --max-num-batched-tokens {INVARIANT_CHUNK} or more")
-    if cuda:
+    if cuda and spec.native:
         _check_kernels(spec)
     weight_bytes = spec.num_parameters * dtype.itemsize
     if device.type != "meta" and weight_bytes > 0.9 * memory_bytes(device):
@@ -162,10 +176,10 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
 
 
 def _check_plan(config: EngineConfig) -> None:
-    """A CPU runs no plan; one that is named must still be one. Raises `ConfigError`."""
+    """A CPU runs no plan, nor does transformers' code; one that is named must still be one. Raises `ConfigError`."""
     if config.plan not in ("auto", "serial"):
         load_plan(Path(config.plan).expanduser())
-        log.warning("the plan %s is not used: plans are for GPUs; the serial plan runs", config.plan)
+        log.warning("the plan %s is not used: plans are for GPUs and weft's own layers", config.plan)
 
 
 def _plan(config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype, backend: str) -> Plan | None:

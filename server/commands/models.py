@@ -49,12 +49,12 @@ class Model(NamedTuple):
 
     def why_not(self) -> str | None:
         """Why weft does not serve it; None if it does."""
-        from weft.engine.model.directory import read_spec
+        from weft.engine.model.implementation import check_known
 
         try:
             if self.files:
                 return refused(self.files[0])
-            read_spec(self.path)
+            check_known(self.path)
         except ModelError as error:
             return str(error).replace(f"{self.path}/", "").replace(f"{self.path} ", "it ")
         if absent := hub.missing(self.path):

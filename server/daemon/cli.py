@@ -243,18 +243,18 @@ def _located(config: EngineConfig) -> EngineConfig:
 
     Raises `ConfigError` and `ModelError`.
     """
-    from weft.engine.model.directory import read_spec
     from weft.engine.model.hub import find_model, missing
+    from weft.engine.model.implementation import check_known
     from weft.engine.plans.plan import load_plan
 
     if config.plan not in ("auto", "serial"):
         load_plan(Path(config.plan).expanduser())
     if config.model_preset is not None:
-        read_spec(config.model_path)
+        check_known(config.model_path, config.model_impl, trusted=config.trust_remote_code)
         return config
     dummy = config.load_format == "dummy"
     path = find_model(config.model, config.revision, weights=not dummy)
-    read_spec(path)
+    check_known(path, config.model_impl, trusted=config.trust_remote_code)
     if not dummy and (absent := missing(path)):
         raise ModelError(f"{path} lacks {len(absent)} file(s) of its weights: {', '.join(absent[:3])}")
     return config if config.model == "demo" else config.model_copy(update={"model": str(path)})

@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from pkgutil import iter_modules
 
-from weft.engine.errors import ModelError
+from weft.engine.errors import UnknownArchitecture
 from weft.engine.model.families.family import Family
 
 
@@ -28,9 +28,9 @@ FAMILIES = _families()
 
 
 def family_of(architecture: str) -> Family:
-    """Raises `ModelError`, which names what is supported."""
+    """Raises `UnknownArchitecture`, which names what is supported."""
     for family in FAMILIES:
         if architecture in family.architectures:
             return family
     known = ", ".join(name for family in FAMILIES for name in family.architectures)
-    raise ModelError(f"architecture {architecture} is not supported; supported: {known}")
+    raise UnknownArchitecture(f"architecture {architecture} is not supported; supported: {known}")

@@ -1,0 +1,90 @@
+"""`BroadModule`: a `transformers` model as one call, from tokens and positions of any requests to logits."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from weft.engine.model.broad.hook import positions as positions_now
+
+
+class BroadModule:
+    """Wraps a `transformers` model, changed in place so that the tokens of many requests may stand in one row."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module.eval().requires_grad_(False)
+        takes = inspect.signature(module.forward).parameters
+        self._keeps = "logits_to_keep" in takes
+        self._takes_positions = "position_ids" in takes
+        if not self._takes_positions:
+            for part in module.modules():
+                if isinstance(table := getattr(part, "embed_positions", None), nn.Embedding):
+                    _tell_positions(table)
+
+    def logits(self, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        """`[S, V]` of the rows `[S]` among T tokens, whose attention calls somebody answers (`hook.attending`).
+
+        token_ids, positions `[T]` int64.
+        """
+        given: dict[str, Any] = {"input_ids": token_ids[None], "use_cache": False, "return_dict": True}
+        if self._takes_positions:
+            given["position_ids"] = positions[None]
+        if self._keeps:
+            given["logits_to_keep"] = rows
+        token = positions_now.set(positions[None])
+        try:
+            logits: Tensor = self.module(**given).logits[0]
+        finally:
+            positions_now.reset(token)
+        return logits if self._keeps else logits[rows]
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
+
+
+def _tell_positions(table: nn.Embedding) -> None:
+    """Such models count positions from how much their cache holds: here they are looked up."""
+    offset, own = int(getattr(table, "offset", 0)), table.forward
+
+    def forward(*arguments: Any, **named: Any) -> Tensor:
+        if (told := positions_now.get(None)) is None:  # the model runs alone
+            return own(*arguments, **named)
+        return F.embedding(told + offset, table.weight)
+
+    table.forward = forward  # type: ignore[method-assign]
+
+
+def pin_rope(module: nn.Module, max_positions: int) -> None:
+    """Fix the angles that `transformers` would choose by the longest position of a batch.
+
+    `longrope`: the short factors where no context outgrows the original one, else the long. `dynamic`: as the model was
+    trained; who calls keeps `max_positions` within that.
+    """
+    for part in module.modules():
+        kinds, config = getattr(part, "rope_type", None), getattr(part, "config", None)
+        if kinds is None or config is None:
+            continue
+        names = dict(kinds) if isinstance(kinds, dict) else {None: kinds}
+        for name, kind in names.items():
+            if kind != "longrope" and "dynamic" not in str(kind):
+                continue
+            if kind == "longrope":
+                parameters = config.rope_parameters if name is None else config.rope_parameters[name]
+                original = parameters["original_max_position_embeddings"]
+                buffer: Tensor = getattr(part, "inv_freq" if name is None else f"{name}_inv_freq")
+                choice = original + 1 if max_positions > original else original
+                extra = {} if name is None else {"layer_type": name}
+                inv_freq, _ = ROPE_INIT_FUNCTIONS[kind](config, buffer.device, seq_len=choice, **extra)
+                with torch.no_grad():
+                    buffer.copy_(inv_freq)
+            if name is None:
+                part.rope_type = "pinned"  # type: ignore[assignment]
+            else:
+                kinds[name] = "pinned"

@@ -1,0 +1,192 @@
+"""`read_broad`: what a model of `transformers` is, by its configuration, its cache and a dry run; or why it cannot be
+served.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from weft.engine.errors import ModelError
+from weft.engine.model.broad.hook import NAME
+from weft.engine.model.broad.module import BroadModule
+from weft.engine.model.broad.spec import AttentionCall, BroadSpec
+from weft.engine.model.broad.trial import attention_calls
+from weft.engine.model.parts import Layer, Norm
+
+UNSAID_POSITIONS = 4096
+"""the context of a model whose configuration names none"""
+MAP_NORESERVE = 0x4000
+"""of Linux: memory that is only read takes none, however much it is"""
+LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """`transformers` says nothing and draws no bars: what matters is told by an error."""
+    log = transformers.utils.logging
+    before, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity(logging.CRITICAL)
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(before)
+        if bars:
+            log.enable_progress_bar()
+
+
+def one_line(error: BaseException) -> str:
+    """What another library's error says, short enough for a line."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def read_broad(path: Path, eos_token_ids: tuple[int, ...], name: str, *, trusted: bool = False) -> BroadSpec:
+    """name: the architecture. trusted: code that the directory brings may run.
+
+    Raises `ModelError`: one line, why `transformers`' code cannot serve it here.
+    """
+    with quiet():
+        try:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
+        except Exception as error:  # whatever its validation or its own code raises
+            version = transformers.__version__
+            raise ModelError(f"transformers {version} does not read config.json: {one_line(error)}") from None
+        return _spec(config, name, eos_token_ids, trusted)
+
+
+def build(config: Any, dtype: torch.dtype, device: torch.device, trusted: bool) -> Any:
+    """The model with random weights. Raises `ModelError`."""
+    try:
+        with torch.device(device):
+            return AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), attn_implementation=NAME, dtype=dtype, trust_remote_code=trusted
+            )
+    except KeyError as error:
+        if error.args == (NAME,):
+            raise ModelError("its code has no attention interface") from None
+        raise ModelError(f"transformers cannot build it: KeyError {one_line(error)}") from None
+    except (ValueError, ImportError, NotImplementedError, AttributeError, TypeError, RuntimeError) as error:
+        raise ModelError(f"transformers cannot build it: {one_line(error)}") from None
+
+
+def _spec(config: Any, name: str, eos_token_ids: tuple[int, ...], trusted: bool) -> BroadSpec:
+    windows = _cache_windows(config)
+    module = build(config, torch.bfloat16, torch.device("meta"), trusted)
+    calls, vocab_size = _try(module)
+    if not calls:
+        raise ModelError("its code never calls the attention interface")
+    text = config.get_text_config(decoder=True)
+    max_positions, limit = _positions(text)
+    hidden = [window for call in calls if (window := windows.get(call.layer)) and call.window is None]
+    if hidden and min(hidden) < max_positions:
+        max_positions, limit = min(hidden), "a window that its attention calls do not show"
+    sizes = {id(p): (key, p.numel()) for key, p in module.named_parameters()}.values()
+    hidden_size = int(getattr(text, "hidden_size", 0) or calls[0].heads * calls[0].key_dim)
+    return BroadSpec(
+        architecture=name if name != "(none)" else type(module).__name__,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=_number(getattr(text, "intermediate_size", None)) or 4 * hidden_size,
+        num_layers=len(calls),
+        num_heads=max(call.heads for call in calls),
+        num_kv_heads=max(call.kv_heads for call in calls),
+        head_dim=max(call.width for call in calls),
+        max_positions=max_positions,
+        norm=Norm(eps=0.0),
+        dtype=str(getattr(config, "dtype", None) or getattr(text, "dtype", None) or "float32").removeprefix("torch."),
+        eos_token_ids=eos_token_ids or _ids(getattr(text, "eos_token_id", None)),
+        layers=tuple(Layer(window=call.window) for call in calls),
+        calls=tuple(calls),
+        parameters=sum(size for _, size in sizes),
+        active=_active(list(sizes), text),
+        config=config,
+        limit=limit,
+    )
+
+
+def _cache_windows(config: Any) -> dict[int, int | None]:
+    """Of each layer that keeps keys and values: its window. Raises `ModelError` for a cache of any other kind."""
+    try:
+        layers = DynamicCache(config=config).layers
+    except Exception as error:  # an architecture with a cache of its own
+        raise ModelError(f"it has a cache of its own: {one_line(error)}") from None
+    found: dict[int, int | None] = {}
+    for index, layer in enumerate(layers):
+        kinds = [kind.__name__ for kind in type(layer).__mro__]
+        if any("LinearAttention" in kind for kind in kinds):
+            raise ModelError("it has recurrent layers, whose state is no KV page")
+        if any("Indexed" in kind for kind in kinds):
+            raise ModelError("its attention chooses positions by an index (sparse attention)")
+        if kinds[0] in ("DynamicLayer", "DynamicSlidingWindowLayer"):
+            found[index] = getattr(layer, "sliding_window", None)
+        elif kinds[0] != "DummyLayer":
+            raise ModelError(f"it has a cache of its own ({kinds[0]})")
+    return found
+
+
+def _try(module: Any) -> tuple[list[AttentionCall], int]:
+    """The dry run, on the meta device if the model's code bears that. Raises `ModelError`."""
+    try:
+        try:
+            return attention_calls(BroadModule(module))
+        except (RuntimeError, NotImplementedError, ValueError):
+            _fill_with_zeros(module)
+            return attention_calls(BroadModule(module))
+    except ModelError:
+        raise
+    except Exception as error:  # whatever its code raises when its attention is answered by somebody else
+        raise ModelError(f"a dry run of its code fails: {one_line(error)}") from None
+
+
+def _fill_with_zeros(module: nn.Module) -> None:
+    """Off the meta device, onto memory of zeros that the system maps when somebody writes to it."""
+
+    def zeros(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.numel():
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        memory = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+        return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+
+    for part in module.modules():
+        for key, parameter in part._parameters.items():
+            if parameter is not None:
+                part._parameters[key] = nn.Parameter(zeros(parameter), requires_grad=False)
+        for key, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[key] = zeros(buffer)
+
+
+def _positions(text: Any) -> tuple[int, str]:
+    for name in LENGTHS:
+        if value := _number(getattr(text, name, None)):
+            return value, ""
+    return UNSAID_POSITIONS, "its configuration names no length"
+
+
+def _number(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    return () if value is None else tuple(value) if isinstance(value, list) else (int(value),)
+
+
+def _active(sizes: list[tuple[str, int]], text: Any) -> int:
+    """Parameters that a token is computed with: of experts the share that it takes."""
+    count = next((n for key in ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
+                  if (n := _number(getattr(text, key, None)))), 0)  # fmt: skip
+    top = next((n for key in ("num_experts_per_tok", "moe_top_k", "moe_k", "top_k_experts")
+                if (n := _number(getattr(text, key, None)))), 0)  # fmt: skip
+    share = top / count if 0 < top < count else 1.0
+    return sum(int(n * share) if ".experts." in name else n for name, n in sizes)

@@ -1,0 +1,76 @@
+"""`load_broad`: a model of `transformers` with its weights, read by its own loader and checked like any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from weft.engine.errors import ModelError
+from weft.engine.model.broad.hook import NAME
+from weft.engine.model.broad.module import BroadModule, pin_rope
+from weft.engine.model.broad.reading import build, one_line, quiet
+from weft.engine.model.broad.spec import BroadSpec
+from weft.engine.model.finite import FiniteCheck
+from weft.engine.model.weights import HARMLESS, warn_of_surplus
+
+
+def load_broad(
+    spec: BroadSpec,
+    path: Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_positions: int,
+    dummy_seed: int | None = None,
+    trusted: bool = False,
+) -> BroadModule:
+    """`dummy_seed` makes weights up instead of reading `path`. Raises `ModelError` for weights that are missing, of
+    another shape or not finite. Tensors that the model does not ask for are told in one line.
+    """
+    with quiet():
+        if dummy_seed is not None:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                torch.manual_seed(dummy_seed)
+                module = build(spec.config, dtype, device, trusted)
+        else:
+            module = _read(path, dtype, trusted).to(device)
+    finite = FiniteCheck()
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if tensor.is_floating_point() and "inv_freq" not in name:
+            finite.add(name, tensor)
+    finite.end(dtype)
+    pin_rope(module, max_positions)
+    return BroadModule(module)
+
+
+def _read(path: Path, dtype: torch.dtype, trusted: bool) -> nn.Module:
+    try:
+        module, told = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=NAME, trust_remote_code=trusted, output_loading_info=True
+        )
+    except Exception as error:  # its loader has many ways to fail
+        raise ModelError(f"transformers cannot load the weights in {path}: {one_line(error)}") from None
+    if missing := sorted(told["missing_keys"]):
+        raise ModelError(f"{path} has no tensor {_some(missing)}, which config.json asks for")
+    if wrong := sorted(told["mismatched_keys"]):
+        name, there, asked = wrong[0]
+        raise ModelError(f"{name} has shape {tuple(there)}, config.json asks for {tuple(asked)}")
+    warn_of_surplus(sorted(name for name in told["unexpected_keys"] if not name.endswith(HARMLESS)))
+    _copy(module)
+    return module
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _copy(module: nn.Module) -> None:
+    """What the loader gives may be the mapped file, which somebody may write to or cut off while it is served."""
+    copies: dict[int, Tensor] = {}
+    for parameter in module.parameters():
+        kept = copies.setdefault(parameter.data_ptr(), parameter.data.clone())
+        if kept.shape == parameter.shape:
+            parameter.data = kept

@@ -1,0 +1,46 @@
+"""What computes a model: weft's own layers, or `transformers`' code with weft's attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from weft.engine.config import EngineConfig, ModelImpl
+from weft.engine.errors import ModelError, UnknownArchitecture
+from weft.engine.model.directory import eos_ids, read_json, read_spec
+from weft.engine.model.known import architecture, refuse_undecodable
+from weft.engine.model.spec import ModelSpec
+
+
+def choose_spec(config: EngineConfig) -> tuple[ModelSpec, str]:
+    """The model, and in words what computes it and why. Raises `ModelError`, one line."""
+    path = config.model_path
+    if config.model_impl != "transformers":
+        try:
+            return read_spec(path), "weft's own layers"
+        except UnknownArchitecture:
+            if config.model_impl == "native":
+                raise
+    raw = read_json(path / "config.json")
+    name = architecture(raw)
+    refuse_undecodable(raw, trusted=config.trust_remote_code)
+    from weft.engine.model.broad.reading import read_broad
+
+    try:
+        spec = read_broad(path, eos_ids(path, raw), name, trusted=config.trust_remote_code)
+    except ModelError as error:
+        raise ModelError(f"transformers' code cannot serve {name} here: {error}") from None
+    why = "--model-impl asks for it" if config.model_impl == "transformers" else f"weft has no layers of {name}"
+    limit = f"; contexts of {spec.max_positions} at most: {spec.limit}" if spec.limit else ""
+    return spec, f"transformers' code with weft's attention, for {why}{limit}"
+
+
+def check_known(path: Path, impl: ModelImpl = "auto", *, trusted: bool = False) -> None:
+    """What can be told of a model without loading torch. Raises `ModelError`, one line."""
+    try:
+        if impl != "transformers":
+            read_spec(path)
+            return
+    except UnknownArchitecture:
+        if impl == "native":
+            raise
+    refuse_undecodable(read_json(path / "config.json"), trusted=trusted)

@@ -1,0 +1,62 @@
+"""Which decoders `transformers` has, read from its source: importing it would load torch, seconds and 300 MiB."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.metadata
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from weft.engine.errors import ModelError, UnknownArchitecture
+
+MAPPING = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+
+
+@functools.cache
+def decoders() -> dict[str, str]:
+    """The class of each `model_type` that generates text."""
+    found = importlib.util.find_spec("transformers")
+    assert found is not None
+    assert found.origin is not None
+    tree = ast.parse((Path(found.origin).parent / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if isinstance(target, ast.Name) and target.id == MAPPING:
+            value = getattr(node, "value", None)
+            assert isinstance(value, ast.Call)
+            return dict(ast.literal_eval(value.args[0]))
+    raise AssertionError(f"transformers has no {MAPPING}")
+
+
+def refuse_undecodable(raw: dict[str, Any], *, trusted: bool) -> None:
+    """Raises `ModelError`, one line, for a `config.json` that `transformers` has no decoder for.
+
+    trusted: code that the model's directory brings may run.
+    """
+    name, kind = architecture(raw), raw.get("model_type")
+    known = decoders().get(str(kind))
+    if "AutoModelForCausalLM" in raw.get("auto_map", {}):
+        if trusted:
+            return
+        if known is None:
+            raise ModelError(
+                f"{name} brings code of its own: --trust-remote-code runs it, on this machine, with your rights"
+            )
+    if "text_config" not in raw and name not in (known, "(none)"):
+        if raw.get("is_encoder_decoder") or name.endswith("ForConditionalGeneration"):
+            raise ModelError(f"{name} is an encoder-decoder: weft serves decoders alone")
+        if known is not None:
+            raise ModelError(f"architecture {name} is not supported: it generates no text ({known} would)")
+    if known is None:
+        version = importlib.metadata.version("transformers")
+        raise UnknownArchitecture(
+            f"architecture {name} is not supported: transformers {version} has no decoder of model_type {kind} either"
+        )
+    if method := (raw.get("quantization_config") or {}).get("quant_method"):
+        raise ModelError(f"{name} is quantized ({method}): transformers' code serves bf16, fp16 and fp32 ones here")
+
+
+def architecture(raw: dict[str, Any]) -> str:
+    return str((raw.get("architectures") or ["(none)"])[0])

@@ -1,0 +1,73 @@
+"""`BroadCpuExecutor`: a `transformers` model on the CPU, its attention over our pages; as `CpuExecutor`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.engine.model.broad.hook import attending
+from weft.engine.model.broad.module import BroadModule
+from weft.engine.model.broad.spec import BroadSpec
+from weft.engine.runner.batch import Batch
+from weft.engine.runner.broad_attention import PagedCalls
+from weft.engine.runner.resolve import ResolvedConfig
+from weft.kernels.attention import HostAttention
+from weft.kernels.attention_backends import make_host_attention
+
+
+class BroadInputs(NamedTuple):
+    """Tensors of one iteration."""
+
+    token_ids: Tensor
+    """[T] int64"""
+    positions: Tensor
+    """[T] int64"""
+    slot_mapping: Tensor
+    """[T] int64"""
+    steps: list[Any]
+    """of each attention back end"""
+    rows: Tensor
+    """int64: rows whose logits may be asked for"""
+
+
+class BroadCpuExecutor:
+    """See `CpuExecutor`. The model's own code ends with the logits, so those that will be asked for are computed in
+    the forward pass, and what it hands over is these and where each row's are.
+    """
+
+    def __init__(self, spec: BroadSpec, model: BroadModule, kv: Tensor, config: ResolvedConfig) -> None:
+        self._model, self._kv = model, kv
+        self._backends: list[HostAttention[Any]] = []
+
+        def make(shape: Any) -> HostAttention[Any]:
+            self._backends.append(make_host_attention(config.attention, shape))
+            return self._backends[-1]
+
+        self._calls = PagedCalls(spec, config, make)
+
+    def inputs(self, batch: Batch, token_ids: Tensor) -> BroadInputs:
+        asked = [batch.sampling.logit_tokens, *(asked.token_rows for asked in batch.prompt_logprobs)]
+        return BroadInputs(
+            token_ids,
+            torch.from_numpy(batch.positions.astype(np.int64)),
+            torch.from_numpy(batch.slot_mapping),
+            [backend.prepare(batch) for backend in self._backends],
+            torch.from_numpy(np.unique(np.concatenate(asked)).astype(np.int64)),
+        )
+
+    def forward(self, inputs: BroadInputs) -> tuple[Tensor, Tensor]:
+        """Logits `[rows, V]` float32, and which of them is each row's `[T]` int64."""
+        self._calls.begin(self._kv, inputs.slot_mapping, inputs.steps)
+        with attending(self._calls):
+            logits = self._model.logits(inputs.token_ids, inputs.positions, inputs.rows)
+        self._calls.end()
+        place = torch.zeros(len(inputs.token_ids), dtype=torch.int64)
+        place[inputs.rows] = torch.arange(len(inputs.rows))
+        return logits.float(), place
+
+    def logits(self, x: Tensor, place: Tensor, rows: Tensor) -> Tensor:
+        """`[S, V]` float32 logits of the rows `[S]`, a copy."""
+        return x[place[rows]]

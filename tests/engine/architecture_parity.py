@@ -1,0 +1,94 @@
+"""One architecture on the broad path, under every condition, beside its own `generate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from harness import GREEDY, Harness
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+VOCABULARY = 199
+OPTIONS: dict[str, Any] = {"model_impl": "transformers", "page_size": 4, "max_num_seqs": 8}
+LOGPROB_TOLERANCE = 2e-3
+
+
+def prompts(seed: int, *lengths: int) -> list[np.ndarray]:
+    """Random; longer ones go beyond the windows (24)."""
+    generator = np.random.default_rng(seed)
+    return [generator.integers(3, VOCABULARY, length) for length in lengths]
+
+
+class Parity:
+    """The model as `transformers` runs it, alone; what `serve` judges by."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+        self._model.generation_config = GenerationConfig()
+
+    def _alone(self, prompt: np.ndarray, new: int) -> tuple[list[int], torch.Tensor]:
+        """Its tokens, and the logits that each was taken from."""
+        ids = torch.from_numpy(prompt.astype(np.int64))[None]
+        with torch.inference_mode():
+            told = self._model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new, min_new_tokens=new,
+                pad_token_id=0, output_logits=True, return_dict_in_generate=True,
+            )  # fmt: skip
+        return told.sequences[0, len(prompt) :].tolist(), torch.cat(told.logits).float()
+
+    def serve(self, harness: Harness, asked: list[np.ndarray], new: int) -> list[int]:
+        """Serve them together and compare tokens and log-probabilities; how many tokens of each were cached."""
+        handles = [harness.add(p, max_tokens=new, ignore_eos=True, logprobs=3, **GREEDY) for p in asked]
+        harness.run()
+        for handle, prompt in zip(handles, asked, strict=True):
+            tokens, logits = self._alone(prompt, new)
+            assert harness.tokens[handle] == tokens
+            exact = logits.log_softmax(-1)
+            for entry, row in zip(harness.logprobs[handle], exact, strict=True):
+                got, ids = np.asarray(entry.values), torch.as_tensor(np.asarray(entry.ids, np.int64))
+                np.testing.assert_allclose(got, row[ids].numpy(), atol=LOGPROB_TOLERANCE, rtol=1e-3)
+        return [harness.cached[h] for h in handles]
+
+    def engine(self, **options: Any) -> Harness:
+        harness = Harness(self.path, **{**OPTIONS, **options})
+        harness.poison_pages()
+        return harness
+
+    # -- the conditions
+
+    def chunks_and_reuse(self) -> None:
+        """Chunks of 7 beside decodes, then a prefix that was computed before."""
+        harness = self.engine(max_num_batched_tokens=7, num_pages=80)
+        first = prompts(2, 3, 19, 40)
+        self.serve(harness, first, 8)
+        longer = np.concatenate((first[2], prompts(4, 5)[0]))
+        assert min(self.serve(harness, [longer, first[2]], 4)) >= 36
+
+    def single_tokens(self) -> None:
+        self.serve(self.engine(max_num_batched_tokens=1, num_pages=80), prompts(1, 5, 30), 6)
+
+    def preemption(self) -> None:
+        harness = self.engine(max_num_batched_tokens=64, num_pages=22, prefix_caching=False)
+        harness.expect_short_outputs()
+        self.serve(harness, prompts(5, 30, 11, 40, 26, 9), 20)
+        assert harness.engine.scheduler.preemptions > 0
+
+    def host_tier(self) -> None:
+        """Chunks of 64, pages that come back from the host, contexts beyond the windows."""
+        harness = self.engine(max_num_batched_tokens=64, num_pages=80, host_kv_gib=0.03)
+        tiers, pool = harness.engine.tiers, harness.engine.scheduler.pool
+        assert tiers is not None
+        tiers.speeds.worthwhile = lambda entries, *_: len(entries)  # type: ignore[method-assign]
+        asked = prompts(6, 75, 33)
+        self.serve(harness, asked, 8)
+        tiers.flush(60)
+        pool.evict_all()
+        harness.poison_pages()
+        cached = self.serve(harness, asked, 8)
+        # Where all layers have windows pages behind them are given back.
+        assert cached[1] >= 32 or harness.engine.spec.kv_window is not None
+
+    CONDITIONS = ("chunks_and_reuse", "single_tokens", "preemption", "host_tier")
