@@ -107,6 +107,13 @@ class EngineConfig(BaseModel):
     attention_backend: Attention = Field(
         "auto", description="attention kernels; 'auto' is triton on a GPU, torch on a CPU; flash-attn needs its package"
     )
+    tensor_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=8,
+        description="ranks: processes that share one model, each with a part of its weights and KV; on CPUs so far. "
+        "Sizes of memory and disk are for all of them together",
+    )
     batch_invariant: bool = Field(
         False,
         description="one accumulation order everywhere: a request's tokens and log-probabilities never depend on its "

@@ -22,11 +22,15 @@ from weft.engine.memory.index_events import IndexEvents
 from weft.engine.memory.model_id import model_id
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
+from weft.engine.memory.ssd_store import SsdStore, Store, StoreFile
 from weft.engine.memory.tier_setup import make_tiers, open_store
+from weft.engine.memory.transfer import Bytes
 from weft.engine.model.broad.spec import BroadSpec
 from weft.engine.model.implementation import choose_spec
 from weft.engine.model.weights import Weights, load_weights
 from weft.engine.progress import Phases, Progress
+from weft.engine.ranks.group import Ranks
+from weft.engine.ranks.leader import lead
 from weft.engine.runner.budget import memory_budget
 from weft.engine.runner.compile_job import CompileJob
 from weft.engine.runner.energy_meter import EnergyMeter, energy_counter
@@ -60,26 +64,41 @@ NONFINITE_LINE_SECONDS = 60.0
 class Engine:
     """Loads the model and serves requests one iteration at a time.
 
-    compiling: a job begun earlier; else one is begun here if need be. Raises `WeftError` from the constructor when the
-    model or the options cannot work, each with one clear line.
+    compiling: a job begun earlier, ranks: started earlier; else both are begun here if need be. Raises `WeftError` from
+    the constructor when the model or the options cannot work, each with one clear line.
     """
 
     def __init__(
-        self, config: EngineConfig, progress: Progress | None = None, compiling: CompileJob | None = None
+        self,
+        config: EngineConfig,
+        progress: Progress | None = None,
+        compiling: CompileJob | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
+        self.ranks = ranks or Ranks.begin(config)
+        """the others of tensor parallelism"""
+        try:
+            self._start(self.ranks.config if self.ranks is not None else config, progress, compiling)
+        except BaseException:
+            if self.ranks is not None:
+                self.ranks.stop(0.0)
+            raise
+
+    def _start(self, config: EngineConfig, progress: Progress | None, compiling: CompileJob | None) -> None:
         begin = time.perf_counter()
         compiling = compiling or CompileJob.begin(config)
         self.config = config
         self.spec, implementation = choose_spec(config)
         if not self.spec.native:
             print(f"weft: {self.spec.architecture}: {implementation}", file=sys.stderr, flush=True)
-        resolved = resolve(config, self.spec)
+        own = self.spec.shard(0, config.tensor_parallel_size)
+        resolved = resolve(config, own)
         # The vocabulary is read while the model loads.
         self.grammars = Grammars(config.model_path, self.spec.vocab_size, self.spec.eos_token_ids)
-        phases = Phases(progress)
+        phases = Phases(progress if self.ranks is None else self.ranks.watched(progress))
         model = model_id(config, resolved.kv)
         # a path or a port that is taken is known before the model loads
-        store = open_store(config, resolved.kv, model)
+        store = open_store(config, resolved.kv, model, own.shard_of)
         publisher = make_publisher(config)
 
         def load() -> Weights | BroadModule:
@@ -89,7 +108,7 @@ class Engine:
 
                 return load_tested(self.spec, config, resolved)
             return load_weights(
-                self.spec,
+                own,
                 config.model_path,
                 device=resolved.device,
                 dtype=resolved.weight_dtype,
@@ -107,7 +126,16 @@ class Engine:
             phases.end()
             if model_id(config, resolved.kv) != model:
                 raise ModelError(f"{config.model_path} was changed while it was loaded: start again")
-            self.runner: Runner = make_runner(self.spec, weights, config, resolved, phases)
+            make_store: Callable[[StoreFile, Bytes], Store] = SsdStore
+            self.runner: Runner
+            if self.ranks is None:
+                self.runner = make_runner(self.spec, weights, config, resolved, phases)
+            else:
+                assert isinstance(weights, Weights)
+                leading = lead(self.ranks.links, own, weights, resolved, model, store=store is not None)
+                self.runner, make_store = leading, leading.make_store
+                if not leading.stores:
+                    store = None
         except torch.OutOfMemoryError:
             raise OutOfMemory(
                 "the model and its buffers do not fit the GPU: use a smaller model, "
@@ -121,11 +149,13 @@ class Engine:
         longest = min(resolved.max_model_len, (num_pages - 1) * config.page_size)
         self.resolved = resolved = replace(resolved, num_pages=num_pages, max_model_len=longest)
         host_bytes = int(config.host_kv_gib * 2**30)
-        self._memory = memory_budget(self.spec, weights, resolved, host_bytes)
+        self._memory = memory_budget(own, weights, resolved, host_bytes // own.shard_of.ranks)
         index = PrefixIndex(model)
         self._events = IndexEvents(index, publisher, config.page_size) if publisher is not None else None
         pool = PagePool(num_pages, config.page_size, index)
-        self.tiers = make_tiers(config, resolved.kv, pool, store, self.runner.copy_engine)
+        self.tiers = make_tiers(
+            config, resolved.kv, pool, store, self.runner.copy_engine, make_store, own.shard_of.ranks
+        )
         self.scheduler = Scheduler(
             SlotTable(resolved.max_num_seqs, resolved.max_model_len, config.page_size, self.spec.kv_window),
             pool,
@@ -171,6 +201,11 @@ class Engine:
         token_bytes = kv.page_bytes // (kv.page_size * self.spec.num_layers)
         work = Work(self.spec, weight_bytes, token_bytes, cuda=self.resolved.device.type == "cuda")
         return EnergyLedger(meter, work, self.scheduler.slots), ""
+
+    def check(self) -> None:
+        """Raises `RankLost` when another rank has ended: then this engine has, too."""
+        if self.ranks is not None:
+            self.ranks.check()
 
     def describe(self) -> EngineReady:
         resolved = self.resolved
@@ -385,3 +420,5 @@ class Engine:
         if self.energy is not None:
             self.energy.close()
         self.runner.close()
+        if self.ranks is not None:
+            self.ranks.stop()

@@ -20,8 +20,9 @@ import numpy as np
 import zmq
 
 from weft.engine.config import EngineConfig
-from weft.engine.errors import WeftError
+from weft.engine.errors import RankLost, WeftError
 from weft.engine.progress import ProgressLines, how_far
+from weft.engine.ranks.group import Ranks
 from weft.engine.runner.compile_job import CompileJob
 from weft.engine.runner.headstart import Headstart
 from weft.engine.wire.beat import BEAT_SECONDS, ENGINE, Beat, Beats, LastStep
@@ -96,15 +97,29 @@ class _Loop:
         self._open: dict[int, set[int]] = {}
         """handles by client"""
         self._profiling: Profiling | None = None
+        self._worked = False
+        """the engine was ready: its clients are there"""
 
-    def run(self, config: EngineConfig) -> int:
+    def run(self, config: EngineConfig, stacks_fd: int) -> int:
         self._beat.stage("importing", self._beats.start_timeout)
-        compiling = CompileJob.begin(config)
-        self._headstart.wait()
         try:
+            return self._serve(config, stacks_fd)
+        except RankLost as error:
+            print(f"weft: {error}", file=sys.stderr, flush=True)
+            return self._fail(str(error))
+
+    def _serve(self, config: EngineConfig, stacks_fd: int) -> int:
+        """Raises `RankLost`."""
+        try:
+            # ahead of what takes long here, for it takes as long there
+            ranks = Ranks.begin(config, self._beats, ENGINE, stacks_fd, pin=True)
+            compiling = CompileJob.begin(config)
+            self._headstart.wait()
             from weft.engine.engine import Engine  # what cannot be imported is told here, in the reach of EngineFailed
 
-            engine = Engine(config, _AnnouncedProgress(self._beat, self._beats.start_timeout), compiling)
+            engine = Engine(config, _AnnouncedProgress(self._beat, self._beats.start_timeout), compiling, ranks)
+        except RankLost:
+            raise
         except WeftError as error:
             return self._fail(str(error))
         except MemoryError:
@@ -112,9 +127,11 @@ class _Loop:
         if engine.tiers is not None:
             self._ending.patience = FLUSH_PATIENCE_SECONDS
         engine.on_wait = self._wait_for_step
+        self._worked = True
         _announce_compiles(self._beat)
         while not self._ending.begun.is_set():
             self._beat()
+            engine.check()
             for client, message in self._clients.receive(0 if engine.has_work else self._idle_poll_ms()):
                 self._take(engine, client, message)
             if self._profiling is not None and self._profiling.due:
@@ -191,7 +208,7 @@ class _Loop:
             self._open.get(handle >> HANDLE_BITS, set()).discard(handle)
 
     def _fail(self, why: str) -> int:
-        self._clients.receive(HELLO_WAIT_MS)
+        self._clients.receive(0 if self._worked else HELLO_WAIT_MS)
         self._clients.send_all(EngineFailed(why))
         return 1
 
@@ -250,7 +267,7 @@ def main() -> int:
     context = zmq.Context()
     clients = Clients(context, listener_fd)
     try:
-        code = _Loop(clients, ending, Beats(fd=beats_fd), headstart).run(config)
+        code = _Loop(clients, ending, Beats(fd=beats_fd), headstart).run(config, stacks_fd)
     except Exception:
         # A defect, not a user's mistake: the trace belongs in the log, the daemon tells every client.
         traceback.print_exc()

@@ -67,6 +67,9 @@ class Job:
 class Store(Protocol):
     """What `Tiers` asks of an SSD tier. Extents are `0 … num_extents - 1`; who calls decides what is where."""
 
+    on_done: Callable[[], None]
+    """called on any thread when a job has ended"""
+
     @property
     def num_extents(self) -> int: ...
 

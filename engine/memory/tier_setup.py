@@ -13,9 +13,10 @@ from weft.engine.errors import ConfigError
 from weft.engine.memory.extent import Geometry
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.memory.pages import PagePool
-from weft.engine.memory.ssd_store import SsdStore, StoreFile, StoreUnavailable
+from weft.engine.memory.ssd_store import SsdStore, Store, StoreFile, StoreUnavailable
 from weft.engine.memory.tiers import Tiers
-from weft.engine.memory.transfer import GIB, CopyEngine, aligned
+from weft.engine.memory.transfer import GIB, Bytes, CopyEngine, aligned
+from weft.engine.model.spec import Shard
 
 LOCK_PATIENCE_SECONDS = 6.0
 """for the engine of a daemon that was killed: it stores what it can for a few seconds, then it ends"""
@@ -23,21 +24,31 @@ MEMORY_SHARE = 0.9
 """of the memory that is free, at most, for the host pool: the system dies of more"""
 
 
-def open_store(config: EngineConfig, layout: KvLayout, model_id: str) -> StoreFile | None:
+def open_store(
+    config: EngineConfig,
+    layout: KvLayout,
+    model_id: str,
+    shard: Shard = Shard(),  # noqa: B008 - a constant
+) -> StoreFile | None:
     """The file of the SSD tier, or None when it is not asked for, or cannot be had (one line says why).
 
-    Raises `ConfigError` when another daemon has it, or when it is too small for a page.
+    Each rank has one of its own, and its share of the space. Raises `ConfigError` when another daemon has it, or when
+    it is too small for a page.
     """
     if config.ssd_kv_path is None:
         return None
+    directory = Path(config.ssd_kv_path).expanduser()
+    if shard.ranks > 1:
+        model_id = f"{model_id}|rank {shard.rank} of {shard.ranks}"
+        directory = directory / f"rank-{shard.rank}-of-{shard.ranks}"
     owner = xxhash.xxh3_128_digest(model_id.encode())
-    geometry = Geometry.fitting(layout.page_size, layout.page_bytes, owner, int(config.ssd_kv_gib * GIB))
+    geometry = Geometry.fitting(layout.page_size, layout.page_bytes, owner, int(config.ssd_kv_gib * GIB / shard.ranks))
     if geometry.num_extents < 1:
         raise ConfigError(
             f"--ssd-kv-gib {config.ssd_kv_gib:g} has no room for one page of {layout.page_bytes / 2**20:.1f} MiB"
         )
     try:
-        file = StoreFile(Path(config.ssd_kv_path).expanduser(), geometry, LOCK_PATIENCE_SECONDS)
+        file = StoreFile(directory, geometry, LOCK_PATIENCE_SECONDS)
     except StoreUnavailable as error:
         print(f"weft: no SSD tier: {error}; serving goes on without it", file=sys.stderr, flush=True)
         return None
@@ -52,28 +63,31 @@ def make_tiers(
     pool: PagePool,
     file: StoreFile | None,
     copy_engine: Callable[[int], CopyEngine],
+    make_store: Callable[[StoreFile, Bytes], Store] = SsdStore,
+    ranks: int = 1,
 ) -> Tiers | None:
     """The tiers below a device's pool; None when there are none.
 
-    copy_engine: `Runner.copy_engine`. Raises `ConfigError` or `OutOfMemory`.
+    copy_engine: `Runner.copy_engine`. make_store: of a file and the host pool. ranks: that share the host's memory.
+    Raises `ConfigError` or `OutOfMemory`.
     """
     if not config.host_kv_gib:
         return None
     page_bytes = layout.page_bytes
-    slots = int(config.host_kv_gib * GIB) // aligned(page_bytes)
+    slots = int(config.host_kv_gib * GIB / ranks) // aligned(page_bytes)
     if slots < 2:
         raise ConfigError(
             f"--host-kv-gib {config.host_kv_gib:g} has room for {slots} pages of {page_bytes / 2**20:.1f} MiB, "
             "it needs at least 2"
         )
     available = _available_bytes()
-    if slots * aligned(page_bytes) > MEMORY_SHARE * available:
+    if ranks * slots * aligned(page_bytes) > MEMORY_SHARE * available:
         raise ConfigError(
             f"--host-kv-gib {config.host_kv_gib:g} is more than {MEMORY_SHARE:.0%} of the "
             f"{available / GIB:.1f} GiB of memory that are free"
         )
     copies = copy_engine(slots)
-    store = SsdStore(file, copies.host) if file is not None else None
+    store = make_store(file, copies.host) if file is not None else None
     tiers = Tiers(pool, copies, slots, store, asked_for_ssd=config.ssd_kv_path is not None)
     if store is not None:
         store.on_done = tiers.ssd.wake

@@ -87,6 +87,11 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     if config.device == "cuda" and here is None:
         raise ConfigError("--device cuda: no CUDA device is visible; use --device cpu")
     cuda = config.device != "cpu" and here is not None
+    ranks = spec.shard_of.ranks
+    if cuda and ranks > 1:
+        raise ConfigError(
+            f"--tensor-parallel-size {ranks}: a model is not spread over GPUs yet; leave it out, or use --device cpu"
+        )
     device = gpu_device() if cuda else torch.device("cpu")
     if config.dtype != "auto":
         dtype = getattr(torch, config.dtype)
@@ -130,9 +135,9 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     if cuda and spec.native:
         _check_kernels(spec)
     weight_bytes = spec.num_parameters * dtype.itemsize
-    if device.type != "meta" and weight_bytes > 0.9 * memory_bytes(device):
+    if device.type != "meta" and ranks * weight_bytes > 0.9 * memory_bytes(device):
         raise OutOfMemory(
-            f"the weights need {weight_bytes / GIB:.1f} GiB in {str(dtype).removeprefix('torch.')}, "
+            f"the weights need {ranks * weight_bytes / GIB:.1f} GiB in {str(dtype).removeprefix('torch.')}, "
             f"the {'GPU' if cuda else 'machine'} has {memory_bytes(device) / GIB:.1f} GiB: "
             "use a smaller model or --dtype bfloat16"
         )
@@ -141,11 +146,11 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     if config.num_pages is not None:
         num_pages = config.num_pages
     elif config.kv_cache_gib is not None:
-        num_pages = kv.pages_in(config.kv_cache_gib * GIB)
+        num_pages = kv.pages_in(config.kv_cache_gib * GIB / ranks)
     elif cuda:
         num_pages = None
     else:
-        room = int(memory_bytes(device) * CPU_MEMORY_SHARE) - weight_bytes
+        room = int(memory_bytes(device) * CPU_MEMORY_SHARE / ranks) - weight_bytes
         num_pages = min(max_num_seqs * pages_per_request + 1, kv.pages_in(room))
     if num_pages is not None and num_pages < 2:
         raise OutOfMemory(

@@ -23,7 +23,9 @@ LATE_SECONDS = 5.0
 NAP_SECONDS = 3.0
 """a watcher that has not looked for so long was asleep itself, and maybe everything else with it"""
 
-_CELLS = 16
+_MAX_RANKS = 8
+_RANKS_AT, _RANK_CELLS = 16, 3
+_CELLS = _RANKS_AT + _MAX_RANKS * _RANK_CELLS
 _TEXT_AT = 8 * _CELLS
 _TEXT_BYTES = 127
 _ROW = _TEXT_AT + 1 + _TEXT_BYTES
@@ -85,6 +87,15 @@ class Beats:
     def of(self, row: int) -> Beat:
         """For the process that the row belongs to, or the daemon before that one runs."""
         return Beat(self._cells(row), self._text(row))
+
+    def rank(self, row: int, rank: int) -> RankBeat:
+        """Of a rank of the engine in this row, but the first, whose beats are the engine's."""
+        begin = _RANKS_AT + rank * _RANK_CELLS
+        return RankBeat(self._cells(row)[begin : begin + _RANK_CELLS])
+
+    def ranks(self, row: int) -> list[int]:
+        """The ranks beside the first that the engine in this row has started."""
+        return [rank for rank in range(_MAX_RANKS) if self.rank(row, rank).at]
 
     def at(self, row: int) -> float:
         """When the last beat was; 0 before the first one."""
@@ -157,6 +168,44 @@ class Beat:
         self.stage(stage, seconds)
 
 
+class RankBeat:
+    """The beats of another rank of an engine, in the engine's row."""
+
+    def __init__(self, cells: memoryview[float]) -> None:
+        self._cells = cells
+
+    def __call__(self) -> None:
+        """Its loop goes round."""
+        self._cells[_ALLOWED] = 0.0
+        self._cells[_AT] = time.monotonic()
+
+    def still(self) -> None:
+        """What was announced goes on."""
+        self._cells[_AT] = time.monotonic()
+
+    def stage(self, seconds: float) -> None:
+        """Something long begins, or has come a step further: the next beat may be so many seconds away."""
+        self._cells[_ALLOWED] = seconds
+        self._cells[_AT] = time.monotonic()
+
+    def begin(self, seconds: float, pid: int = 0) -> None:
+        """Another process: these are its predecessor's no more."""
+        self._cells[_PID] = pid
+        self.stage(seconds)
+
+    @property
+    def at(self) -> float:
+        return self._cells[_AT]
+
+    @property
+    def allowed(self) -> float:
+        return self._cells[_ALLOWED]
+
+    @property
+    def pid(self) -> int:
+        return int(self._cells[_PID])
+
+
 class Watch:
     """One watcher's view of all rows. What it slept through counts for nobody: a machine that was suspended, or a
     container that was paused, has no hung processes."""
@@ -177,6 +226,21 @@ class Watch:
         """Seconds since the last beat; 0 before the first one."""
         at = self.beats.at(row)
         return max(0.0, self._clock() - at) if at else 0.0
+
+    def rank_age(self, row: int, rank: int) -> float:
+        """Seconds since the last beat of another rank of the engine in this row."""
+        return max(0.0, self._clock() - self.beats.rank(row, rank).at)
+
+    def silent_rank(self, row: int, bound: float) -> tuple[int, float] | None:
+        """A rank of the engine in this row, but the first, whose last beat is more than `bound` seconds away, and more
+        than it announced, and how many they are.
+        """
+        for rank in self.beats.ranks(row):
+            beat = self.beats.rank(row, rank)
+            age = self._clock() - max(beat.at, self._awake_since)
+            if age > max(bound, beat.allowed):
+                return rank, age
+        return None
 
     def late(self, row: int, bound: float) -> float | None:
         """Seconds since the last beat if they are more than `bound` and more than was announced, else None."""

@@ -20,15 +20,17 @@ STACKS_BYTES = 256 * 1024
 """of stacks at most that are read"""
 
 
-def settle(parent: int) -> None:
+def settle(parent: int | None) -> None:
     """In the child: it ends with its parent, even when it hangs; signals for the whole group are the daemon's to
     understand.
 
-    `parent`: process id of the daemon. Ends the process when that one has gone already.
+    `parent`: process id of the daemon. Ends the process when that one has gone already. None: it learns of its parent's
+    end in another way.
     """
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)  # it died before the kernel was told
+    if parent is not None:
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)  # it died before the kernel was told
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Not SIG_IGN: that would be inherited by programs this process starts, which then could not be ended.
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):

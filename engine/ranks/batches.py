@@ -1,0 +1,87 @@
+"""A `Batch` as arrays of fixed kinds and order, and back: how an iteration travels to the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from weft.engine.ranks.links import Bytes
+from weft.engine.runner.batch import Batch, CountReset, PromptLogprobs, SamplingInputs
+from weft.engine.wire.sampling import COLUMNS
+
+_I, _F = np.int32, np.float32
+_KINDS: tuple[type[np.generic], ...] = (
+    np.int64,  # step, decodes, columns of the page table, words of a mask
+    *(_I, _I, _I, _I, _I, _I, np.int64),  # rows of requests and tokens
+    *(_I, _I, _I, _I),  # page table, and what is sampled
+    *(_F, _I, _I, _F, _I, _I),  # draws, biases, masks
+    *(column.dtype for column in COLUMNS),
+    *(_I, _I, _I, _I, _I),  # counts that begin anew, scores of prompts
+)
+
+
+def arrays_of(batch: Batch) -> list[np.ndarray]:
+    s, resets, scores = batch.sampling, batch.count_resets, batch.prompt_logprobs
+    numbers = [batch.step, batch.num_decodes, batch.page_table.shape[1], s.masks.shape[1]]
+    empty = np.zeros(0, np.int32)
+    arrays = [
+        np.array(numbers, np.int64),
+        batch.slots, batch.epochs, batch.query_len, batch.kv_len, batch.token_ids, batch.positions,
+        batch.slot_mapping,
+        batch.page_table, batch.sampled_rows, s.slots, s.logit_tokens,
+        s.uniform,
+        s.bias_rows, s.bias_ids,
+        s.bias_values,
+        s.mask_rows, s.masks,
+        *(s.columns[column.name] for column in COLUMNS),
+        np.array([(r.slot, len(r.prompt), len(r.output)) for r in resets], np.int32),
+        np.concatenate([part for r in resets for part in (r.prompt, r.output)] or [empty]),
+        np.array([(p.row, len(p.token_rows), p.top) for p in scores], np.int32),
+        np.concatenate([p.token_rows for p in scores] or [empty]),
+        np.concatenate([p.targets for p in scores] or [empty]),
+    ]  # fmt: skip
+    return [np.asarray(array, kind) for array, kind in zip(arrays, _KINDS, strict=True)]
+
+
+def batch_of(arrays: Sequence[Bytes]) -> Batch:
+    typed = iter([array.view(kind) for array, kind in zip(arrays, _KINDS, strict=True)])
+
+    def take(count: int) -> list[np.ndarray]:
+        return [next(typed) for _ in range(count)]
+
+    step, decodes, pages, words = next(typed).tolist()
+    slots, epochs, query_len, kv_len, token_ids, positions, slot_mapping = take(7)
+    page_table, sampled_rows, *sampled = take(4)
+    uniform, bias_rows, bias_ids, bias_values, mask_rows, masks = take(6)
+    columns = dict(zip((column.name for column in COLUMNS), take(len(COLUMNS)), strict=True))
+    resets, tokens, scores, token_rows, targets = take(5)
+    return Batch(
+        step=step, num_decodes=decodes, slots=slots, epochs=epochs, query_len=query_len, kv_len=kv_len,
+        token_ids=token_ids, positions=positions, slot_mapping=slot_mapping,
+        page_table=page_table.reshape(len(slots), pages), sampled_rows=sampled_rows,
+        sampling=SamplingInputs(
+            slots=sampled[0], logit_tokens=sampled[1], columns=columns, uniform=uniform, bias_rows=bias_rows,
+            bias_ids=bias_ids, bias_values=bias_values, mask_rows=mask_rows,
+            masks=masks.reshape(len(mask_rows), words),
+        ),
+        count_resets=tuple(_resets(resets.reshape(-1, 3), tokens)),
+        prompt_logprobs=tuple(_scores(scores.reshape(-1, 3), token_rows, targets)),
+    )  # fmt: skip
+
+
+def _resets(heads: np.ndarray, tokens: np.ndarray) -> list[CountReset]:
+    out, at = [], 0
+    for slot, prompt, output in heads.tolist():
+        middle, end = at + prompt, at + prompt + output
+        out.append(CountReset(slot, tokens[at:middle], tokens[middle:end]))
+        at = end
+    return out
+
+
+def _scores(heads: np.ndarray, token_rows: np.ndarray, targets: np.ndarray) -> list[PromptLogprobs]:
+    out, at = [], 0
+    for row, length, top in heads.tolist():
+        out.append(PromptLogprobs(row, token_rows[at : at + length], targets[at : at + length], top))
+        at += length
+    return out

@@ -1,0 +1,150 @@
+"""`Follower`: what a rank but the first does all day: it takes orders and computes. It knows no request.
+
+The calling thread runs iterations; a thread beside it takes orders out of the ring, hands iterations on and begins
+copies, which so run beside iterations here as they do on rank 0.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from weft.engine.memory.extent import Record
+from weft.engine.memory.ssd_store import Job, Outcome, SsdStore, StoreFile
+from weft.engine.memory.transfer import Copy, CopyEngine
+from weft.engine.ranks.batches import batch_of
+from weft.engine.ranks.leader import BROKEN, DONE, LOST, PENDING, POLL_SECONDS
+from weft.engine.ranks.links import LOOK_SECONDS, Bytes, Links
+from weft.engine.ranks.ring import Kind, RingReader
+from weft.engine.ranks.scans import agreed
+from weft.engine.runner.batch import Batch
+from weft.engine.runner.collectives import Collectives
+from weft.engine.runner.cpu_runner import CpuRunner
+from weft.engine.wire.beat import BEAT_SECONDS
+
+_OF_JOB = {Outcome.PENDING: PENDING, Outcome.DONE: DONE, Outcome.LOST: LOST, Outcome.BROKEN: BROKEN}
+
+
+class _Act(NamedTuple):
+    """A copy, read or write under way."""
+
+    place: int
+    what: Copy | Job
+
+
+def _outcome(what: Copy | Job) -> int:
+    if isinstance(what, Job):
+        return _OF_JOB[what.outcome]
+    if not what.done():
+        return PENDING
+    return BROKEN if what.failed else DONE
+
+
+class Follower:
+    def __init__(
+        self, links: Links, runner: CpuRunner, collectives: Collectives, file: StoreFile | None, threads: int
+    ) -> None:
+        """file: of this rank's SSD tier. threads: of iterations."""
+        self._links, self._runner, self._collectives, self._file = links, runner, collectives, file
+        self._threads = threads
+        self._ring = RingReader(links)
+        self._outcomes = links.outcomes()[links.rank]
+        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._acts: list[_Act] = []
+        self._copies: CopyEngine | None = None
+        self._store: SsdStore | None = None
+        self._error: BaseException | None = None
+
+    def run(self, beat: Callable[[], None]) -> None:
+        """Until rank 0 says so. `beat` is called with each round of the loop. Raises what went wrong."""
+        torch.set_num_threads(self._threads)
+        listener = threading.Thread(target=self._listen, name="weft-orders", daemon=True)
+        listener.start()
+        with torch.inference_mode():
+            while (batch := self._next(beat)) is not None:
+                self._runner.run(batch)
+        if self._error is not None:
+            raise self._error
+        listener.join()
+        self._runner.close()
+
+    def _next(self, beat: Callable[[], None]) -> Batch | None:
+        while True:
+            beat()
+            try:
+                return self._batches.get(timeout=BEAT_SECONDS)
+            except queue.Empty:
+                pass
+
+    def _listen(self) -> None:
+        try:
+            while self._take():
+                self._report()
+        except BaseException as error:
+            self._error = error
+        self._batches.put(None)
+
+    def _take(self) -> bool:
+        """One order, if there is one. False: it was the last."""
+        order = self._ring.receive(POLL_SECONDS if self._acts else LOOK_SECONDS)
+        if order is None:
+            return True
+        kind, arrays = order
+        if kind is Kind.BATCH:
+            self._batches.put(batch_of(arrays))
+            return True
+        if kind is Kind.END:
+            return False
+        numbers = arrays[0].view(np.int64).tolist() if arrays else []
+        if kind is Kind.POOL:
+            self._copies = self._runner.copy_engine(*numbers)
+            self._store = SsdStore(self._file, self._copies.host) if self._file is not None else None
+        elif kind in (Kind.OUT, Kind.BACK):
+            assert self._copies is not None
+            act = self._copies.out if kind is Kind.OUT else self._copies.back
+            self._acts.append(_Act(numbers[0], act([(page, slot) for page, slot in _pairs(arrays[1])])))
+        elif kind is Kind.CLOSE_POOL:
+            assert self._copies is not None
+            if self._store is not None:
+                self._store.close()
+            self._copies.close()
+        else:
+            assert self._store is not None
+            self._keep(self._store, kind, numbers, arrays[1:])
+        return True
+
+    def _keep(self, store: SsdStore, kind: Kind, numbers: list[int], texts: Sequence[Bytes]) -> None:
+        if kind is Kind.SCAN:
+            agreed(self._collectives, store.scan())
+        elif kind is Kind.WRITE:
+            place, extent, slot = numbers
+            key, parent, tokens, salt = (text.tobytes() for text in texts)
+            record = Record(key, parent, tokens, salt.decode("utf-8", "surrogatepass"))
+            self._acts.append(_Act(place, store.write(extent, record, slot)))
+        elif kind is Kind.READ:
+            place, extent, slot = numbers
+            self._acts.append(_Act(place, store.read(extent, slot)))
+        elif kind is Kind.ERASE:
+            store.erase(*numbers)
+        elif kind is Kind.RESET:
+            store.reset()
+
+    def _report(self) -> None:
+        """Show what has ended."""
+        open_acts = []
+        for act in self._acts:
+            if (outcome := _outcome(act.what)) == PENDING:
+                open_acts.append(act)
+            else:
+                self._outcomes[act.place] = outcome
+        self._acts = open_acts
+
+
+def _pairs(array: Bytes) -> list[list[int]]:
+    pairs: list[list[int]] = array.view(np.int64).reshape(-1, 2).tolist()
+    return pairs

@@ -1,0 +1,232 @@
+"""`LeadingRunner`: rank 0's runner, host pool and store, which take the other ranks with them.
+
+What the engine does to its device it does to all: an order goes into the ring ahead of the same act here. An act is
+done when it is done everywhere, and has failed when it has failed anywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import numpy as np
+
+from weft.engine.errors import RankLost
+from weft.engine.memory.extent import Record
+from weft.engine.memory.ssd_store import Job, Outcome, SsdStore, StoreFile
+from weft.engine.memory.transfer import Bytes, Copy, CopyEngine, Pairs
+from weft.engine.model.spec import ModelSpec
+from weft.engine.model.weights import Weights
+from weft.engine.ranks.batches import arrays_of
+from weft.engine.ranks.links import OPERATIONS, Links
+from weft.engine.ranks.ring import Kind, RingWriter
+from weft.engine.ranks.scans import agree, agreed
+from weft.engine.ranks.shared_collectives import SharedCollectives
+from weft.engine.runner.batch import Batch
+from weft.engine.runner.collectives import Collectives
+from weft.engine.runner.cpu_runner import CpuRunner
+from weft.engine.runner.resolve import ResolvedConfig
+from weft.engine.runner.runner import InFlight, Runner
+
+POLL_SECONDS = 1e-3
+"""between looks at whether the other ranks are done"""
+PENDING, DONE, LOST, BROKEN = range(4)
+"""of an operation at another rank"""
+
+
+class Operations:
+    """Numbers of acts under way, and how they went at the other ranks."""
+
+    def __init__(self, links: Links) -> None:
+        self._outcomes = links.outcomes()[1:]
+        self._numbers = itertools.count()
+
+    def begin(self) -> int:
+        place = next(self._numbers) % OPERATIONS
+        self._outcomes[:, place] = PENDING
+        return place
+
+    def worst(self, place: int) -> int:
+        """`PENDING` as long as it is so anywhere."""
+        column = self._outcomes[:, place]
+        return PENDING if (column == PENDING).any() else int(column.max())
+
+
+def lead(
+    links: Links, spec: ModelSpec, weights: Weights, config: ResolvedConfig, model: str, *, store: bool
+) -> LeadingRunner:
+    """Rank 0's runner, once all ranks have come so far and agree. store: it has a file of the SSD tier.
+
+    Raises `RankLost` or `OutOfMemory`.
+    """
+    collectives = SharedCollectives(links)
+    config, stores = agree(collectives, config, model, store=store)
+    if store and not stores:
+        print("weft: no SSD tier: not every rank has one; serving goes on without it", file=sys.stderr, flush=True)
+    return LeadingRunner(CpuRunner(spec, weights, config, collectives), links, collectives, stores=stores)
+
+
+class LeadingRunner:
+    """See `runner.Runner`. stores: every rank has a file of the SSD tier."""
+
+    def __init__(self, runner: Runner, links: Links, collectives: Collectives, *, stores: bool) -> None:
+        self.own, self.stores = runner, stores
+        self._ring = RingWriter(links)
+        self._operations = Operations(links)
+        self._collectives = collectives
+
+    @property
+    def num_pages(self) -> int:
+        return self.own.num_pages
+
+    def copy_engine(self, slots: int) -> CopyEngine:
+        self._ring.send(Kind.POOL, np.array([slots]))
+        return LeadingCopies(self.own.copy_engine(slots), self._ring, self._operations)
+
+    def make_store(self, file: StoreFile, host: Bytes) -> LeadingStore:
+        """Of the SSD tier, behind `copy_engine`."""
+        return LeadingStore(SsdStore(file, host), self._ring, self._operations, self._collectives)
+
+    def launch(self, batch: Batch) -> InFlight:
+        self._ring.send(Kind.BATCH, *arrays_of(batch))
+        return self.own.launch(batch)
+
+    def close(self) -> None:
+        with suppress(RankLost):
+            self._ring.send(Kind.END)
+        self.own.close()
+
+
+class LeadingCopy:
+    """See `transfer.Copy`."""
+
+    def __init__(self, own: Copy, place: int, operations: Operations) -> None:
+        self.own, self._place, self._operations = own, place, operations
+        self._worst = PENDING
+
+    def done(self) -> bool:
+        if self._worst == PENDING and self.own.done():
+            self._worst = self._operations.worst(self._place)
+        return self._worst != PENDING
+
+    @property
+    def failed(self) -> bool:
+        return self.own.failed or self._worst > DONE
+
+    @property
+    def seconds(self) -> float:
+        return self.own.seconds
+
+
+class LeadingCopies:
+    """See `transfer.CopyEngine`."""
+
+    def __init__(self, own: CopyEngine, ring: RingWriter, operations: Operations) -> None:
+        self._own, self._ring, self._operations = own, ring, operations
+        self.host, self.page_bytes = own.host, own.page_bytes
+
+    def out(self, pairs: Pairs) -> Copy:
+        return self._begin(Kind.OUT, self._own.out, pairs)
+
+    def back(self, pairs: Pairs) -> Copy:
+        return self._begin(Kind.BACK, self._own.back, pairs)
+
+    def _begin(self, kind: Kind, act: Callable[[Pairs], Copy], pairs: Pairs) -> LeadingCopy:
+        place = self._operations.begin()
+        self._ring.send(kind, np.array([place]), np.array(pairs, np.int64))
+        return LeadingCopy(act(pairs), place, self._operations)
+
+    def wait(self, copies: Sequence[Copy], seconds: float) -> None:
+        first = copies[0]
+        assert isinstance(first, LeadingCopy)
+        end = time.monotonic() + seconds
+        self._own.wait([first.own], seconds)
+        while not first.done() and time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
+
+    def close(self) -> None:
+        self._ring.send(Kind.CLOSE_POOL)
+        self._own.close()
+
+
+class LeadingJob(Job):
+    """A read or write at all ranks."""
+
+    def __init__(self, own: Job, place: int, operations: Operations) -> None:
+        self._own, self._place, self._operations = own, place, operations
+
+    @property
+    def outcome(self) -> Outcome:  # type: ignore[override]
+        if (own := self._own.outcome) is Outcome.PENDING:
+            return own
+        worst = self._operations.worst(self._place)
+        if worst == PENDING:
+            return Outcome.PENDING
+        if Outcome.BROKEN is own or worst == BROKEN:
+            return Outcome.BROKEN
+        return Outcome.LOST if own is Outcome.LOST or worst == LOST else Outcome.DONE
+
+    @property
+    def begun(self) -> float | None:  # type: ignore[override]
+        return self._own.begun
+
+    @property
+    def seconds(self) -> float:  # type: ignore[override]
+        return self._own.seconds
+
+    @property
+    def reason(self) -> str:  # type: ignore[override]
+        return self._own.reason or "the disk of another rank failed"
+
+
+class LeadingStore:
+    """See `ssd_store.Store`: each rank has a file of its own, with its part of each page under the same extent."""
+
+    def __init__(self, own: SsdStore, ring: RingWriter, operations: Operations, collectives: Collectives) -> None:
+        self._own, self._ring, self._operations, self._collectives = own, ring, operations, collectives
+
+    @property
+    def on_done(self) -> Callable[[], None]:
+        return self._own.on_done
+
+    @on_done.setter
+    def on_done(self, call: Callable[[], None]) -> None:
+        self._own.on_done = call
+
+    @property
+    def num_extents(self) -> int:
+        return self._own.num_extents
+
+    @property
+    def gone(self) -> str | None:
+        return self._own.gone
+
+    def scan(self) -> list[tuple[int, Record]]:
+        self._ring.send(Kind.SCAN)
+        return agreed(self._collectives, self._own.scan())
+
+    def write(self, extent: int, record: Record, slot: int) -> Job:
+        place = self._operations.begin()
+        texts = (record.key, record.parent_key, record.tokens, record.salt.encode("utf-8", "surrogatepass"))
+        self._ring.send(Kind.WRITE, np.array([place, extent, slot]), *(np.frombuffer(text, np.uint8) for text in texts))
+        return LeadingJob(self._own.write(extent, record, slot), place, self._operations)
+
+    def read(self, extent: int, slot: int) -> Job:
+        place = self._operations.begin()
+        self._ring.send(Kind.READ, np.array([place, extent, slot]))
+        return LeadingJob(self._own.read(extent, slot), place, self._operations)
+
+    def erase(self, extent: int) -> None:
+        self._ring.send(Kind.ERASE, np.array([extent]))
+        self._own.erase(extent)
+
+    def reset(self) -> None:
+        self._ring.send(Kind.RESET)
+        self._own.reset()
+
+    def close(self) -> None:
+        """Also from a thread of its own, when the tier is switched off: then the other ranks keep theirs open."""
+        self._own.close()

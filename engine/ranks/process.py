@@ -1,0 +1,95 @@
+"""The process of a rank but the first: `python -m weft.engine.ranks.process RANK PARENT BEATS ROW STACKS`.
+
+PARENT is the process of rank 0, or 0 where the thread that starts ranks does not live as long as that; BEATS, ROW and
+STACKS say where it shows that it lives, and writes its stacks. On stdin come two lines of JSON: an `EngineConfig`, and
+`Descriptors`. It ends with stdin, with its parent, and when rank 0 says so; what goes wrong it writes down for rank 0.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+
+from weft.engine.config import EngineConfig
+from weft.engine.errors import WeftError
+from weft.engine.ranks.links import Descriptors, Links
+from weft.engine.wire.beat import Beats, RankBeat
+from weft.engine.wire.child import settle, write_stacks_to
+from weft.engine.wire.log_sink import install, last_lines
+
+
+def _end_with_stdin() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(0)
+
+
+def _serve(config: EngineConfig, links: Links, beat: RankBeat, start_timeout: float) -> None:
+    beat.stage(start_timeout)
+    import torch
+
+    from weft.engine.memory.model_id import model_id
+    from weft.engine.memory.tier_setup import open_store
+    from weft.engine.model.directory import read_spec
+    from weft.engine.model.weights import load_weights
+    from weft.engine.ranks.follower import Follower
+    from weft.engine.ranks.scans import agree
+    from weft.engine.ranks.shared_collectives import SharedCollectives
+    from weft.engine.runner.cpu_runner import CpuRunner
+    from weft.engine.runner.resolve import resolve
+
+    spec = read_spec(config.model_path).shard(links.rank, links.ranks)
+    resolved = resolve(config, spec)
+    model = model_id(config, resolved.kv)
+    file = open_store(config, resolved.kv, model, spec.shard_of)
+    torch.set_num_threads(resolved.cpu_threads)
+    weights = load_weights(
+        spec,
+        config.model_path,
+        device=resolved.device,
+        dtype=resolved.weight_dtype,
+        max_positions=resolved.max_model_len,
+        dummy_seed=config.seed if config.load_format == "dummy" else None,
+        progress=lambda _phase, _done, _total: beat.stage(start_timeout),
+    )
+    links.moved = beat.still
+    collectives = SharedCollectives(links)
+    resolved, stores = agree(collectives, resolved, model, store=file is not None)
+    if file is not None and not stores:
+        file.close()
+        file = None
+    runner = CpuRunner(spec, weights, resolved, collectives)
+    links.moved = beat
+    Follower(links, runner, collectives, file, resolved.cpu_threads).run(beat)
+
+
+def main() -> int:
+    install()
+    rank, parent, beats_fd, row, stacks_fd = map(int, sys.argv[1:6])
+    settle(parent or None)
+    write_stacks_to(stacks_fd)
+    config = EngineConfig.model_validate_json(sys.stdin.buffer.readline())
+    links = Links(rank, Descriptors.load(sys.stdin.buffer.readline().decode()))
+    threading.Thread(target=_end_with_stdin, name="weft-stdin", daemon=True).start()
+    beats = Beats(row + 1, beats_fd)
+    state, code = links.state(rank), 0
+    try:
+        _serve(config, links, beats.rank(row, rank), beats.start_timeout)
+    except WeftError as error:
+        state.end(str(error))
+        code = 1
+    except MemoryError:
+        state.end("out of memory")
+        code = 1
+    except Exception as error:
+        traceback.print_exc()
+        state.end(f"{type(error).__name__}: {error}".splitlines()[0])
+        code = 70
+    last_lines()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

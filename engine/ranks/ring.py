@@ -1,0 +1,127 @@
+"""`RingWriter` and `RingReader`: orders of rank 0 for the other ranks, in memory that all share.
+
+An order is a kind and arrays of numbers. It is written once, into the next slots of a ring, and each rank is rung; a
+rank copies it out of the slots before it looks at it, as a device does with its inputs, and says how far it is. What is
+longer than a slot takes several. Orders are taken in the order in which they were given.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+
+from weft.engine.ranks.links import LOOK_SECONDS, Bytes, Links
+
+_HEAD = 4
+"""words ahead of a slot's bytes: its number, bytes of the whole order, where these begin, how many they are"""
+_HEAD_BYTES = 8 * _HEAD
+_FULL_SECONDS = 2e-4
+"""between looks at a ring that is full"""
+
+
+class Kind(IntEnum):
+    BATCH = 1
+    """an iteration"""
+    POOL = 2
+    """make a host pool of so many slots, and the store's threads if there is a store"""
+    OUT = 3
+    """copy pages to the host pool"""
+    BACK = 4
+    """and back"""
+    SCAN = 5
+    """say what the store has"""
+    WRITE = 6
+    READ = 7
+    ERASE = 8
+    RESET = 9
+    CLOSE_STORE = 10
+    CLOSE_POOL = 11
+    END = 12
+
+
+class Order(NamedTuple):
+    kind: Kind
+    arrays: list[Bytes]
+    """bytes; what they mean follows from the kind. They belong to whoever received them"""
+
+
+def _padded(size: int) -> int:
+    return -(-size // 8) * 8
+
+
+class RingWriter:
+    """Of rank 0. Used by one thread at a time."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._slots = links.ring_slots()
+        self._heads = self._slots[:, :_HEAD_BYTES].view(np.int64)
+        self._states = [links.state(rank) for rank in links.peers]
+        self._sent = 0
+
+    def send(self, kind: Kind, *arrays: np.ndarray) -> None:
+        """Raises `RankLost` when the ring is full and a rank has ended."""
+        data = _encoded(kind, [np.ascontiguousarray(a) for a in arrays])
+        room = self._slots.shape[1] - _HEAD_BYTES
+        for begin in range(0, len(data), room):
+            piece = data[begin : begin + room]
+            while self._sent - min(state.taken for state in self._states) >= len(self._slots):
+                self._links.check()
+                time.sleep(_FULL_SECONDS)
+            turn = self._sent % len(self._slots)
+            self._slots[turn, _HEAD_BYTES : _HEAD_BYTES + len(piece)] = piece
+            self._sent += 1
+            self._heads[turn] = self._sent, len(data), begin, len(piece)
+            for bell in self._links.doorbells.values():
+                bell.ring()
+
+
+def _encoded(kind: Kind, arrays: Sequence[np.ndarray]) -> Bytes:
+    head = np.array([kind, len(arrays), *(a.nbytes for a in arrays)], np.int64)
+    out = np.empty(head.nbytes + sum(_padded(a.nbytes) for a in arrays), np.uint8)
+    out[: head.nbytes] = head.view(np.uint8)
+    at = head.nbytes
+    for array in arrays:
+        out[at : at + array.nbytes] = array.reshape(-1).view(np.uint8)
+        at += _padded(array.nbytes)
+    return out
+
+
+def _decoded(data: Bytes) -> Order:
+    kind, count = data[:16].view(np.int64).tolist()
+    sizes = data[16 : 16 + 8 * count].view(np.int64).tolist()
+    arrays, at = [], 16 + 8 * count
+    for size in sizes:
+        arrays.append(data[at : at + size])
+        at += _padded(size)
+    return Order(Kind(kind), arrays)
+
+
+class RingReader:
+    """Of another rank."""
+
+    def __init__(self, links: Links) -> None:
+        self._slots = links.ring_slots()
+        self._heads = self._slots[:, :_HEAD_BYTES].view(np.int64)
+        self._state = links.state(links.rank)
+        self._bell = links.doorbells[links.rank]
+        self._taken = 0
+        self._data = np.empty(0, np.uint8)
+
+    def receive(self, seconds: float = LOOK_SECONDS) -> Order | None:
+        """The next order; None when there is none within so many seconds, or only a part of one."""
+        if not self._bell.heard(seconds):
+            return None
+        turn = self._taken % len(self._slots)
+        number, total, begin, size = self._heads[turn].tolist()
+        assert number == self._taken + 1, f"slot {turn} holds {number}, not {self._taken + 1}"
+        if not begin:
+            self._data = np.empty(total, np.uint8)
+        self._data[begin : begin + size] = self._slots[turn, _HEAD_BYTES : _HEAD_BYTES + size]
+        self._taken += 1
+        self._state.taken = self._taken
+        return _decoded(self._data) if begin + size == total else None

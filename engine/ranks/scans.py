@@ -1,0 +1,49 @@
+"""What ranks agree on at their start: sizes, and the extents of the SSD tier that all of them have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+import xxhash
+
+from weft.engine.errors import RankLost
+from weft.engine.memory.extent import Record
+from weft.engine.runner.collectives import Collectives
+from weft.engine.runner.resolve import ResolvedConfig
+
+_COLUMNS = ("the model", "--max-model-len", "--max-num-seqs", "--max-num-batched-tokens", "--page-size")
+
+
+def agree(collectives: Collectives, config: ResolvedConfig, model: str, *, store: bool) -> tuple[ResolvedConfig, bool]:
+    """The configuration with the pages that every rank has room for, and whether every one has a store.
+
+    model: see `memory.model_id`. Raises `RankLost` when ranks were told different things.
+    """
+    digest = xxhash.xxh3_64_intdigest(model.encode()) >> 1
+    same = (digest, config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens, config.kv.page_size)
+    pages = config.num_pages if config.num_pages is not None else 0
+    every = collectives.all_gather(torch.tensor([*same, pages, store], dtype=torch.int64))
+    for rank, row in enumerate(every.tolist()):
+        for name, here, there in zip(_COLUMNS, every[0].tolist(), row, strict=False):
+            if here != there:
+                raise RankLost(f"rank {rank} disagrees with rank 0 about {name}: start again")
+    least = int(every[:, -2].min())
+    return replace(config, num_pages=least or None), bool(every[:, -1].all())
+
+
+def agreed(collectives: Collectives, records: list[tuple[int, Record]]) -> list[tuple[int, Record]]:
+    """Those of this rank's records whose extent has the same page on every rank."""
+    keys = np.zeros((len(records), 3), np.int64)
+    for row, (extent, record) in zip(keys, records, strict=True):
+        row[0] = extent
+        row[1:] = np.frombuffer(record.key, np.int64)
+    counts = collectives.all_gather(torch.tensor([len(keys)]))[:, 0].tolist()
+    padded = np.full((max(counts), 3), -1, np.int64)
+    padded[: len(keys)] = keys
+    shown = collectives.all_gather(torch.from_numpy(padded)).numpy()
+    common = set.intersection(
+        *({tuple(row) for row in rows[:n].tolist()} for rows, n in zip(shown, counts, strict=True))
+    )
+    return [found for row, found in zip(keys.tolist(), records, strict=True) if tuple(row) in common]

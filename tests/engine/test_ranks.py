@@ -1,0 +1,267 @@
+"""Ranks as processes: the tokens of one rank, tiers below all of them, and what becomes of who loses one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import GREEDY, Harness
+from safetensors.torch import load_file, save_file
+from tiny import save_tiny
+
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
+from weft.engine.errors import ConfigError, ModelError, RankLost
+from weft.engine.memory.ssd_store import StoreFile
+from weft.engine.model.directory import read_spec
+from weft.engine.ranks import batches, cores
+from weft.engine.ranks.links import SLOT_BYTES, Descriptors, Links
+from weft.engine.ranks.ring import Kind, RingReader, RingWriter
+from weft.engine.runner import resolve
+from weft.engine.runner.batch import Batch, CountReset, PromptLogprobs, SamplingInputs
+from weft.engine.wire.sampling import COLUMNS
+
+RNG = np.random.default_rng(5)
+PROMPTS = [RNG.integers(3, 120, n) for n in (40, 70, 100, 130, 21, 5)]
+PAGE, PAGES = 16, 32
+OPTIONS: dict[str, Any] = {
+    "page_size": PAGE, "num_pages": PAGES, "max_num_batched_tokens": 48, "cpu_threads": 1, "host_kv_gib": 0.005,
+}  # fmt: skip
+"""prompts come in chunks, and not all requests fit"""
+ASKED: tuple[dict[str, Any], ...] = (
+    GREEDY,
+    {"temperature": 1.0, "seed": 1, "top_k": 7, "top_p": 0.9},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "logit_bias": {9: 4.0}, "logprobs": 2},
+    {"temperature": 0.8, "seed": 2, "allowed_token_ids": tuple(range(20, 110)), "presence_penalty": 0.4},
+    {"temperature": 0.0, "prompt_logprobs": 1},
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("qwen3", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def ssd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ssd")
+
+
+@pytest.fixture(scope="module")
+def one(model: Path) -> Iterator[Harness]:
+    harness = Harness(model, **OPTIONS)
+    yield harness
+    harness.engine.close()
+
+
+@pytest.fixture(scope="module")
+def two(model: Path, ssd: Path) -> Iterator[Harness]:
+    harness = started(model, ssd)
+    yield harness
+    ranks = harness.engine.ranks
+    if ranks is not None and not ranks._stopping:
+        harness.engine.close()
+
+
+def started(model: Path, ssd: Path) -> Harness:
+    options = {"tensor_parallel_size": 2, "ssd_kv_path": str(ssd), "ssd_kv_gib": 0.01}
+    harness = Harness(model, **OPTIONS, **options)
+    assert harness.engine.tiers is not None
+    # however slow this machine's disk is beside its processor
+    harness.engine.tiers.speeds.worthwhile = lambda entries, *_: len(entries)  # type: ignore[method-assign]
+    return harness
+
+
+def ask(harness: Harness, prompts: list[np.ndarray], **params: Any) -> tuple[list[list[int]], list[int]]:
+    handles = [harness.add(p, **{"max_tokens": 8, **GREEDY, **params}) for p in prompts]
+    harness.run()
+    return [harness.tokens[h] for h in handles], [harness.cached[h] for h in handles]
+
+
+def test_processes_give_the_tokens_of_one(one: Harness, two: Harness) -> None:
+    for harness in (one, two):
+        for prompt, asked in zip(PROMPTS, ASKED, strict=False):
+            harness.add(prompt, max_tokens=12, **asked)
+        harness.run()
+    assert two.tokens == one.tokens
+    assert [e.ids for e in two.logprobs[2]] == [e.ids for e in one.logprobs[2]]
+    assert [e.ids for e in two.prompt_logprobs[4]] == [e.ids for e in one.prompt_logprobs[4]]
+
+
+def test_preempted_requests_resume(one: Harness, two: Harness) -> None:
+    two.expect_short_outputs()
+    before = two.engine.stats().scheduler.preemptions
+    prompts = [np.append(p, 7) for p in PROMPTS[:5]]
+    tokens, _ = ask(two, prompts, max_tokens=40)
+    assert two.engine.stats().scheduler.preemptions > before
+    assert tokens == ask(one, prompts, max_tokens=40)[0]
+
+
+def test_pages_come_back_from_the_host_and_the_disk(one: Harness, two: Harness) -> None:
+    two.engine.reset_prefix_cache()
+    tiers = two.engine.tiers
+    assert tiers is not None
+    want, _ = ask(one, PROMPTS[:4])
+    assert ask(two, PROMPTS[:4])[0] == want
+    tiers.flush(60)
+    tiers.pool.evict_all()
+    assert ask(two, PROMPTS[:4]) == (want, [32, 64, 96, 128])
+    assert two.engine.stats().scheduler.tiers["host"].bytes_out > 0
+    tiers.sink(60)
+    two.engine.scheduler.check()
+    assert all(e.page < 0 and e.host < 0 and e.extent >= 0 for e in tiers.index.entries())
+    assert ask(two, PROMPTS[:4]) == (want, [32, 64, 96, 128])
+    assert two.engine.stats().scheduler.tiers["ssd"].bytes_out > 0
+    tiers.check()
+
+
+def test_a_restart_finds_what_every_rank_has_and_a_killed_rank_ends_it(
+    model: Path, ssd: Path, one: Harness, two: Harness
+) -> None:
+    """Last, for it needs the first engine to have ended."""
+    want, _ = ask(one, PROMPTS[:2])
+    two.engine.reset_prefix_cache()
+    ask(two, PROMPTS[:2])
+    two.engine.close()
+    assert {path.name for path in ssd.iterdir()} == {"rank-0-of-2", "rank-1-of-2"}
+    file = StoreFile(ssd / "rank-1-of-2", None)
+    records = file.headers()
+    assert len(records) == 2 + 4
+    last = np.asarray(PROMPTS[1][48:64], np.int32).tobytes()
+    extent = next(extent for extent, record in records if record.tokens == last)
+    file.write_header(extent, None, file.epoch)  # rank 1 loses the fourth page of the second prompt
+    file.close()
+    again = started(model, ssd)
+    assert ask(again, PROMPTS[:2]) == (want, [32, 48])
+    ranks = again.engine.ranks
+    assert ranks is not None
+    again.add(PROMPTS[0], max_tokens=200, ignore_eos=True, **GREEDY)
+    again.step()
+    os.kill(ranks._processes[1].pid, signal.SIGKILL)
+    with pytest.raises(RankLost, match="rank 1: its process ended"):
+        again.run()
+    with pytest.raises(RankLost):
+        again.engine.check()
+    ranks.stop()
+    again.engine.runner.own.close()  # type: ignore[attr-defined]
+
+
+def test_what_a_rank_cannot_load_is_told_with_its_number(tmp_path: Path) -> None:
+    path = save_tiny("llama2", tmp_path)
+    for file in path.glob("*.safetensors"):
+        tensors = load_file(file)
+        if "model.layers.0.self_attn.q_proj.weight" in tensors:
+            tensors["model.layers.0.self_attn.q_proj.weight"][-1, 0] = float("nan")  # of the last head
+            save_file(tensors, file, {"format": "pt"})
+    began = time.monotonic()
+    with pytest.raises(RankLost, match=r"rank 1: weights are not finite.*q_proj"):
+        Engine(EngineConfig(model=str(path), dtype="float32", tensor_parallel_size=2))
+    assert time.monotonic() - began < 120
+
+
+@pytest.mark.parametrize(
+    ("ranks", "what"), [(3, "4 attention heads cannot be split over 3 ranks"), (9, "less than or equal to 8")]
+)
+def test_what_cannot_be_is_one_line(model: Path, ranks: int, what: str) -> None:
+    with pytest.raises((ModelError, ValueError), match=what):
+        Engine(EngineConfig(model=str(model), tensor_parallel_size=ranks))
+
+
+def test_a_gpu_refuses_ranks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = read_spec(model).shard(0, 2)
+    monkeypatch.setattr(resolve, "gpu", lambda: object())
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 2: a model is not spread over GPUs yet"):
+        resolve.resolve(EngineConfig(model=str(model), tensor_parallel_size=2), spec)
+
+
+# -- without processes
+
+
+def a_batch(generator: np.random.Generator, masks: int = 2) -> Batch:
+    def ints(*shape: int) -> np.ndarray:
+        return generator.integers(-5, 1000, shape).astype(np.int32)
+
+    columns = {c.name: (generator.random(4) * 5).astype(c.dtype) for c in COLUMNS}
+    sampling = SamplingInputs(
+        ints(4), ints(4), columns, generator.random(4).astype(np.float32), ints(7), ints(7),
+        generator.random(7).astype(np.float32), ints(masks), ints(masks, 10),
+    )  # fmt: skip
+    resets = (CountReset(3, ints(6), ints(0)), CountReset(1, ints(2), ints(5)))
+    scores = (PromptLogprobs(2, ints(3), ints(3), 5), PromptLogprobs(0, ints(1), ints(1), 0))
+    slot_mapping = generator.integers(0, 2**40, 9)
+    return Batch(
+        7, 2, ints(4), ints(4), ints(4), ints(4), ints(9), ints(9), slot_mapping, ints(4, 3), ints(4), sampling, resets,
+        scores,
+    )  # fmt: skip
+
+
+def flat(value: Any) -> list[Any]:
+    if isinstance(value, np.ndarray):
+        return [(value.dtype, value.shape, value.tolist())]
+    if isinstance(value, dict):
+        return [(name, flat(v)) for name, v in value.items()]
+    return [flat(v) for v in value] if isinstance(value, tuple) else [value]
+
+
+@pytest.mark.parametrize("masks", [0, 2])
+def test_a_batch_arrives_as_it_was_sent(masks: int) -> None:
+    shared = Descriptors.make(2)
+    writer, reader = RingWriter(Links(0, shared)), RingReader(Links(1, shared))
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        batch = a_batch(generator, masks)
+        writer.send(Kind.BATCH, *batches.arrays_of(batch))
+        order = reader.receive()
+        assert order is not None
+        assert order.kind is Kind.BATCH
+        assert flat(batches.batch_of(order.arrays)) == flat(batch)
+    assert reader.receive(0.0) is None
+    shared.close()
+
+
+def test_an_order_longer_than_the_ring_passes_in_pieces() -> None:
+    from threading import Thread
+
+    shared = Descriptors.make(2)
+    writer, reader = RingWriter(Links(0, shared)), RingReader(Links(1, shared))
+    long = np.arange(10 * SLOT_BYTES // 8)
+    thread = Thread(target=writer.send, args=(Kind.OUT, long, np.array([3])))
+    thread.start()
+    found = None
+    while found is None:
+        found = reader.receive()
+    thread.join()
+    assert np.array_equal(found.arrays[0].view(np.int64), long)
+    assert found.arrays[1].view(np.int64).tolist() == [3]
+    shared.close()
+
+
+def test_a_full_ring_whose_reader_has_ended_raises() -> None:
+    shared = Descriptors.make(2)
+    links = Links(0, shared)
+
+    def check() -> None:
+        raise RankLost("rank 1: gone")
+
+    links.check = check
+    writer = RingWriter(links)
+    for _ in range(len(links.ring_slots())):
+        writer.send(Kind.END)
+    with pytest.raises(RankLost):
+        writer.send(Kind.END)
+    shared.close()
+
+
+def test_cores_are_shared_out_by_node() -> None:
+    nodes = {cpu: cpu % 2 for cpu in range(16)}
+    assert cores.shares(set(range(16)), nodes, 2) == [set(range(0, 16, 2)), set(range(1, 16, 2))]
+    assert cores.shares(set(range(9)), {}, 4) == [{0, 1}, {2, 3}, {4, 5}, {6, 7}]
+    assert cores.shares({0, 1}, {}, 2) == []
+    assert cores.threads(2, 2) == 1
+    assert cores.threads(17, 4) == 4
