@@ -27,7 +27,8 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 """read from a directory where there is no safetensors, but not downloaded"""
 SMALL = ("*.json", "*.jinja", "*.model", "vocab.txt", "merges.txt")
-"""configuration and tokenizer; not what lies in folders of a repository"""
+"""configuration and tokenizer; of what lies in folders of a repository, `TEMPLATES` alone"""
+TEMPLATES = "additional_chat_templates"
 GGUF = ".gguf"
 
 
@@ -131,7 +132,10 @@ def pull(name: str, revision: str | None = None, *, weights: bool = True) -> Pat
 
         config = fetch("config.json")
         _check_architecture(name, config.parent)
-        wanted = [f for f in sizes if "/" not in f and any(Path(f).match(p) for p in SMALL)]
+        if any(entry.path == TEMPLATES for entry in tree):
+            more: list[Any] = list(api.list_repo_tree(name, TEMPLATES, revision=commit))
+            sizes |= {f.path: f.size for f in more if f.path.endswith(".jinja")}
+        wanted = [f for f in sizes if any(Path(f).match(p) for p in SMALL)]
         if weights:
             wanted += _weight_files(name, sizes, fetch)
         wanted = list(dict.fromkeys(wanted))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from weft.engine.wire.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS, SamplingParams
@@ -248,6 +248,8 @@ class ChatMessage(Body):
     name: str | None = None
     tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_CALLS)
     tool_call_id: str | None = None
+    reasoning_content: str | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
+    """what the assistant thought before: some templates show it again"""
     refusal: str | None = Field(None, exclude=True)
     """what the assistant said instead of content"""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -136,6 +137,12 @@ class Tokenizer:
         return None
 
     @property
+    def template_names(self) -> tuple[str, ...]:
+        """Of a model that has several."""
+        template = self._hf.chat_template
+        return tuple(template) if isinstance(template, dict) else ()
+
+    @property
     def chat_template(self) -> str | None:
         """The template's text; of several, the one for tools or the default."""
         template = self._hf.chat_template
@@ -154,11 +161,18 @@ class Tokenizer:
         if self._template_fault is not None:
             why = f"This model's chat template is broken ({self._template_fault}); use /v1/completions."
             raise ApiError(500, why, code="broken_chat_template")
-        roles = {} if "developer" in (self.chat_template or "") else {"developer": "system"}
-        conversation = [_as_template_input(message, roles) for message in messages]
+        if (named := arguments.get("chat_template")) is not None and named not in self.template_names:
+            names = f"; its names are {', '.join(self.template_names)}" if self.template_names else ""
+            raise bad_request(
+                f"A chat template is taken from the model only, never from a request{names}.", "chat_template"
+            )
+        template = self._hf.chat_template[named] if named is not None else self.chat_template or ""
+        roles = {} if "developer" in template else {"developer": "system"}
+        absent = None if _TESTS_FOR_NONE.search(template) else ""
+        conversation = [_as_template_input(message, roles, absent) for message in messages]
         if not control:
             for message in conversation:
-                if message["role"] in ("user", "tool"):
+                if message["role"] in ("user", "tool") and message["content"] is not None:
                     message["content"] = self.as_text(message["content"])
                     if "name" in message:
                         message["name"] = self.as_text(message["name"])
@@ -167,10 +181,23 @@ class Tokenizer:
             }
             arguments = {**arguments, **outer}
         try:
-            text: str = self._hf.apply_chat_template(conversation, tokenize=False, **arguments)
+            text = self._render(conversation, arguments)
         except (TemplateError, TypeError, ValueError, LookupError) as error:  # what templates raise on odd messages
             reason = clip(str(error).replace(self._seam, ""))
             raise bad_request(f"The chat template refuses these messages: {reason}", "messages") from error
+        return text
+
+    def _render(self, conversation: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
+        text: str
+        if all(message["content"] is not None for message in conversation):
+            text = self._hf.apply_chat_template(conversation, tokenize=False, **arguments)
+            return text
+        # That leaves out what is null, and templates that test for it fail.
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        variables = {**self._hf.special_tokens_map, **arguments}
+        template = self._hf.get_chat_template(variables.pop("chat_template", None), variables.get("tools"))
+        (text,), _ = render_jinja_template(conversations=[conversation], chat_template=template, **variables)
         return text
 
     def _strings_as_text(self, value: Any) -> Any:
@@ -264,14 +291,18 @@ def spell(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _as_template_input(message: BaseModel, roles: Mapping[str, str]) -> dict[str, Any]:
+_TESTS_FOR_NONE = re.compile(r"""content['"\])]*\s*(?:is\s+(?:not\s+)?none|[!=]=\s*none)\b""", re.IGNORECASE)
+"""a template that tells an absent content from an empty one; others would write "None" or fail"""
+
+
+def _as_template_input(message: BaseModel, roles: Mapping[str, str], absent: str | None) -> dict[str, Any]:
     """Templates test for absent keys, so nothing absent is passed; they want tool arguments as objects.
 
-    `roles`: what the template calls roles that it does not know.
+    `roles`: what the template calls roles that it does not know. `absent`: content where there is none.
     """
     data = message.model_dump(exclude_none=True)
     data["role"] = roles.get(data["role"], data["role"])
-    data.setdefault("content", "")
+    data.setdefault("content", absent)
     for call in data.get("tool_calls", ()):
         call["function"]["arguments"] = _parse_arguments(call["function"]["arguments"])
     return data

@@ -44,13 +44,14 @@ class TemplateBody(Body):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template: str | None = None
+    """the name of one of the model's own templates"""
+    reasoning_effort: str | None = Field(None, pattern=r"^[a-z]{1,16}$")
+    """a variable of templates that know it; others pass it over"""
     chat_template_kwargs: dict[str, Any] = Field({}, max_length=MAX_VARIABLES)
     """variables of the template, such as `enable_thinking`"""
 
     def check_template(self) -> None:
         """Raises `ApiError`."""
-        if self.chat_template is not None:
-            raise bad_request("A chat template is taken from the model only, never from a request.", "chat_template")
         if self.continue_final_message and self.add_generation_prompt:
             raise bad_request(
                 "continue_final_message needs add_generation_prompt: false.",
@@ -64,8 +65,9 @@ class TemplateBody(Body):
         offered = self.tools if tools is None else tools
         return {
             **self.chat_template_kwargs,
-            # as clients sent them, without what they left out
-            "tools": [tool.model_dump(exclude_none=True) for tool in offered] or None,
+            **({} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}),
+            **({} if self.chat_template is None else {"chat_template": self.chat_template}),
+            "tools": [tool.for_template() for tool in offered] or None,
             "documents": self.documents or None,
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message,

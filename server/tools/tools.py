@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, PlainValidator, ValidationError, WithJsonSchema, model_validator
+from pydantic import (
+    Field,
+    ModelWrapValidatorHandler,
+    PlainValidator,
+    PrivateAttr,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic.json_schema import SkipJsonSchema
 
 from weft.engine.wire import grammar_text
@@ -48,6 +56,25 @@ class Tool(Body):
     type: Literal["function"] = "function"
     function: Function
     custom: SkipJsonSchema[bool] = Field(False, exclude=True)
+    _sent: dict[str, Any] | None = PrivateAttr(None)
+
+    def for_template(self) -> dict[str, Any]:
+        """As the client sent it, in its order and with fields of its own; without what is null."""
+        sent = self._sent
+        if sent is None or not isinstance(sent.get("function"), dict):
+            return self.model_dump(exclude_none=True)
+        function = {key: value for key, value in sent["function"].items() if value is not None}
+        return {"type": self.type, **{key: value for key, value in sent.items() if value is not None}} | {
+            "function": function
+        }
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _as_sent(cls, data: Any, handler: ModelWrapValidatorHandler[Tool]) -> Tool:
+        tool = handler(data)
+        if isinstance(data, dict) and not tool.custom:
+            tool._sent = data
+        return tool
 
     @model_validator(mode="before")
     @classmethod

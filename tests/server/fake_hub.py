@@ -93,11 +93,12 @@ class _Handler(BaseHTTPRequestHandler):
             siblings = [{"rfilename": file} for file in repository.files]
             return self._json({"id": name, "sha": commit, "siblings": siblings, "private": False})
         if api and rest[0] == "tree":
-            files = [
-                {"type": "file", "oid": _digest(data), "size": len(data), "path": file}
-                for file, data in repository.files.items()
-            ]
-            return self._json(files)
+            folder = "".join(f"{part}/" for part in rest[2:])
+            there = [file for file in repository.files if file.startswith(folder)]
+            if "recursive=true" in urlsplit(self.path).query.lower():
+                return self._json([_entry(file, repository.files[file]) for file in there])
+            names = dict.fromkeys(folder + file.removeprefix(folder).partition("/")[0] for file in there)
+            return self._json([_entry(name, repository.files.get(name)) for name in names])
         if repository.gated:
             return self._error(403, "GatedRepo")
         if rest[:1] == ["resolve"]:
@@ -133,6 +134,12 @@ class _Handler(BaseHTTPRequestHandler):
             released.wait(60)
             self.wfile.write(data[begin + first :])
         return None
+
+
+def _entry(path: str, data: bytes | None) -> dict[str, Any]:
+    if data is None:
+        return {"type": "directory", "oid": _digest(path.encode()), "path": path}
+    return {"type": "file", "oid": _digest(data), "size": len(data), "path": path}
 
 
 def _digest(data: bytes) -> str:

@@ -24,6 +24,7 @@ from weft.engine.demo import MODEL_PATH
 pytestmark = pytest.mark.slow
 
 NAME = "acme/tiny-model"
+TEMPLATE = "additional_chat_templates/rag.jinja"
 NOWHERE = "http://127.0.0.1:1"
 WEIGHTS = "model.safetensors"
 PIECE = 10 * 2**20
@@ -35,7 +36,8 @@ def there() -> Iterator[Hub]:
     """A hub with the demo model under another name, beside files that weft does not read."""
     files = {file.name: file.read_bytes() for file in MODEL_PATH.iterdir() if file.suffix != ".md"}
     more = dict.fromkeys(("pytorch_model.bin", "tiny.gguf", "consolidated.safetensors", "picture.png"), b"x" * 5000)
-    more |= {"onnx/model.json": b"{}", "README.md": b"a model"}
+    more |= {"onnx/model.json": b"{}", "README.md": b"a model", f"{TEMPLATE}.md": b"no"}
+    files[TEMPLATE] = b"{{ documents }}"
     with hub() as fake:
         fake.repositories[NAME] = Repository(files | more)
         yield fake
@@ -72,7 +74,8 @@ def test_only_what_weft_reads_is_downloaded_and_only_once(there: Hub, tmp_path: 
     result = weft(tmp_path, there.url, "pull", NAME)
     assert result.returncode == 0, result.stderr
     path = Path(result.stdout.strip().rpartition(": ")[2])
-    assert {file.name for file in path.iterdir()} == {f.name for f in MODEL_PATH.iterdir() if f.suffix != ".md"}
+    own = {f.name for f in MODEL_PATH.iterdir() if f.suffix != ".md"}
+    assert {str(f.relative_to(path)) for f in path.rglob("*") if not f.is_dir()} == own | {TEMPLATE}
     assert (path / "model.safetensors").read_bytes() == (MODEL_PATH / "model.safetensors").read_bytes()
     assert EngineConfig(model=str(path)).model_name == NAME
     assert "downloading acme/tiny-model:" in result.stderr
@@ -253,5 +256,6 @@ def test_models_lists_what_is_there_and_why_not(there: Hub, tmp_path: Path) -> N
         (NAME, "hub", True),
         (str(odd), "directory", False),
     ]
-    assert rows[1]["bytes"] == rows[0]["bytes"] - (MODEL_PATH / "README.md").stat().st_size
+    template = len(there.repositories[NAME].files[TEMPLATE])
+    assert rows[1]["bytes"] - template == rows[0]["bytes"] - (MODEL_PATH / "README.md").stat().st_size
     assert "BertModel is not supported" in rows[2]["why_not"]
