@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from weft.engine.demo import MODEL_PATH as DEMO_MODEL_PATH
 from weft.engine.errors import ConfigError
@@ -18,10 +18,27 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 ModelImpl = Literal["auto", "native", "transformers"]
 Attention = Literal["auto", "triton", "flash-attn", "torch"]
 
+NO_OPTION: dict[str, JsonValue] = {"option": False}
+"""marks a field that is no option: a daemon tells it to its engines"""
 PRESETS = Path(__file__).parent / "model" / "presets"
 """configurations of known models, a folder each"""
 _SNAPSHOT = re.compile(r"models--(.+?)--(.+)/snapshots/[0-9a-f]{40}$")
 """a directory of the hub's cache"""
+
+
+class Share(BaseModel):
+    """What a daemon with several engines gives one of them of the machine."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    engine: int = 0
+    """its number"""
+    sharers: int = 1
+    """engines on the same device, this one included"""
+    cpus: tuple[int, ...] = ()
+    """cores that it keeps to; none: all"""
+    gpu: str = ""
+    """the only one that it sees, as `CUDA_VISIBLE_DEVICES` names it; empty: all"""
 
 
 class EngineConfig(BaseModel):
@@ -143,6 +160,7 @@ class EngineConfig(BaseModel):
     )
     cpu_threads: int | None = Field(None, ge=1, description="threads for CPU execution [all cores but one]")
     seed: int = Field(0, ge=0, lt=2**63, description="seed of dummy weights and of requests that bring none")
+    share: Share = Field(Share(), description="one engine's share of the machine", json_schema_extra=NO_OPTION)
 
     @field_validator("model")
     @classmethod

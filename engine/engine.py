@@ -20,6 +20,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.errors import ModelError, OutOfMemory, RequestError
 from weft.engine.memory.index_events import IndexEvents
 from weft.engine.memory.model_id import model_id
+from weft.engine.memory.page_news import PageLedger
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
 from weft.engine.memory.ssd_store import SsdStore, Store, StoreFile
@@ -48,7 +49,15 @@ from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.slots import SlotTable
 from weft.engine.wire.kv_events import make_publisher
 from weft.engine.wire.log_sink import dropped_lines
-from weft.engine.wire.messages import AddRequest, EngineReady, EngineStats, Finish, IterationStats, Outputs
+from weft.engine.wire.messages import (
+    AddRequest,
+    EngineReady,
+    EngineStats,
+    Finish,
+    IterationStats,
+    Outputs,
+    PageNews,
+)
 
 if TYPE_CHECKING:
     from weft.engine.model.broad.module import BroadModule
@@ -99,7 +108,7 @@ class Engine:
         model = model_id(config, resolved.kv)
         # a path or a port that is taken is known before the model loads
         store = open_store(config, resolved.kv, model, own.shard_of)
-        publisher = make_publisher(config)
+        publisher = make_publisher(config, config.share.engine)
 
         def load() -> Weights | BroadModule:
             torch.set_num_threads(resolved.cpu_threads)
@@ -183,6 +192,7 @@ class Engine:
         self._first_step = 0
         """the first one of that time: the device did not idle before it, it had nothing to do"""
         self._last = IterationStats()
+        self._page_ledger: PageLedger | None = None
         self._ssd_up = self.tiers is not None and self.tiers.ssd.store is not None
         self._warned_nonfinite = 0
         self._quiet_until = 0.0
@@ -193,6 +203,8 @@ class Engine:
 
     def _metered(self, weight_bytes: int) -> tuple[EnergyLedger | None, str]:
         """Who charges requests for energy, or why nobody does."""
+        if self.config.share.sharers > 1:
+            return None, "several engines work on this device: its counter does not tell whose work it was"
         try:
             meter = EnergyMeter(energy_counter(self.resolved.device))
         except (OSError, ValueError, ImportError) as error:
@@ -225,7 +237,15 @@ class Engine:
             memory=self._memory,
             energy_source=self.energy.source if self.energy is not None else "",
             energy_missing=self._why_unmetered,
+            threads=resolved.cpu_threads if resolved.device.type == "cpu" else 0,
+            model_id=self.scheduler.pool.index.model_id,
         )
+
+    def pages(self) -> bytes:
+        """Brief keys of the pages in the prefix index; from now on `stats` tells what comes and goes."""
+        if self._page_ledger is None:
+            self._page_ledger = PageLedger(self.scheduler.pool.index)
+        return self._page_ledger.all()
 
     def add(self, message: AddRequest) -> None:
         """Queue a request. Raises `RequestError` when it can never be served."""
@@ -384,6 +404,7 @@ class Engine:
             iterations_idle_seconds=self._idle_seconds,
             log_lines_dropped=dropped_lines(),
             energy=self.energy.stats() if self.energy is not None else None,
+            pages=self._page_ledger.take() if self._page_ledger is not None else PageNews(),
         )
 
     def _outputs(self, events: Events, stats: EngineStats, joules: dict[int, float] | None = None) -> Outputs:

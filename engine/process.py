@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import zmq
+from msgspec.structs import replace
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import RankLost, WeftError
@@ -27,7 +28,7 @@ from weft.engine.runner.compile_job import CompileJob
 from weft.engine.runner.headstart import Headstart
 from weft.engine.wire.beat import BEAT_SECONDS, ENGINE, Beat, Beats, LastStep
 from weft.engine.wire.blank import told
-from weft.engine.wire.child import settle, write_stacks_to
+from weft.engine.wire.child import keep_to, settle, write_stacks_to
 from weft.engine.wire.engine_socket import Clients
 from weft.engine.wire.log_sink import install, last_lines
 from weft.engine.wire.messages import (
@@ -88,12 +89,13 @@ class _Ending(threading.Thread):
 class _Loop:
     """Takes the clients' messages, steps the engine, sends what it says, and shows with each round that it lives."""
 
-    def __init__(self, clients: Clients, ending: _Ending, beats: Beats, headstart: Headstart) -> None:
+    def __init__(self, clients: Clients, ending: _Ending, beats: Beats, row: int, headstart: Headstart) -> None:
         self._clients = clients
         self._ending = ending
         self._headstart = headstart
         self._beats = beats
-        self._beat = beats.of(ENGINE)
+        self._row = row
+        self._beat = beats.of(row)
         self._open: dict[int, set[int]] = {}
         """handles by client"""
         self._profiling: Profiling | None = None
@@ -112,7 +114,7 @@ class _Loop:
         """Raises `RankLost`."""
         try:
             # ahead of what takes long here, for it takes as long there
-            ranks = Ranks.begin(config, self._beats, ENGINE, stacks_fd, pin=True)
+            ranks = Ranks.begin(config, self._beats, self._row, stacks_fd, pin=True)
             compiling = CompileJob.begin(config)
             self._headstart.wait()
             from weft.engine.engine import Engine  # what cannot be imported is told here, in the reach of EngineFailed
@@ -170,11 +172,13 @@ class _Loop:
                 self._abort(engine, client, message.handles)
             case ResetPrefixCache():
                 engine.reset_prefix_cache()
+                self._clients.send_all(Outputs(stats=engine.stats()))
             case Profile():
                 self._end_profiling()
                 self._begin_profiling(message)
             case Hello():
-                self._clients.send(client, engine.describe())
+                ready = engine.describe()
+                self._clients.send(client, replace(ready, pages=engine.pages()) if message.pages else ready)
             case ClientGone():
                 self._clients.forget(message.client)
                 self._abort(engine, message.client, self._open.pop(message.client, ()))
@@ -261,13 +265,15 @@ def main() -> int:
     listener_fd, beats_fd, stacks_fd = fds
     write_stacks_to(stacks_fd)
     config = EngineConfig.model_validate_json(line)
+    keep_to(config.share.cpus)
     ending = _Ending()
     ending.start()
     headstart.use(config)
     context = zmq.Context()
     clients = Clients(context, listener_fd)
     try:
-        code = _Loop(clients, ending, Beats(fd=beats_fd), headstart).run(config, stacks_fd)
+        row = ENGINE + config.share.engine
+        code = _Loop(clients, ending, Beats(row + 1, beats_fd), row, headstart).run(config, stacks_fd)
     except Exception:
         # A defect, not a user's mistake: the trace belongs in the log, the daemon tells every client.
         traceback.print_exc()

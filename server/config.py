@@ -20,6 +20,7 @@ class ServeConfig(EngineConfig):
         "host": "HTTP",
         "api_key": "keys and limits of each",
         "max_queued_requests": "limits of all",
+        "replicas": "several engines",
         "tool_call_parser": "processes",
         "files_dir": "files and batches",
         "log_level": "logs and traces",
@@ -75,6 +76,12 @@ class ServeConfig(EngineConfig):
     allow_special_tokens: bool = Field(
         False, description="let control tokens that users' messages and tools' results spell be such, not text"
     )
+    replicas: int = Field(
+        1, ge=1, le=64, description="engines on the same device, which requests are shared out to; a CPU's so far"
+    )
+    data_parallel_size: int = Field(
+        1, ge=1, le=64, description="GPUs with --replicas engines each; on a CPU engines beside those"
+    )
     tool_call_parser: ToolParserName = Field(
         "auto", description="how the model writes tool calls; auto reads it off the chat template"
     )
@@ -129,6 +136,10 @@ class ServeConfig(EngineConfig):
         if self.kv_events_endpoint is not None:
             given["kv_events_topic"] = self.kv_topic(self.model_names[0])
         return EngineConfig.model_validate(given)
+
+    @property
+    def num_engines(self) -> int:
+        return self.replicas * self.data_parallel_size
 
     @property
     def model_names(self) -> list[str]:

@@ -94,7 +94,7 @@ def translate(error: Exception) -> ApiError:
         case RequestError():
             return bad_request(clip(str(error)), error.param)
         case EngineDead():
-            return unavailable("The engine has ended; this server is going down.", "engine_dead", 10)
+            return unavailable("The engine that had this request has ended.", "engine_dead", 10)
         case RequestValidationError():
             return _from_validation(error.errors())
         case ClientDisconnect():

@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from weft.engine.config import NO_OPTION
 from weft.engine.errors import ConfigError
 
 ENV_PREFIX = "WEFT_"
@@ -74,6 +75,11 @@ def _shown_default(field: FieldInfo) -> str:
     return f" [{default}]"
 
 
+def options_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields that an operator may give: all but what the daemon tells its engines (`NO_OPTION`)."""
+    return {name: field for name, field in model.model_fields.items() if field.json_schema_extra != NO_OPTION}
+
+
 def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel], *, skip: Sequence[str] = ()) -> None:
     """One flag a field; the value stays text, so that one place (the model) checks it.
 
@@ -81,7 +87,7 @@ def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel], *, skip: 
     """
     titles: dict[str, str] = getattr(model, "GROUPS", {})
     into: argparse._ActionsContainer = parser
-    for name, field in model.model_fields.items():
+    for name, field in options_of(model).items():
         if name in titles:
             into = parser.add_argument_group(titles[name])
         if name in skip:
@@ -116,8 +122,8 @@ def read_yaml(path: Path, model: type[BaseModel]) -> dict[str, Any]:
     out = {}
     for key, value in values.items():
         name = str(key).replace("-", "_")
-        if name not in model.model_fields:
-            raise ConfigError(f"--config {path}: unknown option {key}{nearest(name, list(model.model_fields))}")
+        if name not in options_of(model):
+            raise ConfigError(f"--config {path}: unknown option {key}{nearest(name, list(options_of(model)))}")
         is_list = typing.get_origin(_plain_type(model.model_fields[name].annotation)) in (list, tuple)
         out[name] = [value] if is_list and isinstance(value, str) else value
     return out
@@ -139,7 +145,7 @@ def _kubernetes_noise(name: str, value: str) -> bool:
 
 def _read_environment(model: type[BaseModel]) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for name, field in model.model_fields.items():
+    for name, field in options_of(model).items():
         variable = ENV_PREFIX + name.upper()
         value = os.environ.get(variable)
         if value is not None and not _kubernetes_noise(variable, value):
@@ -150,7 +156,7 @@ def _read_environment(model: type[BaseModel]) -> dict[str, Any]:
 
 def unknown_variables(model: type[BaseModel]) -> list[str]:
     """One line for each `WEFT_*` variable that is no option, with the nearest one."""
-    known = [ENV_PREFIX + name.upper() for name in model.model_fields]
+    known = [ENV_PREFIX + name.upper() for name in options_of(model)]
     return [
         f"environment variable {name} is not an option{nearest(name, known)}"
         for name, value in sorted(os.environ.items())

@@ -37,10 +37,10 @@ ENGINE = (
     ("llm", "process", "bench"),
 )
 SERVER = (
-    ("errors", "config", "bodies", "keys", "listen", "logs"),
+    ("errors", "config", "bodies", "keys", "logs"),
     ("options",),
     ("text", "observe"),
-    ("tools", "batches"),
+    ("tools", "batches", "replicas"),
     ("api",),
     ("daemon", "bench", "commands"),
     ("__main__",),

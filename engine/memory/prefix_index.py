@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
+
+from weft.engine.wire import page_keys
 
 Tokens = npt.NDArray[np.int32]
 NOWHERE = -1
@@ -101,12 +102,14 @@ class PrefixIndex:
     """Entries by key. Single-threaded: only the scheduler's thread touches it."""
 
     def __init__(self, model_id: str) -> None:
-        self._model_id = model_id.encode()
+        self.model_id = model_id
         self._entries: dict[bytes, PrefixEntry] = {}
         self.on_spared: Callable[[PrefixEntry], None] = lambda _entry: None
         """told of an entry that gained a copy, or lost a child or a child's copy: a tier may now do without it"""
         self.changes: list[Change | None] | None = None
         """of entries' copies, in order, for whoever takes them away; None in it: all was forgotten. None: not noted"""
+        self.on_key: Callable[[bytes, bool], None] = lambda _key, _entered: None
+        """told of a key that entered the index (True) or left it"""
         self.clock = 0
 
     def __len__(self) -> int:
@@ -116,21 +119,16 @@ class PrefixIndex:
         return self._entries.values()
 
     def root(self, salt: str) -> bytes:
-        """The key before a first page: tenants with different salts share nothing (docs/pitfalls.md 27)."""
-        return xxhash.xxh3_128_digest(self._model_id + b"\0" + salt.encode("utf-8", "surrogatepass"))
+        """The key before a first page: tenants with different salts share nothing (docs/pitfalls.md 30)."""
+        return page_keys.root(self.model_id, salt)
 
     @staticmethod
     def chain(parent: bytes, tokens: bytes) -> bytes:
-        return xxhash.xxh3_128_digest(parent + tokens)
+        return page_keys.chain(parent, tokens)
 
     def keys(self, tokens: Tokens, page_size: int, salt: str) -> list[bytes]:
         """Keys of the full pages of `tokens`, first page first."""
-        raw, width = tokens.tobytes(), page_size * 4
-        key, keys = self.root(salt), []
-        for start in range(0, len(raw) - width + 1, width):
-            key = self.chain(key, raw[start : start + width])
-            keys.append(key)
-        return keys
+        return page_keys.page_keys(self.root(salt), tokens, page_size, self.chain)
 
     def match(self, tokens: Tokens, keys: list[bytes], page_size: int, salt: str) -> list[PrefixEntry]:
         """The longest chain of entries that holds the beginning of `tokens`, in whatever tiers, one entry a page.
@@ -160,6 +158,7 @@ class PrefixIndex:
             return entry if same else None
         entry = PrefixEntry(key, parent, tokens, salt)
         self._entries[key] = entry
+        self.on_key(key, True)
         if parent is not None:
             parent.children += 1
         return entry
@@ -221,6 +220,7 @@ class PrefixIndex:
         """An entry that a failed load left nowhere stays while it has children: computed again, they are of use."""
         while not entry.anywhere and not entry.children and self.contains(entry):
             del self._entries[entry.key]
+            self.on_key(entry.key, False)
             parent = entry.parent
             if parent is None:
                 return
@@ -234,6 +234,8 @@ class PrefixIndex:
         self._entries.clear()
         if self.changes is not None:
             self.changes.append(None)
+        for entry in entries:
+            self.on_key(entry.key, False)
         return entries
 
     def check(self) -> None:

@@ -87,10 +87,15 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     if config.device == "cuda" and here is None:
         raise ConfigError("--device cuda: no CUDA device is visible; use --device cpu")
     cuda = config.device != "cpu" and here is not None
-    ranks = spec.shard_of.ranks
+    ranks, sharers = spec.shard_of.ranks, config.share.sharers
     if cuda and ranks > 1:
         raise ConfigError(
             f"--tensor-parallel-size {ranks}: a model is not spread over GPUs yet; leave it out, or use --device cpu"
+        )
+    if cuda and sharers > 1:
+        raise ConfigError(
+            f"{sharers} engines on one GPU would each need their own copy of the weights, which weft does not "
+            "share between them yet: leave --replicas out, or use --data-parallel-size for an engine per GPU"
         )
     device = gpu_device() if cuda else torch.device("cpu")
     if config.dtype != "auto":
@@ -135,9 +140,10 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     if cuda and spec.native:
         _check_kernels(spec)
     weight_bytes = spec.num_parameters * dtype.itemsize
-    if device.type != "meta" and ranks * weight_bytes > 0.9 * memory_bytes(device):
+    if device.type != "meta" and sharers * ranks * weight_bytes > 0.9 * memory_bytes(device):
+        times = f" for each of {sharers} engines" if sharers > 1 else ""
         raise OutOfMemory(
-            f"the weights need {ranks * weight_bytes / GIB:.1f} GiB in {str(dtype).removeprefix('torch.')}, "
+            f"the weights need {ranks * weight_bytes / GIB:.1f} GiB in {str(dtype).removeprefix('torch.')}{times}, "
             f"the {'GPU' if cuda else 'machine'} has {memory_bytes(device) / GIB:.1f} GiB: "
             "use a smaller model or --dtype bfloat16"
         )
@@ -150,13 +156,15 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     elif cuda:
         num_pages = None
     else:
-        room = int(memory_bytes(device) * CPU_MEMORY_SHARE / ranks) - weight_bytes
+        room = int(memory_bytes(device) * CPU_MEMORY_SHARE / (sharers * ranks)) - weight_bytes
         num_pages = min(max_num_seqs * pages_per_request + 1, kv.pages_in(room))
     if num_pages is not None and num_pages < 2:
         raise OutOfMemory(
             f"the KV pool has room for {max(num_pages, 0)} pages of {kv.page_bytes / 2**20:.1f} MiB, "
             "it needs at least 2: raise --kv-cache-gib or lower --page-size"
         )
+    if num_pages is not None and sharers > 1:
+        _check_shares(config, ranks * (weight_bytes + num_pages * kv.page_bytes), device)
     # No context is longer than its pages: what the config promises beyond that needs no table of positions.
     in_memory = num_pages - 1 if num_pages is not None else kv.pages_in(memory_bytes(device))
     max_model_len = max(2, min(max_model_len, in_memory * kv.page_size))
@@ -178,6 +186,18 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         config.tuning_seconds,
         plan,
     )
+
+
+def _check_shares(config: EngineConfig, own_bytes: int, device: torch.device) -> None:
+    """Refuse engines that fit the device one by one, but not together. `own_bytes`: weights and pages of one, of
+    all its ranks."""
+    sharers, all_of_it = config.share.sharers, memory_bytes(device)
+    if (together := sharers * (own_bytes + config.host_kv_gib * GIB)) > all_of_it:
+        raise OutOfMemory(
+            f"{sharers} engines need {together / GIB:.1f} GiB for weights and KV pages, the machine "
+            f"has {all_of_it / GIB:.1f} GiB: lower --kv-cache-gib, --num-pages or --host-kv-gib, which are each "
+            "engine's, or the number of engines"
+        )
 
 
 def _check_plan(config: EngineConfig) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 ENGINE = 0
-"""the engine's row; row i + 1 is that of the i-th API process"""
+"""the first engine's row; those of the others follow, then those of the API processes"""
 
 BEAT_SECONDS = 1.0
 """between two beats of a loop that has nothing to do, at most"""
@@ -118,7 +118,7 @@ class Beats:
         text = self._text(row)
         return bytes(text[1 : 1 + text[0]]).decode("utf-8", "replace")
 
-    def last_step(self, row: int = ENGINE) -> LastStep | None:
+    def last_step(self, row: int) -> LastStep | None:
         """None before the first one."""
         step = LastStep(*map(int, self._cells(row)[_STEP : _NANO_BATCHES + 1].tolist()))
         return step if step.number else None

@@ -17,6 +17,7 @@ PRIMITIVE_CACHES = {"LRU_CACHE_CAPACITY": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 """On a CPU ideep and oneDNN keep a compiled primitive for each shape they have met, a thousand each if let: hundreds of
 megabytes that come with the traffic. Read when torch is loaded. With fewer than some dozens of the second kind they are
 compiled again and again, at twice the processor time"""
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 SYSTEMD = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 """variables meant for this process alone"""
 
@@ -33,7 +34,8 @@ def environment() -> dict[str, str]:
 class Blank:
     """A running process, and this process's end of its stdin. Raises `OSError` where none can be started."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: str = "") -> None:
+        """`gpu`: the only one that it sees; all by default."""
         self.socket, theirs = socket.socketpair()
         with theirs:
             try:
@@ -41,7 +43,7 @@ class Blank:
                     (sys.executable, "-P", "-m", "weft.engine.process", str(os.getpid())),
                     stdin=theirs.fileno(),
                     start_new_session=True,  # Ctrl-C reaches the daemon alone, which then drains
-                    env=environment(),
+                    env={**environment(), **({VISIBLE: gpu} if gpu else {})},
                 )
             except OSError:
                 self.socket.close()
@@ -54,14 +56,14 @@ class Blank:
             _begun.append(cls())
 
     @classmethod
-    def take(cls) -> Blank:
-        """The one that was begun, if it still lives, else a new one. Raises `OSError`."""
+    def take(cls, gpu: str = "") -> Blank:
+        """The one that was begun, if it still lives and may see what it sees, else a new one. Raises `OSError`."""
         while _begun:
             blank = _begun.pop()
-            if blank.process.poll() is None:
+            if blank.process.poll() is None and not gpu:
                 return blank
             blank.socket.close()
-        return cls()
+        return cls(gpu)
 
     def tell(self, config: bytes, fds: Sequence[int]) -> None:
         """Which engine it is: a configuration in one line, and the descriptors it is to have."""

@@ -8,6 +8,7 @@ import faulthandler
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -46,6 +47,13 @@ def write_stacks_to(stacks_fd: int) -> None:
 
 def _leave_it_to_the_daemon(_signum: int, _frame: FrameType | None) -> None:
     pass
+
+
+def keep_to(cpus: Sequence[int]) -> None:
+    """In the child: all threads, and those to come, run on these cores; on any for none."""
+    for thread in os.listdir("/proc/self/task") if cpus else ():
+        with suppress(OSError):  # it has ended, or the system gives none of these: it takes what there is
+            os.sched_setaffinity(int(thread), cpus)
 
 
 class Stacks:

@@ -28,8 +28,8 @@ from weft.engine.wire.streams import Streams
 class EngineClient(Streams):
     """Connects at once, even before the engine listens. Who watches the engine process tells its end (`mark_dead`)."""
 
-    def __init__(self, address: str, number: int) -> None:
-        """`number`: this client's own among all that the engine ever has."""
+    def __init__(self, address: str, number: int, *, pages: bool = False) -> None:
+        """`number`: this client's own among all that the engine ever has. `pages`: as in `Hello`."""
         super().__init__(number)
         self.ready: EngineReady | None = None
         self.failure: str | None = None
@@ -43,7 +43,7 @@ class EngineClient(Streams):
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 10)
         self._socket.connect(address)
-        self._send(Hello())
+        self._send(Hello(pages))
         self.reader = asyncio.create_task(self._read_loop())
         """ends only with an error, after which nobody would be answered"""
 

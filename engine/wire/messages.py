@@ -38,6 +38,9 @@ HANDLE_BITS = 40
 class Hello(msgspec.Struct, tag="hello", frozen=True):
     """A client's first message; answered by `EngineReady` or `EngineFailed`."""
 
+    pages: bool = False
+    """it wants to know which pages the engine keeps, now and from now on"""
+
 
 class ClientGone(msgspec.Struct, tag="client_gone", frozen=True):
     """From who watches the clients' processes: this one has ended, so drop all its requests."""
@@ -115,6 +118,12 @@ class EngineReady(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     """whose counter says what is drawn: nvml, rapl; empty: nobody's"""
     energy_missing: str = ""
     """why nobody's"""
+    threads: int = 0
+    """that compute, on a CPU"""
+    model_id: str = ""
+    """of the root of its pages' keys (`page_keys.root`)"""
+    pages: bytes = b""
+    """brief keys of the pages in its prefix index, for clients that asked"""
 
 
 class EngineFailed(msgspec.Struct, tag="failed", frozen=True):
@@ -196,6 +205,13 @@ class EnergyStats(msgspec.Struct, frozen=True, kw_only=True):
     """to requests"""
 
 
+class PageNews(msgspec.Struct, frozen=True, array_like=True):
+    """Brief keys (`page_keys.BRIEF` bytes each) of pages that came into a prefix index and that left it."""
+
+    entered: bytes = b""
+    left: bytes = b""
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """State after an iteration; counters are totals since start."""
 
@@ -212,6 +228,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """that this process wrote to stderr and nobody took"""
     energy: EnergyStats | None = None
     """None: nobody counts it"""
+    pages: PageNews = PageNews()
+    """since the message before, once a client has asked"""
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True):

@@ -31,20 +31,24 @@ class EngineProcess:
 
     @classmethod
     async def start(
-        cls, config: EngineConfig, socket: PrivateSocket | None = None, beats: Beats | None = None
+        cls,
+        config: EngineConfig,
+        socket: PrivateSocket | None = None,
+        beats: Beats | None = None,
     ) -> EngineProcess:
         """Spawn it. Returns at once; a client's `wait_ready` waits for the model to be loaded.
 
-        `socket`: where it listens, one of its own by default. `beats`: where it shows that it lives.
-        Raises `ConfigError` where no socket can be made, `OSError` where no process can be started.
+        `socket`: where it listens, one of its own by default. `beats`: where it shows that it lives, in the row of its
+        number. Raises `ConfigError` where no socket can be made, `OSError` where no process can be started.
         """
         owns_socket = socket is None
         socket = socket or PrivateSocket()
-        beats = beats or Beats()
+        row = ENGINE + config.share.engine
+        beats = beats or Beats(row + 1)
         stacks = Stacks()
-        beats.of(ENGINE).begin("starting", beats.start_timeout)
-        blank = Blank.take()
-        beats.of(ENGINE).begin("starting", beats.start_timeout, blank.process.pid)
+        beats.of(row).begin("starting", beats.start_timeout)
+        blank = Blank.take(config.share.gpu)
+        beats.of(row).begin("starting", beats.start_timeout, blank.process.pid)
         # It ends when its stdin closes: it cannot outlive this process.
         blank.tell(config.model_dump_json().encode(), (socket.fd, beats.fd, stacks.fd))
         return cls(blank, socket, stacks, owns_socket=owns_socket)

@@ -168,6 +168,12 @@ class Streams:
         """Have the engine recorded. The trace is at `path` once it is whole; another call ends this one early."""
         self._send(Profile(path, seconds))
 
+    def give_up(self, why: str) -> None:
+        """All open streams end as if the engine had ended, though it may come back."""
+        for stream in self._streams.values():
+            stream._dead = why
+            stream.wake()
+
     def mark_dead(self, why: str) -> None:
         """The engine has ended: so do all streams. Idempotent."""
         if self.dead is not None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from weft.engine.wire.streams import Streams
 from weft.server.errors import ApiError, unavailable
 from weft.server.observe.board import Board
 from weft.server.observe.counters import Counter
+from weft.server.replicas.replicas import Replicas
 
 RETRY_AFTER = 1
 """seconds; queues drain fast once they drain"""
@@ -17,30 +17,28 @@ RETRY_AFTER = 1
 class Admission:
     """Bounds on waiting sequences and on prompt tokens that have not led to a first output token.
 
-    An idle engine takes any request: bounds turn load away, they do not limit what one request may be.
+    Idle engines take any request: bounds turn load away, they do not limit what one request may be.
     """
 
     def __init__(
         self,
-        client: Streams,
+        replicas: Replicas,
         board: Board,
         row: int,
         rejected: Counter,
         *,
-        max_num_seqs: int,
         max_requests: int,
         max_tokens: int,
     ) -> None:
         """`row`: of this process on the board. `rejected`: counts refusals by code."""
-        self._client = client
+        self._replicas = replicas
         self._rejected = rejected
         self._board = board
         self._row = row
-        self._max_num_seqs = max_num_seqs
         self._max_requests = max_requests
         self._max_tokens = max_tokens
         board.load[row, :2] = 0
-        client.on_open = self._set_open
+        replicas.on_open = self._set_open
 
     def _set_open(self, count: int) -> None:
         self._board.load[self._row, 0] = count
@@ -68,10 +66,10 @@ class Admission:
         num_open, prefill_tokens = self._board.load[:, :2].sum(axis=0).tolist()
         if num_open == 0:
             return None
-        # Behind a queue everything waits; without one, what exceeds the engine's seats will.
-        waiting = self._client.stats.scheduler.waiting
+        # Behind a queue everything waits; without one, what exceeds the engines' seats will.
+        waiting = self._replicas.waiting
         behind = waiting + num_sequences if waiting else 0
-        if max(behind, num_open + num_sequences - self._max_num_seqs) > self._max_requests:
+        if max(behind, num_open + num_sequences - self._replicas.max_num_seqs) > self._max_requests:
             return unavailable("Too many requests are waiting.", "queue_full", RETRY_AFTER)
         if prefill_tokens + num_tokens > self._max_tokens:
             return unavailable("Too many prompt tokens are waiting.", "queue_tokens_full", RETRY_AFTER)

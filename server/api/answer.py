@@ -109,12 +109,16 @@ class Answer(Response):
 
     async def _plain(self, send: Send) -> None:
         generation = self._generation
+        generation.replayable = True
         generation.submit()
         wholes = [Piece() for _ in generation.choices]
+        begun = list(generation.choices)
         async with aclosing(generation.updates()) as updates:
             async for update in updates:
                 if update is not None:
                     choice, piece = update
+                    if begun[choice.index] is not choice:
+                        begun[choice.index], wholes[choice.index] = choice, Piece()
                     wholes[choice.index].append(piece)
         if generation.usage()["total_tokens"] > LARGE:
             body = await generation.service.offload(lambda: self._body(wholes))

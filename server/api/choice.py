@@ -63,6 +63,10 @@ class Choice:
         self.cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.finished = False
+        self.lives = 1
+        """engines that it was given to"""
+        self.counted = False
+        """the metrics know that it began"""
         self.first_token_at = 0.0
         self.last_token_at = 0.0
         self._detokenizer = detokenizer

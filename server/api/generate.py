@@ -13,13 +13,18 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope
 
+from weft.engine.errors import EngineDead
 from weft.engine.wire.sampling import SamplingParams
 from weft.engine.wire.streams import Delta
 from weft.server.api.choice import Choice, Piece
 from weft.server.api.protocol import GenerationBody
 from weft.server.api.service import Service, too_long
+from weft.server.replicas.replicas import Look, Ticket
 from weft.server.text.stops import StopStrings
 from weft.server.tools.structured import Grammar, Writer, write_grammar
+
+RETRIES = 1
+"""times a sequence is begun again when its engine ends: a request that ends engines shall not end all of them"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,29 +78,42 @@ class Generation:
         """tokens that were paid for"""
         self._prefilling: dict[int, int] = {}
         """prompt tokens by choice, for those without output yet"""
+        self._tickets: list[Ticket] = []
+        """by choice"""
+        self._looks: list[Look] = []
+        """by prompt"""
+        self._again: dict[int, tuple[Ticket, int]] = {}
+        """by prompt: where it was begun again, and the handle of the sequence that computes it"""
+        self.replayable = False
+        """nothing of what `updates` gives is sent before its end: choices may be begun again whatever they have had"""
         self._merging: asyncio.Queue[tuple[Choice, Delta | Exception]] | None = None
         """what was read of several choices, for `updates`"""
         self._reading = False
 
     def submit(self) -> None:
-        """Hand every sequence to the engine. Raises `ApiError` 503 when too much is waiting."""
+        """Hand every sequence to an engine. Raises `ApiError` 503 when too much is waiting."""
         loaded, body = self._loaded, self.body
         num_tokens = body.n * sum(len(prompt.token_ids) for prompt in self.prompts)
+        salt = self._salt + body.cache_salt
+        self._looks = [loaded.replicas.look(prompt.token_ids, salt) for prompt in self.prompts]
         with loaded.admission.admit(body.n * len(self.prompts), num_tokens):
-            for i, prompt in enumerate(self.prompts):
+            for i, look in enumerate(self._looks):
+                ticket = loaded.replicas.route(look, self._params[i].max_tokens)
                 leader = -1
                 for k in range(body.n):
-                    handle = self._submit_one(i, prompt, self._params[i], k, leader)
-                    leader = handle if k == 0 else leader
+                    choice = self._begin(len(self.choices), i, ticket if k == 0 else ticket.beside(), leader)
+                    self.choices.append(choice)
+                    leader = choice.stream.handle if k == 0 else leader
         self._pay()
 
-    def _submit_one(self, i: int, prompt: Prompt, params: SamplingParams, k: int, leader: int) -> int:
-        """Start the k-th sequence of prompt i, which shares the pages of the `leader`; returns its handle."""
-        loaded, body = self._loaded, self.body
+    def _begin(self, index: int, i: int, ticket: Ticket, leader: int) -> Choice:
+        """Start the sequence of a choice, of prompt i; it shares the pages of the `leader`."""
+        loaded, body, params, prompt = self._loaded, self.body, self._params[i], self.prompts[i]
+        k = index % body.n
         if k and params.seed is not None:
             params = msgspec.structs.replace(params, seed=_next_seed(params.seed, k))
-        stream = loaded.client.submit(
-            prompt.token_ids,
+        stream = ticket.replica.client.submit(
+            self._looks[i].tokens,
             params,
             priority=body.priority,
             cache_salt=self._salt + body.cache_salt,
@@ -103,8 +121,11 @@ class Generation:
             tenant=self._tenant,
             metered=body.include_energy,
         )
-        choice = Choice(
-            len(self.choices),
+        self._tickets[index:] = [ticket, *self._tickets[index + 1 :]]
+        self._prefilling[index] = len(prompt.token_ids)
+        loaded.admission.prefill_tokens += len(prompt.token_ids)
+        return Choice(
+            index,
             i,
             stream,
             loaded.tokenizer.detokenizer(prompt.token_ids, show=self._show),
@@ -118,15 +139,35 @@ class Generation:
             include_stop=body.include_stop_str_in_output,
             constraint=self._constraint,
         )
-        self.choices.append(choice)
-        self._prefilling[choice.index] = len(prompt.token_ids)
-        loaded.admission.prefill_tokens += len(prompt.token_ids)
-        return stream.handle
+
+    def _begin_again(self, choice: Choice, error: EngineDead) -> Choice:
+        """Its engine has ended: another choice in its place, at another engine. Raises the error where that cannot be,
+        or where the client has had some of it."""
+        if choice.lives > RETRIES or (choice.num_tokens and not self.replayable):
+            raise error
+        i, replicas = choice.prompt, self._loaded.replicas
+        self._prefilled(choice)
+        self._tickets[choice.index].end()
+        choice.stream.abort()
+        ticket, leader = self._again.get(i, (None, -1))
+        if ticket is not None and ticket.replica.client.alive:
+            ticket = ticket.beside()
+        else:
+            with self.service.board.lock():
+                ticket, leader = replicas.route(self._looks[i], self._params[i].max_tokens), -1
+        fresh = self._begin(choice.index, i, ticket, leader)
+        if leader < 0:
+            self._again[i] = ticket, fresh.stream.handle
+        fresh.lives, fresh.counted = choice.lives + 1, choice.counted
+        self.choices[choice.index] = fresh
+        self.service.metrics.retried.inc()
+        return fresh
 
     async def updates(self, silence: float | None = None) -> AsyncGenerator[tuple[Choice, Piece] | None, None]:
         """Pieces of all choices as they come, until all have finished; None after each `silence` seconds without one.
 
-        Raises `EngineDead`, or `ApiError` when the engine gave a sequence up.
+        A choice whose engine ends is begun again elsewhere: one with the same index, and none of its pieces, follows.
+        Raises `EngineDead` where that cannot be, or `ApiError` when the engine gave a sequence up.
         """
         if len(self.choices) == 1:
             choice = self.choices[0]
@@ -136,6 +177,9 @@ class Generation:
                         delta = await choice.stream.read()
                 except TimeoutError:
                     yield None
+                    continue
+                except EngineDead as error:
+                    choice = self._begin_again(choice, error)
                     continue
                 yield choice, self._take(choice, delta)
             return
@@ -153,6 +197,10 @@ class Generation:
                     continue
                 finally:
                     self._reading = False
+                if isinstance(delta_or_error, EngineDead) and choice.index in going:
+                    again = self._begin_again(choice, delta_or_error)
+                    pumps.append(asyncio.create_task(_pump(again, queue)))
+                    continue
                 if isinstance(delta_or_error, Exception):
                     raise delta_or_error
                 if choice.index not in going:
@@ -175,12 +223,14 @@ class Generation:
         if not choice.first_token_at:
             self._prefilled(choice)
             choice.first_token_at = now
-            if delta.started is not None:
+            if delta.started is not None and not choice.counted:
+                choice.counted = True
                 metrics.sequence_started(delta.started, now - self.arrival)
         else:
             metrics.itl.observe(now - choice.last_token_at)
         choice.last_token_at = now
         if choice.finished:
+            self._tickets[choice.index].end()
             metrics.sequence_finished(
                 str(piece.finish_reason),
                 ttft=choice.first_token_at - self.arrival,
@@ -190,12 +240,14 @@ class Generation:
         return piece
 
     def _prefilled(self, choice: Choice) -> None:
+        self._tickets[choice.index].started()
         self._loaded.admission.prefill_tokens -= self._prefilling.pop(choice.index, 0)
 
     def close(self, cause: str) -> None:
         """Abort what has not finished, for this reason. Idempotent."""
         for choice in self.choices:
             self._prefilled(choice)
+            self._tickets[choice.index].end()
             if not choice.finished:
                 choice.finished = True
                 choice.stream.abort()

@@ -10,14 +10,14 @@ from typing import Any
 
 from fastapi import APIRouter, Response
 from pydantic import Field
-from starlette.responses import PlainTextResponse
+from starlette.responses import JSONResponse, PlainTextResponse
 
 from weft import __version__
 from weft.engine.errors import EngineDead
 from weft.server.api.routing import JsonRoute, ServiceOf
 from weft.server.api.service import Phase, Service
 from weft.server.bodies import Body
-from weft.server.errors import ApiError
+from weft.server.errors import ApiError, bad_request
 from weft.server.observe.exposition import CONTENT_TYPE
 
 PROFILE_PATIENCE = 120.0
@@ -54,20 +54,24 @@ async def model(model: str, service: ServiceOf) -> dict[str, Any]:
 
 @router.head("/health", include_in_schema=False)
 @router.get("/health", summary="200 while the engine lives and goes on; 503 when it has ended or hangs")
-async def health(service: ServiceOf) -> dict[str, str]:
+async def health(service: ServiceOf) -> dict[str, Any]:
     if service.phase is Phase.DEAD:
         raise ApiError(503, "The engine has ended.", code="engine_dead")
     if (reason := service.stalled) is not None:
         raise reason
-    stage = service.engine_stage
+    if service.board.engines > 1:
+        return {"status": "ok", "engines": service.engine_states()}
+    stage = service.engine_stage()
     return {"status": "ok", "stage": stage} if stage else {"status": "ok"}
 
 
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready", summary="200 when new work is taken")
-async def ready(service: ServiceOf) -> dict[str, str]:
+async def ready(service: ServiceOf) -> dict[str, Any]:
     if (reason := service.unready) is not None:
         raise reason
+    if service.board.engines > 1:
+        return {"status": "ready", "engines": service.engine_states()}
     return {"status": "ready"}
 
 
@@ -89,20 +93,42 @@ async def favicon() -> Response:
     return Response(status_code=204, headers={"cache-control": "max-age=86400"})
 
 
+class EnginesBody(Body):
+    engines: list[int] = Field([], max_length=64)
+
+
+@router.get("/admin/engines", summary="The engines, and what each is at (admin key)")
+async def engines(service: ServiceOf) -> dict[str, Any]:
+    return {"engines": service.engine_states()}
+
+
+@router.post("/admin/engines/restart", summary="Restart engines one by one, the model read anew (admin key)")
+async def restart_engines(body: EnginesBody, service: ServiceOf) -> Response:
+    if service.renew is None:
+        raise ApiError(501, "No daemon watches this server's engines.", code="not_supported")
+    if refusal := await service.renew(body.engines):
+        raise ApiError(409, f"{refusal[0].upper()}{refusal[1:]}.", code="engines_not_restarted")
+    return JSONResponse({"status": "begun"}, 202)
+
+
 class ProfileBody(Body):
     seconds: float = Field(2.0, gt=0, le=60)
+    engine: int = Field(0, ge=0)
 
 
 @router.post("/admin/profile", summary="Record the engine for some seconds: a Chrome trace (admin key)")
 async def profile(body: ProfileBody, service: ServiceOf) -> Response:
-    loaded = service.loaded
+    replica = next((each for each in service.loaded.replicas if each.engine == body.engine), None)
+    if replica is None:
+        raise bad_request(f"engine: there is no engine {body.engine} now.", "engine")
+    client = replica.client
     directory = Path(tempfile.mkdtemp(prefix="weft-profile-"))
     trace = directory / "trace.json"
     try:
-        loaded.client.profile(str(trace), body.seconds)
+        client.profile(str(trace), body.seconds)
         async with asyncio.timeout(body.seconds + PROFILE_PATIENCE):
             while not trace.exists():
-                if not loaded.client.alive:
+                if not client.alive:
                     raise EngineDead
                 await asyncio.sleep(PROFILE_POLL)
         return Response(await service.offload(trace.read_bytes), media_type="application/json")
@@ -114,5 +140,6 @@ async def profile(body: ProfileBody, service: ServiceOf) -> Response:
 
 @router.post("/admin/reset_prefix_cache", summary="Forget all cached prefixes (admin key)")
 async def reset_prefix_cache(service: ServiceOf) -> dict[str, str]:
-    service.loaded.client.reset_prefix_cache()
+    for replica in service.loaded.replicas:
+        replica.client.reset_prefix_cache()
     return {"status": "ok"}

@@ -19,7 +19,7 @@ from weft.server.keys import GAP
 PRIORITY = 1000
 """of a batch's requests at the best; those of clients have 0 unless they ask for something else"""
 SHARE = 7 / 8
-"""of the engine's seats that batches fill; the rest is free for whoever comes"""
+"""of the engines' seats that batches fill; the rest is free for whoever comes"""
 
 
 def make_runner(app: ASGIApp, service: Service, folder: Folder) -> Runner:
@@ -33,10 +33,10 @@ def make_runner(app: ASGIApp, service: Service, folder: Folder) -> Runner:
     def room(own: int) -> int:
         if service.phase is not Phase.SERVING:
             return 0
-        ready, client = service.loaded.ready, service.loaded.client
+        ready, replicas = service.loaded.ready, service.loaded.replicas
         num_open, prefill_tokens = service.board.load[:, :2].sum(axis=0).tolist()
         # Where anything waits, a batch adds nothing to it; nor does it fill the bounds that clients would meet.
-        if client.stats.scheduler.waiting or 2 * prefill_tokens > service.config.max_queued_tokens:
+        if replicas.waiting or 2 * prefill_tokens > service.config.max_queued_tokens:
             return 0
         return max(1, int(SHARE * ready.max_num_seqs)) - max(num_open, own)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from enum import Enum
@@ -22,6 +22,7 @@ from weft.server.keys import load_keys
 from weft.server.observe.board import Board
 from weft.server.observe.limits import RateLimits
 from weft.server.observe.metrics import Metrics
+from weft.server.replicas.replicas import Replicas
 from weft.server.text.tokenizer import Tokenizer
 from weft.server.text.truncation import Truncation
 from weft.server.tools.grammar_compiler import GrammarCompiler
@@ -60,8 +61,9 @@ class OpenAnswer(Protocol):
 class LoadedModel(NamedTuple):
     """Everything that exists only once an engine is ready."""
 
-    client: Streams
+    replicas: Replicas
     ready: EngineReady
+    """of all engines together"""
     tokenizer: Tokenizer
     admission: Admission
     grammars: GrammarCompiler
@@ -84,8 +86,9 @@ class Service:
         """
         self.config = config
         self.keys = load_keys(config) if keys is None else list(keys)
-        self.board = board or Board(1, len(self.keys))
+        self.board = board or Board(1, len(self.keys), engines=config.num_engines)
         self.metrics = Metrics(self.board, row, watch)
+        self.replicas = Replicas(self.board, row, stalled=self._stalls)
         self.limits = RateLimits(self.board, self.metrics.rejected, config.rate_limit, config.rate_limit_tokens)
         self.body_bounds = BodyBounds.of(config.max_body_mib, UNKNOWN_CONTEXT)
         self.phase = Phase.LOADING
@@ -93,40 +96,48 @@ class Service:
         """another daemon takes the connections from now on"""
         self.created = int(time.time())
         self.open: set[OpenAnswer] = set()
-        self._row = row
+        self.renew: Callable[[Sequence[int]], Awaitable[str]] | None = None
+        """has the daemon start engines anew; returns why it does not, or nothing"""
         self._watch = watch
+        self._coming = set(range(self.board.engines))
+        """engines that are there, or on their way"""
+        self._admission = Admission(
+            self.replicas,
+            self.board,
+            row,
+            self.metrics.rejected,
+            max_requests=config.max_queued_requests,
+            max_tokens=config.max_queued_tokens,
+        )
         self._loaded: LoadedModel | None = None
         self._grammars: GrammarCompiler | None = None
         self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
 
-    def attach(self, client: Streams, ready: EngineReady, tokenizer: Tokenizer) -> None:
-        """The model is loaded: serve it."""
-        admission = Admission(
-            client,
-            self.board,
-            self._row,
-            self.metrics.rejected,
-            max_num_seqs=ready.max_num_seqs,
-            max_requests=self.config.max_queued_requests,
-            max_tokens=self.config.max_queued_tokens,
-        )
+    def attach(self, client: Streams, ready: EngineReady, tokenizer: Tokenizer, engine: int = 0) -> None:
+        """An engine has loaded the model: serve it."""
+        figures = self.metrics.engines[engine]
+        self.replicas.attach(engine, client, ready, figures.hear)
+        self._coming.add(engine)
+        figures.loaded(self.config.model_names[0], ready)
+        ready = self.replicas.ready
         self.body_bounds = BodyBounds.of(self.config.max_body_mib, ready.max_model_len)
         if self._grammars is None:
             vocabulary = (tokenizer.to_json, ready.vocab_size, ready.eos_token_ids)
             self._grammars = GrammarCompiler(*vocabulary, self.metrics.grammar_tried)
-        self._loaded = LoadedModel(client, ready, tokenizer, admission, self._grammars)
-        self.metrics.engine_loaded(self.config.model_names[0], ready)
-        client.on_stats = self.metrics.engine_stats
+        self._loaded = LoadedModel(self.replicas, ready, tokenizer, self._admission, self._grammars)
         if self.phase is Phase.LOADING:
             self.phase = Phase.SERVING
 
-    def engine_died(self, *, restarting: bool = False) -> None:
-        """There is no engine any more. `restarting`: another one is on its way."""
+    def engine_died(self, engine: int = 0, *, restarting: bool = False) -> None:
+        """There is no such engine any more. `restarting`: another one is on its way."""
+        self.replicas.detach(engine)
         if not restarting:
+            self._coming.discard(engine)
+        if not self._coming:
             self.phase = Phase.DEAD
-        elif self.phase is Phase.SERVING:
+        elif self.phase is Phase.SERVING and not any(self.replicas):
             self.phase = Phase.LOADING
-        self.metrics.engine_died()
+        self.metrics.engines[engine].died()
 
     def interrupt_all(self, error: ApiError, cause: str) -> None:
         """End every open answer with this error."""
@@ -147,17 +158,35 @@ class Service:
         """Connections end behind their next answer: who asks again shall ask elsewhere."""
         return self.handed_over or self.phase in (Phase.DRAINING, Phase.DEAD)
 
-    @property
-    def stalled(self) -> ApiError | None:
-        """The engine shows no progress, as it tells all processes itself; else None."""
-        if self._watch is None or (age := self._watch.late(ENGINE, LATE_SECONDS)) is None:
-            return None
-        return unavailable(f"The engine has shown no progress for {age:.0f} seconds.", "engine_stalled", 10)
+    def _stalls(self, engine: int) -> bool:
+        return self._watch is not None and self._watch.late(ENGINE + engine, LATE_SECONDS) is not None
 
     @property
-    def engine_stage(self) -> str:
-        """The long work the engine is at, a start for example, in words; else empty."""
-        return self._watch.beats.stage(ENGINE) if self._watch is not None else ""
+    def stalled(self) -> ApiError | None:
+        """No engine shows progress, as each tells all processes itself; else None."""
+        if self._watch is None:
+            return None
+        ages = [self._watch.late(ENGINE + engine, LATE_SECONDS) for engine in self._coming]
+        late = [age for age in ages if age is not None]
+        if not late or len(late) < len(ages):
+            return None
+        who = "The engine has shown no" if self.board.engines == 1 else "No engine has shown"
+        return unavailable(f"{who} progress for {min(late):.0f} seconds.", "engine_stalled", 10)
+
+    def engine_stage(self, engine: int = 0) -> str:
+        """The long work an engine is at, a start for example, in words; else empty."""
+        return self._watch.beats.stage(ENGINE + engine) if self._watch is not None else ""
+
+    def engine_states(self) -> list[dict[str, Any]]:
+        """Of each engine, for people and probes: its number and state, and the long work that it is at."""
+        states: list[dict[str, Any]] = []
+        for engine in range(self.board.engines):
+            state = self.replicas.state(engine)
+            if state == "away":
+                state = "loading" if engine in self._coming else "dead"
+            stage = self.engine_stage(engine)
+            states.append({"engine": engine, "state": state, **({"stage": stage} if stage else {})})
+        return states
 
     @property
     def unready(self) -> ApiError | None:

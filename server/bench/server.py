@@ -23,7 +23,7 @@ from weft.server.bench.client import http_request
 from weft.server.config import ServeConfig
 from weft.server.daemon.api_process import ApiProcess, Place
 from weft.server.daemon.control import EngineUp, Failed, Ready, Stop
-from weft.server.listen import listen
+from weft.server.daemon.listen import listen
 from weft.server.observe.board import Board
 from weft.server.observe.metrics import Metrics
 
@@ -125,7 +125,7 @@ class _Bench:
             socket.close()
 
     async def _start_api(self, i: int, socket: PrivateSocket) -> ApiProcess:
-        place = Place(row=i + 1, board=self._board, beats=self._beats, engine_fd=socket.path_fd)
+        place = Place(i + 1, self._board, self._beats, i + 1, [socket.path_fd])
         api = await ApiProcess.start(self._config, [], place, [self._listeners[i]])
         api.send(EngineUp(socket.address, i + 1))
         async for message in api.messages():

@@ -8,6 +8,7 @@ import os
 import shlex
 import ssl
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,30 @@ GIB = 2**30
 
 
 def announce(
-    config: ServeConfig, address: tuple[Any, ...], ready: EngineReady, seconds: float, *, chat: bool, key: bool
+    config: ServeConfig,
+    address: tuple[Any, ...],
+    engines: Sequence[EngineReady],
+    seconds: float,
+    *,
+    chat: bool,
+    key: bool,
 ) -> None:
     """`address`: of the listening socket. `seconds`: from start to now. `key`: requests need one."""
     host, port = address[:2]
+    ready = engines[0]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     url = f"{'https' if config.tls_cert is not None else 'http'}://{host}:{port}"
     name = config.model_names[0]
     pages = f"{ready.num_pages} KV pages of {ready.page_size} tokens"
+    if len(engines) > 1:
+        pages = f"{len(engines)} engines with {pages} each"
     unproven = config.tls_cert is not None and _signs_itself(config.tls_cert)
     try:
         print(
             f"weft {__version__} serves {name} at {url} "
             f"({ready.model_type}, {ready.dtype} on {ready.device}, {pages}, ready in {seconds:.1f} s)\n"
             f"try: {_curl(url, name, chat=chat, key=key, unproven=unproven)}\n"
-            f"memory: {_memory(ready.memory, ready.device)}\n"
+            f"memory: {_memory(ready.memory, ready.device, len(engines))}\n"
             f"energy: {_energy(ready)}",
             flush=True,
         )
@@ -42,9 +52,11 @@ def announce(
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (what is left in its buffer would fail again at the end)
 
 
-def _memory(budget: MemoryBudget, device: str) -> str:
+def _memory(budget: MemoryBudget, device: str, engines: int) -> str:
     parts = {"weights": budget.weights, "KV pages": budget.kv_pages, "working memory": budget.working}
     where = "the engine takes" if device == "cpu" else f"{device} is used for"
+    if engines > 1:
+        where = f"each of {engines} engines takes"
     host = f"; {budget.host_pages / GIB:.2f} GiB of host memory for KV pages" if budget.host_pages else ""
     shares = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
     return f"{where} up to {(budget.total - budget.host_pages) / GIB:.2f} GiB ({shares}){host}"

@@ -26,11 +26,13 @@ class Place(NamedTuple):
     """What an API process shares with the daemon and its other processes."""
 
     row: int
-    """its own, of the board and of the beats"""
+    """its own, of the board"""
     board: Board
     beats: Beats
-    engine_fd: int
-    """what the engine's address refers to"""
+    beat_row: int
+    """of the beats"""
+    engine_fds: Sequence[int]
+    """what the engines' addresses refer to"""
 
 
 class ApiProcess:
@@ -55,12 +57,12 @@ class ApiProcess:
         hold: bool = False,
     ) -> ApiProcess:
         """`keys`: digests. `taking_over`, `hold`: as in `Start`."""
-        row, board, beats, engine_fd = place
+        row, board, beats, beat_row, engine_fds = place
         fds = [listener.fileno() for listener in listeners]
         tls_fds = [] if certificate is None else [certificate.fd]
         tls = {} if certificate is None else {"tls_cert": certificate.path, "tls_key": None}
         stacks = Stacks()
-        beats.of(row).begin("starting", START_SECONDS)
+        beats.of(beat_row).begin("starting", START_SECONDS)
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
@@ -71,11 +73,11 @@ class ApiProcess:
                 str(os.getpid()),
                 str(stacks.fd),
                 stdin=theirs.fileno(),
-                pass_fds=(board.fd, beats.fd, stacks.fd, engine_fd, *fds, *tls_fds),
+                pass_fds=(board.fd, beats.fd, stacks.fd, *engine_fds, *fds, *tls_fds),
                 start_new_session=True,  # Ctrl-C reaches the daemon alone, which then drains
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
-        beats.of(row).begin("starting", START_SECONDS, process.pid)
+        beats.of(beat_row).begin("starting", START_SECONDS, process.pid)
         channel = await Channel.of_daemon(ours)
         channel.send(
             Start(
@@ -84,6 +86,8 @@ class ApiProcess:
                 keys=[key.hex() for key in keys],
                 row=row,
                 rows=board.rows,
+                beat_row=beat_row,
+                beat_rows=beats.rows,
                 board_fd=board.fd,
                 beats_fd=beats.fd,
                 listener_fds=fds,

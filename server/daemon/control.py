@@ -28,6 +28,8 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
     """digests of the API keys, hexadecimal, by number, which is that of the board's bucket; empty for none"""
     row: int
     rows: int
+    beat_row: int
+    beat_rows: int
     board_fd: int
     beats_fd: int
     listener_fds: list[int]
@@ -44,6 +46,8 @@ class EngineUp(msgspec.Struct, tag="engine_up", frozen=True):
     client: int
     before: EngineStats = msgspec.field(default_factory=EngineStats)
     """totals of the engines before it"""
+    engine: int = 0
+    """which of the daemon's it is"""
 
 
 class EngineDown(msgspec.Struct, tag="engine_down", frozen=True):
@@ -51,6 +55,7 @@ class EngineDown(msgspec.Struct, tag="engine_down", frozen=True):
 
     why: str
     restarting: bool
+    engine: int = 0
 
 
 class Drain(msgspec.Struct, tag="drain", frozen=True):
@@ -72,14 +77,23 @@ class Interrupt(msgspec.Struct, tag="interrupt", frozen=True):
     """End all open answers with an error event."""
 
 
+class Answer(msgspec.Struct, tag="answer", frozen=True):
+    """To a `Renew`."""
+
+    ask: int
+    refusal: str = ""
+    """why it is not done"""
+
+
 class Stop(msgspec.Struct, tag="stop", frozen=True):
     """End the process."""
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
-    """Serving; `chat`: the model has a chat template."""
+    """Serving with this engine; `chat`: the model has a chat template."""
 
     chat: bool
+    engine: int = 0
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
@@ -92,8 +106,15 @@ class Idle(msgspec.Struct, tag="idle", frozen=True):
     """Draining, and nothing is open any more."""
 
 
-ToWorker = Start | EngineUp | EngineDown | Drain | HandOver | Reload | Interrupt | Stop
-FromWorker = Ready | Failed | Idle
+class Renew(msgspec.Struct, tag="renew", frozen=True):
+    """An operator asks for another process for these engines, all for none, one after the other. Gets an `Answer`."""
+
+    ask: int
+    engines: list[int]
+
+
+ToWorker = Start | EngineUp | EngineDown | Drain | HandOver | Reload | Interrupt | Answer | Stop
+FromWorker = Ready | Failed | Idle | Renew
 Incoming = TypeVar("Incoming")
 
 _encode = msgspec.json.Encoder().encode

@@ -1,54 +1,53 @@
-"""The daemon: starts the engine process and the API processes, watches them, drains on SIGTERM, and ends with them."""
+"""The daemon: starts engines and API processes, watches them, drains on SIGTERM, and ends with them."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
+import os
 import sys
 import time
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
 from weft.engine.errors import ConfigError, WeftError
-from weft.engine.wire.beat import ENGINE, Beats, Watch
-from weft.engine.wire.client import EngineClient
-from weft.engine.wire.messages import EngineReady, EngineStats
-from weft.engine.wire.private_socket import PrivateSocket
+from weft.engine.ranks.cores import nodes_here
+from weft.engine.wire.beat import Beats, Watch
 from weft.engine.wire.spawn import EngineProcess
 from weft.server.config import ServeConfig
 from weft.server.daemon.announce import announce
 from weft.server.daemon.api_process import ApiProcess, Place
 from weft.server.daemon.control import (
+    Answer,
     Drain,
     EngineDown,
-    EngineUp,
     Failed,
     HandOver,
     Idle,
     Interrupt,
     Ready,
     Reload,
+    Renew,
     Stop,
     ToWorker,
 )
+from weft.server.daemon.engine_keeper import STOP_SECONDS, EngineKeeper
 from weft.server.daemon.front import Front
+from weft.server.daemon.placement import described, gpus, place
 from weft.server.daemon.restarts import Restarts
+from weft.server.daemon.rollout import Rollout
 from weft.server.daemon.signals import handle, own_stacks
 from weft.server.daemon.watchman import Charge, Watchman
 from weft.server.logs import configure, count_dropped
 from weft.server.observe.board import Board
 from weft.server.observe.metrics import Metrics
-from weft.server.observe.totals import plus
+from weft.server.replicas.replicas import level
 
 FAREWELL = 1.0
 """seconds that last answers get to leave"""
-STOP_SECONDS = 5.0
-"""that a process gets to end when asked"""
-RESTART_SECONDS = (1.0, 30.0)
-"""between an engine's end and the next one's start: at first, and at most"""
 API_RESTART_SECONDS = (0.5, 5.0)
-"""the same for an API process that lived less than SHORT_LIFE seconds"""
+"""from the end of an API process that lived less than SHORT_LIFE seconds to the next one's start: first, and most"""
 SHORT_LIFE = 5.0
 FRUITLESS_LIVES = 3
 """so many API processes in a row that ended before they served: another one will not help"""
@@ -82,30 +81,32 @@ class Daemon:
         self._begun = time.monotonic()
         self._config = config
         self._front = Front(config)
-        self._socket = PrivateSocket()
-        self._beats = Beats(
-            config.api_workers + 1, step_timeout=config.step_timeout, start_timeout=config.start_timeout
+        configs = place(config, gpus(), os.sched_getaffinity(0), nodes_here())
+        rows, engines = config.api_workers + 1, len(configs)
+        self.beats = Beats(
+            engines + config.api_workers, step_timeout=config.step_timeout, start_timeout=config.start_timeout
         )
-        self._board = Board(config.api_workers + 1, self._front.key_capacity)
-        self._metrics = Metrics(self._board, 0)
-        count_dropped(self._metrics.log_lines_dropped.labels().inc)
-        self._numbers = itertools.count(1)
-        """of clients, over all engines"""
-        self._engine: EngineProcess | None = None
-        self._control: EngineClient | None = None
-        self._engine_ready: EngineReady | None = None
-        self._totals = EngineStats()
-        """of engines that have ended"""
-        self._engine_worked = False
-        """an engine has been ready: what ends from now on can be a passing trouble"""
-        self._engine_restarts = Restarts(*RESTART_SECONDS, config.engine_restart_limit)
+        self._board = Board(rows, self._front.key_capacity, engines=engines)
+        self.metrics = Metrics(self._board, 0)
+        count_dropped(self.metrics.log_lines_dropped.labels().inc)
+        self.numbers: Iterator[int] = itertools.count(1)
+        if engines > 1:
+            for each in configs:
+                logger.info("%s", described(each))
+        self._engines = {
+            i: EngineKeeper(
+                self, each, restart=config.restart_engine, limit=config.engine_restart_limit, several=engines > 1
+            )
+            for i, each in enumerate(configs)
+        }
+        self._rollout = Rollout(self._engines, self._board, config.drain_timeout, self._serves)
         self._starting: set[asyncio.Task[Any]] = set()
         """processes that are being started, and are in no table yet"""
         self._api: dict[int, ApiProcess] = {}
-        self._clients: dict[int, int] = {}
-        """the client's number by API process"""
-        self._serving: set[int] = set()
-        """API processes that are attached to the engine"""
+        self._clients: dict[tuple[int, int], int] = {}
+        """the client's number by API process and engine"""
+        self._attached: set[tuple[int, int]] = set()
+        """API processes, and engines that they are attached to"""
         self._fruitless = [0] * config.api_workers
         """by API process: how many in a row ended before they served"""
         self._busy: set[int] = set()
@@ -121,10 +122,10 @@ class Daemon:
 
     async def run(self) -> int:
         handle(self._on_signal, self._reload, self._log_stacks)
-        keepers = [self._begin(self._keep_engine())]
+        keepers = [self._begin(self._keep_engine(keeper)) for keeper in self._engines.values()]
         keepers += [self._begin(self._keep_api(i)) for i in range(self._config.api_workers)]
         keepers.append(self._begin(self._front.notifier.watch()))
-        keepers.append(self._begin(Watchman(Watch(self._beats), self._charges).run()))
+        keepers.append(self._begin(Watchman(Watch(self.beats), self._charges).run()))
         try:
             stop = asyncio.create_task(self._asked_to_stop.wait())
             await asyncio.wait((stop, self._failure), return_when=asyncio.FIRST_COMPLETED)
@@ -138,27 +139,31 @@ class Daemon:
                 await self._wait_idle(FAREWELL)
             return 1 if self._failure.done() else 0
         finally:
+            self._rollout.stop()
             for keeper in keepers:
                 keeper.cancel()
             await asyncio.gather(*keepers, return_exceptions=True)
             await self._stop_all()
 
     async def _stop_all(self) -> None:
-        """First the port is closed, so that whoever comes now is refused at once, then the engine ends."""
+        """First the port is closed, so that whoever comes now is refused at once, then the engines end."""
         self._front.close()
         stopping = [asyncio.create_task(self._stop_api(process)) for process in self._api.values()]
         for started in await asyncio.gather(*self._starting, return_exceptions=True):
             # Whoever waited for it was cancelled meanwhile.
             if isinstance(started, ApiProcess) and started not in self._api.values():
                 stopping.append(asyncio.create_task(self._stop_api(started)))
-            elif isinstance(started, EngineProcess) and started is not self._engine:
+            elif isinstance(started, EngineProcess) and started not in [
+                keeper.process for keeper in self._engines.values()
+            ]:
                 stopping.append(asyncio.create_task(started.stop(STOP_SECONDS)))
         if stopping:
             await asyncio.wait(stopping, timeout=FAREWELL)
-        await asyncio.gather(self._stop_engine(), *stopping)
-        self._socket.close()
+        await asyncio.gather(*(keeper.stop() for keeper in self._engines.values()), *stopping)
+        for keeper in self._engines.values():
+            keeper.close()
 
-    async def _started(self, start: Coroutine[Any, Any, Process]) -> Process:
+    async def started(self, start: Coroutine[Any, Any, Process]) -> Process:
         """Start a process so that `_stop_all` knows of it, even when whoever waits for it is cancelled."""
         task = asyncio.create_task(start)
         self._starting.add(task)
@@ -172,11 +177,18 @@ class Daemon:
 
     def _charges(self) -> Iterator[Charge]:
         """The processes that must show life."""
-        config, metrics = self._config, self._metrics
-        if self._engine is not None:
-            yield Charge("the engine", ENGINE, self._engine, config.hang_timeout, metrics.engine_hangs)
+        config, metrics = self._config, self.metrics
+        for engine, keeper in self._engines.items():
+            if keeper.process is not None:
+                hangs = metrics.engine_hangs.labels(str(engine))
+                yield Charge(keeper.name, keeper.row, keeper.process, config.hang_timeout, hangs, steps=True)
         for i, process in self._api.items():
-            yield Charge(f"API process {i}", i + 1, process, config.api_hang_timeout, metrics.api_hangs)
+            hangs = metrics.api_hangs.labels()
+            yield Charge(f"API process {i}", self._beat_row(i), process, config.api_hang_timeout, hangs)
+
+    def _beat_row(self, i: int) -> int:
+        """Of an API process."""
+        return len(self._engines) + i
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -220,97 +232,62 @@ class Daemon:
         for process in self._api.values():
             process.send(message)
 
-    # -- the engine
+    # -- the engines: what `engine_keeper.Owner` asks for
 
-    async def _keep_engine(self) -> None:
-        """Run an engine process, and another one after it if so configured."""
-        while True:
-            why = await self._run_engine()
-            pause, why = self._pause_after(why)
-            self._serving.clear()
-            self._tell(EngineDown(why, restarting=pause is not None))
-            await self._stop_engine()
-            if pause is None:
-                self._fail(why)
-                return
-            logger.error("%s; another one starts in %g s", why, pause)
-            self._front.notifier.status(f"{why}; another one starts")
-            self._metrics.engine_restarts.inc()
-            waiting = "waiting to start another engine"
-            self._beats.of(ENGINE).begin(waiting, pause + self._config.start_timeout)
-            await asyncio.sleep(pause)
+    @property
+    def ending(self) -> bool:
+        return self._asked_to_stop.is_set()
 
-    def _pause_after(self, why: str) -> tuple[float | None, str]:
-        """Seconds before another engine starts, None for no other one; and why the last one ended, completed."""
-        if not (self._config.restart_engine and self._engine_worked) or self._asked_to_stop.is_set():
-            return None, why
-        pause = self._engine_restarts.next_pause()
-        if pause is not None:
-            return pause, why
-        self._metrics.restarts_given_up.inc()
-        count = self._engine_restarts.count
-        return None, f"{why}; {count} others were started within ten minutes: that is enough (--engine-restart-limit)"
+    async def _keep_engine(self, keeper: EngineKeeper) -> None:
+        why = await keeper.keep()
+        if not self._announced or all(other.given_up for other in self._engines.values()):
+            self._fail(why)
+        elif not self.ending:
+            logger.error("%s; the other engines serve on without it", why)
 
-    async def _run_engine(self) -> str:
-        """One engine process from start to end; tells why it ended, or why it could not start."""
-        config = self._config.engine
-        try:
-            self._engine = engine = await self._started(EngineProcess.start(config, self._socket, self._beats))
-        except OSError as error:
-            return f"no engine process can be started: {error.strerror or error}"
-        self._control = control = EngineClient(engine.address, next(self._numbers))
-        control.on_stats = self._metrics.count_iteration
-        # Nobody would know how it fares; an engine that is being stopped ends by itself, its KV pages kept.
-        control.reader.add_done_callback(lambda _: engine.kill() if self._engine is engine else None)
+    def engine_begins(self, engine: int) -> None:
         for i in self._api:
-            self._introduce(i)
-        loading = asyncio.create_task(control.wait_ready())
-        dead = asyncio.create_task(engine.wait_dead())
-        try:
-            await asyncio.wait((loading, dead), return_when=asyncio.FIRST_COMPLETED)
-            if loading.done():
-                self._engine_ready = loading.result()
-                self._engine_worked = True
-                self._announce_once()
-                self._front.still_serving()
-                for i in self._api:
-                    self._expect(i)
-                await asyncio.wait((dead,))
-            why = dead.result()
-            control.mark_dead(why)
-            self._totals = plus(self._totals, control.stats)
-            return control.failure or why
-        finally:
-            loading.cancel()
-            dead.cancel()
-            self._engine_ready = None
+            self._introduce(i, engine)
 
-    def _introduce(self, i: int) -> None:
-        """Tell an API process where the engine is."""
-        if self._engine is not None:
-            self._clients[i] = number = next(self._numbers)
-            self._api[i].send(EngineUp(self._engine.address, number, self._totals))
-            if self._engine_ready is not None:
-                self._expect(i)
+    def engine_ready(self, engine: int) -> None:
+        level(self._board, engine)
+        self._announce_once()
+        self._front.still_serving()
+        for i in self._api:
+            self._expect(i, engine)
 
-    def _expect(self, i: int) -> None:
-        """The engine is ready: an API process that does not serve soon is of no use."""
-        number = self._clients[i]
+    def engine_ended(self, engine: int, message: EngineDown) -> None:
+        self._attached = {pair for pair in self._attached if pair[1] != engine}
+        self._tell(message)
+        if message.restarting:
+            self._front.notifier.status(f"{message.why}; another one starts")
+
+    def _introduce(self, i: int, engine: int) -> None:
+        """Tell an API process where an engine is."""
+        keeper, number = self._engines[engine], next(self.numbers)
+        if (introduction := keeper.introduction(number)) is not None:
+            self._clients[i, engine] = number
+            self._api[i].send(introduction)
+            if keeper.ready is not None:
+                self._expect(i, engine)
+
+    def _expect(self, i: int, engine: int) -> None:
+        """An engine is ready: an API process that does not serve with it soon is of no use."""
+        number = self._clients[i, engine]
 
         def check() -> None:
-            if self._clients.get(i) == number and i in self._api and i not in self._serving and self._engine_ready:
+            current = self._clients.get((i, engine)) == number and self._engines[engine].ready is not None
+            if current and i in self._api and (i, engine) not in self._attached:
                 self._api[i].kill(f"not ready {ATTACH_SECONDS:g} s after the engine")
 
         asyncio.get_running_loop().call_later(ATTACH_SECONDS, check)
 
-    async def _stop_engine(self) -> None:
-        engine, self._engine = self._engine, None
-        control, self._control = self._control, None
-        if control is not None:
-            control.mark_dead("the engine was stopped")
-            control.close()
-        if engine is not None:
-            await engine.stop(STOP_SECONDS)
+    def _serves(self, engine: int) -> bool:
+        return bool(self._api) and all((i, engine) in self._attached for i in self._api)
+
+    @property
+    def _some_engine_ready(self) -> bool:
+        return any(keeper.ready is not None for keeper in self._engines.values())
 
     # -- the API processes
 
@@ -333,7 +310,7 @@ class Daemon:
                 restarts.forget()
                 pause = 0.0
             logger.error("API process %d ended (%s); another one starts in %g s", i, how, pause)
-            self._metrics.api_restarts.inc()
+            self.metrics.api_restarts.inc()
             await asyncio.sleep(pause)
             if self._handed_over:
                 return
@@ -342,36 +319,37 @@ class Daemon:
         """The i-th API process has ended again, and no other one makes up for it."""
         if not self._announced:
             return self._fruitless[i] >= FRUITLESS_LIVES
-        in_vain = self._engine_ready is not None and not self._serving
+        in_vain = self._some_engine_ready and not self._attached
         return in_vain and all(count >= FRUITLESS_LIVES for count in self._fruitless)
 
     async def _run_api(self, i: int) -> str:
         """One API process from start to end; tells how it ended."""
         front = self._front
-        place = Place(row=i + 1, board=self._board, beats=self._beats, engine_fd=self._socket.path_fd)
+        fds = [keeper.socket.path_fd for keeper in self._engines.values()]
         start = ApiProcess.start(
             self._config,
             front.keys,
-            place,
+            Place(i + 1, self._board, self.beats, self._beat_row(i), fds),
             front.listeners[i],
             certificate=front.certificate,
             taking_over=front.taking_over,
-            hold=self._announced and self._engine_ready is not None,
+            hold=self._announced and self._some_engine_ready,
         )
         try:
-            process = await self._started(start)
+            process = await self.started(start)
         except OSError as error:
             self._fruitless[i] += 1
             return f"cannot be started: {error.strerror or error}"
         self._api[i] = process
         self._fruitless[i] += 1
-        self._introduce(i)
+        for engine in self._engines:
+            self._introduce(i, engine)
         if self._asked_to_stop.is_set():
             process.send(HandOver() if self._handed_over else Drain())
         async for message in process.messages():
             match message:
                 case Ready():
-                    self._serving.add(i)
+                    self._attached.add((i, message.engine))
                     self._fruitless[i] = 0
                     self._announce_once(chat=message.chat)
                 case Failed() if self._announced:
@@ -380,14 +358,18 @@ class Daemon:
                     self._fail(message.message)
                 case Idle():
                     self._no_longer_busy(i)
+                case Renew():
+                    process.send(Answer(message.ask, self._rollout.begin(message.engines)))
         how = await process.wait()
         del self._api[i]
-        self._serving.discard(i)
+        self._attached = {pair for pair in self._attached if pair[0] != i}
         self._no_longer_busy(i)
-        self._metrics.process_lost(*self._board.load[i + 1].tolist())
+        self.metrics.process_lost(*self._board.load[i + 1].tolist())
         self._board.load[i + 1] = 0
-        if self._control is not None and i in self._clients:
-            self._control.client_gone(self._clients[i])
+        self._board.engine_load[i + 1] = 0
+        for engine, keeper in self._engines.items():
+            if (i, engine) in self._clients:
+                keeper.client_gone(self._clients[i, engine])
         return how
 
     async def _stop_api(self, process: ApiProcess) -> None:
@@ -401,12 +383,13 @@ class Daemon:
     def _announce_once(self, *, chat: bool | None = None) -> None:
         """Once everything serves. `chat`: the model has a chat template, as an API process tells."""
         self._chat = self._chat or bool(chat)
-        everyone = len(self._serving) == self._config.api_workers
-        if not self._announced and self._engine_ready is not None and everyone and not self._asked_to_stop.is_set():
+        everyone = len(self._attached) == self._config.api_workers * len(self._engines)
+        readies = [keeper.ready for keeper in self._engines.values() if keeper.ready is not None]
+        if not self._announced and len(readies) == len(self._engines) and everyone and not self.ending:
             self._announced = True
             seconds = time.monotonic() - self._begun
             key = bool(self._front.keys)
-            announce(self._config, self._front.address, self._engine_ready, seconds, chat=self._chat, key=key)
+            announce(self._config, self._front.address, readies, seconds, chat=self._chat, key=key)
             self._front.serving(self._on_successor)
 
     # -- the end

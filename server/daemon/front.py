@@ -11,9 +11,9 @@ from weft.server.batches.folder import Folder
 from weft.server.config import ServeConfig
 from weft.server.daemon.certificate import Certificate
 from weft.server.daemon.handover import Handover, find
+from weft.server.daemon.listen import inherited, listen, share_out
 from weft.server.daemon.notify import Notifier
 from weft.server.keys import load_keys, reread
-from weft.server.listen import inherited, listen, share_out
 
 MIN_KEYS = 1024
 """room for keys that come later"""

@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
-from weft.engine.wire.beat import ENGINE, Watch
+from weft.engine.wire.beat import Watch
 from weft.engine.wire.child import Stacks, has_ended, threads
-from weft.server.observe.counters import Counter
+from weft.server.observe.counters import Cell
 
 LOOK_SECONDS = 0.5
 LAST_SECONDS = 10.0
@@ -35,7 +35,9 @@ class Charge(NamedTuple):
     process: Killable
     bound: float
     """seconds without a beat; 0: it is not watched"""
-    hangs: Counter
+    hangs: Cell
+    steps: bool = False
+    """an engine: it tells its last batch, and has nothing to lose by going on for a moment"""
 
 
 class Watchman:
@@ -55,15 +57,15 @@ class Watchman:
                     await self._end(charge, age)
 
     async def _end(self, charge: Charge, age: float) -> None:
-        name, row, process, _, hangs = charge
+        name, row, process, _, hangs, steps = charge
         if has_ended(process.pid):
             return  # its keeper is about to know
         beats = self._watch.beats
         doing = f" at {stage!r}" if (stage := beats.stage(row)) else ""
-        last = f"; last batch: {step}" if row == ENGINE and (step := beats.last_step()) is not None else ""
-        # The engine has nothing to lose by going on for a moment; an API process would take connections and die.
+        last = f"; last batch: {step}" if steps and (step := beats.last_step(row)) is not None else ""
+        # An API process that went on for a moment would take connections and die.
         beats.of(row).give_up()
-        stacks = await process.stacks.ask(process.pid, wake=row == ENGINE)
+        stacks = await process.stacks.ask(process.pid, wake=steps)
         logger.error("%s hangs%s: no progress for %.0f s; it is killed%s\n%s", name, doing, age, last, stacks)
         hangs.inc()
         process.kill(f"{name} hung{doing}: no progress for {age:.0f} s")

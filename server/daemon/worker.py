@@ -11,7 +11,7 @@ import os
 import resource
 import socket
 import sys
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 
 import uvloop
@@ -25,6 +25,7 @@ from weft.server.api.http_server import make_server
 from weft.server.api.service import Phase, Service
 from weft.server.config import ServeConfig
 from weft.server.daemon.control import (
+    Answer,
     Channel,
     Drain,
     EngineDown,
@@ -35,6 +36,7 @@ from weft.server.daemon.control import (
     Interrupt,
     Ready,
     Reload,
+    Renew,
     Start,
     Stop,
     ToWorker,
@@ -68,9 +70,9 @@ class Worker:
         config = ServeConfig.model_validate_json(start.config)
         configure(config)
         keys = [bytes.fromhex(key) for key in start.keys]
-        board = Board(start.rows, fd=start.board_fd)
-        beats = Beats(start.rows, start.beats_fd)
-        self._beat = beats.of(start.row)
+        board = Board(start.rows, fd=start.board_fd, engines=config.num_engines)
+        beats = Beats(start.beat_rows, start.beats_fd)
+        self._beat = beats.of(start.beat_row)
         self._watch = Watch(beats)
         self._service = Service(config, board, start.row, keys, self._watch)
         count_dropped(self._service.metrics.log_lines_dropped.labels().inc)
@@ -80,7 +82,11 @@ class Worker:
         self._hold = start.hold
         self._listeners = [socket.socket(fileno=fd) for fd in start.listener_fds]
         self._tells_faults = start.row == 1  # one of them is enough
-        self._client: EngineClient | None = None
+        self._clients: dict[int, EngineClient] = {}
+        """by engine"""
+        self._asked: dict[int, asyncio.Future[str]] = {}
+        """of the daemon, and not answered yet"""
+        self._service.renew = self._renew
         self._tasks: set[asyncio.Future[None]] = set()
 
     async def run(self) -> None:
@@ -102,8 +108,8 @@ class Worker:
             await asyncio.wait((self._serving,), timeout=FAREWELL)
             self._server.force_exit = True
             await asyncio.gather(self._serving, return_exceptions=True)
-        if self._client is not None:
-            self._client.close()
+        for client in self._clients.values():
+            client.close()
         self._service.close()
 
     def _accept(self) -> None:
@@ -113,29 +119,27 @@ class Worker:
             self._serving = asyncio.create_task(self._server.serve(sockets=self._listeners))
 
     async def _show_life(self) -> None:
-        """Beat from the event loop; and end answers that nobody else would end, should the daemon hang too."""
+        """Beat from the event loop; and give up engines that nobody else would give up, should the daemon hang too."""
         while True:
             self._beat()
             self._watch.look()
-            if self._service.open and self._abandoned:
-                error = ApiError(503, "The engine does not answer.", code="engine_dead", retry_after=10)
-                self._service.interrupt_all(error, "engine")
+            for engine in [engine for engine in self._clients if self._abandoned(engine)]:
+                self._clients[engine].give_up("the engine does not answer")
             await asyncio.sleep(BEAT_TICK)
 
-    @property
-    def _abandoned(self) -> bool:
-        """The engine has ended or hangs, and the daemon neither tells of it nor starts another one."""
-        watch, bound = self._watch, self._service.config.hang_timeout
-        if bound and watch.late(ENGINE, bound + SUPERVISOR_SECONDS) is not None:
+    def _abandoned(self, engine: int) -> bool:
+        """It has ended or hangs, and the daemon neither tells of it nor starts another one."""
+        watch, bound, row = self._watch, self._service.config.hang_timeout, ENGINE + engine
+        if bound and watch.late(row, bound + SUPERVISOR_SECONDS) is not None:
             return True
-        pid = watch.beats.pid(ENGINE)
-        return watch.age(ENGINE) > TELL_SECONDS and pid != 0 and has_ended(pid)
+        pid = watch.beats.pid(row)
+        return watch.age(row) > TELL_SECONDS and pid != 0 and has_ended(pid)
 
     def _take(self, message: ToWorker) -> None:
         service = self._service
         match message:
             case EngineUp():
-                service.metrics.engine_begins(message.before)
+                service.metrics.engines[message.engine].begins(message.before)
                 self._begin(self._serve(message))
             case EngineDown():
                 self._engine_down(message)
@@ -153,6 +157,8 @@ class Worker:
             case Reload():
                 service.keys[:] = [bytes.fromhex(key) for key in message.keys]
                 self._server.reread_certificate()
+            case Answer():
+                self._asked.pop(message.ask).set_result(message.refusal)
             case Interrupt():
                 error = ApiError(503, "The server is shutting down.", code="draining", retry_after=10)
                 service.interrupt_all(error, "drain")
@@ -176,7 +182,8 @@ class Worker:
 
     async def _serve(self, engine: EngineUp) -> None:
         """Connect to this engine and serve once it is ready."""
-        self._client = client = EngineClient(engine.address, engine.client)
+        several = self._service.board.engines > 1
+        self._clients[engine.engine] = client = EngineClient(engine.address, engine.client, pages=several)
         self._begin(client.reader)
         try:
             tokenizer = await self._tokenizer
@@ -190,19 +197,26 @@ class Worker:
             self._tells_faults = False
             for fault in tokenizer.faults(ready.vocab_size):
                 logger.warning("%s", fault)
-        self._service.attach(client, ready, tokenizer)
+        self._service.attach(client, ready, tokenizer, engine.engine)
         gc.collect()
         gc.freeze()  # what is there now stays: later collections need not look at it
         self._accept()
-        self._channel.send(Ready(tokenizer.can_chat))
+        self._channel.send(Ready(tokenizer.can_chat, engine.engine))
 
     def _engine_down(self, message: EngineDown) -> None:
-        self._service.engine_died(restarting=message.restarting)
+        self._service.engine_died(message.engine, restarting=message.restarting)
         self._accept()  # to say so
-        if self._client is not None:
-            self._client.mark_dead(message.why)
-            self._client.close()
-            self._client = None
+        if (client := self._clients.pop(message.engine, None)) is not None:
+            client.mark_dead(message.why)
+            client.close()
+
+    async def _renew(self, engines: Sequence[int]) -> str:
+        """Have the daemon start these engines anew, all for none; returns why it does not, or nothing."""
+        answer = asyncio.get_running_loop().create_future()
+        ask = max(self._asked, default=0) + 1
+        self._asked[ask] = answer
+        self._channel.send(Renew(ask, list(engines)))
+        return await answer
 
     async def _tell_idle(self) -> None:
         while self._service.open:

@@ -20,24 +20,31 @@ class Board:
     Attributes:
         counts: [rows, CELLS] float64, laid out by `counters.Store`.
         load: [rows, 3] int64, (open sequences, prompt tokens without a first output token, open HTTP requests).
+        engine_load: [rows, engines] int64, tokens that a process's requests have still to be computed at an engine.
+        closed: [engines] int64, 1 for an engine that gets no new work; change it under `lock()`.
+        given: [engines, 2] float64, (tokens, requests) that an engine was given lately; change them under `lock()`.
         buckets: [keys, 3] float64, by `limits.RateLimits`; change them under `lock()`.
     """
 
-    def __init__(self, rows: int, num_keys: int = 0, fd: int | None = None) -> None:
-        """`fd`: of a board made by another process; rows as there, and all its keys."""
+    def __init__(self, rows: int, num_keys: int = 0, fd: int | None = None, *, engines: int = 1) -> None:
+        """`fd`: of a board made by another process; rows and engines as there, and all its keys."""
         self.rows = rows
+        self.engines = engines
         self.fd = os.memfd_create("weft-board") if fd is None else fd
         keys = max(1, num_keys)
         if fd is not None:
-            keys = (os.fstat(fd).st_size // 8 - rows * (CELLS + 3)) // 3
-        sizes = np.array([rows * CELLS, rows * 3, keys * 3]) * 8
+            keys = (os.fstat(fd).st_size // 8 - rows * (CELLS + 3 + engines) - 3 * engines) // 3
+        sizes = np.array([rows * CELLS, rows * 3, rows * engines, engines, engines * 2, keys * 3]) * 8
         if fd is None:
             os.ftruncate(self.fd, int(sizes.sum()))
         self._map = mmap.mmap(self.fd, int(sizes.sum()))
         at = np.concatenate(([0], np.cumsum(sizes))).tolist()
         self.counts = np.frombuffer(self._map, np.float64, rows * CELLS, at[0]).reshape(rows, CELLS)
         self.load = np.frombuffer(self._map, np.int64, rows * 3, at[1]).reshape(rows, 3)
-        self.buckets = np.frombuffer(self._map, np.float64, keys * 3, at[2]).reshape(keys, 3)
+        self.engine_load = np.frombuffer(self._map, np.int64, rows * engines, at[2]).reshape(rows, engines)
+        self.closed = np.frombuffer(self._map, np.int64, engines, at[3])
+        self.given = np.frombuffer(self._map, np.float64, engines * 2, at[4]).reshape(engines, 2)
+        self.buckets = np.frombuffer(self._map, np.float64, keys * 3, at[5]).reshape(keys, 3)
 
     def row(self, row: int) -> memoryview[float]:
         """A row of `counts`; single items change faster in it than in an array."""

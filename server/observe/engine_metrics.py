@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from weft import __version__
 from weft.engine.wire.messages import EnergyStats, EngineReady, EngineStats, SchedulerStats, TierStats
 from weft.server.observe.exposition import head, labelled
-from weft.server.observe.totals import plus
+from weft.server.observe.totals import plus, summed
 
 TIERS = ("gpu", "host", "ssd")
 _QUEUE = ("slots", "pages", "tokens", "sibling", "grammar", "load")
@@ -28,33 +28,73 @@ _TIER_GAUGES = (
 
 
 class EngineFigures:
-    """What the engine last told."""
+    """What an engine last told."""
 
     def __init__(self) -> None:
         self.stats = EngineStats()
         self.before = EngineStats()
-        """totals of the engines before this one"""
+        """totals of the engines before this one, in its place"""
         self.ready: EngineReady | None = None
         self.model = ""
         self.up = False
+
+    def begins(self, before: EngineStats) -> None:
+        """Another process in its place; `before`: totals of those before it."""
+        self.before, self.stats = before, EngineStats()
+
+    def loaded(self, model: str, ready: EngineReady) -> None:
+        self.model, self.ready, self.up = model, ready, True
+
+    def hear(self, stats: EngineStats) -> None:
+        """What the gauges show. Called for every message of the engine, in every process that answers /metrics."""
+        self.stats = stats
+
+    def died(self) -> None:
+        self.up = False
+        self.stats = plus(self.stats, EngineStats())  # nothing runs or waits any more; no counter falls
+
+
+class EngineMetrics:
+    """Of all engines together; and under names that begin with `weft_engine_`, of each."""
+
+    def __init__(self, count: int) -> None:
+        self.engines = [EngineFigures() for _ in range(count)]
         self._shown: tuple[object, bytes] = (None, b"")
         """what `text` was last made of, and its answer"""
 
-    def text(self, *, late: bool = False) -> bytes:
-        """In Prometheus's text format. `late`: the engine makes no progress."""
-        up = self.up and not late
-        told = (self.stats, self.before, self.ready, self.model, up)
+    def text(self, late: Sequence[bool]) -> bytes:
+        """In Prometheus's text format. `late`: the engines that make no progress."""
+        ups = [engine.up and not slow for engine, slow in zip(self.engines, late, strict=True)]
+        told = [(e.stats, e.before, e.ready, e.model, up) for e, up in zip(self.engines, ups, strict=True)]
         if told != self._shown[0]:
-            self._shown = (told, "".join(self._metrics(up)).encode())
+            self._shown = (told, "".join([*self._of_each(ups), *self._of_all()]).encode())
         return self._shown[1]
 
-    def _metrics(self, up: bool) -> Iterable[str]:
-        engine = plus(self.before, self.stats)
+    def _of_each(self, ups: Sequence[bool]) -> Iterable[str]:
+        each = [plus(engine.before, engine.stats).scheduler for engine in self.engines]
+
+        def told(name: str, kind: str, help: str, values: Iterable[float]) -> str:
+            figures = {str(i): value for i, value in enumerate(values)}
+            return _family(f"weft_engine_{name}", kind, help, "engine", figures)
+
+        yield told("up", "gauge", "1 while the engine makes progress and its model is loaded", ups)
+        yield told("requests_running", "gauge", "Sequences running there", [s.running for s in each])
+        yield told("requests_waiting", "gauge", "Sequences waiting there", [s.waiting for s in each])
+        yield told("kv_cache_usage_ratio", "gauge", "Its KV pages held / all", [_usage(s) for s in each])
+        for name, help in (
+            ("prompt_tokens", "Prompt tokens of requests it started"),
+            ("generation_tokens", "Tokens it generated"),
+            ("prefix_queried_tokens", "Prompt tokens it looked up"),
+            ("prefix_hit_tokens", "Prompt tokens it found in its tiers"),
+        ):
+            yield told(f"{name}_total", "counter", help, [getattr(s, name) for s in each])
+
+    def _of_all(self) -> Iterable[str]:
+        engine = summed([plus(engine.before, engine.stats) for engine in self.engines])
         stats = engine.scheduler
         hits, queried = "weft_prefix_cache_hit_tokens_total", "weft_prefix_cache_queried_tokens"
-        usage = stats.pages_held / stats.pages_total if stats.pages_total else 0.0
+        usage = _usage(stats)
         queue = {reason: stats.queue.get(reason, 0) for reason in _QUEUE}
-        yield _gauge("weft_engine_up", "1 while the engine makes progress and its model is loaded", up)
         yield _gauge("weft_requests_running", "Sequences running", stats.running)
         yield _gauge("weft_requests_waiting", "Sequences waiting", stats.waiting)
         yield _family("weft_requests_queued", "gauge", "Sequences that wait, by what they wait for", "reason", queue)
@@ -88,7 +128,8 @@ class EngineFigures:
     def _energy(self, energy: EnergyStats | None) -> Iterable[str]:
         if energy is None:
             return
-        labels = {"device": self.ready.device if self.ready is not None else "", "source": energy.source}
+        device = next((engine.ready.device for engine in self.engines if engine.ready is not None), "")
+        labels = {"device": device, "source": energy.source}
         for name, help, joules in (
             ("weft_energy_joules", "Drawn by the device since the engine began, by its own counter", energy.joules),
             ("weft_energy_idle_joules", "The part of it while no request was open", energy.at_rest),
@@ -106,17 +147,23 @@ class EngineFigures:
             yield _family(name, "gauge", help, "tier", figures)
 
     def _constants(self) -> Iterable[str]:
-        ready = self.ready
-        if ready is None:
+        known = [engine for engine in self.engines if engine.ready is not None]
+        readies = [engine.ready for engine in known if engine.ready is not None]
+        if not readies:
             return
-        yield _gauge("weft_max_running_requests", "Sequences that run at once at most", ready.max_num_seqs)
+        ready, seats, pages = readies[0], sum(r.max_num_seqs for r in readies), sum(r.num_pages for r in readies)
+        yield _gauge("weft_max_running_requests", "Sequences that run at once at most", seats)
         yield _gauge("weft_max_iteration_tokens", "The dense batch: tokens at most", ready.max_num_batched_tokens)
-        page_size, num_pages = str(ready.page_size), str(ready.num_pages)
+        page_size, num_pages = str(ready.page_size), str(pages)
         yield _info("weft_cache_config_info", "KV pages", {"page_size": page_size, "num_pages": num_pages})
         labels = {"block_size": page_size, "num_gpu_blocks": num_pages}
         yield _info("vllm:cache_config_info", "weft_cache_config_info", labels)
-        labels = {"version": __version__, "model": self.model, "dtype": ready.dtype, "device": ready.device}
+        labels = {"version": __version__, "model": known[0].model, "dtype": ready.dtype, "device": ready.device}
         yield _info("weft_build_info", "Always 1", labels)
+
+
+def _usage(stats: SchedulerStats) -> float:
+    return stats.pages_held / stats.pages_total if stats.pages_total else 0.0
 
 
 def _gauge(name: str, help: str, value: float) -> str:

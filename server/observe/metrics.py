@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Sequence
 
 from weft.engine.wire.beat import ENGINE, LATE_SECONDS, Watch
-from weft.engine.wire.messages import EngineReady, EngineStats, Started
+from weft.engine.wire.messages import EngineStats, Started
 from weft.server.observe.board import Board
 from weft.server.observe.counters import Counter, Histogram, Store
-from weft.server.observe.engine_metrics import TIERS, EngineFigures
+from weft.server.observe.engine_metrics import TIERS, EngineMetrics
 from weft.server.observe.exposition import head, labelled
 
 LAG_INTERVAL = 0.05
@@ -103,47 +103,38 @@ class Metrics:
         self.aborted = counter("aborted", "Sequences ended before they finished", cause=_CAUSES)
         self.grammar_seconds = histogram("grammar_compile_seconds", "CPU time to try a client's grammar", _LATENCY)
         self.grammars = counter("grammar_compiles", "Clients' grammars tried, by outcome", outcome=GRAMMAR_OUTCOMES)
-        self.engine_restarts = counter("engine_restarts", "Engine processes started after one had ended")
+        numbers = [str(i) for i in range(board.engines)]
+        self.engine_restarts = counter(
+            "engine_restarts", "Engine processes started after one had ended", engine=numbers
+        )
         self.api_restarts = counter("api_process_restarts", "API processes started after one had ended")
         self.requests_lost = counter("requests_lost", "HTTP requests open in an API process that died")
         self.clients_stalled = counter("clients_stalled", "Clients cut because they did not read")
         self.accepts_refused = counter("accepts_refused", "Connections closed unread: no file descriptor was left")
         self.log_lines_dropped = counter("log_lines_dropped", "Log lines that nobody took in time")
-        self.engine_hangs = counter("engine_hangs", "Engine processes ended because they made no progress")
+        self.engine_hangs = counter(
+            "engine_hangs", "Engine processes ended because they made no progress", engine=numbers
+        )
         self.api_hangs = counter("api_process_hangs", "API processes ended because they made no progress")
         self.restarts_given_up = counter(
             "restarts_given_up", "Times that too many engines had ended to start another one"
         )
-        self._engine = EngineFigures()
-        self._iterations = 0
-        self._engine_lines_dropped = 0
+        self.retried = counter("retried", "Sequences begun again at another engine, theirs having ended")
+        self._of_engines = EngineMetrics(board.engines)
+        self.engines = self._of_engines.engines
+        self._iterations = [0] * board.engines
+        self._engine_lines_dropped = [0] * board.engines
 
-    def engine_loaded(self, model: str, ready: EngineReady) -> None:
-        self._engine.model, self._engine.ready, self._engine.up = model, ready, True
-
-    def engine_begins(self, before: EngineStats) -> None:
-        """Another engine process; `before`: totals of those before it."""
-        self._engine.before, self._engine.stats = before, EngineStats()
-
-    def engine_died(self) -> None:
-        self._engine.up = False
-        self._engine.stats = EngineStats()  # nothing runs or waits any more; its totals begin again with the next one
-
-    def engine_stats(self, stats: EngineStats) -> None:
-        """What the gauges show. Called for every message of the engine, in every process that answers /metrics."""
-        self._engine.stats = stats
-
-    def count_iteration(self, stats: EngineStats) -> None:
-        """Called for every message of the engine, in one process of the daemon."""
+    def count_iteration(self, stats: EngineStats, engine: int = 0) -> None:
+        """Called for every message of an engine, in one process of the daemon."""
         for tier, seconds in stats.load_seconds:
             self.load_seconds.labels(tier).observe(seconds)
-        if (dropped := stats.log_lines_dropped) != self._engine_lines_dropped:
-            before = self._engine_lines_dropped if dropped > self._engine_lines_dropped else 0  # another process's
-            self.log_lines_dropped.inc(dropped - before)
-            self._engine_lines_dropped = dropped
-        if stats.iterations == self._iterations:
+        if (dropped := stats.log_lines_dropped) != (before := self._engine_lines_dropped[engine]):
+            self.log_lines_dropped.inc(dropped - (before if dropped > before else 0))  # that was another process's
+            self._engine_lines_dropped[engine] = dropped
+        if stats.iterations == self._iterations[engine]:
             return  # brought aborts, no iteration
-        self._iterations = stats.iterations
+        self._iterations[engine] = stats.iterations
         last = stats.iteration
         self.iteration_tokens.observe(last.tokens)
         self.iteration_seconds.observe(last.seconds)
@@ -201,17 +192,27 @@ class Metrics:
     def render(self) -> bytes:
         """Everything, in Prometheus's text format."""
         watch = self._watch
+        rows = range(ENGINE, ENGINE + len(self.engines))
         if watch is None:
-            return self._store.text() + self._engine.text()
-        late = watch.late(ENGINE, LATE_SECONDS) is not None
-        return self._store.text() + self._engine.text(late=late) + _beats(watch)
+            return self._store.text() + self._of_engines.text([False for _ in rows])
+        late = [watch.late(row, LATE_SECONDS) is not None for row in rows]
+        return self._store.text() + self._of_engines.text(late) + _beats(watch, len(rows))
 
 
-def _beats(watch: Watch) -> bytes:
-    engine, api = "weft_engine_last_beat_seconds", "weft_api_process_last_beat_seconds"
-    ages = [f"{api}{labelled({'process': str(row - 1)})} {watch.age(row):.3f}\n" for row in range(1, watch.beats.rows)]
+def _beats(watch: Watch, engines: int) -> bytes:
+    def told(name: str, help: str, label: str, rows: range) -> str:
+        ages = [f"{name}{labelled({label: str(i)})} {watch.age(row):.3f}\n" for i, row in enumerate(rows)]
+        return head(name, "gauge", help) + "".join(ages)
+
+    of_engines, of_api = range(ENGINE, ENGINE + engines), range(ENGINE + engines, watch.beats.rows)
     return (
-        f"{head(engine, 'gauge', 'Since the engine showed last that it makes progress')}"
-        f"{engine} {watch.age(ENGINE):.3f}\n"
-        f"{head(api, 'gauge', 'Since an API process showed last that it makes progress')}{''.join(ages)}"
+        told(
+            "weft_engine_last_beat_seconds", "Since an engine showed last that it makes progress", "engine", of_engines
+        )
+        + told(
+            "weft_api_process_last_beat_seconds",
+            "Since an API process showed last that it makes progress",
+            "process",
+            of_api,
+        )
     ).encode()

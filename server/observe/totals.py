@@ -1,8 +1,10 @@
-"""Totals of engines that have ended: counters go on where the last engine's stood."""
+"""Totals of engines: counters go on where the last engine's stood, and those of several engines are summed."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -44,3 +46,32 @@ def plus(before: EngineStats, now: EngineStats) -> EngineStats:
 
 def _raised(now: Stats, before: Stats, names: tuple[str, ...]) -> Stats:
     return replace(now, **{name: getattr(now, name) + getattr(before, name) for name in names})
+
+
+def summed(engines: Sequence[EngineStats]) -> EngineStats:
+    """Of several engines: counters and gauges added. A tier is up where it is up in all of them. What is told of the
+    last iteration is left out."""
+    named = {name: sum(getattr(engine, name) for engine in engines) for name in (*_ENGINE, "log_lines_dropped")}
+    metered = [engine.energy for engine in engines if engine.energy is not None]
+    return EngineStats(
+        scheduler=reduce(_added, [engine.scheduler for engine in engines]),
+        energy=reduce(lambda one, other: _raised(one, other, _ENERGY), metered) if metered else None,
+        **named,
+    )
+
+
+def _added(one: Stats, other: Stats) -> Stats:
+    fields: dict[str, Any] = {}
+    for name in one.__struct_fields__:
+        mine, theirs = getattr(one, name), getattr(other, name)
+        if isinstance(mine, dict):
+            fields[name] = {**mine, **{k: _both(mine[k], v) if k in mine else v for k, v in theirs.items()}}
+        else:
+            fields[name] = _both(mine, theirs)
+    return replace(one, **fields)
+
+
+def _both(mine: Any, theirs: Any) -> Any:
+    if isinstance(mine, Struct):
+        return _added(mine, theirs)
+    return mine and theirs if isinstance(mine, bool) else mine + theirs

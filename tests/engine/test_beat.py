@@ -87,11 +87,11 @@ def test_another_process_reads_the_same() -> None:
     step = LastStep(5, 3, 20, 2, 1)
     theirs.of(ENGINE).begin("starting", 5, os.getpid())
     theirs.of(ENGINE).step(step)
-    assert ours.last_step() == step
-    assert "3 requests, 20 tokens (2 of decodes, 18 of prefills)" in str(ours.last_step())
+    assert ours.last_step(ENGINE) == step
+    assert "3 requests, 20 tokens (2 of decodes, 18 of prefills)" in str(ours.last_step(ENGINE))
     assert ours.pid(ENGINE) == os.getpid()
     ours.of(ENGINE).begin("starting", 5)  # a successor
-    assert theirs.last_step() is None
+    assert theirs.last_step(ENGINE) is None
     assert theirs.pid(ENGINE) == 0
 
 

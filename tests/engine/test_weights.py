@@ -248,7 +248,7 @@ def test_pages_have_the_name_of_the_weights_that_made_them(whole: Path) -> None:
     harness.add(range(10, 200), max_tokens=2, **GREEDY)
     harness.run()
     index = harness.engine.scheduler.pool.index
-    assert index._model_id == before.encode() != model_id(config, layout).encode()
+    assert index.model_id == before != model_id(config, layout)
 
 
 def test_a_context_beyond_the_pages_is_cut_to_what_they_can_hold(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_a_kernel_that_never_ends_is_found_and_the_engine_replaced(tmp_path: Pat
         status, after = ask(complete, BODY)
         assert status == 200
         assert json.loads(after)["choices"][0]["text"] == json.loads(before)["choices"][0]["text"]
-        assert "weft_engine_hangs_total 1.0" in ask(f"{daemon.url}/metrics")[1]
+        assert 'weft_engine_hangs_total{engine="0"} 1.0' in ask(f"{daemon.url}/metrics")[1]
         log = daemon.stderr()
         assert "last batch: step" in log
         assert "in wait" in log  # the loop, in CUDA

@@ -191,6 +191,8 @@ class Server:
     engine: Stub
     http: httpx.AsyncClient
     front: HttpServer
+    engines: list[Stub]
+    """`engine` and those beside it"""
 
     async def post(self, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
         return await self.http.post(path, json=body, **options)
@@ -215,16 +217,23 @@ class Server:
 
 @contextlib.asynccontextmanager
 async def serving(
-    *, attach: bool = True, max_num_seqs: int = 256, adds_bos: bool = False, energy_source: str = "", **options: Any
+    *,
+    attach: bool = True,
+    max_num_seqs: int = 256,
+    adds_bos: bool = False,
+    energy_source: str = "",
+    engines: int = 1,
+    **options: Any,
 ) -> AsyncIterator[Server]:
     """A running server. `options` are those of `ServeConfig`."""
-    watch = Watch(Beats(2))  # nobody is late who has never beaten
-    service = Service(ServeConfig(**{"served_model_name": ["stub"], "port": 0, **options}), watch=watch)
+    watch = Watch(Beats(engines + 1))  # nobody is late who has never beaten
+    options = {"served_model_name": ["stub"], "port": 0, "replicas": engines, **options}
+    service = Service(ServeConfig(**options), watch=watch)
     tokenizer = Tokenizer(vocabularies.wrapped(vocabularies.byte_level(adds_bos=adds_bos)))
-    engine = Stub(tokenizer, max_num_seqs=max_num_seqs, energy_source=energy_source)
-    tokenizer.hide([engine.eos])
-    if attach:
-        service.attach(engine, engine.describe(), tokenizer)
+    stubs = [Stub(tokenizer, max_num_seqs=max_num_seqs, energy_source=energy_source) for _ in range(engines)]
+    tokenizer.hide([stubs[0].eos])
+    for i, stub in enumerate(stubs if attach else []):
+        service.attach(stub, stub.describe(), tokenizer, i)
     server = make_server(service)
     server.config.timeout_graceful_shutdown = 1
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
@@ -233,7 +242,7 @@ async def serving(
         await asyncio.sleep(0.005)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     async with httpx.AsyncClient(base_url=url, timeout=30) as http:
-        yield Server(url, service, engine, http, server)
+        yield Server(url, service, stubs[0], http, server, stubs)
     server.should_exit = True
     await task
     service.close()

@@ -24,6 +24,7 @@ from weft.server.commands.completion import script, walk
 from weft.server.commands.endpoint import Endpoint
 from weft.server.config import ServeConfig
 from weft.server.daemon.cli import COMMANDS, _parser, main
+from weft.server.options import options_of
 
 
 class Terminal:
@@ -209,7 +210,7 @@ def test_every_command_and_option_is_in_the_scripts() -> None:
         text = script(parser, shell)
         for command in COMMANDS:
             assert command.name.split()[-1] in text
-        for name in ServeConfig.model_fields:
+        for name in options_of(ServeConfig):
             assert name.replace("_", "-") in text
     assert {" ".join(word.words) for word in walk(parser)} >= {command.name for command in COMMANDS}
 

@@ -84,7 +84,7 @@ def test_counters_of_one_label_are_told_before_anything_was_counted() -> None:
 def test_label_values_are_escaped() -> None:
     metrics = Metrics()
     name = 'a "model"\\with\nmuch'
-    metrics.engine_loaded(name, READY)
+    metrics.engines[0].loaded(name, READY)
     labels = {"version": __version__, "model": name, "dtype": "float32", "device": "cpu"}
     assert value_of(metrics, "weft_build_info", labels) == 1
 
@@ -124,15 +124,15 @@ def test_a_scrape_tells_what_changed_since_the_last_one() -> None:
     for n in range(1, 4):
         other.aborted.labels("drain").inc()
         metrics.ttft.observe(0.2)
-        metrics.engine_stats(EngineStats(scheduler=SchedulerStats(running=n)))
+        metrics.engines[0].hear(EngineStats(scheduler=SchedulerStats(running=n)))
         assert metrics.render() == metrics.render()
         assert value_of(metrics, "weft_aborted_total", {"cause": "drain"}) == n
         assert value_of(metrics, "weft_time_to_first_token_seconds_count") == n
         assert value_of(metrics, "weft_requests_running") == n
-    metrics.engine_loaded("stub", READY)
-    assert value_of(metrics, "weft_engine_up") == 1
-    metrics.engine_died()
-    assert value_of(metrics, "weft_engine_up") == 0
+    metrics.engines[0].loaded("stub", READY)
+    assert value_of(metrics, "weft_engine_up", {"engine": "0"}) == 1
+    metrics.engines[0].died()
+    assert value_of(metrics, "weft_engine_up", {"engine": "0"}) == 0
 
 
 def test_iterations_count_once() -> None:
@@ -140,7 +140,7 @@ def test_iterations_count_once() -> None:
     for iterations in (1, 1, 2):  # the second brings aborts
         last = IterationStats(tokens=5)
         stats = EngineStats(iterations=iterations, iteration=last, load_seconds=[("ssd", 0.01)])
-        metrics.engine_stats(stats)
+        metrics.engines[0].hear(stats)
         metrics.count_iteration(stats)
     value = partial(value_of, metrics)
     assert value("weft_iteration_tokens_count") == 2
@@ -160,13 +160,13 @@ def test_totals_go_on_where_the_last_engine_stood() -> None:
         return EngineStats(scheduler=scheduler, iterations=tokens, iterations_idle_seconds=tokens / 2)
 
     metrics = Metrics()
-    metrics.engine_stats(stats(5, gpu=TierStats(used=7, hit_tokens=3)))
-    metrics.engine_begins(plus(EngineStats(), stats(5, gpu=TierStats(used=7, hit_tokens=3))))
+    metrics.engines[0].hear(stats(5, gpu=TierStats(used=7, hit_tokens=3)))
+    metrics.engines[0].begins(plus(EngineStats(), stats(5, gpu=TierStats(used=7, hit_tokens=3))))
     names = ("weft_prompt_tokens_total", "weft_device_idle_seconds_total", "weft_requests_running")
     assert [value_of(metrics, name) for name in names] == [5, 2.5, 0]
     for name, value in (("weft_prefix_cache_hit_tokens_total", 3), ("weft_kv_tier_used_pages", 0)):
         assert value_of(metrics, name, {"tier": "gpu"}) == value
-    metrics.engine_stats(stats(2, gpu=TierStats(used=1, hit_tokens=1), host=TierStats(bytes_in=9)))
+    metrics.engines[0].hear(stats(2, gpu=TierStats(used=1, hit_tokens=1), host=TierStats(bytes_in=9)))
     assert [value_of(metrics, name) for name in names] == [7, 3.5, 2]
     for name, tier, value in (
         ("weft_prefix_cache_hit_tokens_total", "gpu", 4),
@@ -186,9 +186,9 @@ def test_every_total_of_the_engine_goes_on() -> None:
     scheduler = ones(SchedulerStats, tiers={"gpu": ones(TierStats)})
     stats = ones(EngineStats, scheduler=scheduler, energy=ones(EnergyStats))
     metrics = Metrics()
-    metrics.engine_begins(stats)
-    metrics.engine_stats(stats)
-    families = text_string_to_metric_families(metrics._engine.text().decode())
+    metrics.engines[0].begins(stats)
+    metrics.engines[0].hear(stats)
+    families = text_string_to_metric_families(metrics._of_engines.text([False]).decode())
     samples = [sample for family in families if family.type == "counter" for sample in family.samples]
     assert [sample.value for sample in samples if sample.labels.get("plan") != "serial"] == [2] * (len(samples) - 1)
     assert len(samples) > 15

@@ -236,7 +236,7 @@ async def vanish(url: str, rng: random.Random) -> str:
 @pytest.mark.parametrize("clients", [400, pytest.param(2000, marks=pytest.mark.nightly)])
 async def test_clients_that_vanish_leave_nothing_behind(server: Server, engine_pid: int, clients: int) -> None:
     rng, turns, url = random.Random(3), asyncio.Semaphore(64), server.url
-    engine = server.service.loaded.client
+    engine = next(iter(server.service.loaded.replicas)).client
 
     async def one(seed: float) -> str:
         async with turns:

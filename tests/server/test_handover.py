@@ -14,7 +14,7 @@ import pytest
 from weft.engine.errors import ConfigError
 from weft.server.daemon import handover
 from weft.server.daemon.handover import Handover, find
-from weft.server.listen import inherited, listen, share_out
+from weft.server.daemon.listen import inherited, listen, share_out
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_listeners_are_shared_out() -> None:
 
 CHILD = """
 import os, socket, sys
-from weft.server.listen import inherited
+from weft.server.daemon.listen import inherited
 from weft.engine.errors import ConfigError
 os.environ["LISTEN_PID"] = str(os.getpid() + int(sys.argv[1]))
 try:

@@ -101,7 +101,7 @@ async def test_engine_death_ends_every_request_with_an_error() -> None:
         assert (await server.http.get("/health")).status_code == 503
         assert (await server.http.get("/ready")).status_code == 503
         assert (await server.post("/v1/completions", BODY)).status_code == 503
-        assert "weft_engine_up 0.0" in (await server.http.get("/metrics")).text
+        assert 'weft_engine_up{engine="0"} 0.0' in (await server.http.get("/metrics")).text
 
 
 async def test_an_engine_without_progress_is_told_to_probes_until_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,12 +122,12 @@ async def test_an_engine_without_progress_is_told_to_probes_until_it_goes_on(mon
         assert (health.status_code, health.json()["error"]["code"]) == (503, "engine_stalled")
         assert (ready.status_code, ready.json()["error"]["code"]) == (503, "engine_stalled")
         text = (await server.http.get("/metrics")).text
-        assert "weft_engine_up 0.0" in text
-        assert re.search(r"^weft_engine_last_beat_seconds 9\.", text, re.MULTILINE)
+        assert 'weft_engine_up{engine="0"} 0.0' in text
+        assert re.search(r'^weft_engine_last_beat_seconds{engine="0"} 9\.', text, re.MULTILINE)
         ahead[0] = 0.0
         assert (await server.http.get("/health")).json() == {"status": "ok"}
         assert (await server.http.get("/ready")).status_code == 200
-        assert "weft_engine_up 1.0" in (await server.http.get("/metrics")).text
+        assert 'weft_engine_up{engine="0"} 1.0' in (await server.http.get("/metrics")).text
 
 
 async def test_draining_takes_no_new_work_and_finishes_the_old() -> None:

@@ -68,6 +68,14 @@ NAMES = {
     "weft_api_process_hangs": "counter",
     "weft_restarts_given_up": "counter",
     "weft_engine_up": "gauge",
+    "weft_engine_requests_running": "gauge",
+    "weft_engine_requests_waiting": "gauge",
+    "weft_engine_kv_cache_usage_ratio": "gauge",
+    "weft_engine_prompt_tokens": "counter",
+    "weft_engine_generation_tokens": "counter",
+    "weft_engine_prefix_queried_tokens": "counter",
+    "weft_engine_prefix_hit_tokens": "counter",
+    "weft_retried": "counter",
     "weft_engine_last_beat_seconds": "gauge",
     "weft_api_process_last_beat_seconds": "gauge",
     "weft_event_loop_lag_seconds": "histogram",
@@ -107,6 +115,7 @@ async def test_labels_are_pinned(server: Server) -> None:
     assert labels["weft_prefix_cache_hit_tokens_total"] == {"tier"}
     assert labels["weft_requests_total"] == {"endpoint", "status"}
     assert labels["weft_finished_total"] == {"reason"}
+    assert all(found == {"engine"} for name, found in labels.items() if name.startswith("weft_engine_"))
     assert labels["weft_requests_queued"] == {"reason"}
     assert labels["weft_computed_tokens_total"] == {"phase"}
     assert labels["weft_iterations_total"] == {"plan"}

@@ -41,7 +41,7 @@ async def test_health_ready_version(server: Server) -> None:
 async def test_metrics_by_get_and_head(server: Server) -> None:
     response = await server.http.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=")
-    assert "weft_engine_up 1.0" in response.text
+    assert 'weft_engine_up{engine="0"} 1.0' in response.text
     assert (await server.http.head("/metrics")).status_code == 200
 
 
@@ -136,6 +136,8 @@ async def test_openapi_names_every_endpoint_and_error(server: Server) -> None:
     assert set(operations) == {
         ("post", "/v1/completions"),
         ("post", "/v1/chat/completions"),
+        ("post", "/v1/completions/render"),
+        ("post", "/v1/chat/completions/render"),
         ("get", "/v1/models"),
         ("get", "/v1/models/{model}"),
         ("post", "/tokenize"),
@@ -145,6 +147,8 @@ async def test_openapi_names_every_endpoint_and_error(server: Server) -> None:
         ("get", "/ready"),
         ("get", "/metrics"),
         ("get", "/version"),
+        ("get", "/admin/engines"),
+        ("post", "/admin/engines/restart"),
         ("post", "/admin/profile"),
         ("post", "/admin/reset_prefix_cache"),
     }

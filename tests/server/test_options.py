@@ -12,7 +12,7 @@ import pytest
 from weft.engine.errors import ConfigError
 from weft.server.config import ServeConfig
 from weft.server.daemon.cli import main
-from weft.server.options import load, unknown_variables
+from weft.server.options import load, options_of, unknown_variables
 
 
 def test_flag_wins_over_environment_wins_over_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +202,8 @@ def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     text = capsys.readouterr().out
-    assert all("--" + name.replace("_", "-") in text for name in ServeConfig.model_fields)
+    assert all("--" + name.replace("_", "-") in text for name in options_of(ServeConfig))
+    assert "--share" not in text  # told by the daemon to its engines
 
 
 def test_help_and_version_import_nothing_heavy() -> None:

@@ -17,7 +17,7 @@ from weft.engine.wire.messages import EngineReady, MemoryBudget
 from weft.server.config import ServeConfig
 from weft.server.daemon.announce import announce
 from weft.server.daemon.cli import main
-from weft.server.listen import listen
+from weft.server.daemon.listen import listen
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -59,9 +59,9 @@ async def test_the_greeting_tells_curl_to_accept_a_certificate_that_signs_itself
 ) -> None:
     cert, key = certificate
     config = ServeConfig.model_validate({"tls_cert": str(cert), "tls_key": str(key)})
-    announce(config, ("127.0.0.1", 1), GREETED, 1.0, chat=True, key=False)
+    announce(config, ("127.0.0.1", 1), [GREETED], 1.0, chat=True, key=False)
     assert "curl -k https://" in capsys.readouterr().out
-    announce(ServeConfig.model_validate({}), ("127.0.0.1", 1), GREETED, 1.0, chat=True, key=False)
+    announce(ServeConfig.model_validate({}), ("127.0.0.1", 1), [GREETED], 1.0, chat=True, key=False)
     assert "curl http://" in capsys.readouterr().out
 
 
@@ -69,7 +69,7 @@ async def test_the_greeting_tells_curl_to_accept_a_certificate_that_signs_itself
 async def test_a_greeting_that_cannot_be_written_is_no_reason_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        announce(ServeConfig.model_validate({}), ("127.0.0.1", 1), GREETED, 1.0, chat=True, key=False)
+        announce(ServeConfig.model_validate({}), ("127.0.0.1", 1), [GREETED], 1.0, chat=True, key=False)
         monkeypatch.undo()
         with contextlib.suppress(OSError):
             full.close()

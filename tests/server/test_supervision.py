@@ -58,7 +58,7 @@ async def until_status(http: httpx.AsyncClient, path: str, wanted: int, seconds:
 
 async def metric(http: httpx.AsyncClient, name: str) -> float:
     lines = (await http.get("/metrics")).text.splitlines()
-    return next((float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + " ")), 0.0)
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((name + " ", name + "{")))
 
 
 async def stream(http: httpx.AsyncClient, begun: asyncio.Event) -> Any:

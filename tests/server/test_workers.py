@@ -40,7 +40,7 @@ def client(daemon: Daemon) -> httpx.AsyncClient:
 
 async def metric(http: httpx.AsyncClient, name: str) -> float:
     lines = (await http.get("/metrics")).text.splitlines()
-    return next((float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + " ")), 0.0)
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((name + " ", name + "{")))
 
 
 async def until(http: httpx.AsyncClient, name: str, value: float, timeout: float = 10.0) -> None:

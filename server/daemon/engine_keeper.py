@@ -1,0 +1,193 @@
+"""`EngineKeeper`: one engine of the daemon: its process, and the one after that."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Iterator
+from typing import Any, Protocol
+
+from weft.engine.config import EngineConfig
+from weft.engine.wire.beat import ENGINE, Beats
+from weft.engine.wire.client import EngineClient
+from weft.engine.wire.messages import EngineReady, EngineStats
+from weft.engine.wire.private_socket import PrivateSocket
+from weft.engine.wire.spawn import EngineProcess
+from weft.server.daemon.control import EngineDown, EngineUp
+from weft.server.daemon.restarts import Restarts
+from weft.server.observe.metrics import Metrics
+from weft.server.observe.totals import plus
+
+STOP_SECONDS = 5.0
+"""that a process gets to end when asked"""
+RESTART_SECONDS = (1.0, 30.0)
+"""between an engine's end and the next one's start: at first, and at most"""
+POLL_SECONDS = 0.02
+
+logger = logging.getLogger("weft")
+
+
+class Owner(Protocol):
+    """What a keeper wants of the daemon."""
+
+    metrics: Metrics
+    beats: Beats
+    numbers: Iterator[int]
+    """of clients, over all engines"""
+
+    @property
+    def ending(self) -> bool: ...
+
+    async def started(self, start: Coroutine[Any, Any, EngineProcess], /) -> EngineProcess:
+        """The process, known to the daemon until it is in the keeper's hands. Raises `OSError`."""
+        ...
+
+    def engine_begins(self, engine: int) -> None:
+        """There is a process: introduce it to all API processes."""
+        ...
+
+    def engine_ready(self, engine: int) -> None: ...
+
+    def engine_ended(self, engine: int, message: EngineDown) -> None: ...
+
+
+class EngineKeeper:
+    """Attributes:
+    ready: what the engine said when it was; None while it is not.
+    worked: one has been ready: what ends from now on can be a passing trouble.
+    """
+
+    def __init__(self, owner: Owner, config: EngineConfig, *, restart: bool, limit: int, several: bool) -> None:
+        """`restart`: another process follows one that has ended, `limit` times within ten minutes.
+
+        `several`: there are others.
+        """
+        self.engine = config.share.engine
+        self.name = f"engine {self.engine}" if several else "the engine"
+        self.row = ENGINE + self.engine
+        self.socket = PrivateSocket()
+        self.process: EngineProcess | None = None
+        self.ready: EngineReady | None = None
+        self.worked = False
+        self.given_up = False
+        self._owner = owner
+        self._config = config
+        self._restart = restart
+        self._restarts = Restarts(*RESTART_SECONDS, limit)
+        self._control: EngineClient | None = None
+        self._totals = EngineStats()
+        """of processes that have ended"""
+        self._renewing = False
+        """the process is to be followed by another one at once"""
+        self._up = asyncio.Event()
+
+    async def keep(self) -> str:
+        """Run one process after another; tells why no other one follows."""
+        owner = self._owner
+        while True:
+            why = await self._run()
+            pause, why = self._pause_after(why)
+            owner.engine_ended(self.engine, EngineDown(why, restarting=pause is not None, engine=self.engine))
+            await self.stop()
+            if pause is None:
+                self.given_up = True
+                return why
+            if pause:
+                logger.error("%s; another one starts in %g s", why, pause)
+                owner.metrics.engine_restarts.labels(str(self.engine)).inc()
+                owner.beats.of(self.row).begin("waiting to start another engine", pause + owner.beats.start_timeout)
+                await asyncio.sleep(pause)
+
+    def _pause_after(self, why: str) -> tuple[float | None, str]:
+        """Seconds before another process starts, None for no other one; and why the last one ended, completed."""
+        if self._renewing and not self._owner.ending:
+            self._renewing = False
+            return 0.0, why
+        if not (self._restart and self.worked) or self._owner.ending:
+            return None, why
+        pause = self._restarts.next_pause()
+        if pause is not None:
+            return pause, why
+        self._owner.metrics.restarts_given_up.inc()
+        count = self._restarts.count
+        return None, f"{why}; {count} others were started within ten minutes: that is enough (--engine-restart-limit)"
+
+    async def _run(self) -> str:
+        """One process from start to end; tells why it ended, or why it could not start."""
+        owner = self._owner
+        start = EngineProcess.start(self._config, self.socket, owner.beats)
+        try:
+            self.process = process = await owner.started(start)
+        except OSError as error:
+            return f"no engine process can be started: {error.strerror or error}"
+        self._control = control = EngineClient(process.address, next(owner.numbers))
+        control.on_stats = lambda stats: owner.metrics.count_iteration(stats, self.engine)
+        # Nobody would know how it fares; an engine that is being stopped ends by itself, its KV pages kept.
+        control.reader.add_done_callback(lambda _: process.kill() if self.process is process else None)
+        owner.engine_begins(self.engine)
+        loading = asyncio.create_task(control.wait_ready())
+        dead = asyncio.create_task(process.wait_dead())
+        try:
+            await asyncio.wait((loading, dead), return_when=asyncio.FIRST_COMPLETED)
+            if loading.done():
+                self.ready = loading.result()
+                self.worked = True
+                self._up.set()
+                owner.engine_ready(self.engine)
+                await asyncio.wait((dead,))
+            why = dead.result()
+            control.mark_dead(why)
+            self._totals = plus(self._totals, control.stats)
+            return self._named(control.failure or why)
+        finally:
+            loading.cancel()
+            dead.cancel()
+            self.ready = None
+            self._up.clear()
+
+    def _named(self, why: str) -> str:
+        return why if self.name == "the engine" else f"{self.name}: {why}"
+
+    def introduction(self, client: int) -> EngineUp | None:
+        """For an API process that is to be this client; None while there is no process."""
+        if self.process is None:
+            return None
+        return EngineUp(self.process.address, client, self._totals, self.engine)
+
+    def client_gone(self, client: int) -> None:
+        """An API process has ended."""
+        if self._control is not None:
+            self._control.client_gone(client)
+
+    async def renew(self) -> bool:
+        """Have the process followed by another one, without a pause. False when that could not start; it is tried
+        again like any other. Whoever calls has seen to it that nobody is served there."""
+        was = self.process
+        if was is not None:
+            self._renewing = True
+            self._up.clear()
+            await was.stop(STOP_SECONDS)
+        while (process := self.process) is None or process is was:
+            if self.given_up:
+                return False
+            await asyncio.sleep(POLL_SECONDS)
+        up, dead = asyncio.create_task(self._up.wait()), asyncio.create_task(process.wait_dead())
+        try:
+            await asyncio.wait((up, dead), return_when=asyncio.FIRST_COMPLETED)
+            return up.done()
+        finally:
+            up.cancel()
+            dead.cancel()
+
+    async def stop(self) -> None:
+        """End the process. Idempotent."""
+        process, self.process = self.process, None
+        control, self._control = self._control, None
+        if control is not None:
+            control.mark_dead(f"{self.name} was stopped")
+            control.close()
+        if process is not None:
+            await process.stop(STOP_SECONDS)
+
+    def close(self) -> None:
+        self.socket.close()

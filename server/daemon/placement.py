@@ -1,0 +1,75 @@
+"""`place`: what of the machine each engine gets: a GPU, cores, a directory, its part of the memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from weft.engine.config import EngineConfig, Share
+from weft.engine.errors import ConfigError
+from weft.engine.ranks.cores import shares
+from weft.engine.wire.blank import VISIBLE
+from weft.server.config import ServeConfig
+
+
+def gpus() -> list[str]:
+    """The GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` names them. Asks no driver."""
+    named = os.environ.get(VISIBLE)
+    if named is not None:
+        return [name.strip() for name in named.split(",") if name.strip()]
+    return [str(i) for i, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
+
+
+def place(config: ServeConfig, gpus: Sequence[str], cpus: set[int], nodes: Mapping[int, int]) -> list[EngineConfig]:
+    """Engines side by side. `gpus`: names of those there are. `cpus`: numbers of cores. `nodes`: the NUMA node of each.
+
+    What the operator gives (pages, host memory, threads) is each engine's; what is left open is divided. `resolve` is
+    told how many share a device's memory. Cores are divided among engines on a CPU; where there are too few to be worth
+    it, threads are. Raises `ConfigError` for GPUs that are not there.
+    """
+    count = config.num_engines
+    if count == 1:
+        return [config.engine]
+    on_gpus = bool(gpus) and config.device != "cpu"
+    ranks = config.tensor_parallel_size
+    if on_gpus and config.data_parallel_size * ranks > len(gpus):
+        each = f" of {ranks} each" if ranks > 1 else ""
+        raise ConfigError(f"--data-parallel-size {config.data_parallel_size} needs GPUs{each}: there are {len(gpus)}")
+    parts = [] if on_gpus else shares(cpus, nodes, count)
+    threads = None if on_gpus or parts else max(1, (len(cpus) - 1) // (count * ranks))
+    configs = []
+    for engine in range(count):
+        share = Share(
+            engine=engine,
+            sharers=config.replicas if on_gpus else count,
+            cpus=tuple(sorted(parts[engine])) if parts else (),
+            gpu=",".join(gpus[engine // config.replicas * ranks :][:ranks]) if on_gpus else "",
+        )
+        own: dict[str, object] = {"share": share, "cpu_threads": config.cpu_threads or threads}
+        if config.ssd_kv_path is not None:
+            own["ssd_kv_path"] = str(Path(config.ssd_kv_path) / f"engine-{engine}")
+        configs.append(config.engine.model_copy(update=own))
+    return configs
+
+
+def described(config: EngineConfig) -> str:
+    """What an engine gets, for the log."""
+    share = config.share
+    gpu = f"GPU {share.gpu}" if share.gpu else ""
+    cpus = f"cores {_ranges(share.cpus)}" if share.cpus else ""
+    if not cpus and not gpu and config.cpu_threads:
+        cpus = f"all cores, {config.cpu_threads} threads"
+    store = f"KV store {config.ssd_kv_path}" if config.ssd_kv_path else ""
+    return f"engine {share.engine}: {', '.join(filter(None, (gpu, cpus, store)))}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0-3, 8`. `numbers`: ascending."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -1,0 +1,77 @@
+"""`Rollout`: another process for engines, one after the other, while the rest serve."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from weft.server.daemon.engine_keeper import EngineKeeper
+from weft.server.observe.board import Board
+
+POLL_SECONDS = 0.02
+
+logger = logging.getLogger("weft")
+
+
+class Rollout:
+    """At most one at a time. Each engine gets no new work, ends what it has, ends, and is followed by one that reads
+    the model's files anew; then it is the next one's turn. One that does not come back ends the rollout: the others go
+    on with what they have."""
+
+    def __init__(
+        self, keepers: Mapping[int, EngineKeeper], board: Board, patience: float, serves: Callable[[int], bool]
+    ) -> None:
+        """`serves`: whether all API processes are attached to an engine.
+
+        `patience`: seconds for an engine's open requests. What is open then is begun again elsewhere, as far as its
+        client has had nothing of it; the rest ends with an error.
+        """
+        self._keepers = keepers
+        self._board = board
+        self._patience = patience
+        self._serves = serves
+        self._work: asyncio.Task[None] | None = None
+
+    def begin(self, engines: Sequence[int]) -> str:
+        """Begin it for these engines, all for none. Returns why not, or nothing."""
+        chosen = list(dict.fromkeys(engines)) or list(self._keepers)
+        if unknown := [engine for engine in chosen if engine not in self._keepers]:
+            return f"there is no engine {unknown[0]}"
+        if len(self._keepers) < 2:
+            return "there is one engine alone: nobody would serve meanwhile; start another daemon with --handover"
+        if self._work is not None and not self._work.done():
+            return "engines are being restarted already"
+        self._work = asyncio.create_task(self._run(chosen))
+        return ""
+
+    def stop(self) -> None:
+        if self._work is not None:
+            self._work.cancel()
+
+    async def _run(self, engines: Sequence[int]) -> None:
+        for engine in engines:
+            while not any(self._serves(other) for other in self._keepers if other != engine):
+                await asyncio.sleep(POLL_SECONDS)
+            begun = time.monotonic()
+            self._close(engine, True)
+            try:
+                while (cut := self._open(engine)) and time.monotonic() < begun + self._patience:
+                    await asyncio.sleep(POLL_SECONDS)
+                logger.info("engine %d is restarted%s", engine, ", with requests open there" if cut else "")
+                back = await self._keepers[engine].renew()
+            finally:
+                self._close(engine, False)
+            if not back:
+                logger.error("engine %d did not come back: the restart of engines ends here", engine)
+                return
+            logger.info("engine %d serves again after %.1f s", engine, time.monotonic() - begun)
+
+    def _open(self, engine: int) -> int:
+        """Tokens that are still to be computed there: none once nobody waits for it."""
+        return int(self._board.engine_load[:, engine].sum())
+
+    def _close(self, engine: int, closed: bool) -> None:
+        with self._board.lock():  # who routes holds it: whatever comes later sees it
+            self._board.closed[engine] = closed

@@ -1,0 +1,201 @@
+"""`Replicas`: the engines that an API process is connected to, and which of them has what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+from msgspec.structs import replace
+
+from weft.engine.errors import EngineDead
+from weft.engine.wire.messages import EngineReady, EngineStats
+from weft.engine.wire.page_keys import BRIEF, page_keys, root
+from weft.engine.wire.streams import Streams
+from weft.server.observe.board import Board
+from weft.server.replicas.holdings import Holdings
+from weft.server.replicas.router import POLICY, Candidate, Policy, choose
+
+
+class Replica:
+    """An engine that is ready."""
+
+    def __init__(self, engine: int, client: Streams, ready: EngineReady) -> None:
+        self.engine = engine
+        self.client = client
+        self.ready = ready
+        self.holdings = Holdings(ready.pages)
+
+
+class Look:
+    """A prompt, and the brief keys of its pages in the eyes of engines; these may have different weights for a while.
+
+    tokens: int32.
+    """
+
+    def __init__(self, tokens: Sequence[int], salt: str, readies: Iterable[EngineReady]) -> None:
+        self.tokens: npt.NDArray[np.int32] = np.asarray(tokens, np.int32)
+        self._keys = {
+            (ready.model_id, ready.page_size): [
+                key[:BRIEF] for key in page_keys(root(ready.model_id, salt), self.tokens, ready.page_size)
+            ]
+            for ready in {(ready.model_id, ready.page_size): ready for ready in readies}.values()
+        }
+
+    def keys(self, ready: EngineReady) -> list[bytes]:
+        """Of the full pages; none for an engine that has become ready since."""
+        return self._keys.get((ready.model_id, ready.page_size), [])
+
+    def kept(self, replica: Replica) -> int:
+        """Tokens whose pages the engine keeps. One at least it has to compute."""
+        page_size = replica.ready.page_size
+        return replica.holdings.match(self.keys(replica.ready)[: (len(self.tokens) - 1) // page_size]) * page_size
+
+
+class Ticket:
+    """A sequence's place at an engine: what there is to do for it counts there until it is done."""
+
+    __slots__ = ("_load", "_output", "_pages", "_prefill", "replica")
+
+    def __init__(
+        self, replica: Replica, load: npt.NDArray[np.int64], prefill: int, output: int, pages: list[bytes]
+    ) -> None:
+        """`load`: of this process by engine. `prefill`, `output`: tokens. `pages`: keys that will be there."""
+        self.replica = replica
+        self._load = load
+        self._prefill = prefill
+        self._output = output
+        self._pages = pages
+        load[replica.engine] += prefill + output
+        replica.holdings.expect(pages)
+
+    def beside(self) -> Ticket:
+        """For another sequence of the same prompt."""
+        return Ticket(self.replica, self._load, 0, self._output, [])
+
+    def started(self) -> None:
+        """Its prompt is computed. Idempotent."""
+        self._load[self.replica.engine] -= self._prefill
+        self.replica.holdings.settle(self._pages)
+        self._prefill, self._pages = 0, []
+
+    def end(self) -> None:
+        """Idempotent."""
+        self.started()
+        self._load[self.replica.engine] -= self._output
+        self._output = 0
+
+
+class Replicas:
+    """Attributes:
+    on_open: told the number of open sequences when it changes.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        row: int,
+        *,
+        stalled: Callable[[int], bool] = lambda _engine: False,
+        policy: Policy = POLICY,
+    ) -> None:
+        """`row`: of this process on the board. `stalled`: whether an engine makes no progress."""
+        self.policy = policy
+        self.on_open: Callable[[int], None] = lambda _count: None
+        self._board = board
+        self._load = board.engine_load[row]
+        self._load[:] = 0
+        self._stalled = stalled
+        self._by_engine: dict[int, Replica] = {}
+        self._alone = board.engines == 1
+
+    def attach(self, engine: int, client: Streams, ready: EngineReady, on_stats: Callable[[EngineStats], None]) -> None:
+        """`on_stats`: called with each message of the engine."""
+        replica = self._by_engine[engine] = Replica(engine, client, ready)
+
+        def hear(stats: EngineStats) -> None:
+            replica.holdings.hear(stats.pages)
+            on_stats(stats)
+
+        client.on_stats = on_stats if self._alone else hear
+        client.on_open = lambda _count: self.on_open(self.num_open)
+
+    def detach(self, engine: int) -> None:
+        """It has ended. Idempotent."""
+        self._by_engine.pop(engine, None)
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(self._by_engine.values())
+
+    def state(self, engine: int) -> str:
+        """In a word: serving, draining, stalled or away."""
+        if engine not in self._by_engine:
+            return "away"
+        if self._stalled(engine):
+            return "stalled"
+        return "draining" if self._board.closed[engine] else "serving"
+
+    @property
+    def num_open(self) -> int:
+        return sum(replica.client.num_open for replica in self._by_engine.values())
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that wait at engines."""
+        return sum(replica.client.stats.scheduler.waiting for replica in self._by_engine.values())
+
+    @property
+    def max_num_seqs(self) -> int:
+        return sum(replica.ready.max_num_seqs for replica in self._by_engine.values())
+
+    @property
+    def ready(self) -> EngineReady:
+        """Of all together: what any of them can serve, and the room that they have in sum."""
+        readies = [replica.ready for replica in self._by_engine.values()]
+        return replace(
+            readies[0],
+            max_model_len=min(ready.max_model_len for ready in readies),
+            max_num_seqs=self.max_num_seqs,
+            num_pages=sum(ready.num_pages for ready in readies),
+            pages=b"",
+        )
+
+    def look(self, tokens: Sequence[int], salt: str) -> Look:
+        """Everything about a prompt that does not depend on the moment."""
+        readies = [] if self._alone else [replica.ready for replica in self._by_engine.values()]
+        return Look(tokens, salt, readies)
+
+    def route(self, look: Look, max_tokens: int | None) -> Ticket:
+        """A place for a sequence at the engine that suits it best. `max_tokens`: of its output.
+
+        To be called with the board locked. Raises `EngineDead` when there is no engine.
+        """
+        output = self.policy.expected_output if max_tokens is None else min(max_tokens, self.policy.expected_output)
+        alive = [replica for replica in self._by_engine.values() if replica.client.alive]
+        if not alive:
+            raise EngineDead("there is no engine")
+        if self._alone:
+            return Ticket(alive[0], self._load, 0, 0, [])
+        closed = self._board.closed
+        serving = [r for r in alive if not closed[r.engine] and not self._stalled(r.engine)] or alive
+        given, loads = self._board.given, self._board.engine_load.sum(axis=0)
+        kept = {replica.engine: look.kept(replica) for replica in serving}
+        candidates = [
+            Candidate(r.engine, kept[r.engine], float(loads[r.engine]), float(given[r.engine, 0])) for r in serving
+        ]
+        tokens, requests = given.sum(axis=0).tolist()
+        engine = choose(candidates, len(look.tokens), tokens / requests if requests else 0.0, self.policy)
+        replica = self._by_engine[engine]
+        prefill = len(look.tokens) - kept[engine]
+        given[engine] += (prefill + output, 1)
+        if requests + 1 >= self.policy.window:
+            given /= 2
+        return Ticket(replica, self._load, prefill, output, look.keys(replica.ready))
+
+
+def level(board: Board, engine: int) -> None:
+    """An engine begins anew: it shall not be given everything until it has had as much as the others."""
+    with board.lock():
+        others = np.delete(board.given, engine, axis=0)
+        if len(others):
+            board.given[engine] = others.mean(axis=0)

@@ -1,0 +1,275 @@
+"""Three engines of the demo model on one port: one is killed, others are restarted, the daemon drains; clients and
+counters agree about all of it. Real processes, one daemon for all cases, which follow each other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from live import Daemon, running
+from prometheus_client.parser import text_string_to_metric_families
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+OPTIONS = ("--replicas", "3", "--api-workers", "2", "--admin-api-key", "secret", "--page-size", "16")
+SMALL = ("--max-model-len", "1024", "--max-num-seqs", "16", "--num-pages", "400", "--drain-timeout", "120")
+ADMIN = {"Authorization": "Bearer secret"}
+EACH_ITS_OWN = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+ENGINES = range(3)
+
+
+class Ledger:
+    """What clients have had."""
+
+    def __init__(self) -> None:
+        self.statuses: Counter[int] = Counter()
+        self.ends: Counter[str] = Counter()
+        """by finish reason, or error code"""
+        self.prompt_tokens = 0
+        self.tokens = 0
+
+    def __sub__(self, earlier: Ledger) -> Ledger:
+        less = Ledger()
+        less.statuses, less.ends = self.statuses - earlier.statuses, self.ends - earlier.ends
+        less.prompt_tokens = self.prompt_tokens - earlier.prompt_tokens
+        less.tokens = self.tokens - earlier.tokens
+        return less
+
+    async def ask(self, http: httpx.AsyncClient, begun: asyncio.Event | None = None, **fields: Any) -> str:
+        """How it ended."""
+        body = {"prompt": "What is 12 + 30?", "temperature": 0, "ignore_eos": True, **fields}
+        if not body.get("stream"):
+            response = await http.post("/v1/completions", json=body)
+            self.statuses[response.status_code] += 1
+            answer = response.json()
+            return self._end(answer.get("usage"), answer)
+        usage, last = None, None
+        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+        async with http.stream("POST", "/v1/completions", json=body) as response:
+            self.statuses[response.status_code] += 1
+            with contextlib.suppress(httpx.RemoteProtocolError):  # one that breaks ends without its last chunk
+                async for line in response.aiter_lines():
+                    if line.startswith("data: {"):
+                        event = json.loads(line[6:])
+                        usage = event.get("usage") or usage
+                        last = event if event.get("choices") or "error" in event else last
+                        if begun is not None:
+                            begun.set()
+        return self._end(usage, last)
+
+    def _end(self, usage: dict[str, int] | None, last: dict[str, Any] | None) -> str:
+        if usage is not None:
+            self.prompt_tokens += usage["prompt_tokens"]
+            self.tokens += usage["completion_tokens"]
+        assert last is not None
+        end = last["error"]["code"] if "error" in last else last["choices"][0]["finish_reason"]
+        self.ends[end or "nothing"] += 1
+        return str(end)
+
+
+class Figures:
+    def __init__(self, text: str) -> None:
+        families = text_string_to_metric_families(text)
+        self._samples = {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+
+    def __call__(self, name: str, *labels: str) -> float:
+        return self._samples.get((f"weft_{name}", *labels), 0.0)
+
+    def check(self) -> None:
+        """Engines add up to all of them."""
+        for name in ("prompt_tokens_total", "generation_tokens_total", "requests_running"):
+            assert sum(self(f"engine_{name}", str(i)) for i in ENGINES) == self(name), name
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    with running(tmp_path_factory.mktemp("replicas"), *OPTIONS, *SMALL) as daemon:
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def ledger() -> Ledger:
+    return Ledger()
+
+
+@contextlib.asynccontextmanager
+async def client(daemon: Daemon) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=daemon.url, timeout=120, limits=EACH_ITS_OWN) as http:
+        yield http
+
+
+async def figures(http: httpx.AsyncClient) -> Figures:
+    found = Figures((await http.get("/metrics")).text)
+    found.check()
+    return found
+
+
+async def states(http: httpx.AsyncClient) -> list[str]:
+    response = await http.get("/ready")
+    assert response.status_code == 200, response.text
+    return [engine["state"] for engine in response.json()["engines"]]
+
+
+async def until(condition: Callable[[], Any], seconds: float = 120) -> None:
+    async with asyncio.timeout(seconds):
+        while not await condition():
+            await asyncio.sleep(0.1)
+
+
+async def all_serve(http: httpx.AsyncClient) -> bool:
+    return all([await states(http) == ["serving"] * 3 for _ in range(4)])
+
+
+@contextlib.asynccontextmanager
+async def some_load(http: httpx.AsyncClient, ledger: Ledger) -> AsyncIterator[None]:
+    """Requests all the time, streams and others."""
+    enough = asyncio.Event()
+
+    async def go_on(i: int) -> None:
+        while not enough.is_set():
+            await ledger.ask(http, prompt=f"What is {i} + 30?", max_tokens=12, stream=bool(i % 2))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(enough.wait(), 0.4)
+
+    asking = [asyncio.create_task(go_on(i)) for i in range(4)]
+    try:
+        yield
+    finally:
+        enough.set()
+        await asyncio.gather(*asking)
+
+
+async def test_requests_are_shared_out_and_counted(daemon: Daemon, ledger: Ledger) -> None:
+    assert "3 engines with 400 KV pages" in daemon.ready_line
+    async with client(daemon) as http:
+        assert await states(http) == ["serving"] * 3
+        asked = [{"prompt": f"{i} times two is", "max_tokens": 8, "stream": bool(i % 2)} for i in range(24)]
+        ends = await asyncio.gather(*(ledger.ask(http, **fields) for fields in asked))
+        assert set(ends) == {"length"}
+        found = await figures(http)
+        each = [found("engine_generation_tokens_total", str(i)) for i in ENGINES]
+        assert max(each) <= 1.3 * sum(each) / 3
+        assert sum(each) == ledger.tokens == 24 * 8
+        assert found("prompt_tokens_total") == ledger.prompt_tokens
+        assert found("requests_total", "/v1/completions", "200") == found("finished_total", "length") == 24
+
+
+async def test_conversations_find_their_pages(daemon: Daemon, ledger: Ledger) -> None:
+    async with client(daemon) as http:
+        before = await figures(http)
+
+        async def talk(i: int) -> int:
+            """Prompt tokens that could be found: the full pages of the round before."""
+            text, could = f"Conversation {i}: " + "one two three four " * 8, 0
+            for _ in range(4):
+                response = await http.post(
+                    "/v1/completions", json={"prompt": text, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+                )
+                ledger.statuses[200] += 1
+                answer = response.json()
+                ledger._end(answer["usage"], answer)
+                could += answer["usage"]["total_tokens"] // 16 * 16
+                last, text = text, text + answer["choices"][0]["text"] + " and then? "
+                assert text.startswith(last)
+            return could - answer["usage"]["total_tokens"] // 16 * 16
+
+        could = sum(await asyncio.gather(*(talk(i) for i in range(6))))
+        after = await figures(http)
+        hits = [
+            after("engine_prefix_hit_tokens_total", str(i)) - before("engine_prefix_hit_tokens_total", str(i))
+            for i in ENGINES
+        ]
+        assert sum(hits) >= 0.9 * could
+        assert sum(hit > 0 for hit in hits) > 1
+
+
+async def test_an_engine_that_is_killed_takes_only_the_streams_that_had_begun_there(
+    daemon: Daemon, ledger: Ledger
+) -> None:
+    async with client(daemon) as http:
+        before = await figures(http)
+        begun = [asyncio.Event() for _ in range(6)]
+        streams = [
+            asyncio.create_task(ledger.ask(http, event, prompt=f"Count from {i}:", max_tokens=250, stream=True))
+            for i, event in enumerate(begun)
+        ]
+        await asyncio.gather(*(event.wait() for event in begun))
+        whole = [asyncio.create_task(ledger.ask(http, prompt=f"{i} and", max_tokens=80)) for i in range(6)]
+        await until(lambda: running_sequences(http, 12))
+        there = await figures(http)
+        assert min(there("engine_requests_running", str(i)) for i in ENGINES) >= 2
+        os.kill(daemon.children("weft.engine.process")[1], signal.SIGKILL)
+        killed = [i for i in ENGINES if (await until_one_is_away(http))[i] == "loading"]
+        assert set(await asyncio.gather(*whole)) == {"length"}
+        ends = Counter(await asyncio.gather(*streams))
+        assert set(ends) == {"length", "engine_dead"}
+        after = await figures(http)
+        retried = after("retried_total") - before("retried_total")
+        assert ends["engine_dead"] + retried == there("engine_requests_running", str(killed[0]))
+        assert after("aborted_total", "engine") == after("finished_total", "abort") == ends["engine_dead"]
+        assert after("generation_tokens_total") >= ledger.tokens  # and those that were begun again
+        await until(lambda: all_serve(http))
+        assert (await figures(http))("engine_restarts_total", str(killed[0])) == 1
+
+
+async def running_sequences(http: httpx.AsyncClient, count: int) -> bool:
+    return (await figures(http))("requests_running") == count
+
+
+async def until_one_is_away(http: httpx.AsyncClient) -> list[str]:
+    async with asyncio.timeout(60):
+        while (found := await states(http)).count("loading") != 1:
+            await asyncio.sleep(0.05)
+    return found
+
+
+async def test_engines_are_restarted_one_by_one_without_a_failed_request(daemon: Daemon, ledger: Ledger) -> None:
+    async with client(daemon) as http:
+        engines = daemon.children("weft.engine.process")
+        before, had = await figures(http), Ledger() - Ledger()
+        had.__dict__.update(
+            {name: value.copy() if isinstance(value, Counter) else value for name, value in ledger.__dict__.items()}
+        )
+        async with some_load(http, ledger):
+            body = {"engines": [2, 0]}
+            response = await http.post("/admin/engines/restart", json=body, headers=ADMIN)
+            assert response.status_code == 202
+            again = await http.post("/admin/engines/restart", json=body, headers=ADMIN)
+            assert again.status_code == 409
+            log = daemon.stderr
+            await until(lambda: asyncio.to_thread(lambda: log().count("serves again after") == 2))
+            await until(lambda: all_serve(http))
+        kept = set(engines) & set(daemon.children("weft.engine.process"))
+        assert len(kept) == 1
+        had = ledger - had
+        assert set(had.ends) == {"length"}
+        assert set(had.statuses) == {200}
+        after = await figures(http)
+        assert after("generation_tokens_total") - before("generation_tokens_total") == had.tokens
+        assert after("prompt_tokens_total") - before("prompt_tokens_total") == had.prompt_tokens
+        assert after("engine_restarts_total", "0") + after("engine_restarts_total", "2") <= 1  # those were no accidents
+
+
+async def test_what_is_open_is_finished_when_the_daemon_ends(daemon: Daemon, ledger: Ledger) -> None:
+    async with client(daemon) as http:
+        found = await figures(http)
+        for status, count in ledger.statuses.items():
+            assert found("requests_total", "/v1/completions", str(status)) == count
+        assert found("finished_total", "length") == ledger.ends["length"]
+        assert found("finished_total", "abort") == ledger.ends["engine_dead"]
+        assert not found("requests_running") + found("requests_waiting")
+        begun = [asyncio.Event() for _ in range(6)]
+        streams = [asyncio.create_task(ledger.ask(http, event, max_tokens=60, stream=True)) for event in begun]
+        await asyncio.gather(*(event.wait() for event in begun))
+        daemon.process.send_signal(signal.SIGTERM)
+        assert set(await asyncio.gather(*streams)) == {"length"}
+    assert await asyncio.to_thread(daemon.process.wait, 120) == 0
+    assert "Traceback" not in daemon.stderr()

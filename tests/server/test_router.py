@@ -1,0 +1,79 @@
+"""Which engine a request goes to, as a function of what is known of the engines."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.server.replicas.router import POLICY, Candidate, choose
+
+TOKENS = st.integers(0, 5000)
+CANDIDATES = st.lists(st.tuples(TOKENS, TOKENS, TOKENS), min_size=1, max_size=8).map(
+    lambda rows: [Candidate(i, *row) for i, row in enumerate(rows)]
+)
+SIZES = st.lists(st.integers(1, 2000), min_size=1, max_size=300)
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+@given(CANDIDATES, st.integers(1, 5000), st.integers(0, 500))
+def test_one_of_them_is_chosen_and_always_the_same(candidates: list[Candidate], prompt: int, size: int) -> None:
+    chosen = choose(candidates, prompt, size, POLICY)
+    assert chosen in [c.engine for c in candidates]
+    assert chosen == choose(candidates[::-1], prompt, size, POLICY)
+
+
+@given(CANDIDATES, st.integers(1, 5000), st.integers(0, 500))
+def test_an_engine_with_too_much_to_do_gets_nothing(candidates: list[Candidate], prompt: int, size: int) -> None:
+    chosen = candidates[choose(candidates, prompt, size, POLICY)]
+    assert chosen.load <= POLICY.load_bound * mean([c.load for c in candidates]) + POLICY.load_slack * size
+
+
+@given(CANDIDATES, st.integers(1, 5000), st.integers(0, 500))
+def test_none_is_passed_over_that_is_better_in_everything(candidates: list[Candidate], prompt: int, size: int) -> None:
+    chosen = candidates[choose(candidates, prompt, size, POLICY)]
+    for other in candidates:
+        better = other.load < chosen.load and other.work < chosen.work
+        assert not (better and other.kept > chosen.kept)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "expected"),
+    [
+        ([Candidate(0, 0, 50, 0), Candidate(1, 0, 40, 9)], 1),  # the least to do
+        ([Candidate(0, 0, 40, 9), Candidate(1, 0, 40, 8)], 1),  # the least given
+        ([Candidate(0, 0, 40, 8), Candidate(1, 0, 40, 8)], 0),  # the first
+        ([Candidate(0, 0, 0, 0), Candidate(1, 900, 300, 300)], 1),  # the pages
+        ([Candidate(0, 900, 300, 0), Candidate(1, 950, 900, 0)], 0),  # as good as the best
+        ([Candidate(0, 0, 0, 0), Candidate(1, 900, 3000, 0)], 0),  # the pages, but too much to do
+        ([Candidate(0, 0, 0, 0), Candidate(1, 900, 0, 9000)], 0),  # the pages, but given too much
+        # Who has too much to do gets nothing, though all others were given too much.
+        ([Candidate(0, 0, 9000, 0), Candidate(1, 0, 0, 9000)], 1),
+    ],
+)
+def test_cases(candidates: list[Candidate], expected: int) -> None:
+    assert choose(candidates, 1000, 100.0, POLICY) == expected
+
+
+@given(SIZES, st.integers(2, 5))
+def test_one_prefix_of_all_does_not_fill_one_engine(sizes: list[int], engines: int) -> None:
+    """Every request finds its pages at engine 0, and is done before the next one comes."""
+    work, largest = [0.0] * engines, max(sizes)
+    for i, size in enumerate(sizes):
+        mean_size = sum(work) / i if i else 0.0
+        candidates = [Candidate(e, size if e == 0 else 0, 0, work[e]) for e in range(engines)]
+        work[choose(candidates, size, mean_size, POLICY)] += size
+    bound = POLICY.work_bound * mean(work) + POLICY.work_slack * mean([float(s) for s in sizes])
+    # Means move: what was within the bound once is judged by the largest request on top.
+    assert max(work) <= bound + (POLICY.work_slack + 1) * largest
+
+
+@given(SIZES, st.integers(2, 5))
+def test_without_prefixes_engines_have_as_much_to_do_as_a_request_allows(sizes: list[int], engines: int) -> None:
+    load = [0.0] * engines
+    for size in sizes:
+        load[choose([Candidate(e, 0, load[e], 0) for e in range(engines)], size, 0.0, POLICY)] += size
+    assert max(load) - min(load) <= max(sizes)
