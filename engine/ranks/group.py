@@ -15,10 +15,10 @@ from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, RankLost
 from weft.engine.model.directory import read_spec
 from weft.engine.progress import Progress
-from weft.engine.ranks.cores import cores, nodes_here, shares, threads
 from weft.engine.ranks.links import Descriptors, Links
 from weft.engine.wire.beat import ENGINE, Beats
 from weft.engine.wire.child import Stacks
+from weft.engine.wire.cores import cores, nodes_here, shares, threads
 
 END_SECONDS = 2.0
 """that a rank gets to end when told"""

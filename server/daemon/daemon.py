@@ -12,8 +12,8 @@ from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
 from weft.engine.errors import ConfigError, WeftError
-from weft.engine.ranks.cores import nodes_here
 from weft.engine.wire.beat import Beats, Watch
+from weft.engine.wire.cores import nodes_here
 from weft.engine.wire.spawn import EngineProcess
 from weft.server.config import ServeConfig
 from weft.server.daemon.announce import announce

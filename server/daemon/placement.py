@@ -8,8 +8,8 @@ from pathlib import Path
 
 from weft.engine.config import EngineConfig, Share
 from weft.engine.errors import ConfigError
-from weft.engine.ranks.cores import shares
 from weft.engine.wire.blank import VISIBLE
+from weft.engine.wire.cores import shares
 from weft.server.config import ServeConfig
 
 
