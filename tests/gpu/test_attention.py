@@ -174,9 +174,8 @@ def test_decode_of_one_long_request_is_split(page: int, device: str, num_sms: in
     check_decode([20000, 1, 700], 32, 8, 128, page, torch.bfloat16, device, num_sms, part_tokens=512)
 
 
-@pytest.mark.parametrize("d", [80, 96, 256])
-@pytest.mark.parametrize("bent", [PLAIN, Bent(40, 3.0, True)], ids=str)
-def test_decode_and_prefill_of_other_heads(bent: Bent, d: int, device: str, num_sms: int) -> None:
+@pytest.mark.parametrize(("d", "bent"), [(80, PLAIN), (96, Bent(40, 3.0, True)), (256, Bent(40))])
+def test_decode_and_prefill_of_other_heads(d: int, bent: Bent, device: str, num_sms: int) -> None:
     check_decode([1, 64, 150], 4, 2, d, 64, torch.float16, device, num_sms, bent=bent)
     check_decode([33, 301], 4, 2, d, 16, torch.float16, device, num_sms, part_tokens=128, bent=bent)
     check_prefill([(0, 5), (150, 50)], 4, 2, d, 16, torch.float16, device, num_sms, True, bent)
@@ -207,8 +206,9 @@ def test_hopper_decode(
     check_decode([1 + 17 * i % 700 for i in range(300)], 2 * group, 2, d, page, dtype, device, 24, kernel=hopper)
 
 
-@pytest.mark.parametrize("page", [16, 64])
-@pytest.mark.parametrize(("group", "d"), [(1, 80), (1, 96), (4, 192), (2, 256), (8, 256), (3, 48)])
+@pytest.mark.parametrize(
+    ("group", "d", "page"), [(1, 80, 64), (1, 96, 16), (4, 192, 64), (2, 256, 16), (8, 256, 64), (3, 48, 64)]
+)
 @pytest.mark.parametrize("bent", [PLAIN, Bent(1024, 50.0, True)], ids=str)
 def test_hopper_attention_of_other_heads(
     bent: Bent, group: int, d: int, page: int, device: str, num_sms: int, hopper: Callable[..., Tensor]

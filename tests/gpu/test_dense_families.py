@@ -74,12 +74,31 @@ def _prompts() -> list[np.ndarray]:
     return [rng.integers(3, 199, n) for n in (5, 37, 130)]
 
 
+def _oracle(path: Path) -> Any:
+    """Eager: torch's fused attention knows no soft-cap, and some versions of transformers leave it out silently."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    return model.cuda()
+
+
+def _exact(model: Any, prompt: np.ndarray, answer: list[int]) -> torch.Tensor:
+    """`[answer, V]` float32: the oracle's logits behind the prompt and each token of the answer but the last."""
+    with torch.inference_mode():
+        ids = torch.from_numpy(np.concatenate((prompt, answer))).cuda()[None]
+        return model(ids).logits[0, len(prompt) - 1 : -1].float()
+
+
+def _as_good_as_the_best(exact: torch.Tensor, answer: list[int]) -> int:
+    """How many tokens are: which of two that are equally good is chosen, rounding decides."""
+    chosen = exact.gather(1, torch.tensor(answer, device=exact.device)[:, None])[:, 0]
+    return int((exact.max(-1).values - chosen <= 4e-2 * exact.std(-1)).sum())
+
+
 @pytest.mark.skipif(not HERE, reason="needs a CUDA device")
 @pytest.mark.parametrize("family", DENSE)
 def test_logits_of_each_family_are_near_those_of_transformers(family: str, tmp_path: Path) -> None:
     path = _checkpoint(family, tmp_path)
     harness = Harness(
-        path, device="cuda", dtype="bfloat16", page_size=16, max_num_seqs=8, max_num_batched_tokens=64, num_pages=80,
+        path, device="cuda", dtype="bfloat16", page_size=16, max_num_seqs=8, max_num_batched_tokens=32, num_pages=80,
         tuning_seconds=0, prefix_caching=False,
     )  # fmt: skip
     harness.poison_pages()
@@ -91,47 +110,36 @@ def test_logits_of_each_family_are_near_those_of_transformers(family: str, tmp_p
         rows.append(harness.engine.runner._executor.logits[0].clone())
     more = [harness.add(prompt, max_tokens=24, ignore_eos=True, **GREEDY) for prompt in prompts]
     harness.run()  # together: chunks beside decodes, and contexts that outgrow windows while they decode
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).cuda()
-    worst, agree, total = 0.0, 0, 0
+    model = _oracle(path)
+    worst, good, total = 0.0, 0, 0
     for prompt, mine, first, handle in zip(prompts, rows, handles, more, strict=True):
         answer = harness.tokens[handle]
-        with torch.inference_mode():
-            ids = torch.from_numpy(np.concatenate((prompt, answer))).cuda()[None]
-            exact = model(ids).logits[0, len(prompt) - 1 : -1].float()
+        exact = _exact(model, prompt, answer)
         worst = max(worst, float((mine - exact[0]).norm() / exact[0].norm()))
-        # what is not the best must have been as good as the best, but for rounding
-        chosen = exact.gather(1, torch.tensor(answer, device="cuda")[:, None])[:, 0]
-        close = exact.max(-1).values - chosen <= 4e-2 * exact.std(-1)
-        agree, total = agree + int(close.sum()), total + len(answer)
+        good, total = good + _as_good_as_the_best(exact, answer), total + len(answer)
         assert harness.tokens[first][0] == int(mine.argmax())
-    print(f"{family}: worst relative difference of logits {worst:.2e}, {agree} of {total} tokens as good as the best")
+    print(f"{family}: worst relative difference of logits {worst:.2e}, {good} of {total} tokens as good as the best")
     assert worst < 2e-2
-    assert agree >= 0.97 * total
+    assert good >= 0.97 * total
 
 
 @pytest.mark.skipif(not HERE, reason="needs a CUDA device")
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "starcoder2"])
-def test_windows_give_the_cpus_tokens(family: str, tiny_model: Callable[[str], Path]) -> None:
-    """Contexts of several windows (24); where all layers have one, in a pool that could not hold the contexts."""
-    pages = {"num_pages": 24 if family in ("mistral", "starcoder2") else 60}
-    said = []
-    for options in ({"dtype": "float16"}, {"device": "cpu", "dtype": "float32"}):
-        harness = Harness(
-            tiny_model(family), **{
-                "device": "cuda", "page_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 32, "tuning_seconds": 0,
-                "prefix_caching": False, **pages, **options,
-            }
-        )  # fmt: skip
-        harness.poison_pages()
-        handles = [harness.add(p, max_tokens=40, ignore_eos=True, **GREEDY) for p in _prompts()]
-        harness.run()
-        said.append([harness.tokens[h] for h in handles])
-    gpu, cpu = said
-    # where two tokens are equally good rounding decides, and the rest follows
-    same = [int(np.argmin([*(np.array(a) == np.array(b)), False])) for a, b in zip(gpu, cpu, strict=True)]
-    print(family, "tokens until the first difference:", same)
-    assert sum(n == 40 for n in same) >= 2
-    assert min(same) >= 5
+@pytest.mark.parametrize(("family", "pages"), [("mistral", 16), ("gemma3", 60)])
+def test_windows_that_end_within_their_contexts(family: str, pages: int, tiny_model: Callable[[str], Path]) -> None:
+    """Windows of 24. Where all layers have one, pages are given back and used: the pool could not hold the contexts."""
+    harness = Harness(
+        tiny_model(family), device="cuda", dtype="float16", page_size=16, max_num_seqs=4, max_num_batched_tokens=32,
+        tuning_seconds=0, prefix_caching=False, num_pages=pages,
+    )  # fmt: skip
+    harness.poison_pages()
+    handles = [harness.add(p, max_tokens=40, ignore_eos=True, **GREEDY) for p in _prompts()]
+    harness.run()
+    model = _oracle(tiny_model(family))
+    for prompt, handle in zip(_prompts(), handles, strict=True):
+        assert _as_good_as_the_best(_exact(model, prompt, harness.tokens[handle]), harness.tokens[handle]) == 40
+    if family == "mistral":
+        assert harness.engine.spec.kv_window == 24
+        assert pages * harness.engine.config.page_size < sum(len(p) + 40 for p in _prompts())
 
 
 @pytest.mark.skipif(HERE, reason="a GPU runs all of them")
