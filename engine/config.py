@@ -22,6 +22,10 @@ NO_OPTION: dict[str, JsonValue] = {"option": False}
 """marks a field that is no option: a daemon tells it to its engines"""
 PRESETS = Path(__file__).parent / "model" / "presets"
 """configurations of known models, a folder each"""
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model",
+)  # fmt: skip
+"""a model that has a tokenizer has one of these"""
 _SNAPSHOT = re.compile(r"models--(.+?)--(.+)/snapshots/[0-9a-f]{40}$")
 """a directory of the hub's cache"""
 
@@ -217,6 +221,15 @@ class EngineConfig(BaseModel):
         if self.model_preset is not None:
             return PRESETS / self.model_preset
         return DEMO_MODEL_PATH if self.model == "demo" else Path(self.model).expanduser()
+
+    @property
+    def stands_in(self) -> bool:
+        """The model has no tokenizer, and with made-up weights none is needed that fits: the demo's is taken."""
+        return self.load_format == "dummy" and not any((self.model_path / name).exists() for name in TOKENIZER_FILES)
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return DEMO_MODEL_PATH if self.stands_in else self.model_path
 
     def kv_topic(self, name: str) -> str:
         """Of the KV events of a model that is served under this name."""

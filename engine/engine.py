@@ -103,7 +103,7 @@ class Engine:
         own = self.spec.shard(0, config.tensor_parallel_size)
         resolved = resolve(config, own)
         # The vocabulary is read while the model loads.
-        self.grammars = Grammars(config.model_path, self.spec.vocab_size, self.spec.eos_token_ids)
+        self.grammars = Grammars(config.tokenizer_path, self.spec.vocab_size, self.spec.eos_token_ids)
         phases = Phases(progress if self.ranks is None else self.ranks.watched(progress))
         model = model_id(config, resolved.kv)
         # a path or a port that is taken is known before the model loads

@@ -64,10 +64,10 @@ class LLM:
         with ProgressBar(enabled=progress) as bar:
             self.engine = Engine(config, bar)
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(self.engine.config.model_path)
+            self.tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path)
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
-            raise ModelError(f"{self.engine.config.model_path} has no usable tokenizer: {reason}") from None
+            raise ModelError(f"{config.tokenizer_path} has no usable tokenizer: {reason}") from None
         self._next_handle = 0
 
     def generate(

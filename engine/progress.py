@@ -18,8 +18,9 @@ def how_far(phase: str, done: int, total: int, seconds: float = 0.0) -> str:
     """In words; with a rate where bytes have come for `seconds`."""
     if phase != LOADING:
         return f"{phase}, {done} of {total}"
-    rate = f" at {done / GIB / seconds:.1f} GiB/s" if seconds > 0 and done else ""
-    return f"{phase}, {done / GIB:.1f} of {total / GIB:.1f} GiB{rate}"
+    size, unit = (GIB, "GiB") if total >= GIB else (1 << 20, "MiB")
+    rate = f" at {done / size / seconds:.1f} {unit}/s" if seconds > 0 and done else ""
+    return f"{phase}, {done / size:.1f} of {total / size:.1f} {unit}{rate}"
 
 
 class Progress(Protocol):

@@ -64,7 +64,10 @@ def _norm(spec: ModelSpec) -> str:
 
 
 def _rope(rope: Rope) -> str:
-    scaling = "" if rope.scaling.kind == "default" else f", {rope.scaling.kind} x {rope.scaling.factor:g}"
+    own = rope.scaling
+    scaling = "" if own.kind == "default" else f", {own.kind} x {own.factor:g}"
+    if own.kind == "longrope" and own.short_factors == own.long_factors:  # of a GGUF file, which has them alone
+        scaling = ", a factor for each frequency"
     part = "" if rope.part == 1.0 else f" on {rope.part:g} of a head"
     return f"rotary{part}, theta {rope.theta:g}{scaling}"
 

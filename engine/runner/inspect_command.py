@@ -111,6 +111,8 @@ def run(arguments: argparse.Namespace) -> int:
     rows = [("model", f"{told['model']} ({told['architecture']})"), ("computed by", told["implementation"])]
     rows += told["parts"].items()
     rows.append(("parameters", f"{_amount(told['parameters'])}, {_amount(told['active_parameters'])} a token"))
+    values = told["kv_values_per_token"]
+    rows.append(("KV", f"{values:,} values a token, {values * 2 / 1024:.1f} KiB in bfloat16"))
     rows.append(("weights", told["weights"]))
     rows += [(name, _says(device)) for name, device in told["devices"].items()]
     width = max(len(name) for name, _ in rows) + 2

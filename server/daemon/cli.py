@@ -235,6 +235,9 @@ def _run(command: Command, arguments: argparse.Namespace) -> int:
         return int(_imported(command.run)(config, arguments))
     for line in unknown_variables(command.config):
         print(f"{arguments.parser.prog}: {line}", file=sys.stderr)
+    if isinstance(config, EngineConfig) and config.load_format == "dummy":
+        own = ", the demo's tokenizer in place of its own" if config.stands_in else ""
+        print(f"weft: {config.model_name} has made-up weights{own}: what it answers means nothing", file=sys.stderr)
     return int(_imported(command.run)(config))
 
 

@@ -177,8 +177,11 @@ class Worker:
             os._exit(BROKEN)
 
     async def _load_tokenizer(self) -> Tokenizer:
-        path = self._service.config.model_path
-        return await self._service.offload(lambda: Tokenizer.load(path))
+        config = self._service.config
+        tokenizer = await self._service.offload(lambda: Tokenizer.load(config.tokenizer_path))
+        if config.stands_in:
+            tokenizer.name_unknown()
+        return tokenizer
 
     async def _serve(self, engine: EngineUp) -> None:
         """Connect to this engine and serve once it is ready."""

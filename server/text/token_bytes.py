@@ -30,6 +30,8 @@ class TokenBytes(dict[int, bytes]):
         self._byte_level = byte_level
         self._replace = replace
         self.strips_space = strips_space
+        self.names_unknown = False
+        """ids that the vocabulary does not have are `<id>`, not nothing"""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> TokenBytes | None:
@@ -56,7 +58,8 @@ class TokenBytes(dict[int, bytes]):
 
     def __missing__(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)
-        value = self[token_id] = b"" if token is None else self._bytes(token)
+        unknown = f"<{token_id}>".encode() if self.names_unknown else b""
+        value = self[token_id] = unknown if token is None else self._bytes(token)
         return value
 
     def _bytes(self, token: str) -> bytes:

@@ -12,14 +12,13 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError
 from pydantic import BaseModel
 
+from weft.engine.config import TOKENIZER_FILES
 from weft.engine.errors import ModelError, refuse_pointer
 from weft.server.bodies import parse_json
 from weft.server.errors import ApiError, bad_request, clip
 from weft.server.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from weft.server.text.token_bytes import TokenBytes
 
-_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
-"""a model that has a tokenizer has one of these"""
 _CONTEXT_TOKENS = 8
 """prompt tokens that a window detokenizer is shown"""
 
@@ -54,9 +53,9 @@ class Tokenizer:
         """Read the tokenizer of a model directory. Raises `ModelError`; takes a second, so call it in a thread."""
         if not path.is_dir():
             raise ModelError(f"the model directory {path} does not exist")
-        there = [path / name for name in _FILES if (path / name).exists()]
+        there = [path / name for name in TOKENIZER_FILES if (path / name).exists()]
         if not there:
-            raise ModelError(f"{path} has no tokenizer: neither {_FILES[0]} nor {_FILES[1]} is there")
+            raise ModelError(f"{path} has no tokenizer: neither {TOKENIZER_FILES[0]} nor {TOKENIZER_FILES[1]} is there")
         for file in there:
             refuse_pointer(file)
         from transformers.utils import logging
@@ -74,6 +73,11 @@ class Tokenizer:
         if getattr(hf, "backend_tokenizer", None) is None:
             raise ModelError(f"the tokenizer in {path} has no tokenizer.json and cannot be converted to one")
         return cls(hf)
+
+    def name_unknown(self) -> None:
+        """Write ids that the vocabulary does not have as `<id>`: it stands in for another one."""
+        if self._token_bytes is not None:
+            self._token_bytes.names_unknown = True
 
     def hide(self, token_ids: Iterable[int]) -> None:
         """Keep further ids out of text: end tokens, which a tokenizer need not call special."""

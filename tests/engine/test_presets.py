@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from weft.engine.config import PRESETS, EngineConfig
+from weft.engine.demo import MODEL_PATH
 from weft.engine.errors import ConfigError
 from weft.engine.model.directory import read_spec
 from weft.engine.runner import inspect_command
@@ -19,9 +20,11 @@ BILLIONS = {
     "llama-2-7b": 6.74, "llama-2-13b": 13.02, "llama-2-70b": 68.98, "llama-3-8b": 8.03, "llama-3-70b": 70.55,
     "yi-6b": 6.06, "deepseek-67b": 67.42, "qwen2-72b": 72.71, "qwen2.5-7b": 7.62, "qwen3-8b": 8.19,
     "qwen3-30b-a3b": 30.53, "mistral-7b": 7.24, "mixtral-8x7b": 46.70, "opt-1.3b": 1.32, "opt-2.7b": 2.65,
-    "gpt-oss-20b": 20.91, "gemma-3-4b": 3.88, "phi-4": 14.66,
+    "gpt-oss-20b": 20.91, "gemma-3-4b": 3.88, "phi-4": 14.66, "gpt-oss-120b": 116.79, "gemma-3-27b": 27.01,
+    "glm-4-9b": 9.40, "glm-4.5-air": 106.85, "olmo-2-7b": 7.30, "granite-3.3-8b": 8.17, "smollm3-3b": 3.08,
+    "gpt-2": 0.124,
 }  # fmt: skip
-ACTIVE = {"qwen3-30b-a3b": 3.35, "mixtral-8x7b": 12.88, "gpt-oss-20b": 4.19}
+ACTIVE = {"qwen3-30b-a3b": 3.35, "mixtral-8x7b": 12.88, "gpt-oss-20b": 4.19, "gpt-oss-120b": 5.71, "glm-4.5-air": 13.42}
 
 
 def test_every_preset_has_the_parameters_of_its_model() -> None:
@@ -37,6 +40,17 @@ def test_a_preset_stands_for_a_model_with_made_up_weights() -> None:
     config = EngineConfig(model_preset="opt-1.3b", load_format="dummy")
     assert read_spec(config.model_path).architecture == "OPTForCausalLM"
     assert config.model_name == "opt-1.3b"
+
+
+def test_made_up_weights_need_no_tokenizer_of_their_own(tiny_model: Callable[[str], Path]) -> None:
+    preset = EngineConfig(model_preset="gpt-2", load_format="dummy")
+    bare = EngineConfig(model=str(tiny_model("yi")), load_format="dummy")
+    for config in (preset, bare):
+        assert config.stands_in
+        assert config.tokenizer_path == MODEL_PATH
+    for config in (EngineConfig(model=str(tiny_model("yi"))), EngineConfig(load_format="dummy")):
+        assert not config.stands_in
+        assert config.tokenizer_path == config.model_path
 
 
 @pytest.mark.parametrize(
@@ -72,7 +86,9 @@ def test_inspect_names_the_parts(tiny_model: Callable[[str], Path], capsys: pyte
 
 def test_inspect_says_why_a_model_is_not_served(capsys: pytest.CaptureFixture[str]) -> None:
     assert _inspect("--model-preset", "llama-2-70b", "--max-model-len", "128") == 0
-    assert "does not serve it: the weights need" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "does not serve it: the weights need" in said
+    assert "163,840 values a token, 320.0 KiB in bfloat16" in said
     with pytest.raises(ConfigError, match="there are"):
         _inspect("--model-preset", "help")
     with pytest.raises(ConfigError, match="not both"):
