@@ -14,6 +14,8 @@ from pathlib import Path
 from types import FrameType
 
 PR_SET_PDEATHSIG = 1
+IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
+"""signals that would end a process, and mean nothing to those of a daemon"""
 ASK_SECONDS = 2.0
 """that a process gets to write its stacks"""
 ASK_POLL = 0.05
@@ -32,7 +34,8 @@ def settle(parent: int | None) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)  # it died before the kernel was told
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for signum in (signal.SIGINT, *IGNORED):
+        signal.signal(signum, signal.SIG_IGN)
     # Not SIG_IGN: that would be inherited by programs this process starts, which then could not be ended.
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(signum, _leave_it_to_the_daemon)

@@ -12,7 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable
 
-IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
+from weft.engine.wire.child import IGNORED
 
 
 def handle(stop: Callable[[], None], reload: Callable[[], None], stacks: Callable[[], None]) -> None:
@@ -34,7 +34,7 @@ def handle(stop: Callable[[], None], reload: Callable[[], None], stacks: Callabl
     loop.add_signal_handler(signal.SIGHUP, hang_up)
     loop.add_signal_handler(signal.SIGQUIT, stacks)
     for signum in IGNORED:
-        signal.signal(signum, signal.SIG_IGN)  # inherited by all processes of the daemon
+        signal.signal(signum, signal.SIG_IGN)  # inherited by what is started from now on
 
 
 def _has_terminal() -> bool:
