@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.kernels import gemm, gemm_launch, projections
+from weft.kernels import experts, gemm, gemm_launch, projections
 from weft.kernels.decode_attention import decode_attention
 from weft.kernels.decode_workspace import decode_workspace
 from weft.kernels.gemm_config import GemmConfig
 from weft.kernels.measure import burst
 from weft.kernels.prefill_attention import prefill_attention
+from weft.kernels.router import choice_buffers, route
 from weft.kernels.sampler import sample, sample_scratch
 from weft.kernels.tuned import Shape
 from weft.kernels.work_lists import decode_items, prefill_items
@@ -38,12 +39,21 @@ LLAMA_8B = layer_shapes(4096, 14336, 32, 8)
 LLAMA_1B = layer_shapes(2048, 8192, 32, 8, 64)
 
 
+def rule(shape: Shape, tokens: int, num_sms: int) -> GemmConfig:
+    """The configuration that a product gets before it is tuned."""
+    if shape.experts:
+        return experts.choose(tokens, shape.features, shape.depth, shape.experts, shape.top)
+    return gemm_launch.choose(tokens, shape.features, shape.depth, num_sms)
+
+
 def product(
     shape: Shape, tokens: int, weight: Tensor, space: gemm_launch.Workspace, num_sms: int, config: GemmConfig | None,
     head_dim: int = HEAD_DIM, kv_heads: int = 8,
 ) -> Callable[[], object]:  # fmt: skip
     """A call of the fused product of this shape, its operands made once."""
     n, k = shape.features, shape.depth
+    if shape.experts:
+        return layer_of_experts(shape, tokens, weight, num_sms, config)
     a = torch.randn(tokens, k, device=weight.device, dtype=DTYPE)
     sumsq = a.float().square().view(tokens, 16, -1).sum(-1).t().contiguous()
     options: dict[str, Any] = {"num_sms": num_sms, "space": space, "config": config}
@@ -73,7 +83,39 @@ def product(
     return lambda: gemm.matmul(a, weight, out, **options)
 
 
+def layer_of_experts(
+    shape: Shape, tokens: int, weight: Tensor, num_sms: int, config: GemmConfig | None, skew: float = 1.0
+) -> Callable[[], object]:
+    """A call of both products of a layer of experts, behind a random router. weight: all of `shape.elements`.
+
+    skew: the router's rows of the first eighth of the experts are so many times larger than the others.
+    """
+    count, top, n, k = shape.experts, shape.top, shape.features, shape.depth
+    device, dtype = weight.device, weight.dtype
+    gate_up, down = (part.view(count, *sizes) for part, sizes in zip(
+        weight.split((count * n * k, count * n * k // 2)), ((n, k), (k, n // 2)), strict=True))  # fmt: skip
+    x = torch.randn(tokens, k, device=device, dtype=dtype)
+    sumsq = x.float().square().sum(-1)[None]
+    out, sums = torch.empty_like(x), projections.sumsq_buffer(k, tokens, device)
+    matrix = torch.randn(count, k, device=device) * 0.02
+    matrix[: max(1, count // 8)] *= skew
+    choice = choice_buffers(tokens, k, count, top, device)
+    route(x, sumsq, matrix, 1e-5, kind="softmax", top=top, normalise=True, out=choice)
+    options: dict[str, Any] = {
+        "space": experts.expert_space(tokens, k, n // 2, count, top, dtype, device), "num_sms": num_sms,
+        "config": config,
+    }  # fmt: skip
+
+    def call() -> None:
+        experts.experts_gate_up(x, sumsq, choice, gate_up, 1e-5, **options)
+        experts.experts_residual(choice, down, x, out=out, sumsq=sums, **options)
+
+    return call
+
+
 def weights(shape: Shape, copies: int, device: str = DEVICE) -> list[Tensor]:
+    if shape.experts:
+        return [torch.empty(shape.elements, device=device, dtype=DTYPE).normal_(0, 0.02) for _ in range(copies)]
     return [torch.randn(shape.features, shape.depth, device=device, dtype=DTYPE) * 0.02 for _ in range(copies)]
 
 
@@ -85,7 +127,8 @@ def cublas(tokens: int, weight: Tensor) -> Callable[[], object]:
 
 def copies_for(shape: Shape) -> int:
     """Weights that together exceed the L2 several times."""
-    return max(2, min(12, int(400e6 / (shape.features * shape.depth * 2))))
+    size = 2 * shape.elements
+    return 1 if size > 1e9 else max(2, min(12, int(400e6 / size)))
 
 
 def decode_calls(

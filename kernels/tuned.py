@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from weft.kernels import experts_config
 from weft.kernels.gemm_config import GemmConfig
 from weft.kernels.gpu import gpu
 from weft.kernels.source_digest import source_digest
@@ -32,23 +33,40 @@ log = logging.getLogger("weft.kernels")
 BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 SHIPPED = {((9, 0), 132): "gemm_h200.json"}
 """(compute capability, SMs) -> table. The H100 SXM has both in common with the H200 that it was measured on."""
-SOURCES = ("gemm*.py", "projections.py", "dependent_launch.py")
+SOURCES = ("gemm*.py", "projections.py", "dependent_launch.py", "experts*.py", "router.py")
 """what a timing depends on"""
 CANDIDATES = 4
 """configurations tried for a shape beside the rule's: those that win most often in the shipped tables"""
 MIN_ELEMENTS = 1 << 21
 """of a weight that is worth tuning for"""
 
-Key = tuple[int, int, int]
+Key = tuple[int, ...]
+"""(bucket, features, depth), and for experts (bucket, features, depth, experts, experts of a token)"""
 Table = Mapping[Key, GemmConfig]
 
 
 class Shape(NamedTuple):
-    """A product: `kind` names its epilogue (qkv, residual, gate_up, logits), the weight is `[features, depth]`."""
+    """A product: `kind` names its epilogue (qkv, residual, gate_up, logits), the weight is `[features, depth]`.
+
+    `experts`: both products of a layer of experts together; the gate-up matrix of each is `[features, depth]`.
+    """
 
     kind: str
     features: int
     depth: int
+    experts: int = 0
+    top: int = 0
+    """experts of a token"""
+
+    @property
+    def elements(self) -> int:
+        """Numbers in its weights."""
+        own = self.features * self.depth
+        return self.experts * (own + own // 2) if self.experts else own
+
+    def key(self, bucket: int) -> Key:
+        sizes = (bucket, self.features, self.depth)
+        return (*sizes, self.experts, self.top) if self.experts else sizes
 
 
 class Machine(NamedTuple):
@@ -82,13 +100,18 @@ def _encoded(table: Table) -> dict[str, list[int]]:
 
 
 def decoded(rows: Mapping[str, Sequence[int]]) -> dict[Key, GemmConfig]:
-    """A table from its JSON form: `"M,N,K"` -> the fields of a `GemmConfig`. Raises `ValueError` or `TypeError`."""
+    """A table from its JSON form: `"M,N,K"` -> the fields of a `GemmConfig`. Raises `ValueError` or `TypeError`.
+
+    Experts have two more numbers in their key.
+    """
     table: dict[Key, GemmConfig] = {}
     for key, row in rows.items():
-        m, n, k = map(int, key.split(","))
+        sizes = tuple(map(int, key.split(",")))
+        if len(sizes) not in (3, 5):
+            raise ValueError(f"{key} is no shape of a product")
         fields: list[Any] = [int(v) for v in row]
         config = GemmConfig(*fields)
-        table[m, n, k] = config._replace(swap=bool(config.swap), special=bool(config.special))
+        table[sizes] = config._replace(swap=bool(config.swap), special=bool(config.special))
     return table
 
 
@@ -112,12 +135,12 @@ def use(table: Table) -> None:
     _found.update(table)
 
 
-def lookup(num_tokens: int, features: int, depth: int) -> GemmConfig | None:
-    """The measured configuration for a product; None: nobody measured it."""
+def lookup(num_tokens: int, features: int, depth: int, experts: int = 0, top: int = 0) -> GemmConfig | None:
+    """The measured configuration for a product (see `Shape`); None: nobody measured it."""
     bucket = bucket_of(num_tokens)
     if bucket is None:
         return None
-    key = (bucket, features, depth)
+    key = Shape("", features, depth, experts, top).key(bucket)
     return _shipped_here().get(key) or _found.get(key)
 
 
@@ -168,25 +191,31 @@ def candidates(bucket: int, special: bool) -> tuple[GemmConfig, ...]:
     wins: Counter[GemmConfig] = Counter()
     for capability, sms in SHIPPED:
         wins.update(
-            c for (m, _, _), c in shipped(capability, sms).items() if m == bucket and (special or not c.special)
+            config
+            for key, config in shipped(capability, sms).items()
+            if key[0] == bucket and len(key) == 3 and (special or not config.special)
         )
     return tuple(config for config, _ in wins.most_common(CANDIDATES))
 
 
-def tries(by_rule: GemmConfig, bucket: int, special: bool) -> tuple[GemmConfig, ...]:
+def tries(shape: Shape, by_rule: GemmConfig, bucket: int, special: bool) -> tuple[GemmConfig, ...]:
     """What `search` measures for a product."""
-    return tuple(dict.fromkeys((by_rule, *candidates(bucket, special))))
+    if shape.experts:
+        others = experts_config.candidates(bucket, shape.experts, shape.top, hopper=special)
+    else:
+        others = candidates(bucket, special)
+    return tuple(dict.fromkeys((by_rule, *others)))
 
 
 def missing(shapes: Sequence[Shape], max_tokens: int, *known: Table) -> list[tuple[Shape, int]]:
     """Shapes and buckets up to that of `max_tokens` that no table knows, largest buckets first."""
-    worth = dict.fromkeys(s for s in shapes if s.features * s.depth >= MIN_ELEMENTS)
+    worth = dict.fromkeys(s for s in shapes if s.elements >= MIN_ELEMENTS)
     top = bucket_of(max_tokens) or BUCKETS[-1]
     return [
         (shape, bucket)
         for bucket in reversed(BUCKETS)
         for shape in worth
-        if bucket <= top and not any((bucket, shape.features, shape.depth) in table for table in known)
+        if bucket <= top and not any(shape.key(bucket) in table for table in known)
     ]
 
 
@@ -211,7 +240,7 @@ def search(
         if progress is not None:
             progress(done, len(wanted))
         timed: list[tuple[float, GemmConfig]] = []
-        for config in tries(rule(shape, bucket), bucket, special):
+        for config in tries(shape, rule(shape, bucket), bucket, special):
             at = clock()
             if at - begin + longest > budget_s:
                 return found
@@ -219,7 +248,7 @@ def search(
                 timed.append((ms, config))
             longest = max(longest, clock() - at)
         if timed:
-            found[bucket, shape.features, shape.depth] = min(timed, key=lambda row: row[0])[1]
+            found[shape.key(bucket)] = min(timed, key=lambda row: row[0])[1]
     if progress is not None:
         progress(len(wanted), len(wanted))
     return found

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from weft.kernels import gemm_launch
-from weft.kernels.bench_calls import DEVICE, copies_for, cublas, product, weights
+from weft.kernels.bench_calls import DEVICE, copies_for, cublas, product, rule, weights
 from weft.kernels.gemm_config import SPECIAL, GemmConfig
 from weft.kernels.measure import burst
 from weft.kernels.tuned import Shape
@@ -61,7 +61,7 @@ class QuickTimer:
         self._weights: list[torch.Tensor] = []
 
     def rule(self, shape: Shape, tokens: int) -> GemmConfig:
-        return gemm_launch.choose(tokens, shape.features, shape.depth, self._sms)
+        return rule(shape, tokens, self._sms)
 
     def __call__(self, shape: Shape, tokens: int, config: GemmConfig) -> float | None:
         """Milliseconds; None if the configuration does not compile, or memory does not suffice."""

@@ -90,12 +90,28 @@ def test_only_unknown_large_shapes_are_missing_and_large_buckets_come_first() ->
 
 def test_candidates_are_frequent_winners_that_the_gpu_has() -> None:
     for bucket in BUCKETS:
-        wins = [c for (m, _, _), c in shipped((9, 0), 132).items() if m == bucket]
+        wins = [c for key, c in shipped((9, 0), 132).items() if key[0] == bucket and len(key) == 3]
         chosen = candidates(bucket, True)
         assert 1 <= len(chosen) <= tuned.CANDIDATES
         assert min(wins.count(c) for c in chosen) >= max([wins.count(c) for c in set(wins) - {*chosen}], default=0)
         assert not any(c.special for c in candidates(bucket, False))
     assert any(c.special for c in candidates(2048, True))
+
+
+def test_experts_are_looked_up_and_tried_by_their_number_and_how_many_a_token_takes() -> None:
+    ours = shipped((9, 0), 132)
+    mixtral = Shape("experts", 28672, 4096, 8, 2)
+    assert missing([mixtral], 2048, ours) == []
+    other = mixtral._replace(top=3)
+    assert [bucket for _, bucket in missing([other], 2048, ours)] == [b for b in reversed(BUCKETS) if b <= 2048]
+    assert other.key(16) == (16, 28672, 4096, 8, 3)
+    lab = Lab(lambda *_: 1.0)
+    found = search([(other, 2048), (other, 16)], lab, rule, special=True, budget_s=1e3, clock=lab.clock)
+    assert set(found) == {other.key(2048), other.key(16)}
+    many, few = (tuned.tries(other, RULE, bucket, True) for bucket in (2048, 16))
+    assert any(config.special for config in many)
+    assert not any(config.special for config in few)
+    assert not any(config.special for config in tuned.tries(other, RULE, 2048, False))
 
 
 def test_the_fastest_that_runs_wins_and_the_rule_may_be_it() -> None:
