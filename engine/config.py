@@ -82,6 +82,13 @@ class EngineConfig(BaseModel):
     trust_remote_code: bool = Field(
         False, description="run code that a model's directory brings, with your rights; only from people you trust"
     )
+    dummy_skew: float = Field(
+        0.0,
+        ge=0,
+        le=100,
+        description="with --load-format dummy, which routes at random: added to the router's logits of the first "
+        "eighth of the experts, so that they take most tokens",
+    )
     device: Device = Field("auto", description="where the model runs; 'auto' takes a GPU when there is one")
     dtype: DType = Field(
         "auto",
@@ -192,6 +199,12 @@ class EngineConfig(BaseModel):
                 raise ValueError("model_preset is a shape without weights: it needs load_format dummy")
             if self.model != "demo":
                 raise ValueError("give model or model_preset, not both")
+        return self
+
+    @model_validator(mode="after")
+    def _only_dummies_are_skewed(self) -> EngineConfig:
+        if self.dummy_skew and self.load_format != "dummy":
+            raise ValueError("dummy_skew needs load_format dummy: a checkpoint's router stays as it is")
         return self
 
     @model_validator(mode="after")

@@ -123,6 +123,7 @@ class Engine:
                 dtype=resolved.weight_dtype,
                 max_positions=resolved.max_model_len,
                 dummy_seed=config.seed if config.load_format == "dummy" else None,
+                dummy_skew=config.dummy_skew,
                 progress=phases,
             )
 

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("router", "logits_kernel", "choose_kernel"), "router"),
+    (("grouped",), "experts"),
+    (("scatter_kernel", "combine_kernel", "switch_kernel"), "rows of experts"),
     (("gate_up",), "gate-up"),
     (("qkv",), "qkv"),
     (("residual",), "o or down"),
@@ -94,14 +97,16 @@ def kinds_of(events: list[Event]) -> list[str]:
     """The kind of each event, in order.
 
     One kernel serves several products. In the serial plan their order tells: after qkv comes o, after that gate-up,
-    then down. A trace that does not keep this order is one of overlapped nano-batches: there, duration tells o from
-    down, and a product whose name says nothing stays "product".
+    then down. Two launches for experts stand for gate-up and down; a shared expert's may stand behind each. A trace
+    that does not keep this order is one of overlapped nano-batches: there, duration tells o from down, and a product
+    whose name says nothing stays "product".
     """
     kinds = [_named_kind(e) for e in events]
     products = {e.stream for e, kind in zip(events, kinds, strict=True) if kind in ("qkv", "product")}
     attention = {e.stream for e, kind in zip(events, kinds, strict=True) if kind.endswith("attention")}
     serial = attention <= products
     last: dict[int, str] = {}
+    halfway: set[int] = set()  # streams on which the last product was the first one of experts
     residual: list[int] = []
     for i, (event, kind) in enumerate(zip(events, kinds, strict=True)):
         if FIRST_KERNEL in event.name.lower():
@@ -116,8 +121,13 @@ def kinds_of(events: list[Event]) -> list[str]:
             kinds[i] = expected
         elif kind in PRODUCTS:
             serial = serial and (before is None or kind == expected)
+        if kind == "experts" and event.stream in halfway:
+            last[event.stream] = "down"
+        if kind == "experts":
+            halfway ^= {event.stream}
         if kinds[i] in (*PRODUCTS, "lm head"):
             last[event.stream] = kinds[i]
+            halfway.discard(event.stream)
     if residual and not serial:
         _by_duration(events, kinds, residual)
     return kinds

@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from weft.engine.model.families.family import TensorNames
 from weft.engine.model.finite import FiniteCheck
 from weft.engine.model.gguf.checkpoint import GgufCheckpoint
 from weft.engine.model.gguf.file import INDEX
-from weft.engine.model.layer_weights import LayerWeights, Tensors, norm_weight, pack_layer
+from weft.engine.model.layer_weights import LayerWeights, ProductWeights, Tensors, norm_weight, pack_layer
 from weft.engine.model.shapes import ShapesAlone
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.staging import Staging
@@ -115,6 +115,20 @@ class _Reader:
         return tensor
 
 
+def _skewed(weights: Weights, by: float) -> Weights:
+    """With routers that send more of the tokens to the first eighth of the experts."""
+
+    def router(old: ProductWeights) -> ProductWeights:
+        count, device = len(old.weight), old.weight.device
+        more = torch.where(torch.arange(count, device=device) < max(1, count // 8), by, 0.0)
+        return replace(old, bias=more if old.bias is None else old.bias + more)
+
+    if not by:
+        return weights
+    layers = ({**w, "router": router(w["router"])} if "router" in w else w for w in weights.layers)
+    return replace(weights, layers=tuple(layers))
+
+
 def load_weights(
     spec: ModelSpec,
     path: Path,
@@ -123,10 +137,13 @@ def load_weights(
     dtype: torch.dtype,
     max_positions: int,
     dummy_seed: int | None = None,
+    dummy_skew: float = 0.0,
     progress: Progress | None = None,
     staged: bool | None = None,
 ) -> Weights:
     """Load and pack. `dummy_seed` makes weights up instead of reading `path`. `progress` counts bytes.
+
+    dummy_skew: what routers add to the logits of the first eighth of the experts, where weights are made up.
 
     staged: through `Staging`; None: to a GPU, where it is quicker.
 
@@ -141,7 +158,7 @@ def load_weights(
     )
     if dummy_seed is not None:
         made = _made_up(spec, names, Dummy(dummy_seed, device), dtype, progress)
-        return _pack(spec, names, Tensors(made, None, dtype), tables, tied=spec.tie_embeddings)
+        return _skewed(_pack(spec, names, Tensors(made, None, dtype), tables, tied=spec.tie_embeddings), dummy_skew)
     head = f"{names.lm_head}.weight"
     with ExitStack() as stack:
         checkpoint: TensorSource = GgufCheckpoint(path) if (path / INDEX).is_file() else Checkpoint(path, stack)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
+
+from weft.engine.errors import ConfigError
 from weft.engine.model.operations import Operation, Role
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.plan import Edge, NanoOperation, Period, by_name
@@ -21,23 +24,53 @@ class Pipeline:
         self.operations: tuple[tuple[NanoOperation, Operation], ...] = tuple(
             (nano, known[nano.operation]) for nano in period.operations
         )
+        self._of_layer = self._by_layer(period, spec)
         self.lanes = {nano.lane for nano in period.operations}
         self.edges: tuple[Edge, ...] = tuple(period.dependencies(spec))
         self.begins = period.begins
         """where token ranges begin, in order"""
         self.nano_batches = period.nano_batches(spec)
         """the token ranges that attention is cut into, in token order"""
-        decodes = [nano for nano, op in self.operations if op.role is Role.DECODE_ATTENTION]
+        decodes = [nano for nano in period.operations if known[nano.operation].role is Role.DECODE_ATTENTION]
         self.decode_sms: tuple[int, ...] = tuple(nano.sms for nano in sorted(decodes, key=lambda nano: nano.begin))
         """SMs of decode attention for each of the `nano_batches`"""
         self.gate = next((i for i, op in enumerate(period.operations) if op is period.gate), None)
         """index of the operation from whose beginning on pages leave for the host"""
 
+    def _by_layer(self, period: Period, spec: ModelSpec) -> list[range]:
+        """Which of the operations are each layer's; where layers differ (some dense, some with experts) those of the
+        other kind are added. Raises `ConfigError` for a pipeline of such a model: it describes one kind alone.
+        """
+        known, last = by_name(spec), spec.num_layers - 1
+        kinds = {spec.layer(last).experts: range(len(self.operations))}
+        for i in range(last):
+            if (kind := spec.layer(i).experts) in kinds:
+                continue
+            nano = period.operations[0]
+            if len(period.begins) > 1 or len({op.lane for op in period.operations}) > 1:
+                raise ConfigError(
+                    "a plan describes layers of one kind; this model has dense ones and ones with experts"
+                )
+            names = {op.operation for op in period.operations}
+            others = tuple(
+                (msgspec.structs.replace(nano, operation=op.name), op)
+                for op in spec.layer_operations(i)
+                if op.name in names or op.name not in known
+            )
+            kinds[kind] = range(len(self.operations), len(self.operations) + len(others))
+            self.operations += others
+        return [kinds[spec.layer(i).experts] for i in range(spec.num_layers)]
+
     def unrolled(self, num_layers: int | None = None) -> Iterator[tuple[int, int]]:
         """(layer, index of the nano-operation) in the order of launch over the whole model, or its first layers."""
         num_layers = self.num_layers if num_layers is None else min(num_layers, self.num_layers)
         for turn in range(-1, num_layers):
-            for i, (nano, _) in enumerate(self.operations):
-                layer = turn + nano.next_layer
+            for i in self._of_layer[max(turn, 0)]:
+                layer = turn + self.operations[i][0].next_layer
                 if 0 <= layer < num_layers:
                     yield layer, i
+
+    @property
+    def alike(self) -> bool:
+        """Whether all layers have the same operations."""
+        return len(set(self._of_layer)) == 1

@@ -195,9 +195,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def model_key(spec: ModelSpec) -> str:
     """The shapes that a plan depends on, readable."""
+    e = spec.experts
+    experts = "" if e is None else f" experts={e.top}/{e.count}x{e.intermediate_size}+{e.shared_size}"
     return (
         f"layers={spec.num_layers} hidden={spec.hidden_size} intermediate={spec.intermediate_size} "
-        f"heads={spec.num_heads}/{spec.num_kv_heads}x{spec.head_dim} vocab={spec.vocab_size}"
+        f"heads={spec.num_heads}/{spec.num_kv_heads}x{spec.head_dim} vocab={spec.vocab_size}{experts}"
     )
 
 

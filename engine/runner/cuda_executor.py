@@ -19,6 +19,7 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import TOKEN_STEP, Edge, NanoOperation
+from weft.engine.runner.cuda_experts import ExpertLayers
 from weft.engine.runner.cuda_inputs import DeviceInputs
 from weft.engine.runner.launchers import launchers_of
 from weft.kernels import resident
@@ -27,6 +28,7 @@ from weft.kernels.attention_triton import TritonStep
 from weft.kernels.decode_workspace import decode_workspace
 from weft.kernels.dependent_launch import dependent_launch
 from weft.kernels.embedding import embed, final_norm
+from weft.kernels.experts import switch_shared
 from weft.kernels.gemm import matmul
 from weft.kernels.gemm_config import GemmConfig
 from weft.kernels.gemm_launch import choose, workspace
@@ -120,6 +122,10 @@ class CudaExecutor:
             "a": buffer(t, spec.num_heads * spec.head_dim),
             "h": buffer(t, spec.intermediate_size),
         }
+        self.expert_layers: ExpertLayers | None = None
+        if spec.experts is not None:
+            self.expert_layers = ExpertLayers(spec, t, dtype, device)
+            self._activations["s"] = buffer(t, spec.experts.shared_size)
         self._raw = {
             name: buffer(t, width) if needed else None
             for name, width, needed in (
@@ -176,7 +182,7 @@ class CudaExecutor:
         # the second layer reads sums of squares that the first one wrote
         parts = _one_part(pipeline)
         with dependent_launch(len(pipeline.lanes) == 1):
-            for layer, i in pipeline.unrolled(num_layers=2):
+            for layer, i in pipeline.unrolled(num_layers=2 if pipeline.alike else None):
                 launch = self._launch_of(pipeline, i, layer, kv, parts)
                 self._launchers[launch.operation.name](self, launch)
         self._head(parts, pipeline, num_rows)
@@ -226,7 +232,7 @@ class CudaExecutor:
         """
         main = torch.cuda.current_stream()
         operations = pipeline.period.operations
-        waits: list[list[Edge]] = [[] for _ in operations]
+        waits: list[list[Edge]] = [[] for _ in pipeline.operations]
         for edge in pipeline.edges:
             if operations[edge.before].lane != operations[edge.after].lane:
                 waits[edge.after].append(edge)
@@ -308,6 +314,10 @@ class CudaExecutor:
             self.spec.norm.eps, activation=self.spec.activation, bias=it.product.bias,
             out=self._activations[it.operation.target][it.tokens], **self._common(it),
         )  # fmt: skip
+        if it.product.gate is not None:
+            sums, out = self._stream_sums(it), self._activations[it.operation.target][it.tokens]
+            assert sums is not None  # `resolve` refuses experts without norms before them
+            switch_shared(self.x[it.tokens], sums, it.product.gate, self.spec.norm.eps, out=out)
 
     def _up(self, it: Launch) -> None:
         linear_project(
@@ -315,6 +325,27 @@ class CudaExecutor:
             self.spec.norm.eps, activation=self.spec.activation, bias=it.product.bias,
             out=self._activations[it.operation.target][it.tokens], **self._common(it),
         )  # fmt: skip
+
+    def _router(self, it: Launch) -> None:
+        assert self.expert_layers is not None
+        self.expert_layers.route(it.product, self.x[it.tokens], self._stream_sums(it), it.nano, self._live(it))
+
+    def _experts_gate_up(self, it: Launch) -> None:
+        assert self.expert_layers is not None
+        x = self.x[it.tokens]
+        self.expert_layers.gate_up(it.product, x, self._stream_sums(it), it.nano, self._live(it), it.pipeline)
+
+    def _experts_residual(self, it: Launch) -> None:
+        assert self.expert_layers is not None
+        own = it.tokens
+        sums = self.expert_layers.residual(
+            it.product, self.x[own], self._sumsq[:, own], it.nano, self._live(it), it.pipeline
+        )
+        it.parts[it.blocks] = [sums.shape[0]] * len(it.parts[it.blocks])
+
+    def _live(self, it: Launch) -> Tensor:
+        """`[1]`: how many of an operation's tokens there are."""
+        return self.inputs.live(it.pipeline, it.nano.begin)
 
     def _stream_sums(self, it: Launch) -> Tensor | None:
         """`[parts, T]` that a product which reads the stream is normed by; None where no norm stands before it."""
@@ -329,7 +360,7 @@ class CudaExecutor:
         return {
             "num_sms": it.nano.sms,
             "space": self._gemm_space,
-            "num_tokens": self.inputs.live(it.pipeline, it.nano.begin),
+            "num_tokens": self._live(it),
             "config": self._config(it.nano.config, it.nano.end - it.nano.begin, it.product.weight),
         }
 
@@ -360,4 +391,7 @@ TABLE: Mapping[str, Callable[[CudaExecutor, Launch], None]] = {
     "residual": CudaExecutor._residual,
     "gate_up": CudaExecutor._gate_up,
     "up": CudaExecutor._up,
+    "router": CudaExecutor._router,
+    "experts_gate_up": CudaExecutor._experts_gate_up,
+    "experts_residual": CudaExecutor._experts_residual,
 }

@@ -18,8 +18,15 @@ TUNING = "tuning matrix products"
 
 
 def product_shapes(spec: ModelSpec) -> list[Shape]:
-    """The products of a layer, by the names of their kernels' epilogues."""
-    return [Shape(op.kernel, op.out, op.inner) for op in spec.layer_operations() if op.role is Role.PRODUCT]
+    """The products of layers of each kind, by the names of their kernels' epilogues; those of experts are one."""
+    found = []
+    kinds = {spec.layer(i).experts: i for i in range(spec.num_layers)}
+    for op in (op for layer in kinds.values() for op in spec.layer_operations(layer)):
+        if op.kernel == "experts_gate_up" and spec.experts is not None:
+            found.append(Shape("experts", op.out, op.inner, spec.experts.count, spec.experts.top))
+        elif op.role is Role.PRODUCT and op.kernel != "router":  # which has one way to be computed
+            found.append(Shape(op.kernel, op.out, op.inner))
+    return list(dict.fromkeys(found))
 
 
 def tuning_launches(spec: ModelSpec, max_tokens: int, cache_dir: Path) -> None:
@@ -33,8 +40,8 @@ def tuning_launches(spec: ModelSpec, max_tokens: int, cache_dir: Path) -> None:
     known = tuned.read_cache(cache_dir, of), tuned.shipped(of.capability, of.sms)
     for shape, tokens in tuned.missing(product_shapes(spec), max_tokens, *known):
         weight = bench_calls.weights(shape, 1, str(device))[0]
-        by_rule = gemm_launch.choose(tokens, shape.features, shape.depth, here.sms)
-        for config in tuned.tries(by_rule, tokens, is_hopper()):
+        by_rule = bench_calls.rule(shape, tokens, here.sms)
+        for config in tuned.tries(shape, by_rule, tokens, is_hopper()):
             # what cannot be launched is not timed either
             with contextlib.suppress(ValueError, TypeError, AssertionError):
                 bench_calls.product(shape, tokens, weight, space, here.sms, config, spec.head_dim, spec.num_kv_heads)()

@@ -14,6 +14,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, OutOfMemory
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.broad.spec import BroadSpec
+from weft.engine.model.parts import Placement
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.choose import choose_plan, target_of
 from weft.engine.plans.plan import Plan, load_plan
@@ -28,6 +29,8 @@ GIB = 2**30
 CPU_MEMORY_SHARE = 0.25
 """of the machine's memory, at most, for KV pages on the CPU"""
 
+EXPERT_ACTIVATIONS = ("silu", "swiglu_oai")
+"""those of the kernels of experts (`kernels.experts_triton`)"""
 INVARIANT_CHUNK = 128
 """with batch invariance prompts are cut at multiples of this alone: a tile of attention never depends on the cut"""
 
@@ -208,6 +211,10 @@ def _check_plan(config: EngineConfig) -> None:
 
 
 def _plan(config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype, backend: str) -> Plan | None:
+    if len({layer.experts for layer in spec.layers}) > 1:
+        if config.plan not in ("auto", "serial"):
+            raise ConfigError(f"--plan {config.plan}: a model with dense layers and ones with experts runs serially")
+        return None
     if backend != "triton" or config.batch_invariant:
         if config.plan not in ("auto", "serial"):
             raise ConfigError(
@@ -242,10 +249,25 @@ def _check_kernels(spec: ModelSpec) -> None:
     """Refuse what the GPU kernels were not made for. Attention's own limits: see `attention_backends.check`."""
     if lacking := next((part for part, asked in _beyond_gpu(spec).items() if asked), None):
         raise ConfigError(f"{spec.architecture}: the GPU kernels have no {lacking} yet; use --device cpu")
-    if spec.hidden_size % 8 or spec.intermediate_size % 8:
+    e = spec.experts
+    sizes = [spec.hidden_size, spec.intermediate_size]
+    if e is not None:
+        sizes += [e.intermediate_size, e.shared_size]
+    if any(size % 8 for size in sizes):
         raise ConfigError("a GPU needs hidden and intermediate sizes that are multiples of 8; use --device cpu")
+
+
+def _experts_alone(spec: ModelSpec) -> bool:
+    """No MLP is dense."""
+    return spec.experts is not None and not spec.experts.shared_size and all(layer.experts for layer in spec.layers)
 
 
 def _beyond_gpu(spec: ModelSpec) -> dict[str, bool]:
     """Parts that only the torch twins compute, and whether the model has them."""
-    return {"experts": spec.experts is not None}
+    e = spec.experts
+    return {
+        f"experts with norms placed {spec.placement.value}": e is not None and spec.placement is not Placement.PRE,
+        "experts with LayerNorm": e is not None and spec.norm.centred,
+        f"activation {spec.activation} of experts": e is not None and spec.activation not in EXPERT_ACTIVATIONS,
+        "activation swiglu_oai outside experts": spec.activation == "swiglu_oai" and not _experts_alone(spec),
+    }

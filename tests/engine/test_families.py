@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, make_tiny, save_tiny
 
 from weft.autosearch.costmodel import Usage, operation_costs
+from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, ModelError
 from weft.engine.model import parts
 from weft.engine.model.directory import read_spec
@@ -203,13 +204,43 @@ def test_longrope_is_pinned_by_the_context_limit(tmp_path: Path, limit: int, kin
 
 
 def test_the_gpu_names_the_part_that_it_lacks(tiny_model: Callable[[str], Path]) -> None:
-    with pytest.raises(ConfigError, match="the GPU kernels have no experts"):
-        resolve._check_kernels(read_spec(tiny_model("mixtral")))
+    spec = read_spec(tiny_model("qwen2-moe"))
+    for lacks, word in (
+        (replace(spec, placement=parts.Placement.POST), "experts with norms placed post"),
+        (replace(spec, norm=replace(spec.norm, centred=True)), "experts with LayerNorm"),
+        (replace(spec, activation="gelu"), "activation gelu of experts"),
+        (replace(spec, activation="swiglu_oai"), "activation swiglu_oai outside experts"),
+    ):
+        with pytest.raises(ConfigError, match=f"the GPU kernels have no {word}"):
+            resolve._check_kernels(lacks)
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if "moe" not in f and f not in ("mixtral", "gpt-oss")])
-def test_dense_families_have_nothing_that_a_gpu_lacks(tiny_model: Callable[[str], Path], family: str) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_have_nothing_that_a_gpu_lacks(tiny_model: Callable[[str], Path], family: str) -> None:
     resolve._check_kernels(read_spec(tiny_model(family)))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+def test_skewed_routers_send_most_tokens_to_few_experts(tiny_model: Callable[[str], Path], family: str) -> None:
+    spec = read_spec(tiny_model(family))
+    made = [
+        load_weights(
+            spec,
+            Path(),
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            max_positions=64,
+            dummy_seed=0,
+            dummy_skew=skew,
+        ).layers[0]["router"]
+        for skew in (0.0, 5.0)
+    ]
+    assert torch.equal(made[0].weight, made[1].weight)
+    before = torch.zeros(4) if made[0].bias is None else made[0].bias
+    assert made[1].bias is not None
+    assert (made[1].bias - before).tolist() == pytest.approx([5.0, 0.0, 0.0, 0.0])
+    with pytest.raises(ValueError, match="dummy_skew needs load_format dummy"):
+        EngineConfig(model=str(tiny_model(family)), dummy_skew=2.0)
 
 
 def test_costs_count_what_a_token_takes(tiny_model: Callable[[str], Path]) -> None:

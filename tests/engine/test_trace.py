@@ -60,6 +60,21 @@ def test_the_order_of_a_layer_tells_products_of_one_kernel_apart(layer: tuple[st
     )
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_experts_stand_for_gate_up_and_down(shared: bool) -> None:
+    """Products of one kernel around them keep their names, those of a shared expert included."""
+    routed = ("_logits_kernel", "_choose_kernel", "_scatter_kernel", "grouped_kernel")
+    product = ("product_kernel",) if shared else ()
+    layer = (
+        "product_kernel", "decode_kernel", "_prefill_kernel", "product_kernel", *routed, *product, "grouped_kernel",
+        "_combine_kernel", *product,
+    )  # fmt: skip
+    kinds = ["qkv", *KINDS[1:4], "router", "router", "rows of experts", "experts", *["gate-up"] * shared, "experts"]
+    kinds += ["rows of experts", *["down"] * shared]
+    events = kernels(*((name, 10.0 * i, 10.0) for i, name in enumerate(("_prepare_kernel", *layer * 2))))
+    assert kinds_of(events)[1:] == kinds * 2
+
+
 def test_a_trace_that_begins_inside_a_layer_is_read_from_the_next_iteration_on() -> None:
     first, end = iteration(0.0)
     second, end = iteration(end)

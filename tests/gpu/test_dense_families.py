@@ -1,4 +1,4 @@
-"""Engines on a GPU over random checkpoints of each dense family, against `transformers`; a few interpreted without one.
+"""Engines on a GPU over random checkpoints of each dense family, against `transformers`; a few families interpreted.
 
 On a GPU: logits in bfloat16 beside float32, and what graphs generate. Windows end within the prompts.
 """
@@ -143,11 +143,11 @@ def test_windows_that_end_within_their_contexts(family: str, pages: int, tiny_mo
 
 
 @pytest.mark.skipif(HERE, reason="a GPU runs all of them")
-@pytest.mark.parametrize("family", ["gemma3", "olmo2", "opt"])
+@pytest.mark.parametrize("family", ["gemma3", "olmo2", "opt", "gpt-oss", "glm4-moe"])
 def test_an_interpreted_engine_gives_transformers_tokens(
     family: str, device: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Norms at every place, activations, learned positions, biases, windows that end: the whole way of an iteration."""
+    """Norms at every place, activations, learned positions, biases, windows that end, experts: a whole iteration."""
     assert device == "cpu"
     prompts = _prompts()[:2]
     with interpreted_gpu(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +18,27 @@ from interpreted import streams_in_order
 
 from weft.autosearch.bench_protocol import Load
 from weft.autosearch.gpu_bench import batch_of
-from weft.engine.model.parts import Norm
+from weft.engine.errors import ConfigError
+from weft.engine.model.operations import Role
+from weft.engine.model.parts import Experts, Layer, Norm
 from weft.engine.model.rope import Rope
 from weft.engine.model.spec import ModelSpec
-from weft.engine.model.weights import load_weights
+from weft.engine.model.weights import Weights, load_weights
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import NanoOperation, Period, serial_period
 from weft.engine.runner.batch import Batch
+from weft.engine.runner.cpu_executor import CpuExecutor, CpuInputs
 from weft.engine.runner.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda_inputs import DeviceInputs, Layout
 from weft.kernels.attention import AttentionShape
+from weft.kernels.attention_torch import TorchAttention
 from weft.kernels.attention_triton import PER_SM, TritonAttention
 from weft.kernels.gemm_config import SPECIAL, GemmConfig
 from weft.kernels.gpu import gpu
 
 PAGE = 16
 SMALL = GemmConfig(64, 64, 64, 3, 4, 8)
+TALL = GemmConfig(128, 64, 64, 3, 4, 8)
 
 
 def _spec(hidden: int, inter: int, heads: int, kv_heads: int, head_dim: int) -> ModelSpec:
@@ -40,6 +46,22 @@ def _spec(hidden: int, inter: int, heads: int, kv_heads: int, head_dim: int) -> 
         "LlamaForCausalLM", 160, hidden, inter, 2, heads, kv_heads, head_dim, 2048, Norm(1e-5), (Rope(1e4),),
         "bfloat16",
     )  # fmt: skip
+
+
+def _expert_specs(hidden: int, inter: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, ModelSpec]:
+    """All layers of experts, some of them, and gpt-oss's."""
+    plain = replace(_spec(hidden, inter, heads, kv_heads, head_dim), layers=(Layer(experts=True),))
+    return {
+        "mixtral": replace(plain, architecture="MixtralForCausalLM", experts=Experts(5, 2, inter)),
+        "qwen2-moe": replace(
+            plain, architecture="Qwen2MoeForCausalLM", qkv_bias=True, layers=(Layer(), Layer(experts=True)),
+            experts=Experts(6, 3, inter // 2, normalise=False, shared_size=inter // 2, shared_gate=True),
+        ),
+        "gpt-oss": replace(
+            plain, architecture="GptOssForCausalLM", qkv_bias=True, o_bias=True, activation="swiglu_oai", sinks=True,
+            experts=Experts(8, 4, inter, router="top_softmax", router_bias=True, bias=True),
+        ),
+    }  # fmt: skip
 
 
 @pytest.fixture
@@ -54,7 +76,7 @@ class Machine:
     def __init__(self, spec: ModelSpec, load: Load, device: str) -> None:
         here = gpu()
         assert here is not None
-        self.spec, self.load, self.sms = spec, load, here.sms
+        self.spec, self.load, self.sms, self.device = spec, load, here.sms, device
         dtype = torch.bfloat16 if device == "cuda" else torch.float16
         weights = load_weights(
             spec, Path(), device=torch.device(device), dtype=dtype, max_positions=2048, dummy_seed=1
@@ -63,7 +85,9 @@ class Machine:
         requests, pages = self.batch.page_table.shape
         layout = Layout.of(load.tokens, load.tokens, spec.heads_per_kv, nano_batches=3)
         inputs = DeviceInputs(layout, torch.device(device), requests, pages)
-        shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, PAGE, dtype, torch.device(device))
+        shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, PAGE, dtype, torch.device(device),
+            sinks=spec.sinks)  # fmt: skip
+        self.weights = weights
         self.executor = CudaExecutor(spec, weights, inputs, dtype, TritonAttention(shape, self.sms))
         pool = (int(self.batch.page_table.max()) + 1, spec.num_layers, 2, PAGE, spec.num_kv_heads, spec.head_dim)
         self._kv = torch.randn(pool, device=device).to(dtype)
@@ -84,6 +108,48 @@ class Machine:
         self.executor.forward(pipeline, kv, rows)
         return self.executor.logits[:rows].clone()
 
+    def twins(self) -> Tensor:
+        """The same logits from the CPU's executor, in float32."""
+        batch, spec = self.batch, self.spec
+        weights = load_weights(
+            spec, Path(), device=torch.device(self.device), dtype=self.executor.x.dtype, max_positions=2048,
+            dummy_seed=1,
+        )  # fmt: skip
+        for tensor in _floats(weights):
+            tensor.data = tensor.float()
+        kv = self._kv.cpu().float()
+        shape = AttentionShape(
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, PAGE, torch.float32, torch.device("cpu"),
+            sinks=spec.sinks,
+        )  # fmt: skip
+        attention = TorchAttention(shape)
+        executor = CpuExecutor(spec, weights, kv, attention)
+        ids = np.where(
+            batch.token_ids < 0, self.executor.last_token.cpu().numpy()[batch.slots[_rows(batch)]], batch.token_ids
+        )
+        inputs = CpuInputs(
+            torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(batch.positions.astype(np.int64)),
+            torch.from_numpy(batch.slot_mapping), attention.prepare(batch),
+        )  # fmt: skip
+        x, sumsq = executor.forward(inputs)
+        return executor.logits(x, sumsq, torch.from_numpy(batch.sampling.logit_tokens.astype(np.int64)))
+
+
+def _rows(batch: Batch) -> Any:
+    """The request of each token."""
+    return np.repeat(np.arange(batch.num_requests), batch.query_len)
+
+
+def _floats(weights: Weights) -> Iterator[Tensor]:
+    """Its tensors of 16 bits, moved to the CPU."""
+    products = (product for layer in weights.layers for product in layer.values())
+    for tensor in (weights.embedding, weights.norm, weights.lm_head, *(t for p in products for t in p.tensors())):
+        if tensor is not None:
+            tensor.data = tensor.data.cpu()
+            yield tensor
+    for table in weights.rotary:
+        table.data = table.data.cpu()
+
 
 def _sampled(batch: Batch) -> Batch:
     rows = np.arange(batch.num_requests, dtype=np.int32)
@@ -97,17 +163,20 @@ def _sampled(batch: Batch) -> Batch:
     )
 
 
-def _pipeline(cuts: tuple[int, ...], config: GemmConfig, sms: int, attention_sms: int) -> Period:
+def _pipeline(
+    cuts: tuple[int, ...], config: GemmConfig, sms: int, attention_sms: int, spec: ModelSpec, offload: str
+) -> Period:
     """While one nano-batch attends, the others go through the matrices, some of them a layer ahead."""
     ranges = list(zip((0, *cuts[:-1]), cuts, strict=True))
     operations = []
+    products = [o.name for o in spec.layer_operations() if o.role in (Role.PRODUCT, Role.EXPERTS) and o.name != "qkv"]
     for k, own in enumerate(ranges):
-        operations += [NanoOperation(n, *own, sms - attention_sms, config=config) for n in ("o", "gate_up", "down")]
+        operations += [NanoOperation(n, *own, sms - attention_sms, config=config) for n in products]
         operations.append(NanoOperation("qkv", *own, sms - attention_sms, next_layer=True, config=config))
         lane: Any = "memory" if k % 2 == 0 else "compute"
         operations += [NanoOperation(n, *own, attention_sms, lane, next_layer=True) for n in ("decode", "prefill")]
     # prefill attention of a range needs the keys of all before it: they stand before it in the list
-    return Period(cuts[-1], tuple(operations), offload="gate_up")
+    return Period(cuts[-1], tuple(operations), offload=offload)
 
 
 def _serial(spec: ModelSpec, tokens: int, sms: int, config: GemmConfig | None) -> Period:
@@ -131,7 +200,7 @@ def test_a_pipeline_gives_the_serial_plans_logits_to_the_bit(cuts: tuple[int, ..
     assert want.isfinite().all()
     assert want.std() > 0.01
     attention_sms = 20 if large else 2
-    assert torch.equal(machine.logits(_pipeline(cuts, config, machine.sms, attention_sms)), want)
+    assert torch.equal(machine.logits(_pipeline(cuts, config, machine.sms, attention_sms, spec, "gate_up")), want)
     if not large:  # the gate of each layer once, by the pipeline alone
         assert [gate.records for gate in machine.executor.gates] == [1] * spec.num_layers  # type: ignore[attr-defined]
     assert torch.equal(machine.logits(_serial(spec, cuts[-1], machine.sms, config)), want)
@@ -149,3 +218,46 @@ def test_where_the_order_of_sums_differs_logits_are_near(device: str) -> None:
         machine.logits(_serial(spec, 256, machine.sms, other)),
     ):
         assert float((got - want).norm() / want.norm()) < 2e-2
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "gpt-oss"])
+@pytest.mark.usefixtures("streams")
+def test_models_of_experts_give_the_twins_logits(family: str, device: str) -> None:
+    large = device == "cuda"
+    spec = _expert_specs(*((1024, 896, 8, 2, 128) if large else (128, 96, 4, 2, 64)))[family]
+    load, bucket = (Load(90, 20, 60, 40), 128) if large else (Load(28, 5, 20, 11), 32)
+    machine = Machine(spec, load, device)
+    got = machine.logits(serial_period(spec, bucket, machine.sms)).cpu()
+    want = machine.twins()
+    assert want.std() > 0.01
+    # Of most rows: where two experts are near a tie, rounding chooses.
+    differences = (got - want).norm(dim=1) / want.norm(dim=1)
+    assert differences.median() < 2e-2
+    assert float((got - want).norm() / want.norm()) < (0.2 if large else 2e-2)
+
+
+@pytest.mark.parametrize("cuts", [(128, 256)])
+@pytest.mark.usefixtures("streams")
+def test_nano_batches_of_experts_give_the_serial_plans_logits_to_the_bit(cuts: tuple[int, ...], device: str) -> None:
+    large = device == "cuda"
+    spec = _expert_specs(*((1024, 896, 8, 2, 128) if large else (128, 96, 4, 2, 64)))["mixtral"]
+    config = (SPECIAL if torch.cuda.get_device_capability()[0] == 9 else SMALL) if large else SMALL
+    machine = Machine(spec, Load(250, 30, 60, 75), device)
+    want = machine.logits(_serial(spec, cuts[-1], machine.sms, config))
+    assert want.isfinite().all()
+    got = machine.logits(_pipeline(cuts, config, machine.sms, 20 if large else 2, spec, "router"))
+    assert torch.equal(got, want)
+    period = _pipeline(cuts, config, machine.sms, 2, spec, "router")
+    uneven = tuple(
+        msgspec.structs.replace(op, config=TALL if op.operation == "experts_down" else config)
+        for op in period.operations
+    )
+    with pytest.raises(ConfigError, match="the same token ranges"):
+        machine.logits(msgspec.structs.replace(period, operations=uneven))
+
+
+@pytest.mark.usefixtures("streams")
+def test_a_plan_for_layers_of_two_kinds_is_refused() -> None:
+    spec = _expert_specs(128, 96, 4, 2, 64)["qwen2-moe"]
+    with pytest.raises(ConfigError, match="layers of one kind"):
+        Pipeline(_pipeline((128, 256), SMALL, 4, 2, spec, "router"), spec)

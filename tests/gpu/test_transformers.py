@@ -1,4 +1,4 @@
-"""4 layers of the Llama-3-8B shape and of Qwen shapes against `transformers` on the GPU in bf16: logits and tokens."""
+"""Models of known shapes against `transformers` on the GPU in bf16, those with experts included: logits and tokens."""
 
 from __future__ import annotations
 
@@ -96,3 +96,94 @@ def test_logits_and_tokens_agree_on_64_prompts(checkpoint: Path) -> None:
     assert agree[0] >= agree[1] - 0.005 * total
     if checkpoint.name.startswith("confident"):
         assert agree[2] >= 0.995 * total
+
+
+SMALL = {
+    "vocab_size": 32000, "hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 16, "head_dim": 64,
+    "num_key_value_heads": 4, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+}  # fmt: skip
+OF_EXPERTS = {
+    "Mixtral": {"intermediate_size": 1792, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+    "Qwen3Moe": {
+        "intermediate_size": 2048, "moe_intermediate_size": 384, "num_experts": 64, "num_experts_per_tok": 8,
+        "norm_topk_prob": True, "head_dim": 128, "num_attention_heads": 8,
+    },
+    "Qwen2Moe": {
+        "intermediate_size": 2048, "moe_intermediate_size": 384, "num_experts": 16, "num_experts_per_tok": 4,
+        "shared_expert_intermediate_size": 768, "mlp_only_layers": [1],
+    },
+    "GptOss": {
+        "intermediate_size": 1024, "num_local_experts": 16, "num_experts_per_tok": 4, "sliding_window": 4096,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", OF_EXPERTS)
+def test_logits_of_models_with_experts_agree(family: str, tmp_path: Path) -> None:
+    """By the median of 48 prompts: where two experts are near a tie, rounding chooses, in any program."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        config = getattr(transformers, f"{family}Config")(**{**SMALL, **OF_EXPERTS[family]})
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.uniform_(0.5, 1.5)
+        else:
+            parameter.data.normal_(0, 0.3 if "bias" in name or "sinks" in name else 0.03)
+    _make_confident(model)
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 32000, int(n)).astype(np.int32) for n in rng.integers(16, 400, 48)]
+    options = {"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 64, "max_num_batched_tokens": 512}
+    harness = Harness(tmp_path, **options, num_pages=600, prefix_caching=False)
+    runner, ours = harness.engine.runner, []
+    for prompt in prompts:  # one at a time, so that the rows of the logits are this prompt's
+        harness.add(prompt, max_tokens=1, **GREEDY)
+        harness.run()
+        ours.append(runner._executor.logits[0].clone())
+    alone = [harness.tokens[handle] for handle in range(len(prompts))]
+    together = [harness.add(prompt, max_tokens=1, **GREEDY) for prompt in prompts]
+    harness.run()
+    apart = []
+    for dtype in (torch.float32, torch.bfloat16):
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).cuda()
+        with torch.inference_mode():
+            ids = (torch.from_numpy(prompt.astype(np.int64)).cuda()[None] for prompt in prompts)
+            apart.append([theirs(each).logits[0, -1].float() for each in ids])
+    exact, rounded = apart
+    own, other = (
+        [float((a - b).norm() / b.norm()) for a, b in zip(logits, exact, strict=True)] for logits in (ours, rounded)
+    )
+    agree = np.mean([int(a.argmax()) == int(b.argmax()) for a, b in zip(ours, exact, strict=True)])
+    print(
+        f"{family}: relative difference of logits from float32, median and worst: weft {np.median(own):.2e} "
+        f"{max(own):.2e}, transformers {np.median(other):.2e} {max(other):.2e}; the same argmax at {agree:.1%}"
+    )
+    assert np.median(own) < max(2e-2, np.median(other))
+    assert max(own) < max(4e-2, 1.5 * max(other))
+    assert np.mean([harness.tokens[h] == tokens for h, tokens in zip(together, alone, strict=True)]) > 0.9
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
+def test_experts_are_batch_invariant(family: str, tmp_path: Path) -> None:
+    """The same tokens and log-probabilities, to the bit, alone and among neighbours, in graphs of other sizes."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        config = getattr(transformers, f"{family}Config")(**{**SMALL, **OF_EXPERTS[family]})
+        getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, 32000, int(n)).astype(np.int32) for n in rng.integers(5, 300, 24)]
+    options = {"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 32, "max_num_batched_tokens": 512}
+    harness = Harness(tmp_path, **options, num_pages=600, prefix_caching=False, batch_invariant=True)
+    asked = {"max_tokens": 12, "logprobs": 2, "ignore_eos": True, **GREEDY}
+    alone = []
+    for prompt in prompts[:6]:
+        alone.append(harness.add(prompt, **asked))
+        harness.run()
+    together = [harness.add(prompt, **asked) for prompt in prompts]
+    harness.run()
+    for a, b in zip(alone, together[:6], strict=True):
+        assert harness.tokens[a] == harness.tokens[b]
+        for one, other in zip(harness.logprobs[a], harness.logprobs[b], strict=True):
+            assert np.array_equal(one.values, other.values)
