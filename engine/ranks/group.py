@@ -17,11 +17,19 @@ from weft.engine.model.directory import read_spec
 from weft.engine.progress import Progress
 from weft.engine.ranks.links import Descriptors, Links
 from weft.engine.wire.beat import ENGINE, Beats
+from weft.engine.wire.blank import environment
 from weft.engine.wire.child import Stacks
 from weft.engine.wire.cores import cores, nodes_here, shares, threads
 
 END_SECONDS = 2.0
 """that a rank gets to end when told"""
+WATCH_MS = 500
+"""between looks at whether there is still anything to watch"""
+
+
+def _not_started(config: EngineConfig, error: OSError) -> ConfigError:
+    why = error.strerror or error
+    return ConfigError(f"--tensor-parallel-size {config.tensor_parallel_size}: no rank can be started: {why}")
 
 
 class Ranks:
@@ -33,50 +41,53 @@ class Ranks:
     """
 
     def __init__(self, config: EngineConfig, beats: Beats, row: int, stacks_fd: int, *, pin: bool) -> None:
-        ranks = config.tensor_parallel_size
         self.config = config
-        self._shared = Descriptors.make(ranks)
-        self._lost = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._why: str | None = None
         self._stopping = False
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._ends: dict[int, int] = {}
+        """by rank: a descriptor that becomes readable when its process has ended"""
         self._watcher = threading.Thread(target=self._watch, name="weft-ranks", daemon=True)
+        try:
+            self._shared = Descriptors.make(config.tensor_parallel_size)
+            self._lost = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except OSError as error:
+            raise _not_started(config, error) from None
         self.links = Links(0, self._shared, self._lost)
         self.links.check = self.check
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        cpus = os.sched_getaffinity(0)
-        parts = shares(cpus, nodes_here(), ranks)
-        # The kernel ends a child with the thread that made it.
-        parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
-        fds = (*self._shared.fds, beats.fd, stacks_fd)
-        lines = f"{config.model_dump_json()}\n{self._shared.dump()}\n".encode()
+        parts = shares(os.sched_getaffinity(0), nodes_here(), config.tensor_parallel_size)
         try:
             for rank in self.links.peers:
-                beat = beats.rank(row, rank)
-                beat.begin(beats.start_timeout)
-                arguments = map(str, (rank, parent, beats.fd, row, stacks_fd))
-                process = self._processes[rank] = subprocess.Popen(
-                    (sys.executable, "-P", "-m", "weft.engine.ranks.process", *arguments),
-                    stdin=subprocess.PIPE,
-                    pass_fds=fds,
-                    start_new_session=True,
-                )
-                beat.begin(beats.start_timeout, process.pid)
-                if parts:
-                    with contextlib.suppress(OSError):
-                        os.sched_setaffinity(process.pid, parts[rank])
-                assert process.stdin is not None
-                with contextlib.suppress(BrokenPipeError):
-                    process.stdin.write(lines)
-                    process.stdin.flush()
+                self._begin(rank, beats, row, stacks_fd, parts[rank] if parts else set())
         except OSError as error:
-            self._watcher.start()
             self.stop(0.0)
-            raise ConfigError(
-                f"--tensor-parallel-size {ranks}: no process can be started: {error.strerror or error}"
-            ) from None
+            raise _not_started(config, error) from None
         if parts and pin:
             os.sched_setaffinity(0, parts[0])
         self._watcher.start()
+
+    def _begin(self, rank: int, beats: Beats, row: int, stacks_fd: int, cpus: set[int]) -> None:
+        beat = beats.rank(row, rank)
+        beat.begin(beats.start_timeout)
+        # The kernel ends a child with the thread that made it.
+        parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
+        arguments = map(str, (rank, parent, beats.fd, row, stacks_fd))
+        process = self._processes[rank] = subprocess.Popen(
+            (sys.executable, "-P", "-m", "weft.engine.ranks.process", *arguments),
+            stdin=subprocess.PIPE,
+            pass_fds=(*self._shared.fds, beats.fd, stacks_fd),
+            start_new_session=True,  # Ctrl-C reaches rank 0 alone
+            env=environment(),
+        )
+        self._ends[rank] = os.pidfd_open(process.pid)
+        beat.begin(beats.start_timeout, process.pid)
+        if cpus:
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(process.pid, cpus)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(f"{self.config.model_dump_json()}\n{self._shared.dump()}\n".encode())
+            process.stdin.flush()
 
     @classmethod
     def begin(
@@ -107,19 +118,14 @@ class Ranks:
     def _watch(self) -> None:
         """On a thread: say at once when one has ended."""
         poll = select.poll()
-        pids: dict[int, int] = {}
-        for rank, process in self._processes.items():
-            with contextlib.suppress(ProcessLookupError):
-                pids[os.pidfd_open(process.pid)] = rank
-        for fd in pids:
+        ranks = {fd: rank for rank, fd in self._ends.items()}
+        for fd in ranks:
             poll.register(fd, select.POLLIN)
         while not self._stopping and self._why is None:
-            ended = [pids[fd] for fd, _ in poll.poll(500)]
+            ended = [ranks[fd] for fd, _ in poll.poll(WATCH_MS)]
             if ended and not self._stopping:
                 self._why = f"rank {ended[0]}: {self._ended(ended[0])}"
                 os.eventfd_write(self._lost, 1)
-        for fd in pids:
-            os.close(fd)
 
     def _ended(self, rank: int) -> str:
         if why := self.links.state(rank).why:
@@ -157,6 +163,8 @@ class Ranks:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
-        self._watcher.join()
+        if self._watcher.is_alive():
+            self._watcher.join()
         self._shared.close()
-        os.close(self._lost)
+        for fd in (*self._ends.values(), self._lost):
+            os.close(fd)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from weft.engine.model.spec import ModelSpec
 
 GIB = 2**30
+MAX_RANKS = 8
+"""that `EngineConfig` takes"""
 
 
 def add_inspect_flags(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +26,9 @@ def add_inspect_flags(parser: argparse.ArgumentParser) -> None:
         "--model-impl", choices=get_args(ModelImpl), default="auto", help="what is to compute it [auto]"
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that the directory brings")
+    parser.add_argument(
+        "--tensor-parallel-size", metavar="N", type=int, default=1, help="ranks that are to share it [1]"
+    )
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
@@ -35,8 +40,11 @@ def _config(arguments: argparse.Namespace) -> EngineConfig:
         raise ConfigError("give a model or --model-preset, not both")
     if arguments.max_model_len is not None and arguments.max_model_len < 2:
         raise ConfigError("--max-model-len must be 2 or more")
+    if not 1 <= arguments.tensor_parallel_size <= MAX_RANKS:
+        raise ConfigError(f"--tensor-parallel-size must be 1 to {MAX_RANKS}")
     options: dict[str, Any] = {
-        "load_format": "dummy", "max_model_len": arguments.max_model_len, "model_impl": arguments.model_impl,
+        "tensor_parallel_size": arguments.tensor_parallel_size, "load_format": "dummy",
+        "max_model_len": arguments.max_model_len, "model_impl": arguments.model_impl,
         "trust_remote_code": arguments.trust_remote_code,
     }  # fmt: skip
     if arguments.model_preset is not None:
@@ -47,7 +55,7 @@ def _config(arguments: argparse.Namespace) -> EngineConfig:
 
 
 def _devices(config: EngineConfig, spec: ModelSpec) -> dict[str, dict[str, Any]]:
-    """What each device of this machine makes of it: room for KV, or why it does not serve it."""
+    """What each device of this machine makes of a rank's part: room for KV, or why it does not serve it."""
     from weft.engine.runner.resolve import memory_bytes, resolve
     from weft.kernels.gpu import gpu
 
@@ -80,6 +88,7 @@ def inspect(config: EngineConfig) -> dict[str, Any]:
     from weft.engine.model.implementation import choose_spec
 
     spec, implementation = choose_spec(config)
+    own = spec.shard(0, config.tensor_parallel_size)
     return {
         "model": config.model_name,
         "architecture": spec.architecture,
@@ -88,8 +97,17 @@ def inspect(config: EngineConfig) -> dict[str, Any]:
         "parameters": spec.num_parameters,
         "active_parameters": spec.active_parameters,
         "kv_values_per_token": 2 * sum(heads * width for heads, width in spec.kv_heads),
-        "devices": _devices(config, spec),
+        "ranks": [ranks for ranks in range(1, MAX_RANKS + 1) if _splits(spec, ranks)],
+        "devices": _devices(config, own),
     }
+
+
+def _splits(spec: ModelSpec, ranks: int) -> bool:
+    try:
+        spec.shard(0, ranks)
+    except WeftError:
+        return False
+    return True
 
 
 def _weights_there(config: EngineConfig) -> str:
@@ -114,7 +132,9 @@ def run(arguments: argparse.Namespace) -> int:
     values = told["kv_values_per_token"]
     rows.append(("KV", f"{values:,} values a token, {values * 2 / 1024:.1f} KiB in bfloat16"))
     rows.append(("weights", told["weights"]))
-    rows += [(name, _says(device)) for name, device in told["devices"].items()]
+    rows.append(("ranks", " or ".join(map(str, told["ranks"]))))
+    each = f"on each of {ranks} ranks, " if (ranks := config.tensor_parallel_size) > 1 else ""
+    rows += [(name, _says(device, each)) for name, device in told["devices"].items()]
     width = max(len(name) for name, _ in rows) + 2
     for name, text in rows:
         print(f"{name:{width}}{text}")
@@ -125,11 +145,11 @@ def _amount(number: int) -> str:
     return f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:.1f} million"
 
 
-def _says(device: dict[str, Any]) -> str:
+def _says(device: dict[str, Any], each: str) -> str:
     if not device["served"]:
         return f"does not serve it: {device['why_not']}"
     return (
-        f"serves it in {device['dtype']}: {device['weight_bytes'] / GIB:.1f} GiB of weights, "
+        f"serves it in {device['dtype']}: {each}{device['weight_bytes'] / GIB:.1f} GiB of weights, "
         f"{device['kv_bytes_per_token'] / 1024:.1f} KiB of KV a token, room for {device['kv_tokens']:,} tokens, "
         f"contexts of {device['max_model_len']:,}"
     )

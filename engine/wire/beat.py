@@ -243,8 +243,14 @@ class Watch:
         return None
 
     def late(self, row: int, bound: float) -> float | None:
-        """Seconds since the last beat if they are more than `bound` and more than was announced, else None."""
+        """Seconds since the last beat if they are more than `bound` and more than was announced, else None.
+
+        An engine is as late as the latest of its ranks.
+        """
         if not (at := self.beats.at(row)):
             return None
         age = self._clock() - max(at, self._awake_since)
-        return age if age > max(bound, self.beats.allowed(row)) or self.beats.given_up(row) else None
+        if age > max(bound, self.beats.allowed(row)) or self.beats.given_up(row):
+            return age
+        silent = self.silent_rank(row, bound)
+        return None if silent is None else silent[1]

@@ -171,6 +171,8 @@ class Service:
         if not late or len(late) < len(ages):
             return None
         who = "The engine has shown no" if self.board.engines == 1 else "No engine has shown"
+        if self.board.engines == 1 and (silent := self._watch.silent_rank(ENGINE, LATE_SECONDS)) is not None:
+            who = f"The engine's rank {silent[0]} has shown no"
         return unavailable(f"{who} progress for {min(late):.0f} seconds.", "engine_stalled", 10)
 
     def engine_stage(self, engine: int = 0) -> str:

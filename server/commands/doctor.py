@@ -228,9 +228,16 @@ def temporary(_: argparse.Namespace) -> Iterator[Finding]:
         fd = os.memfd_create("weft-doctor")
         os.ftruncate(fd, 1 << 20)
         os.close(fd)
+        for made in (os.eventfd(0), os.pidfd_open(os.getpid())):  # of --tensor-parallel-size
+            os.close(made)
         yield Finding("shared memory", "ok", "anonymous files work")
     except OSError as error:
-        yield Finding("shared memory", "bad", _line(error), "the container forbids memfd_create: allow it")
+        yield Finding(
+            "shared memory",
+            "bad",
+            _line(error),
+            "the container forbids memfd_create, eventfd or pidfd_open",
+        )
 
 
 def files(_: argparse.Namespace) -> Iterator[Finding]:

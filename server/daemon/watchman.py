@@ -63,9 +63,12 @@ class Watchman:
         beats = self._watch.beats
         doing = f" at {stage!r}" if (stage := beats.stage(row)) else ""
         last = f"; last batch: {step}" if steps and (step := beats.last_step(row)) is not None else ""
+        pid = process.pid
+        if (silent := self._watch.silent_rank(row, charge.bound)) is not None:
+            name, pid = f"{name} (rank {silent[0]})", beats.rank(row, silent[0]).pid
         # An API process that went on for a moment would take connections and die.
         beats.of(row).give_up()
-        stacks = await process.stacks.ask(process.pid, wake=steps)
+        stacks = await process.stacks.ask(pid, wake=steps)
         logger.error("%s hangs%s: no progress for %.0f s; it is killed%s\n%s", name, doing, age, last, stacks)
         hangs.inc()
         process.kill(f"{name} hung{doing}: no progress for {age:.0f} s")

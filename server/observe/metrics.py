@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from weft.engine.wire.beat import ENGINE, LATE_SECONDS, Watch
+from weft.engine.wire.child import has_ended
 from weft.engine.wire.messages import EngineStats, Started
 from weft.server.observe.board import Board
 from weft.server.observe.counters import Counter, Histogram, Store
@@ -196,7 +197,26 @@ class Metrics:
         if watch is None:
             return self._store.text() + self._of_engines.text([False for _ in rows])
         late = [watch.late(row, LATE_SECONDS) is not None for row in rows]
-        return self._store.text() + self._of_engines.text(late) + _beats(watch, len(rows))
+        return self._store.text() + self._of_engines.text(late) + _beats(watch, len(rows)) + _ranks(watch, rows)
+
+
+def _ranks(watch: Watch, rows: range) -> bytes:
+    """Of engines whose model several processes share; nothing where there is none."""
+    beats = watch.beats
+    others = {row: beats.ranks(row) for row in rows}
+    if not any(others.values()):
+        return b""
+    alive, ages = "weft_engine_ranks", "weft_rank_last_beat_seconds"
+    text = head(alive, "gauge", "Processes of an engine that share its model and live")
+    for i, row in enumerate(rows):
+        pids = [beats.pid(row), *(beats.rank(row, rank).pid for rank in others[row])]
+        text += f"{alive}{labelled({'engine': str(i)})} {sum(pid != 0 and not has_ended(pid) for pid in pids)}\n"
+    text += head(ages, "gauge", "Since a rank but the first showed last that it makes progress")
+    for i, row in enumerate(rows):
+        for rank in others[row]:
+            labels = labelled({"engine": str(i), "rank": str(rank)})
+            text += f"{ages}{labels} {watch.rank_age(row, rank):.3f}\n"
+    return text.encode()
 
 
 def _beats(watch: Watch, engines: int) -> bytes:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from weft.engine.config import PRESETS, EngineConfig
 from weft.engine.demo import MODEL_PATH
-from weft.engine.errors import ConfigError
+from weft.engine.errors import ConfigError, ModelError
 from weft.engine.model.directory import read_spec
 from weft.engine.runner import inspect_command
 
@@ -82,6 +82,21 @@ def test_inspect_names_the_parts(tiny_model: Callable[[str], Path], capsys: pyte
     told = json.loads(capsys.readouterr().out)
     assert told["devices"]["cpu"]["kv_bytes_per_token"] == told["kv_values_per_token"] * 4
     assert "given back" in told["parts"]["windows"]
+
+
+def test_inspect_tells_what_a_rank_has(tiny_model: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    told = []
+    for ranks in ("1", "2"):
+        assert _inspect(str(tiny_model("qwen3")), "--json", "--tensor-parallel-size", ranks) == 0
+        told.append(json.loads(capsys.readouterr().out))
+    assert told[0]["ranks"] == told[1]["ranks"] == [1, 2, 4]
+    one, two = (t["devices"]["cpu"] for t in told)
+    assert two["kv_bytes_per_token"] * 2 == one["kv_bytes_per_token"]
+    assert two["weight_bytes"] < 0.6 * one["weight_bytes"]
+    assert _inspect(str(tiny_model("qwen3")), "--tensor-parallel-size", "2") == 0
+    assert "on each of 2 ranks" in capsys.readouterr().out
+    with pytest.raises(ModelError, match="4 attention heads cannot be split over 3 ranks"):
+        _inspect(str(tiny_model("qwen3")), "--tensor-parallel-size", "3")
 
 
 def test_inspect_says_why_a_model_is_not_served(capsys: pytest.CaptureFixture[str]) -> None:

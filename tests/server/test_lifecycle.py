@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import time
 from typing import Any
@@ -127,6 +128,19 @@ async def test_an_engine_without_progress_is_told_to_probes_until_it_goes_on(mon
         ahead[0] = 0.0
         assert (await server.http.get("/health")).json() == {"status": "ok"}
         assert (await server.http.get("/ready")).status_code == 200
+        assert "rank" not in text
+        rank = beats.rank(ENGINE, 1)
+        rank.begin(0.0, os.getpid())
+        for _ in range(9):
+            ahead[0] += 1
+            watch.look()
+        beat._cells[0] += 9  # rank 0 goes on
+        health = await server.http.get("/health")
+        assert health.json()["error"]["message"] == "The engine's rank 1 has shown no progress for 9 seconds."
+        text = (await server.http.get("/metrics")).text
+        assert 'weft_engine_ranks{engine="0"} 1' in text  # the stub has no process of its own
+        assert re.search(r'^weft_rank_last_beat_seconds{engine="0",rank="1"} 9\.', text, re.MULTILINE)
+        ahead[0] = 0.0
         assert 'weft_engine_up{engine="0"} 1.0' in (await server.http.get("/metrics")).text
 
 

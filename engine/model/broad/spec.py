@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
+from weft.engine.errors import ModelError
 from weft.engine.model.spec import ModelSpec
 
 
@@ -47,6 +48,11 @@ class BroadSpec(ModelSpec):
     """what bounds `max_positions`, if that is not the model"""
 
     native: ClassVar[bool] = False
+
+    def shard(self, rank: int, ranks: int) -> Self:  # noqa: ARG002
+        if ranks == 1:
+            return self
+        raise ModelError(f"transformers' code computes {self.architecture}: it cannot be split over {ranks} ranks")
 
     @property
     def num_parameters(self) -> int:
