@@ -7,6 +7,7 @@ from pathlib import Path
 from weft.engine.config import EngineConfig, ModelImpl
 from weft.engine.errors import ModelError, UnknownArchitecture
 from weft.engine.model.directory import eos_ids, read_json, read_spec
+from weft.engine.model.gguf.file import INDEX
 from weft.engine.model.known import architecture, refuse_undecodable
 from weft.engine.model.spec import ModelSpec
 
@@ -20,6 +21,7 @@ def choose_spec(config: EngineConfig) -> tuple[ModelSpec, str]:
         except UnknownArchitecture:
             if config.model_impl == "native":
                 raise
+    _refuse_gguf(path)
     raw = read_json(path / "config.json")
     name = architecture(raw)
     refuse_undecodable(raw, trusted=config.trust_remote_code)
@@ -43,4 +45,11 @@ def check_known(path: Path, impl: ModelImpl = "auto", *, trusted: bool = False) 
     except UnknownArchitecture:
         if impl == "native":
             raise
+    _refuse_gguf(path)
     refuse_undecodable(read_json(path / "config.json"), trusted=trusted)
+
+
+def _refuse_gguf(path: Path) -> None:
+    """Its configuration says what weft's layers need, and no more."""
+    if (path / INDEX).is_file():
+        raise ModelError(f"{path.name} is a GGUF file: weft's own layers compute it, not --model-impl transformers")

@@ -20,6 +20,7 @@ from tiny import save_tiny
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, ModelError
 from weft.engine.llm import LLM
 from weft.engine.memory.model_id import model_id
@@ -28,6 +29,7 @@ from weft.engine.model.gguf import blocks
 from weft.engine.model.gguf.choice import choose
 from weft.engine.model.gguf.file import architecture_of
 from weft.engine.model.hub import find_model, missing
+from weft.engine.model.implementation import check_known, choose_spec
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights, load_weights
 
@@ -239,6 +241,17 @@ def test_what_is_not_supported_is_named(checkpoint: Callable[[str], Path], tmp_p
     assert "no tensor for model.embed_tokens.weight" in _refusal(file)
     with pytest.raises(ConfigError, match="no model directory at"):
         find_model(str(tmp_path / "nowhere.gguf"))
+
+
+def test_a_file_does_not_run_through_other_code(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    directory = find_model(str(write_gguf(checkpoint("qwen2"), tmp_path / "it.gguf", "qwen2")))
+    check_known(directory)
+    for refusing in (
+        lambda: check_known(directory, "transformers"),
+        lambda: choose_spec(EngineConfig(model=str(directory), model_impl="transformers")),
+    ):
+        with pytest.raises(ModelError, match="it is a GGUF file: weft's own layers compute it"):
+            refusing()
 
 
 def test_tensors_that_nobody_asks_for_are_told(
