@@ -20,11 +20,12 @@ from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError, ModelError, RankLost
 from weft.engine.memory.ssd_store import StoreFile
 from weft.engine.model.directory import read_spec
-from weft.engine.ranks import batches, cores
+from weft.engine.ranks import batches
 from weft.engine.ranks.links import SLOT_BYTES, Descriptors, Links
 from weft.engine.ranks.ring import Kind, RingReader, RingWriter
 from weft.engine.runner import resolve
 from weft.engine.runner.batch import Batch, CountReset, PromptLogprobs, SamplingInputs
+from weft.engine.wire import cores
 from weft.engine.wire.sampling import COLUMNS
 
 RNG = np.random.default_rng(5)

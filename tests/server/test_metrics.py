@@ -95,6 +95,11 @@ METERED = {
     "weft_energy_request_joules": "counter",
 }
 """where a counter is read (test_energy.py)"""
+RANKS = {
+    "weft_engine_ranks": "gauge",
+    "weft_rank_last_beat_seconds": "gauge",
+}
+"""where several ranks share a model (test_lifecycle.py)"""
 
 
 async def samples(server: Server) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
