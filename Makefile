@@ -43,7 +43,8 @@ supervised: lint
 	$(BIN)/python -m pytest $(SUPERVISED)
 
 nightly: $(VENV)/.test ## what `make test` leaves out: more of the same cases, endurance, five minutes of chaos
-	$(BIN)/python -m pytest -m nightly $(ARGS)
+	$(BIN)/python -m pytest -m nightly --ignore tests/gpu $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m nightly tests/gpu || test $$? = 5  # a GPU has run them all by day
 	@$(MAKE) --no-print-directory endurance
 	@$(MAKE) --no-print-directory chaos ARGS="--minutes 5"
 

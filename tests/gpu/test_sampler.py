@@ -108,7 +108,7 @@ def test_penalties_and_counts(device: str) -> None:
     assert torch.equal(counts, before)
 
 
-@pytest.mark.parametrize("vocabulary", [300, 9000])
+@pytest.mark.parametrize("vocabulary", [300, 4500])  # within a block, and beyond it
 def test_rows_without_numbers_are_marked_and_change_no_other(vocabulary: int, device: str) -> None:
     rows = 40
     logits = torch.randn(rows, vocabulary, device=device) * 3
