@@ -7,11 +7,13 @@ import json
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from exposed import value_of
 from stub import Script, Server, Stub, serving
 
-from weft.engine.wire.messages import EngineStats, SchedulerStats, TierStats
+from weft.engine.wire.messages import EngineStats, PageNews, SchedulerStats, TierStats
+from weft.engine.wire.page_keys import BRIEF, page_keys, root
 from weft.server.observe.board import Board
 from weft.server.observe.metrics import Metrics
 
@@ -222,3 +224,16 @@ def test_metrics_of_each_engine_add_up_to_those_of_all() -> None:
     assert value_of(metrics, "weft_kv_tier_used_pages", {"tier": "ssd"}) == 4
     assert value_of(metrics, "weft_kv_tier_up", {"tier": "ssd"}) == 0
     assert value_of(metrics, "weft_kv_cache_usage_ratio") == 3 / 20
+
+
+async def test_pages_of_another_tenant_draw_no_request() -> None:
+    async with serving(engines=2) as server:
+        prompt = server.engine.tokenizer.encode("hello world " * 40)
+        keys = page_keys(root("", "mine"), np.array(prompt, np.int32), 64)
+        assert server.engines[1].on_stats is not None
+        server.engines[1].on_stats(EngineStats(pages=PageNews(b"".join(key[:BRIEF] for key in keys))))
+        for salt, engine in (("mine", 1), ("theirs", 0), ("mine", 1), ("", 0)):
+            for each in server.engines:
+                each.added.clear()
+            await server.complete(prompt=prompt, cache_salt=salt)
+            assert len(server.engines[engine].added) == 1, salt
