@@ -146,7 +146,7 @@ class EngineKeeper:
             self._up.clear()
 
     def _named(self, why: str) -> str:
-        return why if self.name == "the engine" else f"{self.name}: {why}"
+        return why if self.name == "the engine" or why.startswith(self.name) else f"{self.name}: {why}"
 
     def introduction(self, client: int) -> EngineUp | None:
         """For an API process that is to be this client; None while there is no process."""

@@ -36,6 +36,8 @@ OPTIONS = ("--api-workers", "2", "--max-num-seqs", "4", "--num-pages", "40", "--
 
 EMPTY = {"Engine restarts"}
 """what has data only when something went wrong"""
+SOMETIMES = {"Power"}
+"""what has data only where the machine counts joules"""
 
 
 class Prometheus:
@@ -209,7 +211,7 @@ def test_every_query_of_the_dashboards_has_data(scraped: Scraped) -> None:
     for query in queries():
         result = scraped.prometheus.query(query.filled(job="weft", interval=INTERVAL, range="1m"), scraped.at)
         found = any(math.isfinite(float(series["value"][1])) for series in result)
-        if found == (query.panel in EMPTY):
+        if query.panel not in SOMETIMES and found == (query.panel in EMPTY):
             missing.append(query.name)
     assert not missing
 
