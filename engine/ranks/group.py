@@ -110,6 +110,9 @@ class Ranks:
         if config.model_impl == "transformers":
             raise ConfigError("--tensor-parallel-size needs weft's own layers: leave out --model-impl transformers")
         read_spec(config.model_path).shard(0, config.tensor_parallel_size)
+        if (here := cores()) < config.tensor_parallel_size:
+            told = f"{config.tensor_parallel_size} ranks share {here} core(s): fewer would be quicker"
+            print(f"weft: --tensor-parallel-size: {told}", file=sys.stderr, flush=True)
         each = config.cpu_threads or threads(cores(), config.tensor_parallel_size)
         config = config.model_copy(update={"cpu_threads": each})
         own = Stacks() if stacks_fd is None else None

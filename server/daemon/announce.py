@@ -43,7 +43,7 @@ def announce(
             f"weft {__version__} serves {name} at {url} "
             f"({ready.model_type}, {ready.dtype} on {ready.device}, {pages}, ready in {seconds:.1f} s)\n"
             f"try: {_curl(url, name, chat=chat, key=key, unproven=unproven)}\n"
-            f"memory: {_memory(ready.memory, ready.device, len(engines))}\n"
+            f"memory: {_memory(ready.memory, ready.device, len(engines), config.engine.tensor_parallel_size)}\n"
             f"energy: {_energy(ready)}",
             flush=True,
         )
@@ -52,11 +52,13 @@ def announce(
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (what is left in its buffer would fail again at the end)
 
 
-def _memory(budget: MemoryBudget, device: str, engines: int) -> str:
+def _memory(budget: MemoryBudget, device: str, engines: int, ranks: int) -> str:
     parts = {"weights": budget.weights, "KV pages": budget.kv_pages, "working memory": budget.working}
     where = "the engine takes" if device == "cpu" else f"{device} is used for"
     if engines > 1:
         where = f"each of {engines} engines takes"
+    if ranks > 1:
+        where = f"each of {engines * ranks} ranks takes"
     host = f"; {budget.host_pages / GIB:.2f} GiB of host memory for KV pages" if budget.host_pages else ""
     shares = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
     return f"{where} up to {(budget.total - budget.host_pages) / GIB:.2f} GiB ({shares}){host}"
