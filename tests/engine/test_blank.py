@@ -7,8 +7,10 @@ import subprocess
 import sys
 import time
 import uuid
+from importlib.util import find_spec
 from pathlib import Path
 
+from weft.engine import process
 from weft.engine.wire import blank
 from weft.engine.wire.blank import Blank
 
@@ -60,3 +62,8 @@ def test_a_refused_command_line_leaves_none_behind() -> None:
     while left := with_mark(mark):
         assert time.monotonic() < until, left
         time.sleep(0.05)
+
+
+def test_what_it_imports_ahead_is_there() -> None:
+    for name in (*process.ENGINE_MODULES, *process.GPU_MODULES):
+        assert find_spec(name) is not None
