@@ -328,6 +328,8 @@ def search(
 ) -> Result:
     """`weft search`: everything up to the plan. Raises `ConfigError` and `ModelError`."""
     spec = read_spec(find_model(str(arguments.model), weights=False))
+    if spec.experts is not None:
+        raise ConfigError(f"{arguments.model} has experts, which weft search cannot measure yet: it runs serially")
     load = workload_load(arguments.workload, arguments.tokens, arguments.max_num_seqs, arguments.lengths)
     known = known_pipelines(arguments.start, spec) if arguments.start is not None else ()
     gpu, target = None, None

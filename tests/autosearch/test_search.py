@@ -491,6 +491,17 @@ def test_a_model_whose_kv_fills_the_gpu_is_searched_at_the_batch_it_can_run() ->
         period.check(spec, 132)
 
 
+def test_a_model_with_experts_is_refused_in_one_line(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experts = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
+    (model / "config.json").write_text(json.dumps(CONFIG | experts))
+    assert cli.main(["search", "--model", str(model), "--out", str(tmp_path / "p.json")]) != 0
+    error = capsys.readouterr().err.strip()
+    assert "has experts, which weft search cannot measure yet" in error
+    assert len(error.splitlines()) == 1
+
+
 def test_a_model_that_leaves_no_room_for_a_request_is_refused_in_one_line(
     model: Path, tmp_path: Path, recorded: Profile, capsys: pytest.CaptureFixture[str]
 ) -> None:
