@@ -28,7 +28,7 @@ def choose_spec(config: EngineConfig) -> tuple[ModelSpec, str]:
     from weft.engine.model.broad.reading import read_broad
 
     try:
-        spec = read_broad(path, eos_ids(path, raw), name, trusted=config.trust_remote_code)
+        spec = read_broad(path, raw, eos_ids(path, raw), trusted=config.trust_remote_code)
     except ModelError as error:
         raise ModelError(f"transformers' code cannot serve {name} here: {error}") from None
     why = "--model-impl asks for it" if config.model_impl == "transformers" else f"weft has no layers of {name}"

@@ -35,8 +35,8 @@ def refuse_undecodable(raw: dict[str, Any], *, trusted: bool) -> None:
 
     trusted: code that the model's directory brings may run.
     """
-    name, kind = architecture(raw), raw.get("model_type")
-    known = decoders().get(str(kind))
+    name, kind = architecture(raw), model_type(raw)
+    known = decoders().get(kind or "")
     if "AutoModelForCausalLM" in raw.get("auto_map", {}):
         if trusted:
             return
@@ -56,6 +56,12 @@ def refuse_undecodable(raw: dict[str, Any], *, trusted: bool) -> None:
         )
     if method := (raw.get("quantization_config") or {}).get("quant_method"):
         raise ModelError(f"{name} is quantized ({method}): transformers' code serves bf16, fp16 and fp32 ones here")
+
+
+def model_type(raw: dict[str, Any]) -> str | None:
+    """What the configuration says; else that of its architecture."""
+    said = raw.get("model_type")
+    return said or next((kind for kind, name in decoders().items() if name == architecture(raw)), None)
 
 
 def architecture(raw: dict[str, Any]) -> str:

@@ -39,8 +39,10 @@ def kinds_of_calls(spec: BroadSpec, layout: KvLayout) -> list[Kind]:
     ]
 
 
-def refuse_on_gpu(spec: BroadSpec, kinds: list[Kind]) -> None:
-    """Raises `ConfigError` for what the GPU's work lists and pages were not made for."""
+def refuse_on_gpu(spec: BroadSpec, kinds: list[Kind], backend: str) -> None:
+    """Raises `ConfigError` for what the GPU's work lists and back ends were not made for."""
+    if backend not in ("auto", "triton"):
+        raise ConfigError(f"--attention-backend {backend}: transformers' code takes triton on a GPU")
     if len({(kind.heads, kind.kv_heads) for kind in kinds}) > 1:
         raise ConfigError(
             f"{spec.architecture}: a GPU needs as many heads in every layer, on transformers' code; use --device cpu"

@@ -28,7 +28,7 @@ SOURCES = (HERE, HERE.parent / "plans", HERE.parent / "model", HERE.parents[1] /
 """whose code decides which kernels there are"""
 MATTERS = {
     "device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "attention_backend",
-    "batch_invariant", "tuning_seconds", "plan",
+    "batch_invariant", "tuning_seconds", "plan", "model_impl", "trust_remote_code",
 }  # fmt: skip
 """options that decide it too"""
 DRIVER = Path("/proc/driver/nvidia/gpus")
@@ -44,7 +44,7 @@ class CompileJob:
     def begin(cls, config: EngineConfig) -> CompileJob | None:
         """None where there is nothing to compile for, or nothing left to compile."""
         use_cache(config)
-        if config.device == "cpu" or not has_gpu() or is_compiled(config):
+        if config.device == "cpu" or config.model_impl == "transformers" or not has_gpu() or is_compiled(config):
             return None
         process = subprocess.Popen(
             (sys.executable, "-P", "-m", "weft.engine.runner.compile_kernels"),

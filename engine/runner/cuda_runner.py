@@ -6,7 +6,8 @@ batches that ask for them, logit biases, penalties and log-probabilities. A requ
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from weft.engine.errors import OutOfMemory
 from weft.engine.memory.cuda_transfer import CudaCopyEngine
+from weft.engine.model.broad.spec import BroadSpec
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.plans.pipeline import Pipeline
@@ -29,6 +31,9 @@ from weft.kernels.attention import AttentionBackend, HostAttention
 from weft.kernels.attention_backends import make_host_attention
 from weft.kernels.attention_triton import PER_SM, TritonAttention
 from weft.kernels.gpu import gpu
+
+if TYPE_CHECKING:
+    from weft.engine.model.broad.module import BroadModule
 
 RESERVE_BYTES = GIB
 """left free beside the KV pool: graphs, and the workspaces of batches with penalties or log-probabilities"""
@@ -80,7 +85,11 @@ class CudaRunner:
     """The runner of one GPU (see `runner.Runner`). Everything a graph points at is allocated here, once."""
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, config: ResolvedConfig, progress: Progress | None = None
+        self,
+        spec: ModelSpec,
+        weights: Weights | BroadModule,
+        config: ResolvedConfig,
+        progress: Progress | None = None,
     ) -> None:
         self.spec, self.weights, self.config = spec, weights, config
         report = progress or _no_progress
@@ -94,21 +103,15 @@ class CudaRunner:
         with torch.cuda.device(device), torch.cuda.stream(self.stream), torch.inference_mode():
             self._part_tokens = INVARIANT_PART_TOKENS if config.batch_invariant else 0
             self._inputs = device_inputs(spec, config, self._pipelines.nano_batches)
-            shape = config.attention_shape(spec)
             self._host_attention: HostAttention[Any] | None = None
-            if config.attention == "triton":
-                attention: AttentionBackend[Any] = TritonAttention(shape, here.sms)
-            else:
-                attention = self._host_attention = make_host_attention(
-                    config.attention, shape, batch_invariant=config.batch_invariant
-                )
-            self._executor = CudaExecutor(
-                spec, weights, self._inputs, config.compute_dtype, attention, invariant=config.batch_invariant
-            )
+            self._eager = ""
+            """why the model runs as ordinary launches; "" where it is captured"""
+            self._executor = self._make_executor(here.sms)
             self._last_end: torch.cuda.Event | None = None
             self._sampling = Sampling(device, config.max_num_seqs, spec.vocabulary)
             # A pool of two pages serves the warm-up, which loads every kernel; what is left then is measured.
             self.kv = self._allocate(2)
+            self._reserve = RESERVE_BYTES
             self._warm_up(report)
             self.kv = self._allocate(self._measure_pages())
             self._graphs = {}
@@ -116,6 +119,29 @@ class CudaRunner:
                 report("capturing graphs", done, len(self._pipelines))
                 self._graphs[id(pipeline)] = self._capture(pipeline)
             self.stream.synchronize()
+
+    def _make_executor(self, num_sms: int) -> Any:
+        """A `CudaExecutor`, or what has its interface."""
+        spec, weights, config = self.spec, self.weights, self.config
+        if isinstance(spec, BroadSpec):
+            from weft.engine.model.broad.module import BroadModule
+            from weft.engine.runner.broad_cuda import BroadCudaExecutor
+
+            assert isinstance(weights, BroadModule)
+            return BroadCudaExecutor(spec, weights, self._inputs, config)
+        assert isinstance(weights, Weights)
+        shape = config.attention_shape(spec)
+        attention: AttentionBackend[Any]
+        if config.attention == "triton":
+            attention = TritonAttention(shape, num_sms)
+        else:
+            self._eager = f"the {config.attention} attention back end plans on the host"
+            attention = self._host_attention = make_host_attention(
+                config.attention, shape, batch_invariant=config.batch_invariant
+            )
+        return CudaExecutor(
+            spec, weights, self._inputs, config.compute_dtype, attention, invariant=config.batch_invariant
+        )
 
     @property
     def num_pages(self) -> int:
@@ -137,7 +163,7 @@ class CudaRunner:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
-        room = int(total * config.gpu_memory_utilization) - (total - free) - RESERVE_BYTES
+        room = int(total * config.gpu_memory_utilization) - (total - free) - self._reserve
         # Pages that the running requests could never fill are of use as prefix cache alone; they are kept all the same.
         pages = config.num_pages or room // page_bytes
         if pages < 2 or pages * page_bytes > free:
@@ -149,16 +175,29 @@ class CudaRunner:
 
     def _warm_up(self, report: Progress) -> None:
         """Load every kernel, which a capture cannot; compile those that are not in the cache."""
+        there = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
         for done, pipeline in enumerate(self._pipelines):
             report("loading kernels", done, len(self._pipelines))
             if self._host_attention is None:
                 self._executor.touch(pipeline, self.kv, self._rows(pipeline))
             self._executor.sample(self._rows(pipeline))
+        if self.spec.native:
+            return
+        pipeline = next(iter(self._pipelines))
+        self._eager = self._executor.blocks_capture(pipeline, self.kv, self._rows(pipeline))
+        how = f"eagerly on the GPU: {self._eager}" if self._eager else "in captured graphs"
+        print(f"weft: {self.spec.architecture}: transformers' code runs {how}", file=sys.stderr, flush=True)
+        # `transformers`' code allocates its activations: once for the graphs, which share theirs, once beside them.
+        self._reserve += 2 * (torch.cuda.max_memory_allocated(self._device) - there)
+        self._graph_memory = torch.cuda.graph_pool_handle()
 
     def _capture(self, pipeline: Pipeline) -> _Graphs:
         graphs = _Graphs(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph())
-        if self._host_attention is None:
-            with torch.cuda.graph(graphs.model, stream=self.stream):
+        if not self._eager:
+            # `transformers`' code allocates; these graphs run one after another, so they share that memory.
+            memory = None if self.spec.native else self._graph_memory
+            with torch.cuda.graph(graphs.model, memory, stream=self.stream):
                 self._model(pipeline)
         with torch.cuda.graph(graphs.sample, stream=self.stream):
             self._executor.sample(self._rows(pipeline))
@@ -182,12 +221,15 @@ class CudaRunner:
                 batch, pipeline, num_kv_heads=self.spec.num_kv_heads, group=self.spec.heads_per_kv, per_sm=PER_SM,
                 part_tokens=self._part_tokens, page_size=self.config.kv.page_size,
             )  # fmt: skip
-            if self._host_attention is None:
+            if not self._eager:
                 graphs.model.replay()
             else:
-                self._executor.steps = [self._host_attention.prepare(batch)]
+                if self._host_attention is not None:
+                    self._executor.steps = [self._host_attention.prepare(batch)]
                 self._model(pipeline)
-            in_flight.prompt_scores = [self._prompt_scores(asked, assigned.places) for asked in batch.prompt_logprobs]
+            in_flight.prompt_scores = [
+                self._prompt_scores(asked, assigned.places, pipeline) for asked in batch.prompt_logprobs
+            ]
             raw = self._sampling.asked(logits, s)
             self._sampling.adjust(logits, batch)
             graphs.sample.replay()
@@ -198,14 +240,27 @@ class CudaRunner:
         self._last_end = in_flight.end
         return in_flight
 
+    def logits_of(self, batch: Batch) -> Tensor:
+        """Run a batch to its end, decodes on its own tokens: `[S, V]` of the rows that sample. For a test at the
+        start."""
+        decodes = batch.num_decodes
+        tokens = torch.from_numpy(batch.token_ids[:decodes]).to(self._device).long()
+        with torch.cuda.stream(self.stream):
+            self._executor.last_token[torch.from_numpy(batch.slots[:decodes]).to(self._device).long()] = tokens
+        self.launch(batch).wait()
+        return self._executor.logits[: len(batch.sampled_rows)].clone()
+
     def close(self) -> None:
         self.stream.synchronize()
 
-    def _prompt_scores(self, asked: PromptLogprobs, places: np.ndarray | None) -> Scores:
+    def _prompt_scores(self, asked: PromptLogprobs, places: np.ndarray | None, pipeline: Pipeline) -> Scores:
         """Eager: the graph computed logits of sampled rows only."""
-        w, spec, x = self.weights, self.spec, self._executor.x
+        w, spec = self.weights, self.spec
 
         def logits_of(rows: Tensor) -> Tensor:
+            if not isinstance(w, Weights):
+                return self._executor.logits_of(pipeline, self.kv, rows).float()
+            x = self._executor.x
             picked = x[rows]
             return reference.lm_head(
                 picked, reference.row_sumsq(picked, spec.norm.centred), w.norm, w.lm_head, spec.norm.eps,

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from weft.engine.config import EngineConfig
-from weft.engine.model.directory import read_spec
+from weft.engine.model.implementation import choose_spec
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import load_weights
 from weft.engine.runner.cuda_executor import CudaExecutor
@@ -23,11 +23,13 @@ from weft.kernels.gpu import Gpu, compiling_for, gpu_device
 
 def kernel_set(config: EngineConfig, gpu: Gpu) -> list[Kernel]:
     """For `gpu`, with the tiles that are known for it and those that would be tried. Empty for an attention back end
-    that is not captured.
+    that is not captured, and for `transformers`' code.
 
     Raises `WeftError` for a model or options that cannot be served there.
     """
-    spec = read_spec(config.model_path)
+    spec, _ = choose_spec(config)
+    if not spec.native:
+        return []
     with compiling_for(gpu), torch.inference_mode():
         resolved = resolve(config, spec)
         if resolved.attention != "triton":

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from weft import install_hint
 from weft.engine.config import EngineConfig
-from weft.engine.errors import ConfigError
+from weft.engine.errors import ConfigError, OutOfMemory
+from weft.engine.model.broad.spec import BroadSpec
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.progress import Progress
@@ -17,6 +18,7 @@ from weft.engine.runner.runner import Runner
 
 if TYPE_CHECKING:
     from weft.engine.model.broad.module import BroadModule
+    from weft.engine.runner.cuda_runner import CudaRunner
 
 
 def make_runner(
@@ -31,14 +33,14 @@ def make_runner(
     options: what `config` was resolved from.
     """
     if config.device.type == "cuda":
-        if not isinstance(weights, Weights):
-            raise ConfigError("transformers' code runs on a CPU alone as yet: use --device cpu")
         try:
             from weft.engine.runner.cuda_runner import CudaRunner
         except ModuleNotFoundError as error:
             if error.name != "triton":
                 raise
             raise ConfigError(f"a GPU needs Triton: {install_hint('gpu')}, or use --device cpu") from None
+        if isinstance(spec, BroadSpec):
+            return _tested(spec, weights, config, CudaRunner(spec, weights, config, progress))
         prepare_products(
             spec, config.device, config.max_num_batched_tokens, config.cache_dir, config.tuning_seconds, progress
         )
@@ -48,3 +50,23 @@ def make_runner(
     from weft.engine.runner.cpu_runner import CpuRunner
 
     return CpuRunner(spec, weights, config)
+
+
+def _tested(spec: BroadSpec, weights: Weights | BroadModule, config: ResolvedConfig, runner: CudaRunner) -> CudaRunner:
+    """The runner, if what it computes is right. Raises `ModelError`."""
+    import torch
+
+    from weft.engine.model.broad.module import BroadModule
+    from weft.engine.runner.self_test import pages_needed, self_test
+
+    assert isinstance(weights, BroadModule)
+    if runner.num_pages <= (needed := pages_needed(config.kv.page_size)):
+        raise OutOfMemory(f"the test at the start needs {needed + 1} KV pages: raise --kv-cache-gib or --num-pages")
+    with torch.inference_mode():
+        runner.kv[1 : 1 + needed] = float("nan")  # what nobody wrote may be anything
+        torch.cuda.synchronize()
+        self_test(
+            spec, weights, runner.logits_of, page_size=config.kv.page_size, max_model_len=config.max_model_len,
+            dtype=config.compute_dtype,
+        )  # fmt: skip
+    return runner

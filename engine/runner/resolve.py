@@ -128,7 +128,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         kinds = kinds_of_calls(spec, kv)
         shapes = [kind.shape(kv, dtype, device, max_model_len) for kind in dict.fromkeys(kinds)]
         if cuda:
-            refuse_on_gpu(spec, kinds)
+            refuse_on_gpu(spec, kinds, config.attention_backend)
     else:
         kv = KvLayout.of(spec, config.page_size, dtype)
         shapes = [_attention_shape(spec, kv, dtype, device, max_model_len)]

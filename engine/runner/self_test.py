@@ -49,6 +49,15 @@ def self_test(
     spec: BroadSpec, model: BroadModule, run: Run, *, page_size: int, max_model_len: int, dtype: torch.dtype
 ) -> None:
     """run: of a pool in which `pages_needed` pages are nobody's. Raises `ModelError` when something differs."""
+    try:
+        _self_test(spec, model, run, page_size=page_size, max_model_len=max_model_len, dtype=dtype)
+    except ModelError as error:
+        raise ModelError(f"transformers' code cannot serve {spec.architecture} here: {error}") from None
+
+
+def _self_test(
+    spec: BroadSpec, model: BroadModule, run: Run, *, page_size: int, max_model_len: int, dtype: torch.dtype
+) -> None:
     device = next(model.module.parameters()).device
     generator = np.random.default_rng(0)
     room = max_model_len - NEW

@@ -90,10 +90,16 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"zero_expert_num": 2},
-    "moshi": {"audio_vocab_size": 199, "ffn_dim": 96, "num_codebooks": 2},
+    "moshi": {"audio_vocab_size": 199, "ffn_dim": 96, "num_codebooks": 2, "sliding_window": 256},
     "moss_transcribe_diarize": {"text_config": "qwen3"},
+    "phimoe": {"sliding_window": 256},
+    "roc_bert": {"eos_token_id": 198},
+    "xmod": {"default_language": "en_XX"},
 }
 """by `model_type`; for a configuration inside, a dictionary, or the `model_type` that it has"""
+
+SCALE = {"hrm_text": 0.1}
+"""of random matrices, for a model whose many layers make much of a rounding"""
 
 
 def tiny_config(kind: str) -> Any:
@@ -139,7 +145,7 @@ def make_architecture(kind: str) -> Any:
                 elif ("norm" in name.lower() or "ln" in name) and float(tensor.abs().max()) > 0:
                     tensor.uniform_(0.5, 1.5)
             elif tensor.ndim >= 2 and "position" not in name.lower():
-                scale = 0.25 if tied is None or tensor is not tied.weight else 0.5
+                scale = 0.5 if tied is not None and tensor is tied.weight else SCALE.get(kind, 0.25)
                 tensor.normal_(0, scale)
     return model.eval()
 
@@ -148,6 +154,10 @@ def save_architecture(kind: str, path: Path) -> Path:
     """Write a seeded random checkpoint to `path`."""
     model = make_architecture(kind)
     model.save_pretrained(path)
+    if model.config.model_type not in CLASSES:  # the text part of a model for more than text: known by the whole
+        whole = tiny_config(kind)
+        whole.architectures = [CLASSES[kind]]
+        whole.save_pretrained(path)
     return path
 
 

@@ -190,6 +190,15 @@ def test_inspect_tells_of_the_broad_path(tiny_model: Made) -> None:
     assert told["devices"]["cpu"]["served"]
 
 
+def test_a_preset_runs_on_either() -> None:
+    specs = [
+        choose_spec(EngineConfig(model_preset="llama-3-8b", load_format="dummy", model_impl=impl))[0]
+        for impl in ("native", "transformers")
+    ]
+    assert specs[0].num_parameters == specs[1].num_parameters
+    assert specs[0].kv_heads == specs[1].kv_heads
+
+
 def test_what_is_known_is_told_without_loading_torch(tiny_model: Made, tmp_path: Path) -> None:
     check_known(_changed(tiny_model("yi"), tmp_path, architectures=["OlmoForCausalLM"], model_type="olmo"))
     with pytest.raises(ModelError, match="not supported"):

@@ -16,12 +16,14 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from weft.engine.errors import ModelError
 from weft.engine.model.broad.hook import NAME
 from weft.engine.model.broad.module import BroadModule
 from weft.engine.model.broad.spec import AttentionCall, BroadSpec
 from weft.engine.model.broad.trial import attention_calls
+from weft.engine.model.known import architecture, model_type
 from weft.engine.model.parts import Layer, Norm
 
 UNSAID_POSITIONS = 4096
@@ -51,18 +53,21 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-def read_broad(path: Path, eos_token_ids: tuple[int, ...], name: str, *, trusted: bool = False) -> BroadSpec:
-    """name: the architecture. trusted: code that the directory brings may run.
+def read_broad(path: Path, raw: dict[str, Any], eos_token_ids: tuple[int, ...], *, trusted: bool = False) -> BroadSpec:
+    """raw: the directory's `config.json`. trusted: code that the directory brings may run.
 
     Raises `ModelError`: one line, why `transformers`' code cannot serve it here.
     """
     with quiet():
         try:
-            config = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
+            if "model_type" in raw:
+                config = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
+            else:
+                config = CONFIG_MAPPING[model_type(raw)].from_pretrained(path)
         except Exception as error:  # whatever its validation or its own code raises
             version = transformers.__version__
             raise ModelError(f"transformers {version} does not read config.json: {one_line(error)}") from None
-        return _spec(config, name, eos_token_ids, trusted)
+        return spec_of(config, architecture(raw), eos_token_ids, trusted=trusted)
 
 
 def build(config: Any, dtype: torch.dtype, device: torch.device, trusted: bool) -> Any:
@@ -80,7 +85,7 @@ def build(config: Any, dtype: torch.dtype, device: torch.device, trusted: bool) 
         raise ModelError(f"transformers cannot build it: {one_line(error)}") from None
 
 
-def _spec(config: Any, name: str, eos_token_ids: tuple[int, ...], trusted: bool) -> BroadSpec:
+def spec_of(config: Any, name: str, eos_token_ids: tuple[int, ...], *, trusted: bool) -> BroadSpec:
     windows = _cache_windows(config)
     module = build(config, torch.bfloat16, torch.device("meta"), trusted)
     calls, vocab_size = _try(module)

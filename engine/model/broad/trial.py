@@ -36,7 +36,7 @@ def call_of(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, given: dict[str,
         raise ModelError("its attention is given other keys and values than those of its tokens")
     if q.shape[1] % k.shape[1] or k.shape[1] != v.shape[1]:
         raise ModelError(f"its attention has {q.shape[1]} query, {k.shape[1]} key and {v.shape[1]} value heads")
-    if given.get("is_causal") is False or not getattr(module, "is_causal", True):
+    if given.get("is_causal") is False:
         raise ModelError("its attention looks ahead: it is no decoder")
     if getattr(module, "is_cross_attention", False):
         raise ModelError("its attention looks at an encoder's states")

@@ -38,9 +38,11 @@ def load_broad(
         else:
             module = _read(path, dtype, trusted).to(device)
     finite = FiniteCheck()
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if tensor.is_floating_point() and "inv_freq" not in name:
-            finite.add(name, tensor)
+    for name, tensor in module.named_parameters():
+        finite.add(name, tensor)
+    for name, tensor in module.named_buffers():
+        if tensor.is_floating_point() and tensor.numel():  # which may hold bounds that are infinite
+            finite.add(name, tensor.nan_to_num(nan=float("nan"), posinf=0.0, neginf=0.0))
     finite.end(dtype)
     pin_rope(module, max_positions)
     return BroadModule(module)

@@ -1,0 +1,91 @@
+"""`transformers`' code with our attention on a GPU; one model interpreted without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from architectures import save_architecture
+from harness import GREEDY, Harness
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("triton")
+from interpreted import interpreted_gpu  # noqa: E402
+
+HERE = torch.cuda.is_available()
+CAPTURED = (
+    "arcee", "biogpt", "cohere2", "deepseek_v3", "diffllama", "gpt_neox", "gpt_oss", "mixtral", "nemotron", "olmo3",
+    "qwen3_moe", "stablelm",
+)  # fmt: skip
+EAGER = ("jetmoe",)
+OPTIONS: dict[str, Any] = {
+    "model_impl": "transformers", "device": "cuda", "page_size": 16, "max_num_seqs": 8, "max_num_batched_tokens": 64,
+    "num_pages": 60,
+}  # fmt: skip
+
+
+def _prompts() -> list[np.ndarray]:
+    rng = np.random.default_rng(2)
+    return [rng.integers(3, 199, n) for n in (5, 37, 90)]
+
+
+@pytest.mark.skipif(not HERE, reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", CAPTURED + EAGER)
+def test_tokens_are_as_good_as_those_of_transformers(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its own self-test at the start compares logits; here chunks, decodes and windows of real iterations."""
+    path = save_architecture(kind, tmp_path)
+    harness = Harness(path, **OPTIONS, dtype="float16")
+    said = capsys.readouterr().err
+    assert ("in captured graphs" if kind in CAPTURED else "eagerly") in said, said
+    harness.poison_pages()
+    handles = [harness.add(p, max_tokens=16, ignore_eos=True, prompt_logprobs=1, **GREEDY) for p in _prompts()]
+    harness.run()
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    model = model.cuda()
+    good = total = 0
+    for prompt, handle in zip(_prompts(), handles, strict=True):
+        answer = harness.tokens[handle]
+        with torch.inference_mode():
+            ids = torch.from_numpy(np.concatenate((prompt, answer))).cuda()[None]
+            logits = model(ids, position_ids=torch.arange(ids.shape[1], device="cuda")[None]).logits[0].float()
+        exact = logits[len(prompt) - 1 : -1]
+        chosen = exact.gather(1, torch.tensor(answer, device="cuda")[:, None])[:, 0]
+        good += int((exact.max(-1).values - chosen <= 4e-2 * exact.std(-1)).sum())
+        total += len(answer)
+        told = torch.tensor([float(entry.values[0]) for entry in harness.prompt_logprobs[handle]])
+        known = logits.log_softmax(-1)[: len(prompt) - 1].cpu()
+        expected = known.gather(1, torch.from_numpy(prompt[1:].astype(np.int64))[:, None])[:, 0]
+        assert float((told - expected).abs().median()) < 0.05
+    assert good >= 0.95 * total
+
+
+@pytest.mark.skipif(HERE, reason="a GPU runs more")
+def test_an_interpreted_engine_gives_transformers_tokens(
+    device: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows that end, pages through our kernels, logits of a prompt beside the graph's."""
+    assert device == "cpu"
+    path, prompts = tiny_model("gemma2"), _prompts()[:2]
+    with interpreted_gpu(monkeypatch):
+        harness = Harness(
+            path, **{**OPTIONS, "num_pages": 12, "max_num_seqs": 2, "max_num_batched_tokens": 32}, dtype="float16",
+            prefix_caching=False,
+        )  # fmt: skip
+        harness.poison_pages()
+        handles = [harness.add(p, max_tokens=2, ignore_eos=True, logprobs=1, **GREEDY) for p in prompts]
+        harness.run()
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    for prompt, handle in zip(prompts, handles, strict=True):
+        answer = harness.tokens[handle]
+        with torch.inference_mode():
+            ids = torch.from_numpy(np.concatenate((prompt, answer)))[None]
+            exact = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        assert exact.argmax(-1).tolist() == answer
+        for row, entry in zip(exact, harness.logprobs[handle], strict=True):
+            assert float(entry.values[0]) == pytest.approx(float(row[int(entry.ids[0])]), abs=0.05)
