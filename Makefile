@@ -22,7 +22,7 @@ INSTALL := $(BIN)/python deploy/install
 # Compile what is imported when it is imported: of these packages that is a small part.
 LAZY := --no-compile
 
-.PHONY: help serve test quick brisk nightly supervised mutants chaos lint types format unit busy endurance kernels gpu prometheus chromium envoy schemas bench resolve package clean
+.PHONY: help serve test quick brisk architectures nightly supervised mutants chaos lint types format unit busy endurance kernels gpu prometheus chromium envoy schemas bench resolve package clean
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
@@ -42,9 +42,13 @@ test: $(VENV)/.test prometheus chromium ## lint, types and every test but the ni
 supervised: lint
 	$(BIN)/python -m pytest $(SUPERVISED)
 
+architectures: $(VENV)/.test ## try every decoder of transformers on its own code: the table of docs/architectures.md (ARGS=--check)
+	PYTHONPATH=tests/engine $(BIN)/python tests/engine/architecture_table.py $(ARGS)
+
 nightly: $(VENV)/.test ## what `make test` leaves out: more of the same cases, endurance, five minutes of chaos
 	$(BIN)/python -m pytest -m nightly --ignore tests/gpu $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m nightly tests/gpu || test $$? = 5  # a GPU has run them all by day
+	@$(MAKE) --no-print-directory architectures ARGS=--check
 	@$(MAKE) --no-print-directory endurance
 	@$(MAKE) --no-print-directory chaos ARGS="--minutes 5"
 
