@@ -155,6 +155,8 @@ def test_options_named_alone_exist() -> None:
     wrong, found = [], 0
     for document in DOCUMENTS:
         text = re.sub(r"^```.*?^```", "", text_of(document), flags=re.MULTILINE | re.DOTALL)
+        if document.name == "migrating.md":  # its own test has the options of weft
+            text = re.sub(r"^\|.*", "", text, flags=re.MULTILINE)
         for code in re.findall(r"`([^`\n]+)`", text):
             for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", code if code.startswith("--") else ""):
                 found += 1
