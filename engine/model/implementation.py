@@ -31,9 +31,9 @@ def choose_spec(config: EngineConfig) -> tuple[ModelSpec, str]:
         spec = read_broad(path, raw, eos_ids(path, raw), trusted=config.trust_remote_code)
     except ModelError as error:
         raise ModelError(f"transformers' code cannot serve {name} here: {error}") from None
-    why = "--model-impl asks for it" if config.model_impl == "transformers" else f"weft has no layers of {name}"
+    why = "as --model-impl asks" if config.model_impl == "transformers" else f"since weft has no layers of {name}"
     limit = f"; contexts of {spec.max_positions} at most: {spec.limit}" if spec.limit else ""
-    return spec, f"transformers' code with weft's attention, for {why}{limit}"
+    return spec, f"transformers' code with weft's attention, {why}{limit}"
 
 
 def check_known(path: Path, impl: ModelImpl = "auto", *, trusted: bool = False) -> None:

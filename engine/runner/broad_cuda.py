@@ -6,6 +6,7 @@ where the model's code never waits for the device. `blocks_capture` finds out.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -97,8 +98,9 @@ class BroadCudaExecutor:
     def blocks_capture(self, pipeline: Pipeline, kv: Tensor, num_rows: int) -> str:
         """What in the model's code waits for the device, in words; "" if nothing does. After a `touch`."""
         before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            with warnings.catch_warnings(action="ignore"):  # of a mode that torch calls a prototype
+                torch.cuda.set_sync_debug_mode("error")
             self.forward(pipeline, kv, num_rows)
         except RuntimeError as error:
             return one_line(error)

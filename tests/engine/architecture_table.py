@@ -57,7 +57,7 @@ def tried(kind: str) -> tuple[str, str]:
                 path = save_architecture(kind, Path(folder))
         except Exception as error:
             reason = refusal_of_shape(kind)
-            return "no", reason if "tiny" not in reason else f"{reason} ({one_line(error)[:80]})"
+            return "no", reason if "(" in reason or "tiny" not in reason else f"{reason} ({one_line(error)[:80]})"
         condition = "loading"
         try:
             parity = Parity(path)
@@ -105,7 +105,7 @@ def table(found: dict[str, tuple[str, str]]) -> str:
         "|---|---|---|---|",
     ]
     for kind, (how, why) in found.items():
-        words = "yes" if how == "broad" else f"no: {why.replace('|', '/')}"
+        words = "yes" if how == "broad" else f"no: {why.replace('|', '/')[:120]}"
         lines.append(f"| {kind} | `{CLASSES[kind]}` | {'yes' if kind in native else ''} | {words} |")
     return "\n".join(lines) + "\n"
 

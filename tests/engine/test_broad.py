@@ -12,6 +12,7 @@ import pytest
 import torch
 from harness import GREEDY, Harness
 from safetensors.torch import load_file, save_file
+from tiny import FAMILIES, save_tiny
 
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
@@ -45,6 +46,21 @@ def test_both_ways_give_the_same_tokens(tiny_model: Made) -> None:
         harness.run()
         tokens.append(harness.tokens)
     assert tokens[0] == tokens[1]
+
+
+def test_a_long_neighbour_changes_no_angles(tmp_path: Path) -> None:
+    """`transformers` chooses the factors of longrope by the longest position of a batch."""
+    rope = {**FAMILIES["phi4"][1]["rope_parameters"], "original_max_position_embeddings": 32}
+    path = save_tiny("phi4", tmp_path, rope_parameters=rope, original_max_position_embeddings=32)
+    short, long = (np.random.default_rng(i).integers(3, 199, n) for i, n in enumerate((9, 60)))
+    told = []
+    for impl, prompts in (("transformers", [short]), ("transformers", [long, short]), ("native", [short])):
+        harness = Harness(path, **{**OPTIONS, "model_impl": impl})
+        handles = [harness.add(prompt, max_tokens=8, logprobs=0, **GREEDY) for prompt in prompts]
+        harness.run()
+        told.append([float(entry.values[0]) for entry in harness.logprobs[handles[-1]]])
+    np.testing.assert_allclose(told[0], told[1], atol=1e-4)
+    np.testing.assert_allclose(told[0], told[2], atol=1e-3)
 
 
 def test_prompt_logprobs_are_those_of_the_native_path(tiny_model: Made) -> None:
