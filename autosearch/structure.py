@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise, product
 from typing import NamedTuple
 
@@ -80,8 +80,8 @@ class VariantSpec(ModelSpec):
 
 
 def with_operations(spec: ModelSpec, operations: Sequence[Operation]) -> VariantSpec:
-    fields = {name: getattr(spec, name) for name in ModelSpec.__dataclass_fields__}
-    return VariantSpec(**fields, operations=tuple(operations))
+    values = {field.name: getattr(spec, field.name) for field in fields(ModelSpec)}
+    return VariantSpec(**values, operations=tuple(operations))
 
 
 def transformations(spec: ModelSpec) -> list[ModelSpec]:
