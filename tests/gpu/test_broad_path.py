@@ -17,11 +17,9 @@ pytest.importorskip("triton")
 from interpreted import interpreted_gpu  # noqa: E402
 
 HERE = torch.cuda.is_available()
-CAPTURED = (
-    "arcee", "biogpt", "cohere2", "deepseek_v3", "diffllama", "gpt_neox", "gpt_oss", "mixtral", "nemotron", "olmo3",
-    "qwen3_moe", "stablelm",
-)  # fmt: skip
-EAGER = ("jetmoe",)
+CAPTURED = ("arcee", "biogpt", "cohere2", "diffllama", "gpt_neox", "nemotron", "olmo3", "stablelm")
+EITHER = ("deepseek_v3", "gpt_oss", "jetmoe", "mixtral", "qwen3_moe")
+"""with experts: whether their products wait for the device depends on the version of `transformers`, and the dtype"""
 OPTIONS: dict[str, Any] = {
     "model_impl": "transformers", "device": "cuda", "page_size": 16, "max_num_seqs": 8, "max_num_batched_tokens": 64,
     "num_pages": 60,
@@ -34,7 +32,7 @@ def _prompts() -> list[np.ndarray]:
 
 
 @pytest.mark.skipif(not HERE, reason="needs a CUDA device")
-@pytest.mark.parametrize("kind", CAPTURED + EAGER)
+@pytest.mark.parametrize("kind", CAPTURED + EITHER)
 def test_tokens_are_as_good_as_those_of_transformers(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -42,7 +40,7 @@ def test_tokens_are_as_good_as_those_of_transformers(
     path = save_architecture(kind, tmp_path)
     harness = Harness(path, **OPTIONS, dtype="float16")
     said = capsys.readouterr().err
-    assert ("in captured graphs" if kind in CAPTURED else "eagerly") in said, said
+    assert "in captured graphs" in said or (kind in EITHER and "eagerly" in said), said
     harness.poison_pages()
     handles = [harness.add(p, max_tokens=16, ignore_eos=True, prompt_logprobs=1, **GREEDY) for p in _prompts()]
     harness.run()
