@@ -33,6 +33,7 @@ from weft.kernels.gemm import matmul
 from weft.kernels.gemm_config import GemmConfig
 from weft.kernels.gemm_launch import choose, workspace
 from weft.kernels.gpu import gpu
+from weft.kernels.heads import place_heads
 from weft.kernels.projections import (
     fuses_heads,
     gate_up_project,
@@ -95,6 +96,10 @@ class CudaExecutor:
         self.spec, self.weights, self.inputs = spec, weights, inputs
         self.attention, self.invariant = attention, invariant
         self._launchers = launchers_of(spec, TABLE, "a GPU")
+        heads_normed = weights.layers[0]["qkv"].q_norm is not None
+        self._heads_apart = invariant and heads_normed
+        """Norms of heads are a pass behind their product: in its epilogue they add up in an order that follows its
+        tiles, and these the token count."""
         device = inputs.slab.device
         here = gpu(device)
         assert here is not None
@@ -148,7 +153,8 @@ class CudaExecutor:
 
     def _fuses_heads(self, weights: Weights) -> bool:
         q_norm = weights.layers[0]["qkv"].q_norm
-        return fuses_heads(self.spec.head_dim, q_norm, normed=self.spec.placement.before)
+        fused = fuses_heads(self.spec.head_dim, q_norm, normed=self.spec.placement.before)
+        return fused and not self._heads_apart
 
     def _work(self, nano: int) -> TritonStep:
         """The work lists of a nano-batch, with scratch of its own: those of two may be worked on at once."""
@@ -271,14 +277,19 @@ class CudaExecutor:
     # -- launchers
 
     def _qkv(self, it: Launch) -> None:
-        own, w, column = it.tokens, it.product, self.inputs.column
-        qkv_project(
-            self._activations[it.operation.source][own], self._stream_sums(it), w.weight, w.bias, self.spec.norm.eps,
-            self.weights.rotary[self.spec.rotary_table(it.layer)],
-            column["positions"][own], column["slot_mapping"][own], it.kv, it.layer, self.spec.num_heads,
-            w.q_norm, w.k_norm, out=self._activations[it.operation.target][own], raw=self._raw_of("qkv", own),
-            **self._common(it),
+        own, w, column, eps = it.tokens, it.product, self.inputs.column, self.spec.norm.eps
+        x, sums, raw = self._activations[it.operation.source][own], self._stream_sums(it), self._raw_of("qkv", own)
+        heads = (
+            self.weights.rotary[self.spec.rotary_table(it.layer)], column["positions"][own],
+            column["slot_mapping"][own], it.kv, it.layer, self.spec.num_heads, w.q_norm, w.k_norm,
         )  # fmt: skip
+        out = self._activations[it.operation.target][own]
+        if self._heads_apart:
+            assert raw is not None
+            linear_project(x, sums, w.weight, eps, bias=w.bias, out=raw, **self._common(it))
+            place_heads(raw, eps, *heads, out=out, num_tokens=self._live(it))
+        else:
+            qkv_project(x, sums, w.weight, w.bias, eps, *heads, out=out, raw=raw, **self._common(it))
 
     def _decode(self, it: Launch) -> None:
         self._attend(self.attention.decode, it)

@@ -73,7 +73,8 @@ def streams(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Machine:
     """Two layers with random weights, and one iteration whose last token of every request is sampled."""
 
-    def __init__(self, spec: ModelSpec, load: Load, device: str) -> None:
+    def __init__(self, spec: ModelSpec, load: Load, device: str, *, bucket: int = 0, invariant: bool = False) -> None:
+        """bucket: of the longest period that is run, where that is more than the load's tokens."""
         here = gpu()
         assert here is not None
         self.spec, self.load, self.sms, self.device = spec, load, here.sms, device
@@ -83,12 +84,14 @@ class Machine:
         )  # fmt: skip
         self.batch = _sampled(batch_of(load, PAGE))
         requests, pages = self.batch.page_table.shape
-        layout = Layout.of(load.tokens, load.tokens, spec.heads_per_kv, nano_batches=3)
+        layout = Layout.of(max(bucket, load.tokens), load.tokens, spec.heads_per_kv, nano_batches=3)
         inputs = DeviceInputs(layout, torch.device(device), requests, pages)
         shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, PAGE, dtype, torch.device(device),
             sinks=spec.sinks)  # fmt: skip
         self.weights = weights
-        self.executor = CudaExecutor(spec, weights, inputs, dtype, TritonAttention(shape, self.sms))
+        self.executor = CudaExecutor(
+            spec, weights, inputs, dtype, TritonAttention(shape, self.sms), invariant=invariant
+        )  # fmt: skip
         pool = (int(self.batch.page_table.max()) + 1, spec.num_layers, 2, PAGE, spec.num_kv_heads, spec.head_dim)
         self._kv = torch.randn(pool, device=device).to(dtype)
         self.executor.last_token.copy_(torch.arange(load.tokens) % spec.vocab_size)
@@ -226,6 +229,22 @@ def test_where_the_order_of_sums_differs_logits_are_near(device: str) -> None:
         assert float((got - want).norm() / want.norm()) < 2e-2
 
 
+@pytest.mark.usefixtures("streams")
+def test_norms_of_heads_are_batch_invariant(device: str) -> None:
+    """The same bits in buckets with tiles of their own; as near the twins as where the product's epilogue norms."""
+    large = device == "cuda"
+    spec = replace(_spec(1024, 3584, 8, 4, 128) if large else _spec(64, 64, 2, 1, 64), qk_norm="head")
+    load = Load(28, 5, 20, 11)
+    buckets = (32, 64, 128, 256, 512, 2048) if large else (32, 64)
+    machine = Machine(spec, load, device, bucket=buckets[-1], invariant=True)
+    want, *others = (machine.logits(serial_period(spec, bucket, machine.sms)) for bucket in buckets)
+    for other in others:
+        assert torch.equal(other, want)
+    twins = machine.twins()
+    assert twins.std() > 0.01
+    assert float((want.cpu() - twins).norm() / twins.norm()) < 2e-2
+
+
 @pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "gpt-oss"])
 @pytest.mark.usefixtures("streams")
 def test_models_of_experts_give_the_twins_logits(family: str, device: str) -> None:
@@ -254,8 +273,9 @@ def test_nano_batches_of_experts_give_the_serial_plans_logits_to_the_bit(cuts: t
     got = machine.logits(_pipeline(cuts, config, machine.sms, 20 if large else 2, spec, "router"))
     assert torch.equal(got, want)
     period = _pipeline(cuts, config, machine.sms, 2, spec, "router")
+    other = SMALL if config.tokens == TALL.tokens else TALL
     uneven = tuple(
-        msgspec.structs.replace(op, config=TALL if op.operation == "experts_down" else config)
+        msgspec.structs.replace(op, config=other if op.operation == "experts_down" else config)
         for op in period.operations
     )
     with pytest.raises(ConfigError, match="the same token ranges"):

@@ -165,12 +165,16 @@ def test_logits_of_models_with_experts_agree(family: str, tmp_path: Path) -> Non
     assert np.mean([harness.tokens[h] == tokens for h, tokens in zip(together, alone, strict=True)]) > 0.9
 
 
-@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
-def test_experts_are_batch_invariant(family: str, tmp_path: Path) -> None:
+SIZES = OF_EXPERTS | {"Qwen3": {"intermediate_size": 3072, "head_dim": 128, "num_attention_heads": 8}}
+"""and a dense model with norms of heads"""
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "Qwen3"])
+def test_models_are_batch_invariant(family: str, tmp_path: Path) -> None:
     """The same tokens and log-probabilities, to the bit, alone and among neighbours, in graphs of other sizes."""
     torch.manual_seed(0)
     with torch.device("cuda"):
-        config = getattr(transformers, f"{family}Config")(**{**SMALL, **OF_EXPERTS[family]})
+        config = getattr(transformers, f"{family}Config")(**{**SMALL, **SIZES[family]})
         getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16).save_pretrained(tmp_path)
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, 32000, int(n)).astype(np.int32) for n in rng.integers(5, 300, 24)]

@@ -1,0 +1,69 @@
+"""`--batch-invariant` on a GPU: nothing that adds up in the order of its tiles is left where tiles follow the batch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weft.engine.config import EngineConfig
+
+PRESETS = Path(__file__).parents[2] / "engine" / "model" / "presets"
+MOVED = ("_scatter_kernel",)
+"""passes whose tiles follow the token count, and which copy each number by itself"""
+PRODUCTS = ("product_kernel", "grouped_kernel")
+
+
+def constants(kernel: Any) -> dict[str, Any]:
+    """What a kernel was compiled for, by the names of its arguments; None for those that it is not given."""
+    params = kernel.function.params
+    return {
+        params[place[0]].name: value
+        for place, value in kernel.arguments[3].items()
+        if params[place[0]].is_constexpr or value is None
+    }
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a process with a GPU has Triton's driver for it")
+@pytest.mark.parametrize(
+    "preset",
+    ["llama-3-8b", "qwen2.5-7b", "qwen3-8b", "qwen3-30b-a3b", "mixtral-8x7b", "glm-4.5-air", "gpt-oss-20b",
+     "gemma-3-4b", "olmo-2-7b", "opt-1.3b"],
+)  # fmt: skip
+def test_no_sum_of_a_models_kernels_follows_the_token_count(
+    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product's sum over its depth is in the order of the depth, whatever the tile: its tiles may follow the count,
+    but it is not split, and its epilogue must not add up a row. Every other kernel is the same for all token counts.
+    """
+    pytest.importorskip("triton")
+    from triton.runtime.driver import driver
+
+    from weft.engine.runner.kernel_set import kernel_set
+    from weft.kernels.gpu import KNOWN
+
+    monkeypatch.setattr(driver, "_active", None)
+    config = EngineConfig(
+        model=str(PRESETS / preset), cache_dir=str(tmp_path), load_format="dummy", tuning_seconds=0, num_pages=4000,
+        max_model_len=2048, max_num_batched_tokens=512, batch_invariant=True,
+    )  # fmt: skip
+    others: dict[Any, set[Any]] = defaultdict(set)
+    tiles = set()
+    for kernel in kernel_set(config, KNOWN["h200"]):
+        of = constants(kernel)
+        # sums of squares are a row's in one piece
+        assert of.get("PARTS") in (None, 0, 1), kernel.name
+        if kernel.name == "product_kernel":
+            assert of.get("SPLIT", 1) == 1
+            normed_heads = of["HAS_NORM"] if "HAS_NORM" in of else of["KIND"] == "qkv" and "q_norm" not in of
+            assert not normed_heads, "norms of heads are not added up in the epilogue of a product"
+            tiles.add((of["KIND"], of.get("BM")))
+        elif kernel.name not in (*PRODUCTS, *MOVED):
+            # layers with windows of their own have kernels of their own
+            window = of.pop("WINDOW", None), of.pop("WINDOWED", None)
+            others[kernel.name, window].add((str(sorted(of.items())), kernel.arguments[4].num_warps))
+    assert len(tiles) > 8, "token counts with tiles of their own"
+    assert {name: found for name, found in others.items() if len(found) > 1} == {}
