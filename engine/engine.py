@@ -36,7 +36,7 @@ from weft.engine.runner.budget import memory_budget
 from weft.engine.runner.compile_job import CompileJob
 from weft.engine.runner.energy_meter import EnergyMeter, energy_counter
 from weft.engine.runner.make import make_runner
-from weft.engine.runner.resolve import INVARIANT_CHUNK, resolve
+from weft.engine.runner.resolve import resolve
 from weft.engine.runner.runner import InFlight, Runner
 from weft.engine.runner.work import Work
 from weft.engine.scheduling.bad_words import only
@@ -172,7 +172,7 @@ class Engine:
             max_num_batched_tokens=resolved.max_num_batched_tokens,
             prefix_caching=config.prefix_caching,
             tiers=self.tiers,
-            chunk_step=INVARIANT_CHUNK if resolved.batch_invariant else 1,
+            chunk_step=resolved.chunk_step(self.spec),
             fairness=Fairness(config.fair_prefill_share, preempt=config.priority_preemption),
         )
         self.energy, self._why_unmetered = self._metered(weights.num_bytes)

@@ -66,6 +66,12 @@ def decode_items(
     return items[np.argsort(begin - end, kind="stable")]
 
 
+def tokens_of_whole_tiles(group: int) -> int:
+    """The most query tokens, `TILE_ROWS` or fewer, that fill whole tiles of prefill attention for groups of so many."""
+    per_tile = TILE_ROWS // group
+    return TILE_ROWS // per_tile * per_tile
+
+
 def prefill_items(
     first_rows: NDArray[np.integer],
     queries: NDArray[np.integer],

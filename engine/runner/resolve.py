@@ -23,6 +23,7 @@ from weft.kernels import attention_backends
 from weft.kernels.attention import AttentionShape, AttentionUnavailable
 from weft.kernels.attention_backends import TRITON_HEAD_DIMS, BackendName
 from weft.kernels.gpu import gpu, gpu_device
+from weft.kernels.work_lists import tokens_of_whole_tiles
 
 log = logging.getLogger("weft.engine")
 GIB = 2**30
@@ -32,7 +33,7 @@ CPU_MEMORY_SHARE = 0.25
 EXPERT_ACTIVATIONS = ("silu", "swiglu_oai")
 """those of the kernels of experts (`kernels.experts_triton`)"""
 INVARIANT_CHUNK = 128
-"""with batch invariance prompts are cut at multiples of this alone: a tile of attention never depends on the cut"""
+"""tokens of a chunk that batch invariance may need, and of the tiles of attention in torch"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,12 @@ class ResolvedConfig:
     tuning_seconds: float
     plan: Plan | None = None
     """plans of overlapped nano-batches; None: the serial plan alone"""
+
+    def chunk_step(self, spec: ModelSpec) -> int:
+        """Tokens at whose multiples alone prompts are cut: with batch invariance no tile of attention is."""
+        if not self.batch_invariant:
+            return 1
+        return tokens_of_whole_tiles(spec.heads_per_kv) if self.attention == "triton" else INVARIANT_CHUNK
 
     def attention_shape(self, spec: ModelSpec) -> AttentionShape:
         return _attention_shape(spec, self.kv, self.compute_dtype, self.device, self.max_model_len)

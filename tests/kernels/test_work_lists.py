@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.kernels.work_lists import TILE_ROWS, decode_items, prefill_items
+from weft.kernels.work_lists import TILE_ROWS, decode_items, prefill_items, tokens_of_whole_tiles
 
 lengths = st.lists(st.integers(1, 5000), max_size=60)
 
@@ -66,3 +66,16 @@ def test_prefill_tiles_cover_every_query_once_and_begin_at_absolute_places(
             assert (page_row, start + j) not in seen
             seen[page_row, start + j] = row + j
     assert seen == {(i, context[i] + j): first[i] + j for i in range(len(parts)) for j in range(queries[i])}
+
+
+@given(st.integers(1, 16), st.integers(1, 900), st.integers(0, 6))
+def test_prompts_cut_at_whole_tiles_have_the_tiles_of_uncut_ones(group: int, length: int, cuts: int) -> None:
+    def tiles(begin: int, end: int) -> set[tuple[int, ...]]:
+        items = prefill_items(np.array([begin]), np.array([end - begin]), np.array([begin]), np.array([0]), group=group)
+        return set(map(tuple, items.tolist()))
+
+    step = tokens_of_whole_tiles(group)
+    assert 64 < step <= TILE_ROWS
+    cut = min(cuts * step, length)
+    parts = tiles(cut, length) | (tiles(0, cut) if cut else set()) if cut < length else tiles(0, cut)
+    assert parts == tiles(0, length)
