@@ -16,7 +16,7 @@ DEVICE ?= auto
 PINS ?=
 PINNED := $(VENV)/constraints.txt
 # Three lanes: tests that compute, and two of about equal length that mostly wait.
-SUPERVISED := tests/server/test_supervision.py tests/server/test_hub.py
+SUPERVISED := $(patsubst %,tests/server/test_%.py,supervision hub lifecycle workers takeover handover replicas_live ranks_live)
 BUSY := tests/autosearch tests/engine tests/kernels tests/examples tests/loadgen $(wildcard tests/server/test_conformance_*.py)
 INSTALL := $(BIN)/python deploy/install
 # Compile what is imported when it is imported: of these packages that is a small part.

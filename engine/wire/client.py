@@ -6,6 +6,7 @@ No torch is imported.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import zmq
 import zmq.asyncio
@@ -24,6 +25,10 @@ from weft.engine.wire.messages import (
 )
 from weft.engine.wire.streams import Streams
 
+QUIET_SECONDS = 0.1
+"""without a message from a process that has ended: it had sent no more"""
+LAST_WORDS_SECONDS = 2.0
+
 
 class EngineClient(Streams):
     """Connects at once, even before the engine listens. Who watches the engine process tells its end (`mark_dead`)."""
@@ -34,6 +39,8 @@ class EngineClient(Streams):
         self.ready: EngineReady | None = None
         self.failure: str | None = None
         """why the engine could not start, in its own words"""
+        self._received = 0
+        """messages"""
         self._settled = asyncio.Event()
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -70,6 +77,7 @@ class EngineClient(Streams):
     async def _read_loop(self) -> None:
         while True:
             message = from_engine_decoder.decode(await self._socket.recv())
+            self._received += 1
             match message:
                 case Outputs():
                     for _ in self._delivering(message):
@@ -79,6 +87,15 @@ class EngineClient(Streams):
                     self._settled.set()
                 case EngineFailed():
                     self.failure = message.message
+
+    async def last_words(self) -> None:
+        """The process has ended: take in what it had sent. Its end can be known before that has been read."""
+        heard = -1
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_SECONDS):
+                while heard != self._received and not self.reader.done():
+                    heard = self._received
+                    await asyncio.sleep(QUIET_SECONDS)
 
     def close(self) -> None:
         self.reader.cancel()

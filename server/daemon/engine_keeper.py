@@ -88,6 +88,9 @@ class EngineKeeper:
             why = await self._run()
             pause, why = self._pause_after(why)
             owner.engine_ended(self.engine, EngineDown(why, restarting=pause is not None, engine=self.engine))
+            if self._control is not None:  # whoever waits has been told
+                await self._control.last_words()
+                self._totals = plus(self._totals, self._control.stats)
             await self.stop()
             if pause is None:
                 self.given_up = True
@@ -137,7 +140,6 @@ class EngineKeeper:
                 await asyncio.wait((dead,))
             why = dead.result()
             control.mark_dead(why)
-            self._totals = plus(self._totals, control.stats)
             return self._named(control.failure or why)
         finally:
             loading.cancel()

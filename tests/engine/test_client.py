@@ -13,11 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import pytest_asyncio
+import zmq.asyncio
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import EngineDead, WeftError
-from weft.engine.wire.client import EngineClient
-from weft.engine.wire.messages import Finish
+from weft.engine.wire.client import QUIET_SECONDS, EngineClient
+from weft.engine.wire.messages import EngineStats, Finish, Outputs, encoder
 from weft.engine.wire.sampling import SamplingParams
 from weft.engine.wire.spawn import EngineProcess
 from weft.engine.wire.streams import TokenStream
@@ -175,3 +176,26 @@ async def test_the_engine_ends_when_the_daemon_closes_its_stdin(
     await process.stop()
     with pytest.raises(ProcessLookupError):
         os.kill(process.pid, 0)
+
+
+async def test_what_an_engine_had_sent_before_it_ended_is_taken_in() -> None:
+    """Totals of an engine that was stopped once lacked its last iteration."""
+    context = zmq.asyncio.Context()
+    router = context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    client = EngineClient(f"tcp://127.0.0.1:{port}", 3)
+    peer, _ = await router.recv_multipart()
+
+    async def late() -> None:
+        for iterations in range(1, 5):
+            await asyncio.sleep(QUIET_SECONDS / 4)
+            await router.send_multipart((peer, encoder.encode(Outputs(stats=EngineStats(iterations=iterations)))))
+
+    sending = asyncio.create_task(late())
+    client.mark_dead("the engine ended")
+    await client.last_words()
+    assert client.stats.iterations == 4
+    await sending
+    client.close()
+    router.close(0)
+    context.term()
