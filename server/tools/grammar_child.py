@@ -148,12 +148,13 @@ def _tell(verdict: Verdict) -> None:
 
 def _fork(job: Job, text: str, vocabulary: Vocabulary, tokenizer: LLTokenizer) -> _Running:
     result, writer = os.pipe()
+    parent = os.getpid()
     pid = os.fork()
     if pid:
         os.close(writer)
         return _Running(job.id, pid, result)
     try:
-        _die_with_parent()
+        _die_with_parent(parent)
         os.nice(job.nice)
         with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")  # where memory is short, this is what may go
@@ -214,8 +215,12 @@ def _statm() -> list[int]:
         return [int(field) for field in file.read().split()]
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(parent: int | None = None) -> None:
+    """`parent`: its process id, where it may have died already: a child that outlived it would hold its pipes, and
+    whoever reads them would not learn of its end."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
 
 
 if __name__ == "__main__":

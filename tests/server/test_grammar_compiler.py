@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,24 @@ async def test_busy_is_said_with_a_time_to_come_back(compiler: Compiler, monkeyp
     await asyncio.wait(waiting)
     await compiler.settle(0)
     compiler.slow.seconds = 0.5
+
+
+async def test_a_child_whose_parent_died_before_it_could_say_so_ends() -> None:
+    """It once went on, with the pipe that tells of the parent's end in its hands."""
+    script = (
+        "import os, time\n"
+        "from weft.server.tools.grammar_child import _die_with_parent\n"
+        "parent = os.getpid()\n"
+        "if os.fork():\n"
+        "    os._exit(0)\n"
+        "while os.getppid() == parent:\n"
+        "    time.sleep(0.005)\n"
+        "_die_with_parent(parent)\n"
+        "os.write(1, b'alive')\n"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-P", "-c", script, stdout=asyncio.subprocess.PIPE)
+    said, _ = await asyncio.wait_for(process.communicate(), 30)
+    assert said == b""
 
 
 async def test_a_process_that_was_killed_is_replaced(compiler: Compiler) -> None:
