@@ -85,7 +85,7 @@ class Follower:
         try:
             while self._take():
                 self._report()
-        except BaseException as error:
+        except BaseException as error:  # of a thread: raised where its batches are taken
             self._error = error
         self._batches.put(None)
 

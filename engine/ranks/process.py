@@ -83,7 +83,7 @@ def main() -> int:
     except MemoryError:
         state.end("out of memory")
         code = 1
-    except Exception as error:
+    except Exception as error:  # a defect: the trace for the log, a line for who reads how the rank ended
         traceback.print_exc()
         state.end(f"{type(error).__name__}: {error}".splitlines()[0])
         code = 70

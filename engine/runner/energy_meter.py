@@ -6,6 +6,7 @@ Nothing is estimated here: a machine without a counter that this process may rea
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from pathlib import Path
@@ -88,7 +89,7 @@ def energy_counter(device: torch.device) -> EnergyCounter:
 
 
 class EnergyMeter:
-    """Reads a counter ten times a second until it is closed or the counter fails; `why` then says what happened."""
+    """Reads a counter ten times a second until it is closed, or the counter fails: `why`, and the log, then say so."""
 
     def __init__(self, counter: EnergyCounter, period: float = PERIOD_SECONDS) -> None:
         """Raises `OSError` when the first reading fails."""
@@ -109,6 +110,7 @@ class EnergyMeter:
                 joules = self._counter.joules() - self._first
             except (OSError, ValueError) as error:
                 self.why = str(error) or type(error).__name__
+                print(f"weft: joules are not counted any more: {self.why}", file=sys.stderr, flush=True)
                 return
             # A driver may take its time to answer.
             self.latest = Reading((before + time.monotonic()) / 2, max(joules, self.latest.joules))

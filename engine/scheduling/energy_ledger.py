@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 from collections import deque
 
-import numpy as np
-
 from weft.engine.runner.batch import Batch
 from weft.engine.runner.energy_meter import EnergyMeter, Reading
 from weft.engine.runner.work import Work
@@ -46,11 +44,6 @@ class EnergyLedger:
     @property
     def source(self) -> str:
         return self._meter.source
-
-    @property
-    def why_not(self) -> str:
-        """Why the counter cannot be read any more; empty while it can."""
-        return self._meter.why
 
     def working(self, now: float, working: bool) -> None:
         """Requests are open from now on, or there are none."""
@@ -115,4 +108,4 @@ class EnergyLedger:
 
 
 def _towards(value: float, target: float, weight: float) -> float:
-    return float(np.float64(value) + weight * (target - value))
+    return value + weight * (target - value)

@@ -57,10 +57,11 @@ class Failing:
         return 5.0 * self.reads
 
 
-def test_a_counter_that_fails_later_ends_the_meter_and_keeps_what_it_read() -> None:
+def test_a_counter_that_fails_later_ends_the_meter_and_keeps_what_it_read(capsys: pytest.CaptureFixture[str]) -> None:
     meter = EnergyMeter(Failing(), period=0.001)
     meter._thread.join(10)
     assert (meter.why, meter.latest.joules) == ("the driver has gone", 10.0)
+    assert capsys.readouterr().err == "weft: joules are not counted any more: the driver has gone\n"
     meter.close()
 
 
