@@ -224,9 +224,7 @@ def test_a_real_engine_under_pressure_and_the_one_after_it(tiny_model: Callable[
                 seen.update(subscriber.known.there())
 
         for prompt in prompts:
-            harness.add(
-                prompt, salt=luck.choice(["", "t"]), priority=luck.randint(0, 1), max_tokens=24, ignore_eos=True
-            )
+            harness.add(prompt, salt=luck.choice(["", "t"]), priority=luck.randint(0, 1), max_tokens=24)
         harness.run(look)
         follow(subscriber, index, source)
         preemptions = harness.engine.scheduler.stats().preemptions

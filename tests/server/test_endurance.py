@@ -193,7 +193,7 @@ async def server() -> AsyncIterator[Server]:
 async def engine_pid(server: Server, tiny_model: Callable[[str], Path]) -> AsyncIterator[int]:
     """A real engine process behind this process's own server, whose tasks can be counted. Its memory is short."""
     model = str(tiny_model("yi"))
-    process = await EngineProcess.start(EngineConfig(model=model, page_size=8, num_pages=160, max_num_seqs=32))
+    process = await EngineProcess.start(EngineConfig(model=model, page_size=8, num_pages=96, max_num_seqs=32))
     client = EngineClient(process.address, 1)
     server.service.attach(client, await client.wait_ready(), server.engine.tokenizer)
     yield process.pid
@@ -210,7 +210,7 @@ async def vanish(url: str, rng: random.Random) -> str:
     until = rng.choices(("head", "body", "request", "stream", "end"), (1, 1, 4, 12, 2))[0]
     stream = until == "stream" or rng.random() < 0.5
     prompt = [*range(10, 10 + 8 * rng.randrange(4)), *(rng.randrange(3, 199) for _ in range(rng.randint(1, 40)))]
-    body = {"prompt": prompt, "max_tokens": rng.choice((4, 16, 64)), "ignore_eos": True, "stream": stream}
+    body = {"prompt": prompt, "max_tokens": rng.choice((4, 16, 64)), "stream": stream}
     data = post({**body, "n": rng.choice((1, 1, 2))})
     cut = {"head": data.index(b"\r\n\r\n") - 5, "body": len(data) - 5}.get(until, len(data))
     reader, writer = await connect(url)
