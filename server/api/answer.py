@@ -7,13 +7,12 @@ import logging
 import time
 from contextlib import aclosing
 
-import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from weft.engine.errors import EngineDead
 from weft.server.api.choice import Choice, Piece
-from weft.server.api.events import Events, Shape
+from weft.server.api.events import Dialect
 from weft.server.api.fast_path import EXTENSION, MARK, Composer, FastPath, Outlet, Template
 from weft.server.api.generate import Generation, disconnected
 from weft.server.errors import ApiError, translate
@@ -21,25 +20,16 @@ from weft.server.errors import ApiError, translate
 HEARTBEAT = 15.0
 """seconds of silence after which a stream gets a comment line"""
 
-LARGE = 4096
-"""tokens from which an answer is put together in a worker thread: thousands of log-probabilities take their time"""
-
 logger = logging.getLogger(__name__)
 
 
 class Answer(Response):
     """Runs a generation when called. What fails before the first byte is raised, and becomes a status code."""
 
-    def __init__(self, generation: Generation, shape: Shape, model: str, created: int) -> None:
+    def __init__(self, generation: Generation, dialect: Dialect) -> None:
         self.background = None
         self._generation = generation
-        self._shape = shape
-        self._head = {
-            "id": f"{shape.id_prefix}-{generation.id}",
-            "object": shape.chunk_object if generation.body.stream else shape.object,
-            "created": created,
-            "model": model,
-        }
+        self._dialect = dialect
         self._work: asyncio.Task[None] | None = None
         self._outlet: Outlet | None = None
         self._fast_paths: list[FastPath] = []
@@ -74,7 +64,7 @@ class Answer(Response):
                     raise error
                 if self._outlet is not None:
                     self._outlet.close_behind()  # a stream that breaks must look broken
-                await send({"type": "http.response.body", "body": _event(error.body())})
+                await send({"type": "http.response.body", "body": await self._dialect.failed(error)})
         finally:
             service.open.discard(self)
             if timer is not None:
@@ -120,29 +110,14 @@ class Answer(Response):
                     if begun[choice.index] is not choice:
                         begun[choice.index], wholes[choice.index] = choice, Piece()
                     wholes[choice.index].append(piece)
-        if generation.usage()["total_tokens"] > LARGE:
-            body = await generation.service.offload(lambda: self._body(wholes))
-        else:
-            body = self._body(wholes)
+        body = await self._dialect.body(wholes)
         await self._start(send, b"application/json", length=len(body))
         await send({"type": "http.response.body", "body": body})
-
-    def _body(self, wholes: list[Piece]) -> bytes:
-        generation, shape = self._generation, self._shape
-        return orjson.dumps(
-            {
-                **self._head,
-                "choices": [shape.whole(c, p) for c, p in zip(generation.choices, wholes, strict=True)],
-                "usage": generation.usage(),
-                **shape.extras(generation),
-            }
-        )
 
     # -- streamed
 
     async def _stream(self, send: Send) -> None:
-        generation = self._generation
-        events = Events(generation, self._shape, orjson.dumps(self._head))
+        generation, dialect = self._generation, self._dialect
         generation.submit()
         sent = time.perf_counter()
         async with aclosing(generation.updates(HEARTBEAT / 3)) as updates:
@@ -153,22 +128,22 @@ class Answer(Response):
                         continue
                 if not self._started:
                     await self._start(send, b"text/event-stream; charset=utf-8")
-                data = b": waiting\n\n" if update is None else events.of(*update)
+                data = dialect.silence if update is None else dialect.of(*update)
                 if data:
                     sent = time.perf_counter()
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                 if update is not None and update[0].stream.sink is None and self._outlet is not None:
-                    self._install_express(update[0], events, self._outlet)
-        await send({"type": "http.response.body", "body": events.end() + b"data: [DONE]\n\n"})
+                    self._install_express(update[0], self._outlet)
+        await send({"type": "http.response.body", "body": await dialect.end()})
 
-    def _install_express(self, choice: Choice, events: Events, outlet: Outlet) -> None:
-        generation = self._generation
+    def _install_express(self, choice: Choice, outlet: Outlet) -> None:
+        generation, dialect = self._generation, self._dialect
         itl = generation.service.metrics.itl.labels()
         idle = generation.idle if len(generation.choices) > 1 else None
-        if events.plain:
-            fast_path: FastPath = Template(events.of(choice, Piece(MARK)), choice, outlet, itl, idle)
+        if dialect.plain:
+            fast_path: FastPath = Template(dialect.of(choice, Piece(MARK)), choice, outlet, itl, idle)
         else:
-            fast_path = Composer(events.of, choice, outlet, itl, idle)
+            fast_path = Composer(dialect.of, choice, outlet, itl, idle)
         self._fast_paths.append(fast_path)
         choice.stream.sink = fast_path
 
@@ -180,7 +155,3 @@ class Answer(Response):
             headers.append((b"content-length", str(length).encode()))
         self._started = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-
-
-def _event(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from weft.server.api.answer import Answer
 from weft.server.api.choice import Choice, Piece
+from weft.server.api.choices import Choices
 from weft.server.api.generate import Generation, Prompt, constrain, output_limit
 from weft.server.api.protocol import CompletionBody
 from weft.server.api.routing import STREAMED, JsonRoute, ServiceOf
@@ -45,7 +46,8 @@ async def completions(body: CompletionBody, request: Request, service: ServiceOf
         for prompt in prompts
     ]
     generation = Generation(service, body, prompts, params, request.scope, grammar=grammar)
-    return Answer(generation, CompletionShape(loaded.tokenizer, body, prompts), model, int(time.time()))
+    shape = CompletionShape(loaded.tokenizer, body, prompts)
+    return Answer(generation, Choices(generation, shape, model, int(time.time())))
 
 
 async def prompts_of(service: Service, body: CompletionBody) -> list[Prompt]:

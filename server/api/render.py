@@ -9,10 +9,10 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from weft.server.api.chat import prompt_ids
 from weft.server.api.completions import prompts_of
 from weft.server.api.protocol import ChatBody, CompletionBody
 from weft.server.api.routing import JsonRoute, ServiceOf
+from weft.server.api.turn import offered, prompt_ids
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -28,5 +28,4 @@ async def render_completions(body: CompletionBody, service: ServiceOf) -> list[d
 async def render_chat(body: ChatBody, service: ServiceOf) -> dict[str, Any]:
     model = service.model_name(body.model)
     body.check()
-    tools = [] if body.tool_choice == "none" else body.tools
-    return {"token_ids": await prompt_ids(body, tools, service), "features": None, "model": model}
+    return {"token_ids": await prompt_ids(body, offered(body), service), "features": None, "model": model}

@@ -6,9 +6,9 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from weft.server.api.chat import conversation
 from weft.server.api.protocol import DetokenizeBody, TokenizeBody
 from weft.server.api.routing import JsonRoute, ServiceOf
+from weft.server.api.turn import conversation
 from weft.server.errors import bad_request
 
 DETOKENIZED_CONTEXTS = 16

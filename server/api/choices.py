@@ -1,0 +1,117 @@
+"""`Choices`: the dialect of completions and chat: a list of choices, streamed as chunks of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import orjson
+
+from weft.server.api.choice import Choice, Piece
+from weft.server.api.events import event
+from weft.server.api.generate import Generation
+from weft.server.api.protocol import StreamOptions
+from weft.server.errors import ApiError
+
+LARGE = 4096
+"""tokens from which an answer is put together in a worker thread: thousands of log-probabilities take their time"""
+
+
+class Shape(Protocol):
+    """How an endpoint writes its choices."""
+
+    object: str
+    chunk_object: str
+    id_prefix: str
+
+    @property
+    def plain(self) -> bool:
+        """After its first chunk, a choice's chunks differ in their text alone, up to the last."""
+        ...
+
+    def first_chunks(self, choice: Choice, /) -> list[dict[str, Any]]:
+        """Chunk choices to send before the first piece of a choice."""
+        ...
+
+    def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
+        """One chunk choice; None when there is nothing to show yet."""
+        ...
+
+    def whole(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        """A finished choice; `piece` is all of it."""
+        ...
+
+    def extras(self, generation: Generation, /) -> dict[str, Any]:
+        """Further fields of a whole answer, and of the first chunks."""
+        ...
+
+
+class Choices:
+    """The answer to one request, in the shape of its endpoint. Events have no names, and the last is `[DONE]`."""
+
+    silence = b": waiting\n\n"
+
+    def __init__(self, generation: Generation, shape: Shape, model: str, created: int) -> None:
+        options = generation.body.stream_options or StreamOptions()
+        self._generation = generation
+        self._shape = shape
+        self._head = {
+            "id": f"{shape.id_prefix}-{generation.id}",
+            "object": shape.chunk_object if generation.body.stream else shape.object,
+            "created": created,
+            "model": model,
+        }
+        self._before = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":['
+        self._usage = options.include_usage
+        self._continuous = options.include_usage and options.continuous_usage_stats
+        self._opened: set[int] = set()
+
+    # -- plain
+
+    async def body(self, wholes: Sequence[Piece]) -> bytes:
+        generation = self._generation
+        if generation.usage()["total_tokens"] > LARGE:
+            return await generation.service.offload(lambda: self._body(wholes))
+        return self._body(wholes)
+
+    def _body(self, wholes: Sequence[Piece]) -> bytes:
+        generation, shape = self._generation, self._shape
+        return orjson.dumps(
+            {
+                **self._head,
+                "choices": [shape.whole(c, p) for c, p in zip(generation.choices, wholes, strict=True)],
+                "usage": generation.usage(),
+                **shape.extras(generation),
+            }
+        )
+
+    # -- streamed
+
+    @property
+    def plain(self) -> bool:
+        return self._shape.plain and not self._continuous
+
+    def of(self, choice: Choice, piece: Piece) -> bytes:
+        first = b""
+        if choice.index not in self._opened:
+            self._opened.add(choice.index)
+            extras = orjson.dumps(self._shape.extras(self._generation))[1:-1]
+            first = b"".join(self._event(chunk, extras) for chunk in self._shape.first_chunks(choice))
+        chunk = self._shape.chunk(choice, piece)
+        return first if chunk is None else first + self._event(chunk)
+
+    async def end(self) -> bytes:
+        usage = self._before + b"]" + self._usage_field(final=True) + b"}\n\n" if self._usage else b""
+        return usage + event(b"[DONE]")
+
+    async def failed(self, error: ApiError) -> bytes:
+        return event(error.body())
+
+    def _event(self, chunk: dict[str, Any], extras: bytes = b"") -> bytes:
+        more = b"," + extras if extras else b""
+        return self._before + orjson.dumps(chunk) + b"]" + more + self._usage_field() + b"}\n\n"
+
+    def _usage_field(self, *, final: bool = False) -> bytes:
+        if final or self._continuous:
+            return b',"usage":' + orjson.dumps(self._generation.usage())
+        return b',"usage":null' if self._usage else b""

@@ -1,0 +1,228 @@
+"""`Turn`: a conversation on its way to an engine, and its answer as text and calls: what all dialects of chat share."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from starlette.requests import Request
+
+from weft.server.api.choice import Choice, Piece
+from weft.server.api.generate import Generation, Prompt, constrain, output_limit
+from weft.server.api.protocol import ChatBody, ChatMessage
+from weft.server.api.service import Service
+from weft.server.errors import bad_request
+from weft.server.text.tokenizer import Tokenizer
+from weft.server.tools.structured import Writer, either
+from weft.server.tools.template import TemplateBody
+from weft.server.tools.tool_format import Call, ToolFormat, ToolParser
+from weft.server.tools.tool_parsers import UNKNOWN, tool_format
+from weft.server.tools.tool_prompt import knows_tools, write_out
+from weft.server.tools.tools import NamedToolChoice, Tool, call_of, names_of, required_call
+
+
+class Parts(NamedTuple):
+    """What a piece brings, in this order."""
+
+    reasoning: str
+    text: str
+    calls: list[Call]
+    """one entry a call; its first one has the id and the name. That of a custom tool comes once, whole: its arguments
+    are the text that the tool takes."""
+
+
+class TurnParser:
+    """Tells the parts of an answer apart, each of its choices for itself."""
+
+    def __init__(
+        self, form: ToolFormat | None, tools: Sequence[Tool] = (), *, forced: bool, parallel: bool, named: bool
+    ) -> None:
+        """`form`: how calls are told from text, in an answer that may have some. `tools`: those it may call.
+
+        `forced`: the answer is nothing but calls. `parallel`: it may have several. `named`: the client named the tool.
+        """
+        self._form = form
+        self._names = names_of(tools)
+        self._custom = frozenset(tool.function.name for tool in tools if tool.custom)
+        self._forced = forced
+        self._parallel = parallel
+        self._named = named
+        self._inputs: dict[tuple[int, int], Call] = {}
+        """calls of custom tools that are not whole yet, by choice and number"""
+        self._parsers: dict[int, ToolParser] = {}
+        self._called: set[int] = set()
+        """choices with a call"""
+
+    @property
+    def plain(self) -> bool:
+        """There is nothing but text."""
+        return self._form is None
+
+    def is_custom(self, call: Call) -> bool:
+        return call.name in self._custom
+
+    def feed(self, choice: Choice, piece: Piece) -> Parts:
+        """The parts of a choice's next piece. All are empty while it may yet become a call."""
+        if self._form is None:
+            return Parts("", piece.text, [])
+        parser = self._parsers.get(choice.index)
+        if parser is None:
+            parser = self._parsers[choice.index] = self._form.parser(self._names)
+        parts = parser.feed(piece.text)
+        if piece.finish_reason is not None:
+            parts += parser.flush()
+        calls: dict[int, Call] = {}
+        for part in parts:
+            if isinstance(part, Call) and (self._parallel or part.index == 0):
+                before = calls.get(part.index)
+                calls[part.index] = replace(before, arguments=before.arguments + part.arguments) if before else part
+        if calls:
+            self._called.add(choice.index)
+        text = "" if self._forced else "".join(part for part in parts if isinstance(part, str))
+        return Parts("", text, self._whole_inputs(choice, calls, ended=piece.finish_reason is not None))
+
+    def finish_reason(self, choice: Choice, piece: Piece) -> str | None:
+        """In OpenAI's words. A call of a tool that the client named is a `stop`."""
+        called = choice.index in self._called and not self._named
+        return "tool_calls" if called and piece.finish_reason == "stop" else piece.finish_reason
+
+    def _whole_inputs(self, choice: Choice, calls: dict[int, Call], *, ended: bool) -> list[Call]:
+        """The calls, those of custom tools once their input is whole: it is text, they are written as JSON."""
+        if not self._custom:
+            return list(calls.values())
+        out: list[Call] = []
+        for call in calls.values():
+            key = choice.index, call.index
+            if (before := self._inputs.get(key)) is not None:
+                self._inputs[key] = replace(before, arguments=before.arguments + call.arguments)
+            elif call.name in self._custom:
+                self._inputs[key] = call
+            else:
+                out.append(call)
+        for key, call in list(self._inputs.items()):
+            text = _input(call.arguments)
+            if key[0] == choice.index and (text is not None or ended):
+                out.append(replace(call, arguments=text or ""))
+                del self._inputs[key]
+        return out
+
+
+def _input(arguments: str) -> str | None:
+    """The text that a custom tool is called with, once the arguments are whole."""
+    try:
+        return str(json.loads(arguments, strict=False)["input"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A checked request, ready for the engine, and what it takes to write its answer."""
+
+    body: ChatBody
+    generation: Generation
+    """not submitted yet"""
+    parser: TurnParser
+    model: str
+    """the name that the answer carries"""
+    created: int
+    """Unix time"""
+    tokenizer: Tokenizer
+
+
+async def begin_turn(body: ChatBody, request: Request, service: Service) -> Turn:
+    """Check a request, make its prompt and its constraint. Raises `ApiError`."""
+    loaded = service.loaded
+    model = service.model_name(body.model)
+    body.check()
+    service.check_ids(body.stop_token_ids, "stop_token_ids")
+    service.check_ids(list(body.logit_bias), "logit_bias")
+    service.check_ids(body.allowed_token_ids or [], "allowed_token_ids", at_most=loaded.ready.vocab_size)
+    tools = offered(body)
+    form = _tool_format(service, body) if tools else None
+    forced = form is not None and body.tool_choice != "auto"
+    grammar = await constrain(_constraint(body, tools, form, loaded.tokenizer), request, service)
+    ids = await prompt_ids(body, tools, service)
+    params = body.sampling(
+        max_tokens=output_limit(service, body.output_limit, None, len(ids), "messages"),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+        grammar=grammar,
+    )
+    generation = Generation(
+        service,
+        body,
+        [Prompt(ids)],
+        [params],
+        request.scope,
+        show=_marker_ids(form, loaded.tokenizer),
+        grammar=grammar,
+        # Every character of a forced call is markup: there is no text for stop strings to end.
+        stops=() if forced else body.stop,
+        markup=form.markup if form is not None else None,
+    )
+    named = isinstance(body.tool_choice, NamedToolChoice)
+    parser = TurnParser(form, body.tools, forced=forced, parallel=body.parallel_tool_calls, named=named)
+    return Turn(body, generation, parser, model, int(time.time()), loaded.tokenizer)
+
+
+def offered(body: ChatBody) -> list[Tool]:
+    """The tools that the model is told of."""
+    return [] if body.tool_choice == "none" else body.tools
+
+
+async def prompt_ids(body: ChatBody, tools: list[Tool], service: Service) -> list[int]:
+    """Token ids of the conversation, with these tools. Raises `ApiError`."""
+    ids = await service.encode_chat(
+        *conversation(body, body.messages, tools, service),
+        add_special_tokens=bool(body.add_special_tokens),
+        truncation=body.truncation(service.loaded.ready.max_model_len, body.output_limit),
+    )
+    if not ids:
+        raise bad_request("messages: nothing is left of them.", "truncate_prompt_tokens")
+    return ids
+
+
+def _constraint(body: ChatBody, tools: Sequence[Tool], form: ToolFormat | None, tokenizer: Tokenizer) -> Writer | None:
+    """What the answer must be: a call where one is required; else what was asked for, or a call."""
+    asked = body.constraint()
+    if form is None:
+        return asked
+    if (call := required_call(tools, body.tool_choice, form, tokenizer, parallel=body.parallel_tool_calls)) is not None:
+        return call
+    if asked is None:
+        return None
+    return either([asked, call_of(tools, form, tokenizer, parallel=body.parallel_tool_calls)])
+
+
+def conversation(
+    body: TemplateBody, messages: Sequence[ChatMessage], tools: list[Tool], service: Service
+) -> tuple[Sequence[ChatMessage], dict[str, Any]]:
+    """The messages, and the arguments of the template, with these tools: given to the template where it knows tools,
+    written out where it does not."""
+    tokenizer = service.loaded.tokenizer
+    if knows_tools(tokenizer):
+        return messages, body.template_arguments(tools)
+    form = tool_format(service.config.tool_call_parser, tokenizer) or UNKNOWN
+    as_text = (lambda text: text) if service.config.allow_special_tokens else tokenizer.as_text
+    return write_out(messages, tools, form, as_text), body.template_arguments([])
+
+
+def _tool_format(service: Service, body: ChatBody) -> ToolFormat:
+    form = tool_format(service.config.tool_call_parser, service.loaded.tokenizer)
+    if form is None and body.tool_choice == "auto":
+        raise bad_request(
+            "How this model writes calls cannot be read off its chat template, so it cannot choose to make one; "
+            "use tool_choice 'required' or a named tool, or tell the server its --tool-call-parser.",
+            "tools",
+            "tools_not_supported",
+        )
+    return form or UNKNOWN
+
+
+def _marker_ids(form: ToolFormat | None, tokenizer: Tokenizer) -> frozenset[int]:
+    ids = (tokenizer.token_id(marker) for marker in form.markers) if form is not None else ()
+    return frozenset(token_id for token_id in ids if token_id is not None)
