@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from weft import __version__
 from weft.engine.errors import WeftError
-from weft.server.api import batches, chat, completions, docs, files, operations, render, tokens, ui
+from weft.server.api import aliases, batches, chat, completions, docs, files, operations, render, tokens, ui
 from weft.server.api.middleware import Authorise, BodyLimit, Cors, Trace
 from weft.server.api.own_requests import make_runner
 from weft.server.api.protocol import ErrorBody
@@ -39,7 +39,7 @@ def create_app(service: Service) -> FastAPI:
         responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
     )
     app.state.service = service
-    for module in (completions, chat, render, tokens, operations, docs, *([ui] if config.ui else [])):
+    for module in (completions, chat, render, tokens, operations, aliases, docs, *([ui] if config.ui else [])):
         app.include_router(module.router)
     for kind in (ApiError, WeftError, RequestValidationError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _on_error)

@@ -68,6 +68,8 @@ EXAMPLES: dict[str, Any] = {
     "/v1/chat/completions/render": {"model": "MODEL", "messages": [{"role": "user", "content": "What is 12 + 30?"}]},
     "/tokenize": {"model": "MODEL", "prompt": "What is 12 + 30?"},
     "/detokenize": {"model": "MODEL", "tokens": [5, 6, 7]},
+    "/invocations": {"model": "MODEL", "prompt": "1 2 3 4", "max_tokens": 16},
+    "/apply-template": {"model": "MODEL", "messages": [{"role": "user", "content": "What is 12 + 30?"}]},
 }
 """bodies to begin with; MODEL becomes what is served. Others are made of the fields that are required."""
 _BOUNDS = {

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.server.api import docs, ui
+from weft.server.api.aliases import INVOCATIONS, canonical
 from weft.server.api.operations import FAVICON
 from weft.server.api.protocol import REQUEST_ID
 from weft.server.batches.files import MAX_FILE_BYTES
@@ -30,7 +31,7 @@ from weft.server.observe.limits import RateLimits
 from weft.server.observe.metrics import ENDPOINTS, PROBES, Metrics
 
 OPEN_PATHS = frozenset(PROBES)
-LIMITED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+LIMITED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", INVOCATIONS})
 _ENDPOINTS = frozenset(ENDPOINTS)
 BELOW = ("/v1/files/", "/v1/batches/")
 _REQUEST_ID = re.compile(REQUEST_ID)
@@ -43,8 +44,8 @@ access = logging.getLogger("weft.access")
 
 class Trace:
     """Gives each request its id and arrival (`scope["weft.request_id"]`, `["weft.arrival"]`), counts its status,
-    logs it, and spans it; a slash at the end of its path does not count. `scope["weft.named"]`: the id is the client's;
-    otherwise it may still be changed.
+    logs it, and spans it; its path is the one that this server has for what is asked (`canonical`).
+    `scope["weft.named"]`: the id is the client's; otherwise it may still be changed.
 
     An answer leaves its generation in `scope["weft.generation"]`, whose `usage()` is logged.
     """
@@ -59,8 +60,7 @@ class Trace:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["path"].endswith("/") and not scope["path"].endswith("//"):
-            scope["path"] = scope["path"][:-1] or "/"  # base URLs are written with and without it
+        scope["path"] = canonical(scope["path"])
         request_id = _header(scope, b"x-request-id") or ""
         scope["weft.named"] = _REQUEST_ID.fullmatch(request_id) is not None
         scope["weft.request_id"] = request_id if scope["weft.named"] else uuid.uuid4().hex
@@ -165,10 +165,15 @@ class Authorise:
         else:
             keys = self._keys
         scheme, _, key = (_header(scope, b"authorization") or "").partition(" ")
+        other = _header(scope, b"x-api-key")
         found = match(key.strip(), keys) if scheme.lower() == "bearer" else None
+        if found is None and other is not None:
+            found = match(other.strip(), keys)
         if found is not None:
             return found, None
-        what = "Incorrect API key." if key else "This server needs an API key: Authorization: Bearer KEY."
+        what = "This server needs an API key: Authorization: Bearer KEY, or x-api-key: KEY."
+        if key or other:
+            what = "Incorrect API key."
         return 0, ApiError(401, what, code="invalid_api_key")
 
 

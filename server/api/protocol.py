@@ -459,8 +459,15 @@ class ChatBody(GenerationBody, TemplateBody):
 # -- tokens
 
 
+class TemplatedBody(TemplateBody):
+    """A conversation to be rendered."""
+
+    model: str | None = None
+    messages: Messages
+
+
 class TokenizeBody(TemplateBody):
-    """Either `prompt` or `messages`."""
+    """Either `prompt` (a text, or a list of texts) or `messages`."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -471,7 +478,7 @@ class TokenizeBody(TemplateBody):
     )
 
     model: str | None = None
-    prompt: str | None = None
+    prompt: str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)] | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     """default: true for a prompt, false for messages, whose template brings its own"""

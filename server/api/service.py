@@ -237,6 +237,13 @@ class Service:
             return ids
         return [truncation.ids(i, loaded.tokenizer.bos_token_id if add_special_tokens else None) for i in ids]
 
+    async def render(self, messages: Sequence[ChatMessage], arguments: Mapping[str, Any]) -> str:
+        """The text of a conversation, for people. `arguments`: of the template. Raises `ApiError`."""
+        tokenizer, control = self.loaded.tokenizer, self.config.allow_special_tokens
+        self._check_length(sum(len(message.content or "") for message in messages), "messages")
+        text = await self._in_time(lambda: tokenizer.render_chat(messages, arguments, control=control))
+        return tokenizer.without_seams(text)
+
     async def encode_chat(
         self,
         messages: Sequence[ChatMessage],

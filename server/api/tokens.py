@@ -8,6 +8,7 @@ from fastapi import APIRouter
 
 from weft.server.api.protocol import DetokenizeBody, TokenizeBody
 from weft.server.api.routing import JsonRoute, ServiceOf
+from weft.server.api.service import Service
 from weft.server.api.turn import conversation
 from weft.server.errors import bad_request
 
@@ -28,11 +29,28 @@ async def tokenize(body: TokenizeBody, service: ServiceOf) -> dict[str, Any]:
         )
     elif body.prompt is not None and body.messages is None:
         special = body.add_special_tokens is not False
+        if isinstance(body.prompt, list):
+            return await _tokenize_all(service, body, body.prompt, special)
         (ids,) = await service.encode([body.prompt], add_special_tokens=special, param="prompt")
     else:
         raise bad_request("Give either prompt or messages.", "prompt")
-    names = [loaded.tokenizer.token_name(token_id) for token_id in ids] if body.return_token_strs else None
+    names = _names(service, ids) if body.return_token_strs else None
     return {"count": len(ids), "max_model_len": loaded.ready.max_model_len, "tokens": ids, "token_strs": names}
+
+
+async def _tokenize_all(service: Service, body: TokenizeBody, prompts: list[str], special: bool) -> dict[str, Any]:
+    """As for one prompt, with a list where that has one value."""
+    all_ids = await service.encode(prompts, add_special_tokens=special, param="prompt")
+    return {
+        "count": [len(ids) for ids in all_ids],
+        "max_model_len": service.loaded.ready.max_model_len,
+        "tokens": all_ids,
+        "token_strs": [_names(service, ids) for ids in all_ids] if body.return_token_strs else None,
+    }
+
+
+def _names(service: Service, ids: list[int]) -> list[str]:
+    return [service.loaded.tokenizer.token_name(token_id) for token_id in ids]
 
 
 @router.post("/detokenize", summary="Text of token ids")

@@ -21,7 +21,7 @@ _CPU = (0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.1, 0.25,
 _LAG = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 1.0)
 _SIZE = tuple(float(2**i) for i in range(17))
 
-PROBES = ("/health", "/ready", "/metrics", "/version")
+PROBES = ("/health", "/ready", "/metrics", "/version", "/ping")
 """what probes and scrapers reach without a key; everything else needs one"""
 ENDPOINTS = (
     *PROBES,
@@ -35,6 +35,11 @@ ENDPOINTS = (
     "/v1/batches",
     "/v1/completions/render",
     "/v1/chat/completions/render",
+    "/invocations",
+    "/server_info",
+    "/load",
+    "/props",
+    "/apply-template",
 )
 _CAUSES = ["disconnect", "stall", "timeout", "drain", "engine", "error", "crash"]
 _STATUSES = [

@@ -108,6 +108,10 @@ class Tokenizer:
         cuts = [0, *sorted(inside), len(text)]
         return self._seam.join(text[begin:end] for begin, end in pairwise(cuts))
 
+    def without_seams(self, text: str) -> str:
+        """What `as_text` or `render_chat` has made, for people to read: it no longer tells text from control tokens."""
+        return text.replace(self._seam, "")
+
     @property
     def has_chat_template(self) -> bool:
         return self._hf.chat_template is not None
@@ -187,7 +191,7 @@ class Tokenizer:
         try:
             text = self._render(conversation, arguments)
         except (TemplateError, TypeError, ValueError, LookupError) as error:  # what templates raise on odd messages
-            reason = clip(str(error).replace(self._seam, ""))
+            reason = clip(self.without_seams(str(error)))
             raise bad_request(f"The chat template refuses these messages: {reason}", "messages") from error
         return text
 
