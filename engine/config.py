@@ -6,12 +6,15 @@ import os
 import re
 import socket
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from weft.engine.demo import MODEL_PATH as DEMO_MODEL_PATH
 from weft.engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -26,8 +29,62 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model",
 )  # fmt: skip
 """a model that has a tokenizer has one of these"""
+_AUTO = r"^auto(:[1-9]\d{0,2}|:[1-3]\d{3}|:40[0-8]\d|:409[0-6])?$"
 _SNAPSHOT = re.compile(r"models--(.+?)--(.+)/snapshots/[0-9a-f]{40}$")
 """a directory of the hub's cache"""
+
+
+MEASURES = {
+    "itl": "time between two tokens of a request",
+    "ttft": "time to its first token",
+    "tpot": "time per output token behind the first",
+    "e2e": "its whole time",
+}
+"""what an objective may be on"""
+_STATISTIC = re.compile(r"mean|median|max|p(\d{1,2}(?:\.\d+)?)")
+_LIMIT = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s|m)?")
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0}
+
+
+class Objective(NamedTuple):
+    """A service level objective, as `weft load --slo` has them: `itl:p99:50ms`."""
+
+    measure: str
+    statistic: float | None
+    """a percentile; None for the mean"""
+    limit: float
+    """in seconds"""
+
+    @classmethod
+    def parse(cls, text: str) -> Objective:
+        """Raises `ConfigError`, one line."""
+        parts = text.strip().lower().split(":")
+        if len(parts) != 3:
+            raise ConfigError(f"{text!r} is not MEASURE:STATISTIC:LIMIT, such as itl:p99:50ms")
+        measure, statistic, limit = parts
+        if measure not in MEASURES:
+            raise ConfigError(f"{measure!r} in {text!r} is none of {', '.join(MEASURES)}")
+        if (found := _STATISTIC.fullmatch(statistic)) is None:
+            raise ConfigError(f"{statistic!r} in {text!r} is none of mean, median, max, p50, p99, p99.9 …")
+        if (number := _LIMIT.fullmatch(limit)) is None or float(number[1]) <= 0:
+            raise ConfigError(f"{limit!r} in {text!r} is not a time such as 50ms or 2s")
+        q = {"mean": None, "median": 50.0, "max": 100.0}.get(statistic, float(found[1]) if found[1] else None)
+        return cls(measure, q, float(number[1]) * _UNITS[number[2] or "s"])
+
+    def __str__(self) -> str:
+        statistic = {None: "mean", 100.0: "max"}.get(self.statistic) or f"p{self.statistic:g}"
+        limit = f"{self.limit * 1e3:g}ms" if self.limit < 1 else f"{self.limit:g}s"
+        return f"{self.measure}:{statistic}:{limit}"
+
+    def of(self, values: np.ndarray) -> float:
+        """The statistic of some values, in seconds; NaN of none."""
+        if not len(values):
+            return float("nan")
+        if self.statistic is None:
+            return float(values.mean())
+        import numpy as np
+
+        return float(np.percentile(values, self.statistic))
 
 
 class Share(BaseModel):
@@ -97,7 +154,16 @@ class EngineConfig(BaseModel):
     max_model_len: int | None = Field(
         None, ge=2, description="prompt and output tokens per request at most [the model's own limit]"
     )
-    max_num_seqs: int | None = Field(None, ge=1, le=4096, description="requests running at once [CPU 256, GPU 1024]")
+    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] | Annotated[str, Field(pattern=_AUTO)] | None = Field(
+        None,
+        description="requests running at once; 'auto' (auto:N: N at most) as many as keep --slo at the time "
+        "[CPU 256, GPU 1024]",
+    )
+    slo: list[str] = Field(
+        [],
+        description="what --max-num-seqs auto keeps: itl:STATISTIC:LIMIT, such as itl:p99:50ms, of the time between "
+        "two tokens of a request",
+    )
     max_num_batched_tokens: int | None = Field(
         None, ge=1, le=65536, description="the dense batch: tokens per iteration at most [CPU 512, GPU 2048]"
     )
@@ -213,6 +279,27 @@ class EngineConfig(BaseModel):
             raise ValueError("give kv_cache_gib or num_pages, not both")
         return self
 
+    @field_validator("slo")
+    @classmethod
+    def _objectives_are_such(cls, value: list[str]) -> list[str]:
+        try:
+            return [str(Objective.parse(text)) for text in value]
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+
+    @model_validator(mode="after")
+    def _seats_keep_something(self) -> EngineConfig:
+        if not self.adapts:
+            return self
+        if not self.slo:
+            raise ValueError("max_num_seqs auto needs --slo, which it keeps: itl:p99:50ms, say")
+        if other := next((o for o in self.objectives if o.measure != "itl"), None):
+            raise ValueError(
+                f"max_num_seqs auto keeps the time between tokens (itl) alone, which fewer running requests make "
+                f"shorter; of {other.measure} that is not so: {other}"
+            )
+        return self
+
     @model_validator(mode="after")
     def _tiers_rest_on_each_other(self) -> EngineConfig:
         if self.host_kv_gib and not self.prefix_caching:
@@ -228,6 +315,22 @@ class EngineConfig(BaseModel):
         if self.kv_events_replay_endpoint is not None and self.kv_events_endpoint is None:
             raise ValueError("kv_events_replay_endpoint needs kv_events_endpoint")
         return self
+
+    @property
+    def adapts(self) -> bool:
+        """The bound on running requests follows what is measured."""
+        return isinstance(self.max_num_seqs, str)
+
+    @property
+    def seats(self) -> int | None:
+        """Requests that may ever run at once; None: not said."""
+        if isinstance(self.max_num_seqs, str):
+            return int(self.max_num_seqs.partition(":")[2] or 0) or None
+        return self.max_num_seqs
+
+    @property
+    def objectives(self) -> list[Objective]:
+        return [Objective.parse(text) for text in self.slo]
 
     @property
     def model_path(self) -> Path:

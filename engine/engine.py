@@ -46,6 +46,7 @@ from weft.engine.scheduling.fairness import Fairness
 from weft.engine.scheduling.grammars import Grammars
 from weft.engine.scheduling.request import Request, check_request
 from weft.engine.scheduling.scheduler import Scheduler
+from weft.engine.scheduling.seat_keeper import SeatKeeper
 from weft.engine.scheduling.slots import SlotTable
 from weft.engine.wire.kv_events import make_publisher
 from weft.engine.wire.log_sink import dropped_lines
@@ -176,6 +177,7 @@ class Engine:
             fairness=Fairness(config.fair_prefill_share, preempt=config.priority_preemption),
         )
         self.energy, self._why_unmetered = self._metered(weights.num_bytes)
+        self._seat_keeper = SeatKeeper.of(config, self.scheduler) if config.adapts else None
         self._told_at_rest = 0.0
         self._depth = 1 if config.async_scheduling else 0
         self._in_flight: deque[InFlight] = deque()
@@ -343,6 +345,8 @@ class Engine:
         result = in_flight.wait()
         begin = time.perf_counter()
         joules = self.energy.charge(result.batch, result.seconds) if self.energy is not None else {}
+        if self._seat_keeper is not None:
+            self._seat_keeper.committed(result.batch, time.monotonic())
         events = self.scheduler.commit(result)
         self._warn_of_nonfinite(begin)
         if self.tiers is not None:
@@ -366,6 +370,8 @@ class Engine:
     def rest(self) -> Outputs | None:
         """While there is no work: once a second what was drawn, if that is counted."""
         self._busy = False
+        if self._seat_keeper is not None:
+            self._seat_keeper.rest(time.monotonic())
         now = time.monotonic()
         if self.energy is None or now - self._told_at_rest < REST_SECONDS:
             return None

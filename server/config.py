@@ -129,6 +129,12 @@ class ServeConfig(EngineConfig):
             raise ValueError("tls_key needs tls_cert")
         return self
 
+    @model_validator(mode="after")
+    def _an_objective_is_kept_by_somebody(self) -> ServeConfig:
+        if self.slo and not self.adapts:
+            raise ValueError("--slo is what max_num_seqs auto keeps: give that too, or leave --slo out")
+        return self
+
     @property
     def engine(self) -> EngineConfig:
         """The part that the engine process is told."""

@@ -121,7 +121,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     max_model_len = config.max_model_len or spec.max_positions
     if max_model_len > spec.max_positions:
         raise ConfigError(f"--max-model-len {max_model_len} is more than the model's {spec.max_positions} positions")
-    max_num_seqs = config.max_num_seqs or (1024 if cuda else 256)
+    max_num_seqs = config.seats or (1024 if cuda else 256)
     tables = max_model_len * (4 * spec.head_dim + 4 * max_num_seqs)  # of angles, and of each request's token ids
     if tables > memory_bytes(torch.device("cpu")):
         raise OutOfMemory(

@@ -49,7 +49,7 @@ class Prefills:
                 budget -= self._take(request.slot, budget)
         stuck = False
         while budget > 0:
-            head = queue.head() if s.num_free and not stuck else None
+            head = queue.head() if s.num_open and not stuck else None
             if early and (head is None or early[0].sort_key < head.sort_key):
                 budget -= self._take(early.pop(0).slot, budget)
                 continue
@@ -61,7 +61,7 @@ class Prefills:
             elif admitted.loading is None:
                 length = self._take(admitted.slot, budget)
                 budget = budget - length if length else 0
-        queue.blocked = "slots" if not s.num_free else "pages" if stuck else "tokens"
+        queue.blocked = "slots" if not s.num_open else "pages" if stuck else "tokens"
         return list(self._chunks.items())
 
     def _shortest_first(self, going: list[int], share: int) -> int:
@@ -75,7 +75,7 @@ class Prefills:
         ranked = iter(sorted((r.priority, self._left(r.slot), r.order, r.slot) for r in self._requests(going)))
         running, joining = next(ranked, None), True
         while left > 0:
-            request = self._waiting.shortest() if joining and s.num_free else None
+            request = self._waiting.shortest() if joining and s.num_open else None
             if running is not None and (request is None or running[:2] <= (request.priority, len(request.token_ids))):
                 slot, running = running[3], next(ranked, None)
             elif request is None:

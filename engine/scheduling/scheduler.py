@@ -62,6 +62,8 @@ class Scheduler:
         self.decode_tokens = 0
         self.prefill_tokens = 0
         self.nonfinite_logits = 0
+        self.seat_changes: dict[str, int] = {}
+        """of whoever calls `limit_running` for a reason"""
 
     # -- what comes in
 
@@ -98,6 +100,21 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._requests) - self.num_waiting
+
+    @property
+    def short_of_seats(self) -> bool:
+        """Somebody waits for a seat and for nothing else."""
+        return self.num_waiting > 0 and self._waiting.blocked == "slots"
+
+    def limit_running(self, seats: int) -> None:
+        """So many requests may run at once from now on. Nobody is preempted for it: seats that are given back stay
+        empty until fewer run.
+
+        Raises `ValueError` for less than one or more than there are slots.
+        """
+        if not 1 <= seats <= self.slots.num_slots:
+            raise ValueError(f"{seats} seats: there are 1 to {self.slots.num_slots}")
+        self.slots.seats = seats
 
     def has_events(self) -> bool:
         return bool(self._aborted)
@@ -163,10 +180,11 @@ class Scheduler:
 
     def _make_seats(self) -> None:
         """Where all seats are taken, those of worse priorities go to a better one that waits."""
-        if self.slots.num_free or (head := self._waiting.head()) is None:
+        if self.slots.num_open or (head := self._waiting.head()) is None:
             return
         wanted = self.fairness.seats_wanted(self._waiting.num_beside(head))
-        while self.slots.num_free + self.fences.num_slots < wanted:
+        # More may run than there are seats now: then nobody gives one up, for nobody would get it.
+        while 0 <= self.slots.seats - self.num_running < wanted:
             victim = self.fairness.victim(self.slots, head)
             if victim is None:
                 return
@@ -380,6 +398,8 @@ class Scheduler:
         pool, loading = self.pool, int((self.slots.phase == Phase.LOADING).sum())
         return SchedulerStats(
             running=self.num_running,
+            seats=self.slots.seats,
+            seat_changes=self.seat_changes,
             waiting=self.num_waiting,
             waiting_tokens=self._waiting.num_tokens,
             queue={**self._waiting.by_reason(), "load": loading, "grammar": compiling},

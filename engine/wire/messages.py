@@ -154,6 +154,10 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """What the scheduler knows; counters are totals since start."""
 
     running: int = 0
+    seats: int = 0
+    """requests that may run at once now"""
+    seat_changes: dict[str, int] = {}
+    """by reason (`scheduling.seats.REASONS`), where the number of seats follows an objective"""
     waiting: int = 0
     waiting_tokens: int = 0
     queue: dict[str, int] = {}

@@ -10,6 +10,8 @@ from weft.server.observe.exposition import head, labelled
 from weft.server.observe.totals import plus, summed
 
 TIERS = ("gpu", "host", "ssd")
+SEAT_REASONS = ("room", "late", "shift", "worse", "out_of_reach")
+"""why --max-num-seqs auto changes the bound (docs/advisor.md)"""
 _QUEUE = ("slots", "pages", "tokens", "sibling", "grammar", "load")
 
 _TIER_COUNTERS = (
@@ -97,6 +99,10 @@ class EngineMetrics:
         queue = {reason: stats.queue.get(reason, 0) for reason in _QUEUE}
         yield _gauge("weft_requests_running", "Sequences running", stats.running)
         yield _gauge("weft_requests_waiting", "Sequences waiting", stats.waiting)
+        yield _gauge("weft_max_num_seqs_now", "Sequences that may run at once now", stats.seats)
+        changed = "Changes of that number by --max-num-seqs auto, by reason"
+        changes = {reason: stats.seat_changes.get(reason, 0) for reason in SEAT_REASONS}
+        yield _family("weft_max_num_seqs_changes_total", "counter", changed, "reason", changes)
         yield _family("weft_requests_queued", "gauge", "Sequences that wait, by what they wait for", "reason", queue)
         yield _gauge("weft_kv_cache_usage_ratio", "KV pages held / all", usage)
         yield _counter(queried, "Prompt tokens looked up", stats.prefix_queried_tokens)

@@ -36,7 +36,10 @@ def plus(before: EngineStats, now: EngineStats) -> EngineStats:
     for name, tier in before.scheduler.tiers.items():
         # One that this engine has not told of yet: what it has done stays, what it holds is gone.
         tiers = {**tiers, name: _raised(tiers.get(name, TierStats()), tier, _TIER)}
-    scheduler = replace(_raised(now.scheduler, before.scheduler, _SCHEDULER), tiers=tiers)
+    changes = {**now.scheduler.seat_changes}
+    for reason, count in before.scheduler.seat_changes.items():
+        changes[reason] = changes.get(reason, 0) + count
+    scheduler = replace(_raised(now.scheduler, before.scheduler, _SCHEDULER), tiers=tiers, seat_changes=changes)
     energy = now.energy
     if before.energy is not None:
         source = energy or EnergyStats(source=before.energy.source)

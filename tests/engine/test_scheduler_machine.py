@@ -145,7 +145,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "a prompt under way waits beside room for it"
             )
         head = queue.head()
-        if head is not None and s.num_free:
+        if head is not None and s.num_open:
             assert scheduler._room_for(head) is None, "the first in line waits beside room for it"
             if head.passed < MAX_PASSED:
                 for request in queue.shortest_by_priority():
@@ -172,6 +172,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def preempt(self) -> None:
         self.scheduler._preempt_one()
+
+    @rule(fewer=st.integers(0, 9))
+    def limit(self, fewer: int) -> None:
+        """Fewer seats now and then, all of them otherwise."""
+        self.scheduler.limit_running(fewer - 6 if fewer > 6 else NUM_SLOTS)
 
     @rule(really=st.integers(0, 9))
     def reset_cache(self, really: int) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
 from weft.engine.config import EngineConfig
+from weft.engine.errors import ConfigError
 from weft.server.config import ServeConfig
+from weft.server.options import load
 
 
 def test_engine_part_is_an_engine_config() -> None:
@@ -33,3 +37,27 @@ def test_keys_are_not_printed() -> None:
 def test_values_that_cannot_work_are_refused(bad: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         ServeConfig.model_validate(bad)
+
+
+def test_a_bound_that_adapts_keeps_an_objective() -> None:
+    config = ServeConfig.model_validate({"max_num_seqs": "auto:64", "slo": ["ITL:p99:0.05s"]})
+    assert (config.engine.adapts, config.engine.seats, config.engine.slo) == (True, 64, ["itl:p99:50ms"])
+    assert ServeConfig(max_num_seqs="auto", slo=["itl:mean:20ms"]).seats is None
+    assert (ServeConfig(max_num_seqs=8).adapts, ServeConfig(max_num_seqs=8).seats) == (False, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_num_seqs": "auto"}, "--max-num-seqs auto needs --slo"),
+        ({"slo": ["itl:p99:50ms"]}, "--slo is what --max-num-seqs auto keeps"),
+        ({"max_num_seqs": "auto", "slo": ["ttft:p99:50ms"]}, "keeps the time between tokens"),
+        ({"max_num_seqs": "auto", "slo": ["itl:p99"]}, "--slo: 'itl:p99' is not MEASURE:STATISTIC:LIMIT"),
+        ({"max_num_seqs": "auto", "slo": ["itl:p101:5ms"]}, "'p101'"),
+        ({"max_num_seqs": "auto:5000", "slo": ["itl:p99:5ms"]}, "--max-num-seqs"),
+        ({"max_num_seqs": "0"}, "--max-num-seqs"),
+    ],
+)
+def test_an_objective_that_nobody_keeps_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(ServeConfig, options, None)

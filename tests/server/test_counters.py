@@ -18,6 +18,7 @@ from weft import __version__
 from weft.engine.wire.messages import EnergyStats, EngineReady, EngineStats, IterationStats, SchedulerStats, TierStats
 from weft.server.observe.board import Board
 from weft.server.observe.counters import Counter, Histogram, Store
+from weft.server.observe.engine_metrics import SEAT_REASONS
 from weft.server.observe.metrics import Metrics
 from weft.server.observe.totals import plus
 
@@ -183,7 +184,7 @@ def test_every_total_of_the_engine_goes_on() -> None:
         plain = {f.name: 1 for f in msgspec.structs.fields(kind) if f.type in (int, float)}
         return kind(**{**plain, **more})
 
-    scheduler = ones(SchedulerStats, tiers={"gpu": ones(TierStats)})
+    scheduler = ones(SchedulerStats, tiers={"gpu": ones(TierStats)}, seat_changes=dict.fromkeys(SEAT_REASONS, 1))
     stats = ones(EngineStats, scheduler=scheduler, energy=ones(EnergyStats))
     metrics = Metrics()
     metrics.engines[0].begins(stats)

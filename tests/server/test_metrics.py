@@ -17,6 +17,8 @@ NAMES = {
     "weft_requests_running": "gauge",
     "weft_requests_waiting": "gauge",
     "weft_requests_queued": "gauge",
+    "weft_max_num_seqs_now": "gauge",
+    "weft_max_num_seqs_changes": "counter",
     "weft_max_running_requests": "gauge",
     "weft_max_iteration_tokens": "gauge",
     "weft_kv_cache_usage_ratio": "gauge",
@@ -122,6 +124,7 @@ async def test_labels_are_pinned(server: Server) -> None:
     assert labels["weft_finished_total"] == {"reason"}
     assert all(found == {"engine"} for name, found in labels.items() if name.startswith("weft_engine_"))
     assert labels["weft_requests_queued"] == {"reason"}
+    assert labels["weft_max_num_seqs_changes_total"] == {"reason"}
     assert labels["weft_computed_tokens_total"] == {"phase"}
     assert labels["weft_iterations_total"] == {"plan"}
     assert labels["weft_build_info"] == {"version", "model", "dtype", "device"}

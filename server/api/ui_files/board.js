@@ -51,6 +51,12 @@ const OVERVIEW = [
 
 const INTERNALS = [
   {
+    title: "Bound on running sequences",
+    note: "As --max-num-seqs auto moves it",
+    format: count,
+    lines: [{ name: "bound", value: ({ now }) => bound(now) }],
+  },
+  {
     title: "Iteration time",
     format: seconds,
     lines: [
@@ -111,6 +117,12 @@ const INTERNALS = [
   },
 ];
 
+/** Nothing where it never moves. */
+function bound(scrape) {
+  const moved = scrape.by("weft_max_num_seqs_changes_total", "reason").some(([, times]) => times > 0);
+  return moved ? scrape.value("weft_max_num_seqs_now") : undefined;
+}
+
 /** Of the dense batch that the engine was told. */
 function fill(tokens, scrape) {
   const most = scrape.value("weft_max_iteration_tokens");
@@ -126,6 +138,7 @@ function filled(scrape, tier) {
 /** Totals by label, without those that are zero. What grows at the moment is coloured. */
 const TOTALS = [
   ["Iterations by plan", "weft_iterations_total", "plan"],
+  ["Bound changed", "weft_max_num_seqs_changes_total", "reason"],
   ["Finished", "weft_finished_total", "reason"],
   ["Refused", "weft_rejected_total", "reason"],
   ["Broken off", "weft_aborted_total", "cause"],
