@@ -42,8 +42,8 @@ WORSE = 0.93
 """throughput behind a raise, of that before: more seats did harm"""
 
 REASONS = ("room", "late", "shift", "worse", "out_of_reach")
-"""why the bound changed: room below the limit; the limit was passed; what a bound does has changed; more seats meant less
-throughput; fewer seats did not help"""
+"""why the bound changed: there was room below the limit; the limit was passed; a bound does something else all at once;
+more seats meant less throughput; fewer seats did not help"""
 
 
 class Window(NamedTuple):
