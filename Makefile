@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Keep the repository root off sys.path: its folders are the sub-packages of `weft`, not packages of their own.
 export PYTHONSAFEPATH := 1
+# Images of containers like to set it. Here hundreds of processes start, and each would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null && \
 	{ echo $$p; break; }; done)
