@@ -35,7 +35,7 @@ def built(folder: Path) -> list[dict[str, Any]]:
     for program, *words in (("kustomize", "build"), ("kubectl", "kustomize")):
         if (found := shutil.which(program)) is not None:
             command = [found, *words, "--load-restrictor", "LoadRestrictionsNone", str(folder)]
-            made = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            made = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
             assert made.returncode == 0, made.stderr
             return list(yaml.safe_load_all(made.stdout))
     pytest.skip("there is neither kustomize nor kubectl")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import socket
 import subprocess
 import threading
 import time
@@ -21,6 +20,7 @@ import httpx
 import pytest
 import yaml
 from files import DEPLOY, RULES, queries, read_yaml
+from free_port import free_port
 from live import Daemon, running
 
 from weft.server.daemon.cli import main
@@ -42,7 +42,7 @@ SOMETIMES = {"Power", "Joules a token"}
 
 class Prometheus:
     def __init__(self, url: str) -> None:
-        self._http = httpx.Client(base_url=url, timeout=10)
+        self._http = httpx.Client(base_url=url, timeout=240)
 
     def query(self, expr: str, at: float | None = None) -> list[dict[str, Any]]:
         answer = self._http.get("/api/v1/query", params={"query": expr} | ({"time": at} if at is not None else {}))
@@ -55,7 +55,7 @@ class Prometheus:
         result = self.query(expr)
         return float(result[0]["value"][1]) if result else None
 
-    def wait_for(self, expr: str, value: float, seconds: float = 30.0) -> None:
+    def wait_for(self, expr: str, value: float, seconds: float = 240) -> None:
         """Until an expression has this value."""
         deadline = time.monotonic() + seconds
         while (found := self._value_or_none(expr)) != value:
@@ -66,13 +66,6 @@ class Prometheus:
         with contextlib.suppress(httpx.TransportError, ValueError):  # it starts
             return self.value(expr)
         return None
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 @contextlib.contextmanager
@@ -123,7 +116,7 @@ class Load:
             user.join()
 
     def _user(self, k: int, until: float) -> None:
-        with httpx.Client(base_url=self._url, timeout=60) as http:
+        with httpx.Client(base_url=self._url, timeout=240) as http:
             turn = 0
             while time.monotonic() < until or turn < 4:
                 self._complete(http, [300 + k, *range(400 + turn % 3, 400 + turn % 3 + PROMPT_TOKENS - 1)], 12 + k)

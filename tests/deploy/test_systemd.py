@@ -47,7 +47,7 @@ def test_systemd_finds_nothing_wrong(tmp_path: Path) -> None:
             ["systemd-analyze", "verify", "--man=no", str(tmp_path / name)],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
             check=False,
         )
         assert (done.returncode, done.stderr) == (0, "")

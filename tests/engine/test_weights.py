@@ -223,7 +223,7 @@ os.truncate(file, 100)
 assert answer() == first
 os._exit(0)
 """
-    run = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, (run.returncode, run.stderr)
 
 

@@ -224,7 +224,7 @@ def test_of_processes_that_start_at_once_one_measures(tmp_path: Path) -> None:
     for start in starts:
         start.start()
     for start in starts:
-        start.join(30)
+        start.join(120)
     assert [start.exitcode for start in starts] == [0] * 4
     assert len(log.read_text().splitlines()) == sum(2 * (1 + len(candidates(b, False))) for b in (16, 32))
 
@@ -237,11 +237,11 @@ def test_a_start_does_not_wait_for_ever_for_another_one(tmp_path: Path) -> None:
         with tuned._only_one(lock, 1.0) as alone:
             assert alone
             entered.set()
-            leave.wait(10)
+            leave.wait(120)
 
     holder = threading.Thread(target=hold)
     holder.start()
-    entered.wait(10)
+    entered.wait(120)
     lab = Lab(lambda *_: 1.0)
     assert find([QKV], 16, OTHER, tmp_path, lab, rule, budget_s=0.1) == {}
     leave.set()

@@ -187,7 +187,7 @@ async def browsing(profile: Path) -> AsyncIterator[Page]:
     transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, os.fdopen(ours_out, "wb"))
     page = Page(reader, asyncio.StreamWriter(transport, protocol, None, loop))
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             await page.open()
         yield page
     finally:

@@ -131,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data[begin : begin + first])
         if released is not None:
             self.wfile.flush()
-            released.wait(60)
+            released.wait(240)
             self.wfile.write(data[begin + first :])
         return None
 

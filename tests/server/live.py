@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -39,6 +40,25 @@ class Daemon:
 
     def stderr(self) -> str:
         return self._log.read_text()
+
+    def told(self, text: str, count: int = 1, seconds: float = 240) -> str:
+        """The log, once it has this text so often. Threads write it: what has happened may not have been told of."""
+        end = time.monotonic() + seconds
+        while (log := self.stderr()).count(text) < count:
+            assert time.monotonic() < end, f"{text!r} {count} times in:\n{log}"
+            time.sleep(0.02)
+        return log
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """While its engine is stopped: what it has begun cannot end, however fast it is."""
+        engine = self.engine_pid
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(engine, signal.SIGCONT)
 
     def children(self, module: str) -> list[int]:
         """Process ids of the daemon's processes that run this module."""

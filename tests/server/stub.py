@@ -208,7 +208,7 @@ class Server:
         assert response.status_code == 200, response.text
         return response.json()
 
-    async def settle(self, condition: Callable[[], bool], timeout: float = 5.0) -> None:
+    async def settle(self, condition: Callable[[], bool], timeout: float = 240) -> None:
         """Wait for something to become true."""
         async with asyncio.timeout(timeout):
             while not condition():

@@ -27,18 +27,13 @@ async def test_connections_beyond_the_limit_are_closed_and_counted(
     async with serving() as server:
         host, port = server.url.removeprefix("http://").split(":")
         idle = [await asyncio.open_connection(host, int(port)) for _ in range(60)]
-        await server.settle(lambda: bool(value_of(server.service.metrics, "weft_accepts_refused_total")))
-        closed = 0
-        for reader, _ in idle:
-            try:
-                async with asyncio.timeout(0.2):
-                    closed += await reader.read() == b""
-            except TimeoutError:
-                pass
-            except ConnectionError:
-                closed += 1
-        assert 0 < closed < 60
-        assert value_of(server.service.metrics, "weft_accepts_refused_total") == closed
+
+        def closed() -> int:
+            return sum(reader.at_eof() or reader.exception() is not None for reader, _ in idle)
+
+        await server.settle(lambda: closed() > 0 and closed() + server.front.num_connections == 60)
+        assert closed() < 60
+        assert value_of(server.service.metrics, "weft_accepts_refused_total") == closed()
         for _, writer in idle:
             writer.close()
         await server.settle(lambda: server.front.num_connections == 0)
@@ -104,7 +99,7 @@ async def test_a_handshake_that_fails_closes_its_connection() -> None:
         acceptor.start()
         reader, writer = await asyncio.open_connection(*listener.getsockname())
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(240):
             await reader.read()
         writer.close()
         acceptor.stop()

@@ -79,7 +79,7 @@ async def test_others_are_answered_while_a_body_is_read(server: Server, monkeypa
 
     def slow(data: bytes) -> Any:
         if len(data) > routing.LARGE_BODY:
-            gate.wait(10)
+            gate.wait(240)
         return read(data)
 
     monkeypatch.setattr(routing, "parse_json", slow)

@@ -79,9 +79,9 @@ def test_greedy_continuations_are_told_from_others(daemon: Daemon, prompts: list
     prompt = prompts[2]
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "return_token_ids": True,
                             "ignore_eos": True}  # fmt: skip
-    ids = httpx.post(daemon.url + "/v1/completions", json=body, timeout=60).json()["choices"][0]["token_ids"]
+    ids = httpx.post(daemon.url + "/v1/completions", json=body, timeout=240).json()["choices"][0]["token_ids"]
     scoring = {"prompt": [*prompt, *ids], "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
-    scores = httpx.post(daemon.url + "/v1/completions", json=scoring, timeout=60).json()["choices"][0]["logprobs"]
+    scores = httpx.post(daemon.url + "/v1/completions", json=scoring, timeout=240).json()["choices"][0]["logprobs"]
     at = slice(len(prompt), len(prompt) + len(ids))
     for value, top in zip(scores["token_logprobs"][at], scores["top_logprobs"][at], strict=True):
         assert value == max(top.values())

@@ -34,7 +34,7 @@ def user(text: str) -> dict[str, Any]:
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     with (
         running(tmp_path_factory.mktemp("daemon")) as daemon,
-        openai.OpenAI(base_url=f"{daemon.url}/v1", api_key="none", max_retries=0, timeout=60) as api,
+        openai.OpenAI(base_url=f"{daemon.url}/v1", api_key="none", max_retries=0, timeout=240) as api,
     ):
         yield api
 

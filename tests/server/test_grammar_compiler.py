@@ -50,7 +50,7 @@ class Compiler(GrammarCompiler):
         return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
     async def settle(self, children: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(240):
             while len(self.children()) != children:
                 await asyncio.sleep(0.01)
 
@@ -70,6 +70,12 @@ async def compiling(vocabulary: str = VOCABULARY) -> AsyncIterator[Compiler]:
 async def shared() -> AsyncIterator[Compiler]:
     async with compiling() as compiler:
         yield compiler
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds of CPU time are long on a busy machine."""
+    monkeypatch.setattr(grammar_compiler, "WAIT_SECONDS", 200.0)
 
 
 @pytest.fixture
@@ -160,9 +166,13 @@ async def test_busy_is_said_with_a_time_to_come_back(compiler: Compiler, monkeyp
     assert busy.value.retry_after
     await compiler.settle(0)
     monkeypatch.setattr(grammar_compiler, "MAX_WAITING", 3)
-    monkeypatch.setattr(grammar_compiler, "WAIT_SECONDS", 20.0)
+    monkeypatch.setattr(grammar_compiler, "WAIT_SECONDS", 200.0)
     waiting = [asyncio.create_task(compiler.prove(bomb(k), "a")) for k in range(60, 70)]
-    done, _ = await asyncio.wait(waiting, timeout=0.1)
+    async with asyncio.timeout(240):
+        while sum(task.done() for task in waiting) < 5:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    done = [task for task in waiting if task.done()]
     assert [task.exception().status for task in done] == [503] * 5  # type: ignore[union-attr]
     for task in waiting:
         task.cancel()
@@ -185,7 +195,7 @@ async def test_a_child_whose_parent_died_before_it_could_say_so_ends() -> None:
         "os.write(1, b'alive')\n"
     )
     process = await asyncio.create_subprocess_exec(sys.executable, "-P", "-c", script, stdout=asyncio.subprocess.PIPE)
-    said, _ = await asyncio.wait_for(process.communicate(), 30)
+    said, _ = await asyncio.wait_for(process.communicate(), 60)
     assert said == b""
 
 
@@ -244,9 +254,9 @@ async def test_a_connection_that_closes_frees_its_seat() -> None:
         _, writer = await asyncio.open_connection(host, int(port))
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
         writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
-        await server.settle(lambda: bool(compiler.slow.running), 20)
+        await server.settle(lambda: bool(compiler.slow.running))
         writer.close()
-        await server.settle(lambda: not compiler.slow.running, 20)
+        await server.settle(lambda: not compiler.slow.running)
         assert not compiler._trials
         assert server.engine.added == []
         assert (await server.complete(structured_outputs={"choice": ["hello world"]}))["choices"]
@@ -263,7 +273,7 @@ async def test_bombs_leave_the_server_as_it_was(tmp_path: Path) -> None:
         return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
 
     with running(tmp_path) as daemon:
-        async with httpx.AsyncClient(base_url=daemon.url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=daemon.url, timeout=240) as http:
 
             async def chat(**fields: Any) -> httpx.Response:
                 body = {"max_tokens": 4, "messages": [{"role": "user", "content": "hi"}], **fields}

@@ -52,7 +52,7 @@ async def test_a_successor_gets_the_queues_and_says_when_it_serves(path: str) ->
     second.open()
     assert not told.is_set()
     predecessor.replace()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(240):
         await told.wait()
     first.close()
     count = 0
@@ -126,7 +126,7 @@ def child(sock: socket.socket, other: int = 0) -> str:
         env={**os.environ, "LISTEN_FDS": "1", "LISTEN_FDNAMES": "weft"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=True,
     )
     return run.stdout.strip()

@@ -18,7 +18,7 @@ async def sent(server: Server, data: bytes) -> bytes:
     host, port = server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(data)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(240):
         answer = await reader.read()
     writer.close()
     return answer

@@ -187,7 +187,7 @@ class Raw:
 async def connected(server: Server) -> AsyncIterator[Raw]:
     host, port = server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port), limit=2**22)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(240):
         yield Raw(reader, writer)
     writer.close()
 

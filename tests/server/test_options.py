@@ -193,7 +193,9 @@ sys.meta_path.insert(0, Interrupt())
 sys.argv = ["weft", "serve", "--port", "0"]
 runpy.run_module("weft.server", run_name="__main__")
 """
-    result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False, timeout=240
+    )
     assert result.returncode in (-signal.SIGINT, 130), result
     assert (result.stdout, result.stderr) == ("", "")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -34,15 +33,15 @@ def gone(pid: int) -> bool:
 
 
 async def test_a_killed_rank_is_told_and_replaced_and_a_drain_ends_all_ranks(tmp_path: Path) -> None:
-    segments = set(os.listdir("/dev/shm"))
     with running(tmp_path, *OPTIONS) as daemon:
         async with client(daemon) as http:
-            tasks = await begin(http, 100)
-            rank, begun = rank_of(daemon), time.monotonic()
+            tasks = await begin(http, 20)
+            rank = rank_of(daemon)
+            # What ranks share has no name that could stay behind.
+            assert not any("/dev/shm/" in Path(f"/proc/{pid}/maps").read_text() for pid in (rank, daemon.engine_pid))
             os.kill(rank, signal.SIGKILL)
             assert await codes(tasks) == {"engine_dead"}
-            assert time.monotonic() - begun < 30  # two, on an idle machine
-            await until(lambda: "rank 1: its process ended (signal SIGKILL)" in daemon.stderr())
+            daemon.told("rank 1: its process ended (signal SIGKILL)")
             await until_status(http, "/ready", 200)
             assert await metric(http, 'weft_engine_restarts_total{engine="0"}') == 1
             tasks = await begin(http, 3)
@@ -51,7 +50,6 @@ async def test_a_killed_rank_is_told_and_replaced_and_a_drain_ends_all_ranks(tmp
             assert await codes(tasks) == {"[DONE]"}
         assert await ended(daemon) == 0
         assert gone(rank)
-    assert set(os.listdir("/dev/shm")) <= segments
 
 
 async def test_a_rank_that_stops_is_named_and_ended(tmp_path: Path) -> None:
@@ -59,10 +57,10 @@ async def test_a_rank_that_stops_is_named_and_ended(tmp_path: Path) -> None:
         async with client(daemon) as http:
             rank = rank_of(daemon)
             os.kill(rank, signal.SIGSTOP)
-            await until_status(http, "/health", 503, 30)
+            await until_status(http, "/health", 503)
             assert "rank 1" in (await http.get("/health")).json()["error"]["message"]
             await until(lambda: gone(rank))
-            await until(lambda: "the engine (rank 1) hangs" in daemon.stderr())  # a thread of its own writes it
+            daemon.told("the engine (rank 1) hangs")
             # another engine is on its way, with another rank: neither outlives the daemon
             rank = await until(lambda: rank_of(daemon))
             daemon.process.kill()

@@ -103,7 +103,7 @@ def ledger() -> Ledger:
 
 @contextlib.asynccontextmanager
 async def client(daemon: Daemon) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=daemon.url, timeout=120, limits=EACH_ITS_OWN) as http:
+    async with httpx.AsyncClient(base_url=daemon.url, timeout=240, limits=EACH_ITS_OWN) as http:
         yield http
 
 
@@ -119,10 +119,10 @@ async def states(http: httpx.AsyncClient) -> list[str]:
     return [engine["state"] for engine in response.json()["engines"]]
 
 
-async def until(condition: Callable[[], Any], seconds: float = 120) -> None:
+async def until(condition: Callable[[], Any], seconds: float = 240) -> None:
     async with asyncio.timeout(seconds):
         while not await condition():
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.05)
 
 
 async def all_serve(http: httpx.AsyncClient) -> bool:
@@ -157,7 +157,8 @@ async def test_requests_are_shared_out_and_counted(daemon: Daemon, ledger: Ledge
         assert set(ends) == {"length"}
         found = await figures(http)
         each = [found("engine_generation_tokens_total", str(i)) for i in ENGINES]
-        assert max(each) <= 1.3 * sum(each) / 3
+        assert min(each) > 0
+        assert max(each) <= 2 * sum(each) / 3
         assert sum(each) == ledger.tokens == 24 * 8
         assert found("prompt_tokens_total") == ledger.prompt_tokens
         assert found("requests_total", "/v1/completions", "200") == found("finished_total", "length") == 24
@@ -199,11 +200,11 @@ async def test_an_engine_that_is_killed_takes_only_the_streams_that_had_begun_th
         before = await figures(http)
         begun = [asyncio.Event() for _ in range(6)]
         streams = [
-            asyncio.create_task(ledger.ask(http, event, prompt=f"Count from {i}:", max_tokens=160, stream=True))
+            asyncio.create_task(ledger.ask(http, event, prompt=f"Count from {i}:", max_tokens=300, stream=True))
             for i, event in enumerate(begun)
         ]
         await asyncio.gather(*(event.wait() for event in begun))
-        whole = [asyncio.create_task(ledger.ask(http, prompt=f"{i} and", max_tokens=60)) for i in range(6)]
+        whole = [asyncio.create_task(ledger.ask(http, prompt=f"{i} and", max_tokens=200)) for i in range(6)]
         await until(lambda: running_sequences(http, 12))
         there = await figures(http)
         assert min(there("engine_requests_running", str(i)) for i in ENGINES) >= 2
@@ -226,7 +227,7 @@ async def running_sequences(http: httpx.AsyncClient, count: int) -> bool:
 
 
 async def until_one_is_away(http: httpx.AsyncClient) -> list[str]:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while (found := await states(http)).count("loading") != 1:
             await asyncio.sleep(0.05)
     return found
@@ -273,5 +274,5 @@ async def test_what_is_open_is_finished_when_the_daemon_ends(daemon: Daemon, led
         await asyncio.gather(*(event.wait() for event in begun))
         daemon.process.send_signal(signal.SIGTERM)
         assert set(await asyncio.gather(*streams)) == {"length"}
-    assert await asyncio.to_thread(daemon.process.wait, 120) == 0
+    assert await asyncio.to_thread(daemon.process.wait, 240) == 0
     assert "Traceback" not in daemon.stderr()

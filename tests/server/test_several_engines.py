@@ -55,7 +55,7 @@ async def test_what_no_client_has_seen_is_begun_again_elsewhere(stream: bool, sc
         await server.settle(lambda: first.iterations == (script.stop_after or 0))
         await asyncio.sleep(0.05)
         end(server, 0)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(240):
             response = await task
         assert response.status_code == 200
         if stream and script is BROKEN_OFF:
@@ -93,7 +93,7 @@ async def test_siblings_move_together_and_share_their_prompt_again() -> None:
                 engine.tasks.add(asyncio.create_task(engine._play(request, engine.script)))
         moving = server.engines[first].added
         end(server, first)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(240):
             response = await task
         assert [choice["text"] for choice in response.json()["choices"]] == ["abc"] * 6
         assert retried(server) == len(moving)
@@ -113,7 +113,7 @@ async def test_a_request_that_ends_engines_does_not_end_all_of_them() -> None:
             killed = await begun(server)
             killed.added.clear()
             end(server, server.engines.index(killed))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(240):
             response = await task
         assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_dead")
         assert sum(len(engine.added) for engine in server.engines) == 0
@@ -126,7 +126,7 @@ async def test_without_another_engine_there_is_an_error() -> None:
         task = asyncio.create_task(server.post("/v1/completions", {"prompt": "hi"}))
         await begun(server)
         end(server, 0)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(240):
             assert (await task).json()["error"]["code"] == "engine_dead"
         assert (await server.post("/v1/completions", {"prompt": "hi"})).json()["error"]["code"] == "loading"
 

@@ -22,10 +22,11 @@ from live import Daemon, running
 pytestmark = pytest.mark.slow
 
 QUESTION = {"prompt": "What is 12 + 30?", "max_tokens": 8, "temperature": 0}
-LONG = {"prompt": "What is 12 + 30?", "max_tokens": 400, "ignore_eos": True, "stream": True}
+LONG = {"prompt": "What is 12 + 30?", "max_tokens": 100, "ignore_eos": True, "stream": True}
+KEPT = httpx.Limits(keepalive_expiry=None)
 
 
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 240) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -41,7 +42,7 @@ def test_keys_are_read_again(tmp_path: Path) -> None:
     keys.write_text("old\nboth\n")
     with (
         running(tmp_path, "--api-key-file", str(keys), "--api-workers", "2", "--rate-limit", "100") as daemon,
-        httpx.Client(base_url=daemon.url, timeout=60) as http,
+        httpx.Client(base_url=daemon.url, timeout=240, limits=KEPT) as http,
     ):
         assert [asks(http, key) for key in ("old", "both", "new")] == [200, 200, 401]
         opened = http._transport._pool.connections[0]  # type: ignore[attr-defined]
@@ -58,7 +59,7 @@ def test_keys_are_read_again(tmp_path: Path) -> None:
         # A process that comes now knows what the others know, whatever the file says.
         os.kill(daemon.children("weft.server.daemon.worker")[0], signal.SIGKILL)
         fresh = httpx.Limits(max_keepalive_connections=0)
-        with httpx.Client(base_url=daemon.url, timeout=60, limits=fresh) as others:
+        with httpx.Client(base_url=daemon.url, timeout=240, limits=fresh) as others:
 
             def recovered() -> bool:
                 try:
@@ -104,7 +105,7 @@ def test_the_certificate_is_read_again(tmp_path: Path) -> None:
 
         assert served() == Path(old[0]).read_text()
         context = ssl.create_default_context(cafile=old[0])
-        with httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=context, timeout=60) as http:
+        with httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=context, timeout=240, limits=KEPT) as http:
             assert http.get("/health").status_code == 200
             put(new)
             daemon.process.send_signal(signal.SIGHUP)
@@ -130,7 +131,7 @@ def test_the_certificate_is_read_again(tmp_path: Path) -> None:
 async def test_other_signals_end_nothing(tmp_path: Path) -> None:
     with running(tmp_path) as daemon:
         async with (
-            httpx.AsyncClient(base_url=daemon.url, timeout=60) as http,
+            httpx.AsyncClient(base_url=daemon.url, timeout=240) as http,
             http.stream("POST", "/v1/completions", json=LONG) as response,
         ):
             lines = response.aiter_lines()
@@ -142,14 +143,14 @@ async def test_other_signals_end_nothing(tmp_path: Path) -> None:
             daemon.process.send_signal(signal.SIGUSR1)
             last = [line async for line in lines if line][-1]
             assert last == "data: [DONE]"
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(240):
                 for told in ("MainThread", "SIGQUIT: the engine", "SIGQUIT: API process 0", "most recent call first"):
                     while told not in daemon.stderr():
                         await asyncio.sleep(0.05)
             assert (await http.get("/ready")).status_code == 200
         daemon.process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(daemon.process.wait, 60) == 0
-        assert "another Ctrl-C or SIGTERM ends at once" in daemon.stderr()
+        assert await asyncio.to_thread(daemon.process.wait, 240) == 0
+        daemon.told("another Ctrl-C or SIGTERM ends at once")
 
 
 @pytest.mark.parametrize("nohup", [False, True])
@@ -184,6 +185,6 @@ def test_ports_are_left_at_once_for_the_next_one(tmp_path: Path) -> None:
     with running(tmp_path) as daemon:
         port = int(daemon.url.rsplit(":", 1)[1])
         daemon.process.send_signal(signal.SIGTERM)
-        assert daemon.process.wait(60) == 0
+        assert daemon.process.wait(240) == 0
         with socket.create_server(("127.0.0.1", port)):
             pass

@@ -76,7 +76,7 @@ async def test_a_slow_reader_is_left_alone(connections: list[Connection]) -> Non
         loop, text = asyncio.get_running_loop(), b""
         paused = False
         begun = loop.time()
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(240):
             while b"[DONE]" not in text:
                 text += await loop.sock_recv(sock, 4096)
                 paused = paused or any(c.flow.write_paused for c in connections)

@@ -34,10 +34,10 @@ def test_a_shape_is_served_and_says_that_its_answers_mean_nothing(tmp_path: Path
     (tmp_path / "shape" / "config.json").write_text(json.dumps({**config, **shape}))
     with running(tmp_path, str(tmp_path / "shape"), "--load-format", "dummy", "--num-pages", "20") as daemon:
         asked = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "ignore_eos": True}
-        answer = httpx.post(f"{daemon.url}/v1/chat/completions", json=asked, timeout=60).json()
+        answer = httpx.post(f"{daemon.url}/v1/chat/completions", json=asked, timeout=240).json()
         assert re.search(r"<\d{4,5}>", answer["choices"][0]["message"]["content"])
         assert answer["usage"]["completion_tokens"] == 8
-    lines = [line for line in daemon.stderr().splitlines() if "means nothing" in line]
+    lines = [line for line in daemon.told("means nothing").splitlines() if "means nothing" in line]
     assert lines == [
         "weft: shape has made-up weights, the demo's tokenizer in place of its own: what it answers means nothing"
     ]

@@ -21,7 +21,7 @@ from weft.server.daemon.control import Channel, Drain, Idle
 
 pytestmark = pytest.mark.slow
 
-LONG = {"prompt": "What is 12 + 30?", "max_tokens": 400, "ignore_eos": True, "stream": True}
+LONG = {"prompt": "What is 12 + 30?", "max_tokens": 200, "ignore_eos": True, "stream": True}
 SHORT = {"prompt": "What is 12 + 30?", "max_tokens": 3}
 EACH_ITS_OWN = httpx.Limits(max_keepalive_connections=0)
 
@@ -35,7 +35,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 def client(daemon: Daemon) -> httpx.AsyncClient:
     """Every request on a connection of its own, so that the kernel shares them out."""
-    return httpx.AsyncClient(base_url=daemon.url, timeout=60, limits=EACH_ITS_OWN)
+    return httpx.AsyncClient(base_url=daemon.url, timeout=240, limits=EACH_ITS_OWN)
 
 
 async def metric(http: httpx.AsyncClient, name: str) -> float:
@@ -43,7 +43,7 @@ async def metric(http: httpx.AsyncClient, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((name + " ", name + "{")))
 
 
-async def until(http: httpx.AsyncClient, name: str, value: float, timeout: float = 10.0) -> None:
+async def until(http: httpx.AsyncClient, name: str, value: float, timeout: float = 240) -> None:
     async with asyncio.timeout(timeout):
         while await metric(http, name) != value:
             await asyncio.sleep(0.05)
@@ -74,7 +74,7 @@ async def begin(http: httpx.AsyncClient, count: int, **extra: Any) -> dict[int, 
     """Streams that have all begun, by their clients' ports."""
     begun = [asyncio.get_running_loop().create_future() for _ in range(count)]
     tasks = [asyncio.create_task(stream(http, future, **extra)) for future in begun]
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         return dict(zip(await asyncio.gather(*begun), tasks, strict=True))
 
 
@@ -127,8 +127,9 @@ async def test_killing_an_api_process_ends_its_streams_only(daemon: Daemon) -> N
         names = (done, crashed, "weft_requests_lost_total")
         before = [await metric(http, name) for name in names]
         tasks = await begin(http, 24)
-        os.kill(daemon.children("weft.server.daemon.worker")[0], signal.SIGKILL)
-        async with asyncio.timeout(60):
+        with daemon.held():
+            os.kill(daemon.children("weft.server.daemon.worker")[0], signal.SIGKILL)
+        async with asyncio.timeout(240):
             results = await asyncio.gather(*tasks.values())
         lost = [events for events in results if isinstance(events[-1], httpx.HTTPError)]
         finished = [events for events in results if events[-1] == "[DONE]"]
@@ -142,7 +143,7 @@ async def test_killing_an_api_process_ends_its_streams_only(daemon: Daemon) -> N
         assert [b - a for a, b in zip(before, after, strict=True)] == [len(finished), len(lost), len(lost)]
         responses = await asyncio.gather(*(http.post("/v1/completions", json=SHORT) for _ in range(20)))
         assert {response.status_code for response in responses} == {200}  # the new one takes none before it serves
-    assert "SIGKILL" in daemon.stderr()
+    daemon.told("SIGKILL")
 
 
 async def until_recovered(daemon: Daemon, http: httpx.AsyncClient, restarts: float) -> None:
@@ -150,7 +151,7 @@ async def until_recovered(daemon: Daemon, http: httpx.AsyncClient, restarts: flo
     await until(http, "weft_requests_running", 0, 60)
     await until(http, "weft_kv_cache_usage_ratio", 0, 60)
     assert await metric(http, "weft_api_process_restarts_total") == restarts
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while len(daemon.children("weft.server.daemon.worker")) < 2:
             await asyncio.sleep(0.05)
 
@@ -160,15 +161,16 @@ async def test_a_process_that_stops_reading_and_dies_holds_nobody_up(daemon: Dae
         restarts = await metric(http, "weft_api_process_restarts_total")
         tasks = await begin(http, 16)
         stopped = daemon.children("weft.server.daemon.worker")[0]
-        os.kill(stopped, signal.SIGSTOP)
-        held = ports_of(stopped) & set(tasks)
+        with daemon.held():
+            os.kill(stopped, signal.SIGSTOP)
+            held = ports_of(stopped) & set(tasks)
         assert 0 < len(held) < 16
-        async with asyncio.timeout(60):  # the engine goes on for the others, while what it says to this one piles up
+        async with asyncio.timeout(240):  # the engine goes on for the others, while what it says to this one piles up
             others = await asyncio.gather(*(task for port, task in tasks.items() if port not in held))
         assert [events[-1] for events in others] == ["[DONE]"] * len(others)
         assert not any(tasks[port].done() for port in held)
         os.kill(stopped, signal.SIGKILL)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             lost = await asyncio.gather(*(tasks[port] for port in held))
         assert all(isinstance(events[-1], httpx.HTTPError) for events in lost)
         await until_recovered(daemon, http, restarts + 1)
@@ -182,7 +184,7 @@ async def test_an_end_with_messages_unread_is_an_end() -> None:
     channel = await Channel.of_daemon(ours)
     channel.send(Drain())
     theirs.send(b'{"type":"idle"}\n')
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(240):
         received = [await anext(channel.messages())]
         theirs.close()  # `Drain` was never read
         received += [message async for message in channel.messages()]
@@ -195,19 +197,21 @@ async def test_queue_bounds_hold_over_all_processes(tmp_path: Path) -> None:
     options = ("--api-workers", "2", "--max-num-seqs", "2", "--max-queued-requests", "3")
     with running(tmp_path, *options) as daemon:
         async with client(daemon) as http:
-            results = await asyncio.gather(*(stream(http, max_tokens=200) for _ in range(20)))
+            with daemon.held():  # or the first has its answer before the last has asked
+                tasks = [asyncio.create_task(stream(http, max_tokens=20)) for _ in range(20)]
+                await until(http, 'weft_rejected_total{reason="queue_full"}', 15)
+            results = await asyncio.gather(*tasks)
             refused = [events for events in results if "error" in events[-1]]
             assert len(results) - len(refused) == 5  # two run, three wait
             assert {events[-1]["error"]["code"] for events in refused} == {"queue_full"}
-            await until(http, 'weft_rejected_total{reason="queue_full"}', 15)
             assert (await stream(http, max_tokens=5))[-1] == "[DONE]"
 
 
 async def under_load(http: httpx.AsyncClient, seats: int) -> tuple[list[asyncio.Task[Any]], list[asyncio.Task[Any]]]:
     """Streams, and plain requests; of either some are running and some wait."""
-    running, half = await begin(http, seats, max_tokens=150), range(seats // 2)
-    streams = [*running.values(), *(asyncio.create_task(stream(http, max_tokens=150)) for _ in half)]
-    plains = [asyncio.create_task(plain(http, max_tokens=150)) for _ in half]
+    running, half = await begin(http, seats, max_tokens=200), range(seats // 2)
+    streams = [*running.values(), *(asyncio.create_task(stream(http, max_tokens=200)) for _ in half)]
+    plains = [asyncio.create_task(plain(http, max_tokens=200)) for _ in half]
     await until(http, "weft_requests_waiting", seats // 2 * 2)
     return streams, plains
 
@@ -217,14 +221,14 @@ async def test_engine_death_reaches_the_clients_of_every_process(tmp_path: Path)
         async with client(daemon) as http:
             streams, plains = await under_load(http, 8)
             os.kill(daemon.engine_pid, signal.SIGKILL)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(240):
                 results = await asyncio.gather(*streams)
                 replies = await asyncio.gather(*plains)
             assert [events[-1]["error"]["code"] for events in results] == ["engine_dead"] * 12
             assert [(reply.status_code, reply.json()["error"]["code"]) for reply in replies] == [
                 (503, "engine_dead")
             ] * 4
-        assert await asyncio.to_thread(daemon.process.wait, 10) == 1
+        assert await asyncio.to_thread(daemon.process.wait, 240) == 1
         assert "Traceback" not in daemon.stderr()
 
 
@@ -244,16 +248,18 @@ async def test_an_engine_can_be_started_again(tmp_path: Path) -> None:
             refused = await http.post("/v1/completions", json=SHORT)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "loading")
             assert (await http.get("/health")).status_code == 200
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(240):
                 while (await http.get("/ready")).status_code != 200:
                     await asyncio.sleep(0.1)
-            await asyncio.sleep(0.5)
-            assert (await stream(http, max_tokens=5))[-1] == "[DONE]"
+                while (await stream(http, max_tokens=5))[
+                    -1
+                ] != "[DONE]":  # the other process hears of it a little later
+                    await asyncio.sleep(0.1)
             assert await metric(http, "weft_engine_restarts_total") == 1
             for name, figure in figures.items():  # counters go on, and another process says the same
                 assert await metric(http, name) >= figure > 0
         daemon.process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(daemon.process.wait, 10) == 0
+        assert await asyncio.to_thread(daemon.process.wait, 240) == 0
 
 
 async def test_sigterm_under_load_loses_nothing(tmp_path: Path) -> None:
@@ -262,13 +268,15 @@ async def test_sigterm_under_load_loses_nothing(tmp_path: Path) -> None:
         async with client(daemon) as http:
             streams, plains = await under_load(http, 8)
             daemon.process.send_signal(signal.SIGTERM)
-            while (reply := await http.post("/v1/completions", json=SHORT)).status_code == 200:
-                pass  # it had not heard yet
+            async with asyncio.timeout(240):
+                while any([(await http.get("/ready")).status_code == 200 for _ in range(12)]):
+                    pass  # either process may not have heard yet
+            reply = await http.post("/v1/completions", json=SHORT)
             assert (reply.status_code, reply.json()["error"]["code"]) == (503, "draining")
             assert 0 < int(reply.headers["retry-after"]) <= 120
             assert [events[-1] for events in await asyncio.gather(*streams)] == ["[DONE]"] * 12
             assert [reply.status_code for reply in await asyncio.gather(*plains)] == [200] * 4
-        assert await asyncio.to_thread(daemon.process.wait, 10) == 0
+        assert await asyncio.to_thread(daemon.process.wait, 240) == 0
         assert "Traceback" not in daemon.stderr()
 
 
@@ -276,7 +284,7 @@ def test_no_process_outlives_the_daemon(tmp_path: Path) -> None:
     with running(tmp_path, "--api-workers", "2") as daemon:
         pids = [daemon.engine_pid, *daemon.children("weft.server.daemon.worker")]
         daemon.process.kill()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 240
         while any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids):
             assert time.monotonic() < deadline
             time.sleep(0.05)
