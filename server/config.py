@@ -9,7 +9,43 @@ from pydantic import Field, field_validator, model_validator
 from weft.engine.config import EngineConfig
 
 LogLevel = Literal["debug", "info", "warning", "error"]
-ToolParserName = Literal["auto", "hermes", "llama3_json", "mistral"]
+ToolParserName = Literal[
+    "auto",
+    "deepseek_v3",
+    "deepseek_v31",
+    "deepseek_v32",
+    "functiongemma",
+    "gemma",
+    "gemma4",
+    "glm45",
+    "granite",
+    "hermes",
+    "kimi_k2",
+    "llama3_json",
+    "llama4_json",
+    "llama4_pythonic",
+    "minimax_m2",
+    "mistral",
+    "openai",
+    "phi4_mini_json",
+    "pythonic",
+    "qwen3_coder",
+    "qwen3_xml",
+]
+ReasoningParserName = Literal[
+    "auto",
+    "none",
+    "deepseek_r1",
+    "deepseek_v3",
+    "gemma4",
+    "glm45",
+    "granite",
+    "kimi_k2",
+    "minimax_m2",
+    "mistral",
+    "openai_gptoss",
+    "qwen3",
+]
 
 
 class ServeConfig(EngineConfig):
@@ -84,6 +120,9 @@ class ServeConfig(EngineConfig):
     )
     tool_call_parser: ToolParserName = Field(
         "auto", description="how the model writes tool calls; auto reads it off the chat template"
+    )
+    reasoning_parser: ReasoningParserName = Field(
+        "auto", description="how the model marks its thinking; auto reads it off the chat template, none leaves it in"
     )
     tokenizer_threads: int = Field(2, ge=1, le=64, description="threads that tokenize and render chat templates")
     restart_engine: bool = Field(

@@ -6,6 +6,7 @@ The text is llguidance's serialised form. Nothing here imports torch: API proces
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -69,16 +70,35 @@ def grammar(text: str) -> str:
 
 def either(texts: Sequence[str]) -> str:
     """What any of these grammars allows; each keeps its own names for its rules."""
-    first = {"name": "start", "lark_grammar": "start: " + " | ".join(f"@part_{i}" for i in range(len(texts)))}
-    return json.dumps({"grammars": [first, *({**_body(text), "name": f"part_{i}"} for i, text in enumerate(texts))]})
+    first = "start: " + " | ".join(f"@weft_part_{i}" for i in range(len(texts)))
+    return _join(first, {f"weft_part_{i}": text for i, text in enumerate(texts)})
 
 
-def _body(text: str) -> dict[str, Any]:
-    """The serialised form of a grammar of one part, which may be bare Lark."""
+def within(lark: str, rest: str) -> str:
+    """A Lark grammar that refers to another grammar as `@weft_rest`."""
+    return _join(lark, {"weft_rest": rest})
+
+
+def _join(lark: str, named: dict[str, str]) -> str:
+    parts = [{"name": "start", "lark_grammar": lark}]
+    for name, text in named.items():
+        parts += _parts(text, name)
+    return json.dumps({"grammars": parts})
+
+
+def _parts(text: str, name: str) -> list[dict[str, Any]]:
+    """The parts of a grammar, which may be bare Lark, under this name and names that begin with it."""
     if not text.lstrip().startswith("{"):
-        return {"lark_grammar": text}
-    (part,) = json.loads(text)["grammars"]
-    return {key: value for key, value in part.items() if value is not None}
+        return [{"name": name, "lark_grammar": text}]
+    parts = [{k: v for k, v in part.items() if v is not None} for part in json.loads(text)["grammars"]]
+    names = [part["name"] for part in parts[1:]]  # those of `_join`, which has put them here
+    for part in parts:
+        for inner in names:
+            if "lark_grammar" in part:
+                part["lark_grammar"] = re.sub(rf"@{inner}\b", f"@{name}_{inner}", part["lark_grammar"])
+    for part, inner in zip(parts, ["", *names], strict=True):
+        part["name"] = f"{name}_{inner}" if inner else name
+    return parts
 
 
 def literal(text: str) -> str:

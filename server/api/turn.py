@@ -16,12 +16,13 @@ from weft.server.api.protocol import ChatBody, ChatMessage
 from weft.server.api.service import Service
 from weft.server.errors import bad_request
 from weft.server.text.tokenizer import Tokenizer
+from weft.server.tools.stream import Call, StreamParser
 from weft.server.tools.structured import Writer, either
 from weft.server.tools.template import TemplateBody
-from weft.server.tools.tool_format import Call, ToolFormat, ToolParser
-from weft.server.tools.tool_parsers import UNKNOWN, tool_format
+from weft.server.tools.tool_format import ToolFormat
+from weft.server.tools.tool_parsers import UNKNOWN, answer_parser, tool_format
 from weft.server.tools.tool_prompt import knows_tools, write_out
-from weft.server.tools.tools import NamedToolChoice, Tool, call_of, names_of, required_call
+from weft.server.tools.tools import NamedToolChoice, Tool, call_of, required_call
 
 
 class Parts(NamedTuple):
@@ -45,14 +46,14 @@ class TurnParser:
         `forced`: the answer is nothing but calls. `parallel`: it may have several. `named`: the client named the tool.
         """
         self._form = form
-        self._names = names_of(tools)
+        self._tools = {tool.function.name: tool.function.schema_ for tool in tools}
         self._custom = frozenset(tool.function.name for tool in tools if tool.custom)
         self._forced = forced
         self._parallel = parallel
         self._named = named
         self._inputs: dict[tuple[int, int], Call] = {}
         """calls of custom tools that are not whole yet, by choice and number"""
-        self._parsers: dict[int, ToolParser] = {}
+        self._parsers: dict[int, StreamParser] = {}
         self._called: set[int] = set()
         """choices with a call"""
 
@@ -70,7 +71,7 @@ class TurnParser:
             return Parts("", piece.text, [])
         parser = self._parsers.get(choice.index)
         if parser is None:
-            parser = self._parsers[choice.index] = self._form.parser(self._names)
+            parser = self._parsers[choice.index] = answer_parser(self._form, None, self._tools)
         parts = parser.feed(piece.text)
         if piece.finish_reason is not None:
             parts += parser.flush()
@@ -187,15 +188,18 @@ async def prompt_ids(body: ChatBody, tools: list[Tool], service: Service) -> lis
 
 
 def _constraint(body: ChatBody, tools: Sequence[Tool], form: ToolFormat | None, tokenizer: Tokenizer) -> Writer | None:
-    """What the answer must be: a call where one is required; else what was asked for, or a call."""
+    """What the answer must be: a call where one is required; else what was asked for, or a call; else text and calls,
+    where a tool is strict."""
     asked = body.constraint()
     if form is None:
         return asked
     if (call := required_call(tools, body.tool_choice, form, tokenizer, parallel=body.parallel_tool_calls)) is not None:
         return call
-    if asked is None:
-        return None
-    return either([asked, call_of(tools, form, tokenizer, parallel=body.parallel_tool_calls)])
+    if asked is not None:
+        return either([asked, call_of(tools, form, tokenizer, parallel=body.parallel_tool_calls)])
+    if any(tool.function.strict for tool in tools):
+        return call_of(tools, form, tokenizer, parallel=body.parallel_tool_calls, free=True)
+    return None
 
 
 def conversation(

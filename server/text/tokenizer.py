@@ -37,6 +37,12 @@ class Tokenizer:
         """ids that never appear in text"""
         self.special_ids = self.skip_ids
         """ids that the vocabulary itself calls special"""
+        self.mark_ids = frozenset(
+            token_id
+            for token_id, token in added.items()
+            if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+        )
+        """ids that grammars take for no text: special ones, and, as llguidance sees it, all that look like tags"""
         self._control = [token.content for token in added.values() if token.special and len(token.content) > 1]
         self._seam = str(secrets.randbits(96))
         """stands inside what spells a control token but is text, from `as_text` to `encode`; digits go through any

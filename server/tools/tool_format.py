@@ -1,46 +1,22 @@
-"""What a family's way of writing tool calls has to provide, and what its parsers share."""
+"""What a family's way of writing tool calls has to provide, and what the grammars of all are made of."""
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import orjson
 
 from weft.engine.wire.grammar_text import json_options, literal
-from weft.server.tools.tool_json import CallReader
+from weft.server.tools.stream import Call as Call
+from weft.server.tools.stream import Reader, Steps
 
-_ID_CHARS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What is new in a call: its first part has the id and the name."""
-
-    index: int
-    arguments: str
-    id: str | None = None
-    name: str | None = None
-
-
-Part = str | Call
-"""a piece of ordinary text, or of a call"""
-
-
-class ToolParser(Protocol):
-    """Splits one answer into text and calls, as it comes."""
-
-    def feed(self, text: str) -> list[Part]: ...
-
-    def flush(self) -> list[Part]:
-        """The end: what was held back."""
-        ...
-
+Schema = dict[str, Any]
+Tools = Mapping[str, Schema]
+"""JSON schemas of the arguments, by name"""
 
 Marker = Callable[[str], str]
-"""how a grammar names a marker: as one token where the vocabulary has it, as text otherwise"""
+"""how a grammar names a mark: as one token where the vocabulary has it, as text otherwise"""
 
 
 class ToolFormat(Protocol):
@@ -56,12 +32,14 @@ class ToolFormat(Protocol):
         """What calls stand between, as far as that can be told: the marks of each, or one that all stand behind."""
         ...
 
-    def parser(self, names: frozenset[str]) -> ToolParser:
-        """For one answer to a request that offers these tools."""
+    def new_id(self) -> str: ...
+
+    def steps(self, reader: Reader, tools: Tools) -> Steps[None]:
+        """Reads an answer to a request that offers these tools."""
         ...
 
-    def grammar(self, tools: Sequence[tuple[str, dict[str, Any]]], marker: Marker, *, several: bool) -> str:
-        """Lark grammar of one call, or of one or more, of these tools: (name, JSON schema of the arguments)."""
+    def grammar(self, tools: Sequence[tuple[str, Schema]], marker: Marker, *, several: bool, free: bool = False) -> str:
+        """Lark grammar of one call, or of one or more, of these tools. `free`: of text, and then perhaps of calls."""
         ...
 
     def write(self, name: str, arguments: str) -> str:
@@ -73,7 +51,47 @@ def call_object(name: str, arguments: str, key: str) -> str:
     return f'{{"name": {orjson.dumps(name).decode()}, "{key}": {arguments}}}'
 
 
-def call_rules(tools: Sequence[tuple[str, dict[str, Any]]], key: str) -> str:
+# -- Lark
+
+
+def after_mark(rules: str, begin: str, marker: Marker, *, free: bool) -> str:
+    """A grammar from rules, of which `calls` is what stands behind the mark of the first call."""
+    mark = marker(begin)
+    if not free:
+        start = f"start: {mark} calls"
+    elif mark.startswith("<["):  # a token of its own is no text
+        start = f"start: TEXT? | TEXT? {mark} calls\nTEXT: /(?s:.+)/"
+    else:
+        start = f"start: PLAIN? | head calls\n{ending('head', begin)}\nPLAIN: {without(begin)}"
+    return f"{start}\n{rules}"
+
+
+def at_start(rules: str, opening: str, *, free: bool) -> str:
+    """A grammar from rules, of which `calls` is the whole answer. `opening`: the character that calls begin with, which
+    then no text does."""
+    if not free:
+        return f"start: calls\n{rules}"
+    return f"start: calls | PLAIN?\nPLAIN: /\\s*[^\\s{opening}](?s:.*)/\n{rules}"
+
+
+def ending(rule: str, mark: str) -> str:
+    """A Lark rule: any text, and this at its first occurrence."""
+    return f"{rule}[lazy]: /(?s:.*)/ {literal(mark)}"
+
+
+def through(rule: str, mark: str, marker: Marker) -> list[str]:
+    """Lark: a rule of any text, and this at its first occurrence, which may be a token of its own."""
+    if (end := marker(mark)).startswith("<["):
+        return [f"{rule}: {rule.upper()}_TEXT? {end}", f"{rule.upper()}_TEXT: /(?s:.+)/"]
+    return [ending(rule, mark)]
+
+
+def without(mark: str) -> str:
+    """A Lark terminal: text in which this does not occur."""
+    return f"/(?s:.*)/ & ~(/(?s:.*)/ {literal(mark)} /(?s:.*)/)"
+
+
+def call_rules(tools: Sequence[tuple[str, Schema]], key: str) -> str:
     """Lark rules: `call` is the object of any of these tools, its arguments under `key`."""
     rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
     for i, (name, _) in enumerate(tools):
@@ -82,85 +100,10 @@ def call_rules(tools: Sequence[tuple[str, dict[str, Any]]], key: str) -> str:
     return "\n".join([*rules, argument_rules(tools)])
 
 
-def argument_rules(tools: Sequence[tuple[str, dict[str, Any]]]) -> str:
+def argument_rules(tools: Sequence[tuple[str, Schema]]) -> str:
     """Lark rules `arguments_i`. A rule of its own each: a schema's references start at its own root."""
-    schemas = [json_options(schema, lenient=True) for _, schema in tools]
-    return "\n".join(f"arguments_{i}: %json {_dump(schema)}" for i, schema in enumerate(schemas))
+    return "\n".join(f"arguments_{i}: {json_value(schema)}" for i, (_, schema) in enumerate(tools))
 
 
-def _dump(schema: dict[str, Any]) -> str:
-    return orjson.dumps(schema).decode()
-
-
-def short_id(length: int = 24, prefix: str = "call_") -> str:
-    return prefix + "".join(secrets.choice(_ID_CHARS) for _ in range(length))
-
-
-def partial(text: str, marker: str) -> int:
-    """Length of the longest end of `text` that begins `marker` and is not all of it."""
-    return next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
-
-
-class CallWriter:
-    """Numbers calls, and says what is new in the one being read."""
-
-    def __init__(self, new_id: Callable[[], str] = short_id) -> None:
-        self.count = 0
-        self._new_id = new_id
-
-    def start(self, name: str) -> Call:
-        self.count += 1
-        return Call(self.count - 1, "", self._new_id(), name)
-
-    def go_on(self, arguments: str) -> list[Part]:
-        return [Call(self.count - 1, arguments)] if arguments else []
-
-
-class ObjectParser:
-    """Follows one call's object after another for the parsers of a family."""
-
-    def __init__(self, new_id: Callable[[], str] = short_id, names: frozenset[str] | None = None) -> None:
-        """`names`: an object with another name is no call."""
-        self.writer = CallWriter(new_id)
-        self._names = names
-        self._reader = CallReader()
-        self._told = False
-
-    def begin(self) -> None:
-        self._reader, self._told = CallReader(), False
-
-    @property
-    def done(self) -> bool:
-        return self._reader.done
-
-    @property
-    def failed(self) -> bool:
-        """This is no call; `raw` is text."""
-        return not self._told and self._reader.failed
-
-    @property
-    def broken(self) -> bool:
-        """It began as a call and did not go on as one."""
-        return self._told and self._reader.failed
-
-    @property
-    def raw(self) -> str:
-        return self._reader.raw
-
-    @property
-    def told(self) -> bool:
-        """The client knows of this call."""
-        return self._told
-
-    def feed(self, text: str, parts: list[Part]) -> int:
-        """Read on, and append what is new; returns how much of `text` was read."""
-        reader = self._reader
-        read = reader.feed(text)
-        if reader.name is not None and not self._told:
-            if self._names is not None and reader.name not in self._names:
-                reader.failed = True
-                return read
-            parts.append(self.writer.start(reader.name))
-            self._told = True
-        parts += self.writer.go_on(reader.take_arguments())
-        return read
+def json_value(schema: Schema) -> str:
+    return f"%json {orjson.dumps(json_options(schema, lenient=True)).decode()}"

@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 _ARGUMENTS = ("arguments", "parameters")
+_FIRST = frozenset({"name", "id", "type", "index", *_ARGUMENTS})
+"""what a call begins with: another object is none, and need not be held back to see its end"""
 _SPACE = " \t\r\n"
 
 
@@ -52,14 +54,13 @@ class JsonValue:
 class CallReader:
     """One call's object. Arguments are handed out as soon as the name is known.
 
-    `name`: None until it is known. `done`: the object has ended. `failed`: this is no call. `raw`: all text so far.
+    `name`: None until it is known. `done`: the object has ended. `failed`: this is no call.
     """
 
     def __init__(self) -> None:
         self.name: str | None = None
         self.done = False
         self.failed = False
-        self.raw = ""
         self._state = "open"
         self._value = JsonValue()
         self._text = ""
@@ -68,18 +69,20 @@ class CallReader:
         self._arguments = ""
         """not handed out yet"""
         self._any_arguments = False
+        self._given = False
+        """the arguments were read to their end"""
+        self._first = True
 
-    def feed(self, text: str) -> int:
-        """Read on; returns how much of `text` belongs to the object."""
-        at = 0
+    def feed(self, text: str, at: int = 0) -> int:
+        """Read on, from `at`; returns how much of `text` behind it belongs to the object."""
+        begin = at
         while at < len(text) and not (self.done or self.failed):
             if self._state in ("key", "value"):
                 at = self._read_string(text, at)
             else:
                 self._step(text[at])
-                at += 1
-        self.raw += text[:at]
-        return at
+                at += not self.failed
+        return at - begin
 
     def take_arguments(self) -> str:
         """Argument text that has not been handed out; nothing before the name is known."""
@@ -118,7 +121,8 @@ class CallReader:
         if not self._text:
             new = new.lstrip(_SPACE)
         self._text += new
-        if self._state == "value" and self._key in _ARGUMENTS and self._text and self._text[0] != '"':
+        arguments = self._key in _ARGUMENTS and not self._given
+        if self._state == "value" and arguments and self._text and self._text[0] != '"':
             self._arguments += new
             self._any_arguments = True
         if self._value.complete:
@@ -129,15 +133,24 @@ class CallReader:
         try:
             value: Any = json.loads(self._text, strict=False)
         except (ValueError, RecursionError):  # no JSON, or nested too deeply for Python's reader
-            self.failed = self._state == "key" or self._key not in _ARGUMENTS
+            self.failed = self._state == "key" or self._key == "name"
             value = None
         if self._state == "key":
             self._key, self._state = value, "colon"
+            self.failed |= self._first and value not in _FIRST
+            self._first = False
             return
         self._state = "next"
-        if self._key == "name":
-            self.name = value if isinstance(value, str) and value else None
+        if self._key == "name" and self.name is None:
+            self.name = value if isinstance(value, str) and value and _is_unicode(value) else None
             self.failed = self.name is None
-        elif self._key in _ARGUMENTS and isinstance(value, str):
-            self._arguments += value  # arguments as a string of JSON, as OpenAI itself writes them
-            self._any_arguments = True
+        elif self._key in _ARGUMENTS and not self._given:
+            self._given = True
+            if isinstance(value, str):  # arguments as a string of JSON, as OpenAI itself writes them
+                self._arguments += value.encode("utf-8", "replace").decode()
+                self._any_arguments = True
+
+
+def _is_unicode(text: str) -> bool:
+    """JSON can spell halves of characters."""
+    return not any("\ud800" <= char < "\ue000" for char in text)

@@ -21,7 +21,7 @@ from weft.engine.wire import grammar_text
 from weft.server.bodies import Body
 from weft.server.text.tokenizer import Tokenizer
 from weft.server.tools.structured import Writer
-from weft.server.tools.tool_format import ToolFormat
+from weft.server.tools.tool_format import Marker, ToolFormat
 
 MAX_TOOLS = 128
 
@@ -199,12 +199,20 @@ def required_call(
     return call_of(tools, form, tokenizer, parallel=parallel)
 
 
-def call_of(tools: Sequence[Tool], form: ToolFormat, tokenizer: Tokenizer, *, parallel: bool) -> Writer:
-    """What writes the grammar of answers that call these tools."""
+def call_of(
+    tools: Sequence[Tool], form: ToolFormat, tokenizer: Tokenizer, *, parallel: bool, free: bool = False
+) -> Writer:
+    """What writes the grammar of answers that call these tools. `free`: of text too, in front of calls or alone."""
     schemas = [(tool.function.name, tool.function.schema_) for tool in tools]
+    marker = marker_of(tokenizer)
+    return "tools", lambda: grammar_text.lark(form.grammar(schemas, marker, several=parallel, free=free))
+
+
+def marker_of(tokenizer: Tokenizer) -> Marker:
+    """How grammars for this model name marks."""
 
     def marker(text: str) -> str:
         token_id = tokenizer.token_id(text)
-        return f"<[{token_id}]>" if token_id in tokenizer.special_ids else grammar_text.literal(text)
+        return f"<[{token_id}]>" if token_id in tokenizer.mark_ids else grammar_text.literal(text)
 
-    return "tools", lambda: grammar_text.lark(form.grammar(schemas, marker, several=parallel))
+    return marker

@@ -1,39 +1,44 @@
-"""Tool calls in the answers of each family, cut into pieces at every place."""
+"""Answers of each family, cut into pieces at every place: the same text, thinking and calls come of them."""
 
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
+from transcripts import ALL, MARKS, TOOLS, Transcript
 from vocabularies import byte_level, wrapped
 
 from weft.server.text.tokenizer import Tokenizer
-from weft.server.tools.tool_format import Part, ToolFormat, ToolParser
-from weft.server.tools.tool_hermes import HermesFormat
+from weft.server.tools.families import HERMES, REASONING_FORMATS, TOOL_FORMATS
+from weft.server.tools.stream import StreamParser, Thought
 from weft.server.tools.tool_json import CallReader
-from weft.server.tools.tool_llama3 import Llama3Format
-from weft.server.tools.tool_mistral import MistralFormat
-from weft.server.tools.tool_parsers import detect, tool_format
+from weft.server.tools.tool_parsers import answer_parser, detect, reasoning_format, tool_format
 
-HERMES, LLAMA, MISTRAL = HermesFormat(), Llama3Format(), MistralFormat(has_args=False)
-NAMES = frozenset({"add", "say"})
-Read = tuple[str, list[tuple[str, str]]]
+Read = tuple[str, tuple[tuple[str, str], ...], str]
 
 
-def read(form: ToolFormat, pieces: list[str]) -> Read:
-    """All text, and (name, arguments) of each call; checks what a client relies on."""
-    parser: ToolParser = form.parser(NAMES)
-    parts: list[Part] = [part for piece in pieces for part in parser.feed(piece)]
-    parts += parser.flush()
+def parser_of(case: Transcript) -> StreamParser:
+    form = TOOL_FORMATS[case.tools] if case.tools else None  # type: ignore[index]
+    reasoning = REASONING_FORMATS[case.thinks] if case.thinks else None  # type: ignore[index]
+    return answer_parser(form, reasoning, TOOLS, inside=case.inside)
+
+
+def read(case: Transcript, pieces: list[str]) -> Read:
+    """All text, (name, arguments) of each call, all thinking; checks what a client relies on."""
+    parser = parser_of(case)
+    parts = [part for piece in pieces for part in parser.feed(piece)] + parser.flush()
     calls: list[list[str]] = []
-    text = ""
+    text = thinking = ""
     for part in parts:
         if isinstance(part, str):
             text += part
+        elif isinstance(part, Thought):
+            thinking += part.text
         elif part.id is not None:
             assert part.name
             assert part.index == len(calls), "calls are numbered in order"
@@ -41,76 +46,72 @@ def read(form: ToolFormat, pieces: list[str]) -> Read:
         else:
             assert part.index == len(calls) - 1, "only the last call goes on"
             calls[-1][1] += part.arguments
-    return text, [(name, arguments) for name, arguments in calls]
+    for piece in (text, thinking, *(one for call in calls for one in call)):
+        piece.encode()
+    return text, tuple((name, arguments) for name, arguments in calls), thinking
 
 
-A, S = '{"a": 1, "b": [2, {"c": "}]\\""}]}', '{"text": "é ] } </tool_call>"}'
-CASES: list[tuple[ToolFormat, str, Read]] = [
-    (HERMES, "just text", ("just text", [])),
-    (HERMES, "a <tool_cal of text", ("a <tool_cal of text", [])),
-    (HERMES, f'Hm.<tool_call>\n{{"name": "add", "arguments": {A}}}\n</tool_call>', ("Hm.", [("add", A)])),
-    (
-        HERMES,
-        f'<tool_call>{{"name":"add","arguments":{A}}}</tool_call>\n'
-        f'<tool_call>\n{{"arguments": {S}, "name": "say"}}\n</tool_call>\n',
-        ("", [("add", A), ("say", S)]),
-    ),
-    (HERMES, '<tool_call>{"name": "add"}</tool_call>', ("", [("add", "{}")])),
-    (HERMES, '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', ("", [("add", '{"a": 1}')])),
-    (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1', ("", [("add", '{"a": 1')])),
-    (HERMES, "<tool_call>no object</tool_call>", ("<tool_call>no object</tool_call>", [])),
-    (HERMES, '<tool_call>{"nam', ('<tool_call>{"nam', [])),
-    (HERMES, '<tool_call>{"name": 5}</tool_call>x', ('<tool_call>{"name": 5}</tool_call>x', [])),
-    (LLAMA, f'{{"name": "add", "parameters": {A}}}', ("", [("add", A)])),
-    (LLAMA, f'<|python_tag|>{{"name": "add", "parameters": {A}}}', ("", [("add", A)])),
-    (
-        LLAMA,
-        f'\n{{"type": "function", "name": "add", "parameters": {A}}}; {{"name": "say", "parameters": {S}}}\n',
-        ("", [("add", A), ("say", S)]),
-    ),
-    (LLAMA, '{"name": "Alice", "age": 7}', ('{"name": "Alice", "age": 7}', [])),
-    (LLAMA, '{"age": 7} and more', ('{"age": 7} and more', [])),
-    (LLAMA, '{"age"', ('{"age"', [])),
-    (
-        LLAMA,
-        f'Text first {{"name": "add", "parameters": {A}}}',
-        (f'Text first {{"name": "add", "parameters": {A}}}', []),
-    ),
-    (LLAMA, "<|python_tag|>print(1)", ("<|python_tag|>print(1)", [])),
-    (LLAMA, " <|python", (" <|python", [])),
-    (MISTRAL, f'[TOOL_CALLS] [{{"name": "add", "arguments": {A}}}]', ("", [("add", A)])),
-    (
-        MISTRAL,
-        f'ok[TOOL_CALLS][{{"name": "add", "arguments": {A}}}, {{"arguments": {S}, "name": "say"}}]',
-        ("ok", [("add", A), ("say", S)]),
-    ),
-    (MISTRAL, f"[TOOL_CALLS]add[ARGS]{A}[TOOL_CALLS]say[CALL_ID]123456789[ARGS]{S}", ("", [("add", A), ("say", S)])),
-    (MISTRAL, "[TOOL_CALLS] nothing", ("[TOOL_CALLS]nothing", [])),
-    (MISTRAL, "a list [1, 2] [TOOL", ("a list [1, 2] [TOOL", [])),
-]
+def cut(text: str, rng: random.Random, most: int = 6) -> list[str]:
+    cuts = sorted(rng.randint(0, len(text)) for _ in range(rng.randint(1, most)))
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-@pytest.mark.parametrize(("form", "text", "expected"), CASES, ids=[text for _, text, _ in CASES])
-def test_calls_are_read_whole_and_character_by_character(form: ToolFormat, text: str, expected: Read) -> None:
-    assert read(form, [text]) == expected
-    assert read(form, list(text)) == expected
+def random_answer(rng: random.Random) -> Transcript:
+    """Marks of all families in any order, or a transcript with damage."""
+    case = rng.choice(ALL)
+    if rng.random() < 0.5:
+        return case._replace(text="".join(rng.choices(MARKS, k=rng.randint(1, 16))))
+    text = case.text
+    for _ in range(rng.randint(0, 3)):
+        at = rng.randint(0, len(text))
+        text = text[:at] + rng.choice(("", rng.choice(MARKS))) + text[at + rng.randint(0, 4) :]
+    return case._replace(text=text)
 
 
-@given(st.sampled_from(CASES), st.data())
-@settings(deadline=None)
-def test_pieces_make_no_difference(case: tuple[ToolFormat, str, Read], data: st.DataObject) -> None:
-    form, text, expected = case
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
-    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert read(form, pieces) == expected
+@pytest.mark.parametrize("case", ALL, ids=[f"{case.tools or case.thinks}-{case.text}"[:80] for case in ALL])
+def test_every_cut_gives_what_the_whole_gives(case: Transcript) -> None:
+    expected = (case.content, case.calls, case.reasoning)
+    assert read(case, [case.text]) == expected
+    assert read(case, list(case.text)) == expected
+    for at in range(1, len(case.text)):
+        assert read(case, [case.text[:at], case.text[at:]]) == expected
 
 
-@given(
-    st.sampled_from([HERMES, LLAMA, MISTRAL]), st.text(alphabet='<tool_cal>[TOOL_CALLS]{"name": ,}/\n;|', max_size=60)
-)
-@settings(deadline=None)
-def test_no_text_breaks_a_parser(form: ToolFormat, text: str) -> None:
-    assert read(form, [text]) == read(form, list(text))
+def test_no_answer_breaks_a_parser_and_no_cut_changes_it() -> None:
+    rng = random.Random(1)
+    for _ in range(2000):
+        case = random_answer(rng)
+        whole = read(case, [case.text])
+        assert read(case, cut(case.text, rng)) == whole, case
+        assert read(case, list(case.text)) == whole, case
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(10))
+def test_a_million_cuts_change_nothing(seed: int) -> None:
+    """100,000 cuts a seed: of 10,000 random answers, each cut in ten ways."""
+    rng = random.Random(100 + seed)
+    for _ in range(10_000):
+        case = random_answer(rng)
+        whole = read(case, [case.text])
+        for most in (1, 1, 2, 2, 4, 4, 8, 8, 16):
+            assert read(case, cut(case.text, rng, most)) == whole, case
+        assert read(case, list(case.text)) == whole, case
+
+
+PLAIN = st.text(alphabet="ab <>|[]{}()_/=:,;.\"'\\\n\té😀｜▁`0", max_size=60)
+
+
+@given(st.sampled_from(ALL), PLAIN, st.data())
+@settings(deadline=None, max_examples=200)
+def test_text_without_marks_comes_out_as_it_went_in(case: Transcript, text: str, data: st.DataObject) -> None:
+    case = case._replace(text=text, inside=False)
+    if any(mark[:4] in text for mark in MARKS if len(mark) > 3):
+        return
+    at = data.draw(st.integers(0, len(text)))
+    content, calls, thinking = read(case, [text[:at], text[at:]])
+    if case.thinks != "openai_gptoss":
+        assert (content, calls, thinking) == (text, (), "")
 
 
 JSON = st.recursive(
@@ -120,11 +121,11 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.text(), JSON), st.booleans(), st.booleans(), st.integers(1, 9))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_arguments_are_handed_out_as_written(arguments: dict[str, Any], ascii: bool, first: bool, size: int) -> None:
     written = json.dumps(arguments, ensure_ascii=ascii)
     pairs = ['"name": "f"', f'"arguments": {written}', '"more": [1.5e3 , null]']
-    text = "{ " + ", ".join(pairs if first else pairs[::-1]) + " } tail"
+    text = "{ " + ", ".join(pairs if first else [pairs[1], pairs[0], pairs[2]]) + " } tail"
     reader, got, at = CallReader(), "", 0
     while not reader.done:
         assert not reader.failed
@@ -135,36 +136,71 @@ def test_arguments_are_handed_out_as_written(arguments: dict[str, Any], ascii: b
 
 
 def test_arguments_stream_before_the_call_is_complete() -> None:
-    parser = HERMES.parser(NAMES)
+    parser = answer_parser(HERMES, None, TOOLS)
     parser.feed('<tool_call>{"name": "add", "arguments": {"a')
     (part,) = parser.feed('": 12')
-    assert not isinstance(part, str)
+    assert not isinstance(part, str | Thought)
     assert part.arguments == '": 12'
+
+
+def test_texts_between_tags_stream_as_json() -> None:
+    parser = answer_parser(TOOL_FORMATS["qwen3_coder"], None, TOOLS)
+    parser.feed("<tool_call>\n<function=say>\n<parameter=text>\nHe said ")
+    (part,) = parser.feed('"yes"')
+    assert not isinstance(part, str | Thought)
+    assert part.arguments == '\\"yes\\"'
+
+
+def test_kimis_calls_keep_the_ids_that_its_template_wants_back() -> None:
+    case = next(case for case in ALL if case.tools == "kimi_k2" and len(case.calls) == 2)
+    parts = parser_of(case).feed(case.text)
+    ids = [part.id for part in parts if not isinstance(part, str | Thought) and part.id is not None]
+    assert ids == ["functions.get_weather:0", "functions.say:1"]
 
 
 TOOLS_LOOP = "{% for tool in tools %}{{ tool }}{% endfor %}"
 
 
-@pytest.mark.parametrize(
-    ("template", "name"),
-    [
-        (TOOLS_LOOP + "<tool_call>", "hermes"),
-        (TOOLS_LOOP + "[TOOL_CALLS]", "mistral"),
-        (TOOLS_LOOP + '{"name": f, "parameters": {}}', "llama3_json"),
-        (TOOLS_LOOP, "auto"),
-        ("<tool_call>", "auto"),
-        (None, "auto"),
-    ],
-)
-def test_the_family_is_read_off_the_template(template: str | None, name: str) -> None:
+TEMPLATES = [
+    (TOOLS_LOOP + "<tool_call>", "hermes", None),
+    (TOOLS_LOOP + "<tool_call>{% if enable_thinking %}<think></think>", "hermes", "qwen3"),
+    (TOOLS_LOOP + "[TOOL_CALLS]", "mistral", None),
+    (TOOLS_LOOP + "[TOOL_CALLS][THINK]", "mistral", "mistral"),
+    (TOOLS_LOOP + '{"name": f, "parameters": {}}', "llama3_json", None),
+    (TOOLS_LOOP + "<tool_call>\n<function=f>\n<parameter=a>", "qwen3_coder", None),
+    (TOOLS_LOOP + "<tool_call>f\n<arg_key>a</arg_key><think></think>", "glm45", "qwen3"),
+    (TOOLS_LOOP + "<|tool_calls_section_begin|><think></think>", "kimi_k2", "kimi_k2"),
+    (TOOLS_LOOP + "<｜Assistant｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f", "deepseek_v3", "deepseek_v3"),
+    (TOOLS_LOOP + "<｜Assistant｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>", "deepseek_v31", "deepseek_v3"),
+    (TOOLS_LOOP + '<｜DSML｜invoke name="f">', "deepseek_v32", None),
+    (TOOLS_LOOP + "<minimax:tool_call>", "minimax_m2", None),
+    (TOOLS_LOOP + "<|start|>assistant<|channel|>commentary to=functions.f", "openai", "openai_gptoss"),
+    (TOOLS_LOOP + "<|tool_call|>", "granite", None),
+    (TOOLS_LOOP + "<|tool|><|/tool|><|tool_call|><|/tool_call|>", "phi4_mini_json", None),
+    (TOOLS_LOOP + "<start_function_call>call:", "functiongemma", None),
+    (TOOLS_LOOP + "<|tool_call>call:<|channel>thought", "gemma4", "gemma4"),
+    (TOOLS_LOOP + "```tool_code", "gemma", None),
+    (TOOLS_LOOP + "<|python_start|>[f()]<|python_end|>", "llama4_pythonic", None),
+    (TOOLS_LOOP + "[func_name1(a=1)]", "pythonic", None),
+    (TOOLS_LOOP, "auto", None),
+    ("<tool_call>", "auto", None),
+    (None, "auto", None),
+]
+
+
+@pytest.mark.parametrize(("template", "name", "thinks"), TEMPLATES)
+def test_the_family_is_read_off_the_template(template: str | None, name: str, thinks: str | None) -> None:
     tokenizer = Tokenizer(wrapped(byte_level(), chat_template=template))
     assert detect(tokenizer) == name
+    expected = REASONING_FORMATS[thinks] if thinks else None  # type: ignore[index]
+    assert reasoning_format("auto", tokenizer) == expected
+    assert reasoning_format("none", tokenizer) is None
     form = tool_format("auto", tokenizer)
     if template is None or "tools" not in template:
-        assert isinstance(form, HermesFormat), "the server tells the model how to write calls"
+        assert form is HERMES, "the server tells the model how to write calls"
     else:
         assert (form is None) == (name == "auto")
-    assert isinstance(tool_format("hermes", tokenizer), HermesFormat)
+    assert tool_format("hermes", tokenizer) is HERMES
 
 
 def test_markers_that_are_special_tokens_reach_the_parser() -> None:

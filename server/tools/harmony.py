@@ -1,0 +1,83 @@
+"""`HarmonyFormat`: gpt-oss's messages: thinking, calls and the answer in channels of their own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from weft.engine.wire.grammar_text import literal
+from weft.server.tools.call_ids import short_id
+from weft.server.tools.stream import Reader, Steps
+from weft.server.tools.tool_format import Marker, Schema, Tools, argument_rules, through
+
+START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+_ENDS = (END, CALL, RETURN)
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_FUNCTIONS = "functions."
+
+
+@dataclass(frozen=True)
+class HarmonyFormat:
+    markers: tuple[str, ...] = (START, CHANNEL, CONSTRAIN, MESSAGE, *_ENDS)
+    markup: tuple[str, str | None] | None = None
+    new_id: Callable[[], str] = short_id
+
+    def steps(self, reader: Reader, tools: Tools) -> Steps[None]:
+        reader.attempt()  # the prompt ends in front of a header, which may begin with its recipient
+        yield from reader.space()
+        if (yield from reader.take("to=")):
+            yield from self._message(reader, tools, "to=")
+        else:
+            reader.back()
+        while mark := (yield from reader.text_until(CHANNEL, START, *_ENDS)):
+            if mark in _ENDS:
+                reader.accept()
+            else:
+                yield from self._message(reader, tools, mark)
+
+    def _message(self, reader: Reader, tools: Tools, begun: str) -> Steps[None]:
+        """A message, from its header on, of which this is there."""
+        rest, mark = yield from reader.name(MESSAGE)
+        header = begun + rest
+        if not mark:
+            reader.give_up()
+            return
+        reader.accept()
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        if recipient is not None and (recipient[1].startswith(_FUNCTIONS) or recipient[1] in tools):
+            reader.call(recipient[1].removeprefix(_FUNCTIONS) or recipient[1])
+            end = yield from reader.until(*_ENDS, START, to=reader.argue)
+        elif recipient is not None or (channel is not None and channel[1] == "analysis"):
+            reader.think_again()
+            end = yield from reader.until(*_ENDS, START, to=reader.think)
+            if end:
+                reader.thought()
+        else:
+            end = yield from reader.until(*_ENDS, START, to=reader.say)
+        if end == START:  # the next message, of which there is no end
+            reader.at -= len(START)
+
+    def grammar(self, tools: Sequence[tuple[str, Schema]], marker: Marker, *, several: bool, free: bool = False) -> str:
+        """Several calls are several answers: a call ends the model's turn."""
+        del several
+        channel, message = marker(CHANNEL), marker(MESSAGE)
+        rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
+        for i, (name, _) in enumerate(tools):
+            head = literal(f"commentary to={_FUNCTIONS}{name} ")
+            rules.append(f'call_{i}: {channel} {head} {marker(CONSTRAIN)} "json" {message} arguments_{i}')
+        start = "start: call"
+        if free:
+            rules += [
+                f'said: {channel} "commentary" {message} ended {marker(START)} "assistant"',
+                f'answer: {channel} "final" {message} TEXT?',
+                *through("ended", END, marker),
+                "TEXT: /(?s:.+)/",
+            ]
+            start = "start: said* call | said* answer"
+        return "\n".join([start, *rules, argument_rules(tools)])
+
+    def write(self, name: str, arguments: str) -> str:
+        return f"{CHANNEL}commentary to={_FUNCTIONS}{name} {CONSTRAIN}json{MESSAGE}{arguments}{CALL}"

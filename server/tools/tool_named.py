@@ -1,0 +1,176 @@
+"""`NamedFormat`: calls as a name and a JSON object behind it, between marks: DeepSeek, Kimi, Mistral since v11."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from weft.engine.wire.grammar_text import literal
+from weft.server.tools.call_ids import mistral_id, short_id
+from weft.server.tools.stream import SPACE, Reader, Steps
+from weft.server.tools.tool_format import Marker, Schema, Tools, after_mark, argument_rules
+from weft.server.tools.tool_objects import ObjectFormat, read_objects
+
+
+@dataclass(frozen=True)
+class NamedFormat:
+    begin: str
+    """of a call"""
+    name_end: str
+    end: str = ""
+    """of a call"""
+    section: tuple[str, str] = ("", "")
+    """around all calls"""
+    prefix: str = ""
+    """before the name"""
+    fence: tuple[str, str] = ("", "")
+    """around the arguments"""
+    separator: str = ""
+    """between calls"""
+    numbered: bool = False
+    """the name has a number behind it; both together are the call's id"""
+    new_id: Callable[[], str] = short_id
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        parts = (*self.section, self.begin, self.end, self.name_end.strip(), *_MARK.findall(self.prefix))
+        return tuple(filter(None, parts))
+
+    @property
+    def markup(self) -> tuple[str, str | None] | None:
+        return self.section if self.section[0] else (self.begin, self.end or None)
+
+    def steps(self, reader: Reader, _: Tools) -> Steps[None]:
+        opens, closes = tuple(filter(None, (self.section[0], self.begin))), tuple(filter(None, self._closes()))
+        open = False
+        while mark := (yield from reader.text_until(*opens, *(closes if open else ()))):
+            if mark in closes:
+                reader.accept()
+                open = mark != self.section[1] and bool(self.section[1])
+                continue
+            if mark == self.section[0]:
+                yield from reader.space()
+                yield from reader.take(self.begin)
+            open |= yield from self._call(reader)
+            while open:  # what else the model writes is text
+                reader.attempt()
+                yield from reader.space()
+                if not (yield from reader.take(self.begin)):
+                    reader.back()
+                    break
+                yield from self._call(reader)
+
+    def _closes(self) -> tuple[str, str]:
+        return self.section[1], self.end
+
+    def _call(self, reader: Reader) -> Steps[bool]:
+        """A call, from its name on. False: it is none; it is text."""
+        yield from reader.space()
+        yield from reader.take(self.prefix)
+        name, mark = yield from reader.name(self.name_end, "{")
+        if mark == "{":
+            reader.at -= 1
+        id, name = name.strip(), name.strip()
+        if self.numbered:
+            name = _NUMBER.sub("", id).removeprefix("functions.")
+        yield from reader.space()
+        if self.fence[0]:
+            yield from reader.take(self.fence[0].strip())
+            yield from reader.space()
+        if not name or any(char in name for char in SPACE) or (yield from reader.peek()) != "{":
+            reader.give_up()
+            return False
+        reader.call(name, id if self.numbered and id != name else None)
+        if (yield from reader.json(reader.argue)):
+            yield from reader.space()
+            if self.fence[1]:
+                yield from reader.take(self.fence[1].strip())
+                yield from reader.space()
+            yield from reader.take(self.end)
+        return True
+
+    def grammar(self, tools: Sequence[tuple[str, Schema]], marker: Marker, *, several: bool, free: bool = False) -> str:
+        def call(i: int, name: str) -> str:
+            parts = [*_pieces(self.prefix, marker)]
+            if self.numbered:
+                parts += [literal(f"functions.{name}:"), "NUMBER"]
+            else:
+                parts.append(literal(name))
+            parts += [marker(self.name_end), *_pieces(self.fence[0], marker), f"arguments_{i}"]
+            return " ".join([*parts, *_pieces(self.fence[1], marker), *([marker(self.end)] if self.end else [])])
+
+        between = " ".join([*_pieces(self.separator, marker), marker(self.begin)])
+        first = f"{marker(self.begin)} " if self.section[0] else ""
+        last = f" {marker(self.section[1])}" if self.section[1] else ""
+        more = f" ({between} call)*" if several else ""
+        rules = f"calls: {first}call{more}{last}\ncall: " + " | ".join(
+            call(i, name) for i, (name, _) in enumerate(tools)
+        )
+        if self.numbered:
+            rules += "\nNUMBER: /[0-9]{1,4}/"
+        return after_mark(f"{rules}\n{argument_rules(tools)}", self.section[0] or self.begin, marker, free=free)
+
+    def write(self, name: str, arguments: str) -> str:
+        name = f"functions.{name}:0" if self.numbered else name
+        call = f"{self.begin}{self.prefix}{name}{self.name_end}{self.fence[0]}{arguments}{self.fence[1]}{self.end}"
+        return f"{self.section[0]}{call}{self.section[1]}"
+
+
+_MARK = re.compile(r"<[^<>]+>")
+_NUMBER = re.compile(r":\d+$")
+
+
+def _pieces(text: str, marker: Marker) -> list[str]:
+    """A text as a Lark sequence, the tokens in it as such."""
+    out = []
+    for piece in re.split(f"({_MARK.pattern})", text):
+        if piece:
+            out.append(marker(piece) if _MARK.fullmatch(piece) else literal(piece))
+    return out
+
+
+BEGIN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_LIST = ObjectFormat(BEGIN, listed=True)
+_NAMED = NamedFormat(BEGIN, ARGS)
+
+
+@dataclass(frozen=True)
+class MistralFormat:
+    """`[TOOL_CALLS]` and a list of objects, or in newer models `[TOOL_CALLS]name[ARGS]{…}` for each call."""
+
+    has_args: bool
+    """the vocabulary has `[ARGS]`, so the model writes the newer form; both are read"""
+    markers: tuple[str, ...] = (BEGIN, ARGS, CALL_ID)
+    markup: tuple[str, str | None] | None = (BEGIN, None)
+    new_id: Callable[[], str] = mistral_id
+
+    def steps(self, reader: Reader, _: Tools) -> Steps[None]:
+        while (yield from reader.text_until(BEGIN)):
+            yield from reader.space()
+            if (yield from reader.peek()) == "[":
+                yield from read_objects(reader, "")
+            else:
+                yield from self._named(reader)
+
+    def _named(self, reader: Reader) -> Steps[None]:
+        """There may be an id of the model's own, which is not used."""
+        name, mark = yield from reader.name(ARGS, CALL_ID, "{")
+        if mark == CALL_ID:
+            _, mark = yield from reader.name(ARGS, "{")
+        if mark == "{":
+            reader.at -= 1
+        yield from reader.space()
+        name = name.strip()
+        if not name or any(char in name for char in SPACE) or (yield from reader.peek()) != "{":
+            reader.give_up()
+            return
+        reader.call(name)
+        yield from reader.json(reader.argue)
+
+    def grammar(self, tools: Sequence[tuple[str, Schema]], marker: Marker, *, several: bool, free: bool = False) -> str:
+        form = _NAMED if self.has_args else _LIST
+        return form.grammar(tools, marker, several=several, free=free)
+
+    def write(self, name: str, arguments: str) -> str:
+        return (_NAMED if self.has_args else _LIST).write(name, arguments)

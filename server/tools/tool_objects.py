@@ -1,0 +1,134 @@
+"""`ObjectFormat`: calls as JSON objects, `{"name": …, "arguments": {…}}`, behind a mark, one each or a list of them;
+`BareObjects`: an answer that is such objects and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from weft.server.tools.call_ids import short_id
+from weft.server.tools.stream import SPACE, Reader, Steps
+from weft.server.tools.tool_format import (
+    Marker,
+    Schema,
+    Tools,
+    after_mark,
+    at_start,
+    call_object,
+    call_rules,
+)
+
+
+@dataclass(frozen=True)
+class ObjectFormat:
+    begin: str
+    end: str = ""
+    listed: bool = False
+    """the model writes a list; both are read"""
+    also: tuple[str, ...] = ()
+    """other marks that begin calls"""
+    pad: str = ""
+    """white space between the marks and the object, as the model writes it"""
+    new_id: Callable[[], str] = short_id
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.begin, self.end, *self.also)))
+
+    @property
+    def markup(self) -> tuple[str, str | None] | None:
+        return self.begin, self.end or None
+
+    def steps(self, reader: Reader, _: Tools) -> Steps[None]:
+        begins: tuple[str, ...] = (self.begin, *self.also)
+        ends: tuple[str, ...] = ()
+        while mark := (yield from reader.text_until(*begins, *ends)):
+            if mark in ends:
+                reader.accept()
+                ends = ()
+            elif (yield from read_objects(reader, self.end)):
+                ends = (self.end,) if self.end else ()
+
+    def grammar(self, tools: Sequence[tuple[str, Schema]], marker: Marker, *, several: bool, free: bool = False) -> str:
+        pad = f" {_text(self.pad)} " if self.pad else " "
+        end = f"{pad}{marker(self.end)}" if self.end else ""
+        if self.listed:
+            more = ' (", " call)*' if several else ""
+            rules = f'calls: "["{pad}call{more}{pad}"]"{end}'
+        else:
+            more = f' ("\\n" {marker(self.begin)} one)*' if several else ""
+            rules = f"calls: one{more}\none:{pad}call{end}"
+        return after_mark(f"{rules}\n{call_rules(tools, 'arguments')}", self.begin, marker, free=free)
+
+    def write(self, name: str, arguments: str) -> str:
+        call = call_object(name, arguments, "arguments")
+        return f"{self.begin}{self.pad}{f'[{call}]' if self.listed else call}{self.pad}{self.end}"
+
+
+def read_objects(reader: Reader, end: str) -> Steps[bool]:
+    """What stands behind a mark: an object, or a list of them, and the mark at its end. False: neither; it is text."""
+    yield from reader.space()
+    listed = yield from reader.take("[")
+    told = False
+    while True:
+        if told:
+            reader.attempt()
+        yield from reader.space(SPACE + "," if listed else SPACE)
+        if (yield from reader.peek()) != "{":
+            break
+        if not (yield from reader.object_call()):
+            reader.give_up()
+            return told and bool(end)
+        told = True
+        if not listed:
+            break
+    if not told:
+        reader.give_up()
+        return False
+    if listed:
+        reader.back()
+        yield from reader.space()
+        yield from reader.take("]")
+    if end:
+        yield from reader.space()
+    return bool(end) and not (yield from reader.take(end))
+
+
+def _text(text: str) -> str:
+    return '"' + text.replace("\n", "\\n") + '"'
+
+
+@dataclass(frozen=True)
+class BareObjects:
+    """Llama 3: one or more `{"name": …, "parameters": …}` with semicolons between them, perhaps behind a tag. Nothing
+    marks a call, so an object is one only when it names a tool that was offered."""
+
+    tag: str = "<|python_tag|>"
+    key: str = "parameters"
+    markup: tuple[str, str | None] | None = None
+    new_id: Callable[[], str] = short_id
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (self.tag,)
+
+    def steps(self, reader: Reader, tools: Tools) -> Steps[None]:
+        between = SPACE
+        while True:
+            reader.attempt()
+            yield from reader.space(between)
+            yield from reader.take(self.tag)
+            yield from reader.space()
+            if (yield from reader.peek()) != "{" or not (yield from reader.object_call(frozenset(tools))):
+                break
+            between = SPACE + ";"
+        at_end = not (yield from reader.peek())
+        reader.give_up(forget=between if reader.calls and at_end else "")
+        yield from reader.rest()
+
+    def grammar(self, tools: Sequence[tuple[str, Schema]], _: Marker, *, several: bool, free: bool = False) -> str:
+        more = ' ("; " call)*' if several else ""
+        return at_start(f"calls: call{more}\n{call_rules(tools, self.key)}", "{<", free=free)
+
+    def write(self, name: str, arguments: str) -> str:
+        return call_object(name, arguments, self.key)

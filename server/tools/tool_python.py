@@ -1,0 +1,226 @@
+"""`PythonFormat`: a list of calls as Python writes them, `[f(a=1), g()]`, or such calls in a fence; `CallFormat`:
+Gemma's `call:f{a:1}` between marks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import orjson
+
+from weft.engine.wire.grammar_text import literal
+from weft.server.bodies import parse_json
+from weft.server.tools.call_ids import short_id
+from weft.server.tools.stream import SPACE, Reader, Steps
+from weft.server.tools.tool_format import Marker, Schema, Tools, after_mark, at_start, json_value, through
+from weft.server.tools.tool_literal import Literals
+from weft.server.tools.tool_xml import choices, kinds
+
+_NAME = re.compile(r"[\w.:/-]*")
+_PYTHON = Literals()
+
+
+@dataclass(frozen=True)
+class PythonFormat:
+    begin: str = ""
+    """empty: calls are the whole answer"""
+    end: str = ""
+    listed: bool = True
+    """the model writes a list; both are read"""
+    pad: str = ""
+    new_id: Callable[[], str] = short_id
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.begin, self.end)))
+
+    @property
+    def markup(self) -> tuple[str, str | None] | None:
+        return (self.begin, self.end or None) if self.begin else None
+
+    def steps(self, reader: Reader, tools: Tools) -> Steps[None]:
+        reader.attempt()
+        yield from reader.space()
+        if (yield from reader.peek()) == "[":
+            if not (yield from self._calls(reader, tools)):
+                reader.give_up()
+        else:
+            reader.back()
+        if not self.begin:
+            yield from reader.rest()
+            return
+        ends: tuple[str, ...] = ()
+        while mark := (yield from reader.text_until(self.begin, *ends)):
+            if mark in ends:
+                reader.accept()
+                ends = ()
+            elif (yield from self._calls(reader, tools)):
+                yield from reader.space()
+                ends = () if (yield from reader.take(self.end)) else (self.end,)
+            else:
+                reader.give_up()
+
+    def _calls(self, reader: Reader, tools: Tools) -> Steps[bool]:
+        """Calls of tools that were offered. False: there are none here."""
+        yield from reader.space()
+        listed = yield from reader.take("[")
+        told = False
+        while True:
+            if told:
+                reader.attempt()
+            yield from reader.space(SPACE + "," if listed else SPACE)
+            if listed and told and (yield from reader.take("]")):
+                reader.accept()
+                return True
+            wrapped = yield from reader.take("print(")
+            found = yield from reader.match(_NAME)
+            name = found.group() if found is not None else ""
+            name = name if name in tools else name.rpartition(".")[2]
+            if found is not None:
+                reader.at = found.end()
+            yield from reader.space()
+            if name not in tools or not (yield from reader.take("(")):
+                if told:
+                    reader.back()
+                return told
+            reader.call(name)
+            told = True
+            order = tools[name].get("properties")
+            if not (yield from _PYTHON.pairs(reader, "=", ")", keys=tuple(order) if isinstance(order, dict) else ())):
+                return True
+            if wrapped:
+                yield from reader.space()
+                yield from reader.take(")")
+
+    def grammar(self, tools: Sequence[tuple[str, Schema]], marker: Marker, *, several: bool, free: bool = False) -> str:
+        rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
+        for i, (name, schema) in enumerate(tools):
+            rules += _arguments(f"call_{i}", schema, (f"{name}(", "=", ", ", ")"), _py)
+        pad = literal(self.pad) if self.pad else ""
+        open, close, comma = ('"["', '"]"', '", "') if self.listed else ("", "", r'"\n"')
+        end = f"{pad} {marker(self.end)}" if self.end else ""
+        more = f" ({comma} call)*" if several else ""
+        text = "\n".join([f"calls: {pad} {open} call{more} {close} {end}", *rules])
+        return after_mark(text, self.begin, marker, free=free) if self.begin else at_start(text, r"\[", free=free)
+
+    def write(self, name: str, arguments: str) -> str:
+        given = _parsed(arguments)
+        call = f"{name}({', '.join(f'{key}={_python(value)}' for key, value in given.items())})"
+        return f"{self.begin}{self.pad}{f'[{call}]' if self.listed else call}{self.pad}{self.end}"
+
+
+def _py(rule: str, schema: Schema) -> list[str]:
+    """Lark: a value as Python writes it, or as JSON does where that is longer to tell: both are read."""
+    kind = kinds(schema)
+    if kind == {"boolean"} and "enum" not in schema:
+        return [f'{rule}: "True" | "False"']
+    return [f"{rule}: " + ('"None"' if kind == {"null"} else json_value(schema))]
+
+
+def _python(value: object) -> str:
+    return repr(value) if not isinstance(value, str) else orjson.dumps(value).decode()
+
+
+def _parsed(arguments: str) -> dict[str, object]:
+    try:
+        given = parse_json(arguments)
+    except ValueError:
+        given = None
+    return given if isinstance(given, dict) else {"PARAMETER": "VALUE"}
+
+
+def _arguments(
+    rule: str,
+    schema: Schema,
+    marks: tuple[str, str, str, str],
+    value: Callable[[str, Schema], list[str]],
+) -> list[str]:
+    """Lark rules of a call: its parameters in their order, those that must be there and perhaps the others. `marks`:
+    in front of all, behind a key, between two, behind all."""
+    head, equals, between, close = marks
+    properties = schema.get("properties")
+    given = [(key, one if isinstance(one, dict) else {}) for key, one in (properties or {}).items()]
+    required = set(schema.get("required", ()))
+    shared: Schema = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    rules = [f"{rule}: {literal(head)} {rule}_f0 {literal(close)}"]
+    for i, (key, one) in enumerate(given):
+        # `_a`: what may follow where something is written already; `_f`: where nothing is.
+        part = f"{literal(key + equals)} {rule}_{i}"
+        follows = f"{literal(between)} {part}"
+        must = key in required
+        rules.append(f"{rule}_a{i}: {follows if must else f'({follows})?'} {rule}_a{i + 1}")
+        rules.append(f"{rule}_f{i}: {part} {rule}_a{i + 1}" + ("" if must else f" | {rule}_f{i + 1}"))
+        rules += value(f"{rule}_{i}", {**one, **shared})
+    return [*rules, f'{rule}_a{len(given)}: ""', f'{rule}_f{len(given)}: ""']
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    begin: str
+    end: str
+    quote: str
+    """around texts"""
+    head: str = "call:"
+    new_id: Callable[[], str] = short_id
+    literals: Literals = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "literals", Literals(quotes=('"',), raw=self.quote))
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return self.begin, self.end, self.quote
+
+    @property
+    def markup(self) -> tuple[str, str | None] | None:
+        return self.begin, self.end
+
+    def steps(self, reader: Reader, _: Tools) -> Steps[None]:
+        ends: tuple[str, ...] = ()
+        while mark := (yield from reader.text_until(self.begin, *ends)):
+            if mark in ends:
+                reader.accept()
+                ends = ()
+                continue
+            yield from reader.space()
+            yield from reader.take(self.head)
+            name, mark = yield from reader.name("{")
+            name = name.strip()
+            if not name or not _NAME.fullmatch(name):
+                reader.give_up()
+                continue
+            reader.call(name)
+            if (yield from self.literals.pairs(reader, ":", "}")):
+                yield from reader.space()
+                ends = () if (yield from reader.take(self.end)) else (self.end,)
+
+    def grammar(self, tools: Sequence[tuple[str, Schema]], marker: Marker, *, several: bool, free: bool = False) -> str:
+        quote = marker(self.quote)
+
+        def value(rule: str, schema: Schema) -> list[str]:
+            if kinds(schema) != {"string"}:
+                return [f"{rule}: {json_value(schema)}"]
+            if given := choices(schema):
+                return [f"{rule}: {quote} ({' | '.join(map(literal, given))}) {quote}"]
+            return [f"{rule}: {quote} {rule}_text", *through(f"{rule}_text", self.quote, marker)]
+
+        rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
+        for i, (name, schema) in enumerate(tools):
+            rules += _arguments(f"call_{i}", schema, (f"{self.head}{name}{{", ":", ",", "}"), value)
+        more = f" ({marker(self.begin)} call {marker(self.end)})*" if several else ""
+        text = "\n".join([f"calls: call {marker(self.end)}{more}", *rules])
+        return after_mark(text, self.begin, marker, free=free)
+
+    def write(self, name: str, arguments: str) -> str:
+        pairs = ",".join(f"{key}:{self._written(value)}" for key, value in _parsed(arguments).items())
+        return f"{self.begin}{self.head}{name}{{{pairs}}}{self.end}"
+
+    def _written(self, value: object) -> str:
+        if isinstance(value, str):
+            return f"{self.quote}{value}{self.quote}"
+        if isinstance(value, list):
+            return f"[{','.join(map(self._written, value))}]"
+        if isinstance(value, dict):
+            return "{" + ",".join(f"{key}:{self._written(one)}" for key, one in value.items()) + "}"
+        return orjson.dumps(value).decode()
