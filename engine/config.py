@@ -235,6 +235,11 @@ class EngineConfig(BaseModel):
         description="pipeline of nano-batches: a file that `weft search` wrote, 'serial' for none, "
         "or 'auto': a shipped one that fits the model and the GPU",
     )
+    wait_for_plan: bool = Field(
+        True,
+        description="serve once all pipelines of the plan are there; --no-wait-for-plan: as soon as the serial plan "
+        "is, while they are compiled and captured beside it (new, not tried on many GPUs)",
+    )
     cpu_threads: int | None = Field(None, ge=1, description="threads for CPU execution [all cores but one]")
     seed: int = Field(0, ge=0, lt=2**63, description="seed of dummy weights and of requests that bring none")
     share: Share = Field(Share(), description="one engine's share of the machine", json_schema_extra=NO_OPTION)

@@ -58,6 +58,7 @@ from weft.engine.wire.messages import (
     IterationStats,
     Outputs,
     PageNews,
+    PlanStats,
 )
 
 if TYPE_CHECKING:
@@ -140,21 +141,22 @@ class Engine:
             make_store: Callable[[StoreFile, Bytes], Store] = SsdStore
             self.runner: Runner
             if self.ranks is None:
-                self.runner = make_runner(self.spec, weights, config, resolved, phases)
+                self.runner = make_runner(self.spec, weights, config, resolved, phases, compiling)
             else:
                 assert isinstance(weights, Weights)
                 leading = lead(self.ranks.links, own, weights, resolved, model, store=store is not None)
                 self.runner, make_store = leading, leading.make_store
                 if not leading.stores:
                     store = None
-        except torch.OutOfMemoryError:
-            raise OutOfMemory(
-                "the model and its buffers do not fit the GPU: use a smaller model, "
-                "or lower --max-num-seqs or --max-num-batched-tokens"
-            ) from None
-        finally:
+        except BaseException as error:
             if compiling is not None:
                 compiling.stop()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise OutOfMemory(
+                    "the model and its buffers do not fit the GPU: use a smaller model, "
+                    "or lower --max-num-seqs or --max-num-batched-tokens"
+                ) from None
+            raise
         num_pages = self.runner.num_pages
         # A request that can never fit is refused at the door: the context limit is what the pool can hold.
         longest = min(resolved.max_model_len, (num_pages - 1) * config.page_size)
@@ -197,6 +199,8 @@ class Engine:
         self._last = IterationStats()
         self._page_ledger: PageLedger | None = None
         self._ssd_up = self.tiers is not None and self.tiers.ssd.store is not None
+        self._plan_news = self.pause is not None
+        """where the plan's pipelines are has changed, and nobody has been told"""
         self._warned_nonfinite = 0
         self._quiet_until = 0.0
         phases.end()
@@ -312,6 +316,8 @@ class Engine:
 
     def step(self) -> Outputs | None:
         """Schedule and launch the next iteration, then commit the one before it. None when there is nothing to tell."""
+        if (preparation := self.runner.preparation) is not None and preparation.advance(busy=self.has_work):
+            self._plan_news = True
         outputs = self._iterate()
         if self._events is not None:
             self._events.flush()
@@ -334,7 +340,7 @@ class Engine:
             self._in_flight.append(self.runner.launch(batch))
         busy = time.perf_counter() - begin
         if not self._in_flight or (batch is not None and len(self._in_flight) <= self._depth):
-            if self.scheduler.has_events() or self._refused or self._tier_went_down():
+            if self.scheduler.has_events() or self._refused or self._plan_news or self._tier_went_down():
                 return self._outputs(self.scheduler.idle_events(), self.stats())
             if batch is None and not self.grammars.wait(TIER_WAIT_SECONDS) and self.tiers is not None:
                 self.tiers.wait(TIER_WAIT_SECONDS)
@@ -366,6 +372,12 @@ class Engine:
             schedule_seconds=busy + time.perf_counter() - begin,
         )
         return self._outputs(events, self.stats(), joules)
+
+    @property
+    def pause(self) -> float | None:
+        """Seconds without work after which `step` still wants to be called; None: any number."""
+        preparation = self.runner.preparation
+        return None if preparation is None else preparation.pause
 
     def rest(self) -> Outputs | None:
         """While there is no work: once a second what was drawn, if that is counted."""
@@ -402,6 +414,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """The scheduler's state and the last committed iteration's figures."""
+        preparation = self.runner.preparation
         return EngineStats(
             scheduler=self.scheduler.stats(compiling=self.grammars.num_compiling),
             iteration=self._last,
@@ -411,11 +424,12 @@ class Engine:
             iterations_idle_seconds=self._idle_seconds,
             log_lines_dropped=dropped_lines(),
             energy=self.energy.stats() if self.energy is not None else None,
+            plan=preparation.stats if preparation is not None else PlanStats(),
             pages=self._page_ledger.take() if self._page_ledger is not None else PageNews(),
         )
 
     def _outputs(self, events: Events, stats: EngineStats, joules: dict[int, float] | None = None) -> Outputs:
-        refused, self._refused = self._refused, []
+        refused, self._refused, self._plan_news = self._refused, [], False
         for how in (Finish.REFUSED, Finish.BUSY):
             events = events.ended([handle for handle, _, end in refused if end is how], how)
         return Outputs(

@@ -134,7 +134,7 @@ class _Loop:
         while not self._ending.begun.is_set():
             self._beat()
             engine.check()
-            for client, message in self._clients.receive(0 if engine.has_work else self._idle_poll_ms()):
+            for client, message in self._clients.receive(0 if engine.has_work else self._idle_poll_ms(engine.pause)):
                 self._take(engine, client, message)
             if self._profiling is not None and self._profiling.due:
                 self._end_profiling()
@@ -158,8 +158,10 @@ class _Loop:
             if time.monotonic() - begun < self._beats.step_timeout:
                 self._beat.still()
 
-    def _idle_poll_ms(self) -> int:
-        return FLUSH_POLL_MS if self._ending.patience else IDLE_POLL_MS
+    def _idle_poll_ms(self, pause: float | None) -> int:
+        """pause: of the engine, in seconds."""
+        longest = FLUSH_POLL_MS if self._ending.patience else IDLE_POLL_MS
+        return longest if pause is None else min(longest, int(1000 * pause))
 
     def _take(self, engine: Engine, client: int, message: ToEngine) -> None:
         match message:

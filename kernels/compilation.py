@@ -41,6 +41,11 @@ class Kernel(NamedTuple):
     """of `JITFunction._do_compile`: types, constants, options"""
 
     @property
+    def key(self) -> tuple[Any, str]:
+        """What is the same in no two kernels."""
+        return self.function, self.arguments[0]
+
+    @property
     def name(self) -> str:
         return str(self.function.fn.__qualname__)
 

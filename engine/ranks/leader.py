@@ -28,6 +28,7 @@ from weft.engine.ranks.shared_collectives import SharedCollectives
 from weft.engine.runner.batch import Batch
 from weft.engine.runner.collectives import Collectives
 from weft.engine.runner.cpu_runner import CpuRunner
+from weft.engine.runner.preparation import Preparation
 from weft.engine.runner.resolve import ResolvedConfig
 from weft.engine.runner.runner import InFlight, Runner
 
@@ -81,6 +82,10 @@ class LeadingRunner:
     @property
     def num_pages(self) -> int:
         return self.own.num_pages
+
+    @property
+    def preparation(self) -> Preparation | None:
+        return self.own.preparation
 
     def copy_engine(self, slots: int) -> CopyEngine:
         self._ring.send(Kind.POOL, np.array([slots]))

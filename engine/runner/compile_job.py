@@ -1,7 +1,8 @@
 """`CompileJob`: a process beside a starting engine that compiles the kernels it will need. Costs no import of torch.
 
 What has been compiled is written down beside the tuned tables, so that a start with everything in the cache starts no
-such process.
+such process. Where an engine does not wait for its plan, the kernels of the serial plan come first, then those of one
+pipeline after the other, while it serves.
 """
 
 from __future__ import annotations
@@ -11,16 +12,19 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
-import threading
+import time
 from pathlib import Path
 
 from weft.engine.config import EngineConfig
 from weft.engine.progress import Progress
 
 COMPILING = "compiling kernels"
+SERIAL, PIPELINE = "serial", "pipeline"
+"""what lines of the job tell of: the kernels of the serial plan are there; those of a pipeline, or why not"""
 PATIENCE_SECONDS = 600
 """for all of them; then the engine goes on and compiles what it lacks itself"""
 HERE = Path(__file__).parent
@@ -37,8 +41,15 @@ DRIVER = Path("/proc/driver/nvidia/gpus")
 class CompileJob:
     """A running job. Create with `CompileJob.begin(config)`."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str], *, waits_for_plan: bool = True, serial: bool = False) -> None:
+        """waits_for_plan: the engine does. serial: the kernels of the serial plan are there already."""
         self._process = process
+        self._whole, self._serial = waits_for_plan, serial
+        self._deadline = time.monotonic() + PATIENCE_SECONDS
+        self._outcomes: dict[int, str] = {}
+        self._ended = False
+        self._partial = b""
+        """what has no line end yet"""
 
     @classmethod
     def begin(cls, config: EngineConfig) -> CompileJob | None:
@@ -57,25 +68,65 @@ class CompileJob:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(config.model_dump_json() + "\n")
             process.stdin.flush()
-        return cls(process)
+        return cls(process, waits_for_plan=config.wait_for_plan, serial=is_compiled(config, SERIAL))
+
+    @classmethod
+    def renewed(cls, job: CompileJob | None, config: EngineConfig) -> CompileJob | None:
+        """After tiles were tuned, which are other kernels: the job that goes on, or another one in its place."""
+        if job is not None and not job._whole and is_compiled(config, SERIAL):
+            return job
+        if job is not None:
+            job.stop()
+        return cls.begin(config)
 
     def wait(self, progress: Progress | None = None) -> None:
-        """Until it has ended, however that was: what it has not compiled the first launch does."""
-        assert self._process.stdout is not None
-        impatience = threading.Timer(PATIENCE_SECONDS, self._kill)
-        impatience.start()
-        try:
-            for line in self._process.stdout:
-                done, _, total = line.partition(" ")
-                if progress is not None and total:
-                    progress(COMPILING, int(done), int(total))
-        finally:
-            impatience.cancel()
-        self._process.wait()
+        """Until the engine can begin: the job has ended, however that was, or the kernels of the serial plan are there
+        and the engine does not wait for more. What has not been compiled the first launch compiles.
+        """
+        while not self._ended and (self._whole or not self._serial):
+            self._hear(None, progress)
+
+    def outcome(self, pipeline: int) -> str | None:
+        """Empty once all kernels of that pipeline of the plan are in the cache, else why they will not be; None: not
+        known yet. Does not wait.
+        """
+        while not self._ended and pipeline not in self._outcomes and self._hear(0.0):
+            pass
+        unknown = "the process that compiles has ended" if self._ended else None
+        return self._outcomes.get(pipeline, unknown)
 
     def stop(self) -> None:
         self._kill()
         self._process.wait()
+        self._ended = True
+
+    def _hear(self, seconds: float | None, progress: Progress | None = None) -> bool:
+        """Take what the job says, wait so long for it at most (None: as long as it may take). Whether there was any."""
+        assert self._process.stdout is not None
+        pipe = self._process.stdout.fileno()
+        left = max(0.0, self._deadline - time.monotonic())
+        if not select.select([pipe], (), (), left if seconds is None else min(seconds, left))[0]:
+            if left == 0:
+                self.stop()
+            return False
+        if not (data := os.read(pipe, 65536)):
+            self._process.wait()
+            self._ended = True
+            return True
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        for line in lines:
+            self._take(line.decode(), progress)
+        return True
+
+    def _take(self, line: str, progress: Progress | None) -> None:
+        what, _, rest = line.partition(" ")
+        if what == SERIAL:
+            self._serial = True
+        elif what == PIPELINE:
+            number, _, failed = rest.partition(" ")
+            self._outcomes[int(number)] = f"{failed} did not compile" if failed else ""
+        elif progress is not None and rest:
+            progress(COMPILING, int(what), int(rest))
 
     def _kill(self) -> None:
         if self._process.returncode is None:
@@ -110,8 +161,11 @@ def gpus_here() -> set[str]:
     return found
 
 
-def stamp_file(config: EngineConfig) -> Path:
-    """Where it is written down which kernels this configuration needs: another one, another file."""
+def stamp_file(config: EngineConfig, part: str = "") -> Path:
+    """Where it is written down which kernels this configuration needs: another one, another file.
+
+    part: `SERIAL` for those of the serial plan alone.
+    """
     digest = hashlib.sha256(config.model_dump_json(include=MATTERS).encode())
     for name in ("torch", "triton"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -126,14 +180,16 @@ def stamp_file(config: EngineConfig) -> Path:
         with contextlib.suppress(OSError):
             digest.update(file.read_bytes())
         digest.update(b"\0")
-    return config.cache_path / f"kernels-{digest.hexdigest()[:16]}.json"
+    return config.cache_path / f"kernels-{digest.hexdigest()[:16]}{part and '-'}{part}.json"
 
 
-def is_compiled(config: EngineConfig) -> bool:
-    """Whether all that was compiled for this configuration is still in the cache."""
+def is_compiled(config: EngineConfig, part: str = "") -> bool:
+    """Whether all that was compiled for this configuration, or this part of it, is still in the cache."""
+    if part and is_compiled(config):
+        return True
     folder = Path(os.environ["TRITON_CACHE_DIR"])
     try:
-        stamp = json.loads(stamp_file(config).read_text())
+        stamp = json.loads(stamp_file(config, part).read_text())
         here = gpus_here()
         return (not here or stamp["gpu"] in here) and all((folder / name).is_dir() for name in stamp["kernels"])
     except (OSError, ValueError, TypeError, KeyError):

@@ -1,25 +1,30 @@
 """Compiles what an engine will launch, in as many processes as there are cores: `python -m …compile_kernels`.
 
-Takes an `EngineConfig` as one line of JSON on stdin, writes `DONE TOTAL` lines on stdout. Started by a `CompileJob`; a
-model or option that cannot work is left for the engine to refuse.
+Takes an `EngineConfig` as one line of JSON on stdin, writes `DONE TOTAL` lines on stdout. Where the engine does not
+wait for its plan, also `serial` once that plan's kernels are there, and `pipeline I` with the names of those that did
+not compile, if any. Started by a `CompileJob`; a model or option that cannot work is left for the engine to refuse.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import WeftError
-from weft.engine.runner.compile_job import cores, stamp_file, use_cache, write_stamp
+from weft.engine.runner.compile_job import PIPELINE, SERIAL, cores, stamp_file, use_cache, write_stamp
 from weft.kernels import early
 from weft.kernels.gpu import Gpu, gpu
 
 if TYPE_CHECKING:
     from weft.kernels.compilation import Kernel
+
+NICENESS = 10
+"""of compiling beside an engine that serves"""
 
 
 def compile_kernels(
@@ -39,10 +44,52 @@ def compile_kernels(
     hashing.join()  # what is known here the processes need not find out, and no thread may run when they are forked
     hashes, failed = compile_all(kernels, jobs, progress)
     if not failed:
-        from triton.runtime.cache import get_cache_manager
-
-        write_stamp(stamp, target.name, sorted(Path(get_cache_manager(h).cache_dir).name for h in hashes))
+        write_stamp(stamp, target.name, _folders(hashes))
     return len(kernels), failed
+
+
+def compile_in_parts(config: EngineConfig, target: Gpu, jobs: int, tell: Callable[[str], None]) -> None:
+    """As `compile_kernels`, the serial plan first; `tell` gets the lines for a `CompileJob`."""
+    from weft.engine.runner.kernel_set import kernel_parts
+    from weft.kernels.compilation import compile_all
+
+    use_cache(config)
+    stamp, serial_stamp = stamp_file(config), stamp_file(config, SERIAL)
+    hashing = early.hash_triton()
+    parts = kernel_parts(config, target)
+    hashing.join()
+    seen: set[object] = set()
+    missing: dict[object, str] = {}
+    """names of kernels that did not compile"""
+    folders: set[str] = set()
+
+    def compile_part(part: Sequence[Kernel]) -> list[str]:
+        """Returns the names of those that did not compile, now or before."""
+        new = [kernel for kernel in part if kernel.key not in seen]
+        seen.update(kernel.key for kernel in new)
+        hashes, failed = compile_all(new, jobs, lambda done, total: tell(f"{done} {total}")) if new else ([], [])
+        missing.update((kernel.key, kernel.name) for kernel in failed)
+        folders.update(_folders(hashes))
+        return sorted({missing[kernel.key] for kernel in part if kernel.key in missing})
+
+    for i, part in enumerate(parts, -1):
+        failed = compile_part(part)
+        if i < 0:
+            if not failed:
+                write_stamp(serial_stamp, target.name, sorted(folders))
+            tell(SERIAL)
+            os.nice(NICENESS)
+        else:
+            tell(f"{PIPELINE} {i} {', '.join(failed)}".rstrip())
+    if parts and not missing:
+        write_stamp(stamp, target.name, sorted(folders))
+
+
+def _folders(hashes: Sequence[str]) -> list[str]:
+    """Names in the cache of the kernels with these hashes."""
+    from triton.runtime.cache import get_cache_manager
+
+    return sorted(Path(get_cache_manager(h).cache_dir).name for h in hashes)
 
 
 def main() -> int:
@@ -51,7 +98,10 @@ def main() -> int:
     if (target := gpu()) is None:
         return 0
     try:
-        compile_kernels(config, target, cores(), lambda done, total: print(done, total, flush=True))
+        if config.wait_for_plan:
+            compile_kernels(config, target, cores(), lambda done, total: print(done, total, flush=True))
+        else:
+            compile_in_parts(config, target, cores(), lambda line: print(line, flush=True))
     except WeftError:
         return 1
     return 0

@@ -115,6 +115,10 @@ class CpuRunner:
     def num_pages(self) -> int:
         return self.kv.shape[0]
 
+    @property
+    def preparation(self) -> None:
+        return None
+
     def copy_engine(self, slots: int) -> CpuCopyEngine:
         return CpuCopyEngine(self.kv, slots)
 

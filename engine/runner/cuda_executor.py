@@ -6,7 +6,8 @@ a captured run serves every iteration of its token bucket.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -184,14 +185,23 @@ class CudaExecutor:
 
     def touch(self, pipeline: Pipeline, kv: Tensor, num_rows: int) -> None:
         """Every kernel of such a run once, one behind the other: loaded, and compiled if need be. Computes nothing."""
-        self._embed(pipeline)
+        for launch in self.touches(pipeline, kv, num_rows):
+            launch()
+
+    def touches(self, pipeline: Pipeline, kv: Tensor, num_rows: int) -> Iterator[Callable[[], None]]:
+        """The launches of `touch`, in this order. Each computes nothing as long as the inputs are of no tokens."""
+        yield partial(self._embed, pipeline)
         # the second layer reads sums of squares that the first one wrote
         parts = _one_part(pipeline)
-        with dependent_launch(len(pipeline.lanes) == 1):
-            for layer, i in pipeline.unrolled(num_layers=2 if pipeline.alike else None):
+
+        def launch_one(layer: int, i: int) -> None:
+            with dependent_launch(len(pipeline.lanes) == 1):
                 launch = self._launch_of(pipeline, i, layer, kv, parts)
                 self._launchers[launch.operation.name](self, launch)
-        self._head(parts, pipeline, num_rows)
+
+        for layer, i in pipeline.unrolled(num_layers=2 if pipeline.alike else None):
+            yield partial(launch_one, layer, i)
+        yield partial(self._head, parts, pipeline, num_rows)
 
     def sample(self, num_rows: int) -> None:
         """A token for each of the first rows of `logits` into `tokens`; the slots' requests keep it as their last."""

@@ -116,6 +116,10 @@ class DeviceInputs:
             at += -(-size // 4) * 4
         return out
 
+    def clear(self) -> None:
+        """An iteration of no tokens, behind what was launched on the current stream. The next `send` writes it all."""
+        self.slab.zero_()
+
     def decode_work(self, nano: int) -> dict[int | None, DecodeWork]:
         """Decode attention of a nano-batch, by window."""
         lists = self.column["decode_items"].view(self.layout.decode_lists, -1, ITEM_FIELDS)

@@ -7,6 +7,8 @@ batches that ask for them, logit biases, penalties and log-probabilities. A requ
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -21,9 +23,11 @@ from weft.engine.model.weights import Weights
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.progress import Progress
 from weft.engine.runner.batch import Batch, PromptLogprobs, StepResult
+from weft.engine.runner.compile_job import CompileJob
 from weft.engine.runner.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda_inputs import INVARIANT_PART_TOKENS, device_inputs
 from weft.engine.runner.pipelines import Pipelines
+from weft.engine.runner.preparation import Preparation, Step, Work
 from weft.engine.runner.resolve import GIB, ResolvedConfig
 from weft.engine.runner.sampling import Sampling, Scores
 from weft.kernels import reference
@@ -37,6 +41,8 @@ if TYPE_CHECKING:
 
 RESERVE_BYTES = GIB
 """left free beside the KV pool: graphs, and the workspaces of batches with penalties or log-probabilities"""
+PIPELINE_BYTES = 64 << 20
+"""left free beside that for each pipeline whose kernels are loaded once the pool is there"""
 
 
 def _no_progress(phase: str, done: int, total: int) -> None:
@@ -90,7 +96,9 @@ class CudaRunner:
         weights: Weights | BroadModule,
         config: ResolvedConfig,
         progress: Progress | None = None,
+        compiling: CompileJob | None = None,
     ) -> None:
+        """compiling: where the kernels of pipelines come from that are not waited for; None: they are in the cache."""
         self.spec, self.weights, self.config = spec, weights, config
         report = progress or _no_progress
         device = config.device
@@ -111,14 +119,22 @@ class CudaRunner:
             self._sampling = Sampling(device, config.max_num_seqs, spec.vocabulary)
             # A pool of two pages serves the warm-up, which loads every kernel; what is left then is measured.
             self.kv = self._allocate(2)
-            self._reserve = RESERVE_BYTES
-            self._warm_up(report)
+            behind = [] if config.wait_for_plan else self._pipelines.planned
+            ahead = self._pipelines.serial if behind else list(self._pipelines)
+            self._reserve = RESERVE_BYTES + len(behind) * PIPELINE_BYTES
+            self._warm_up(ahead, report)
             self.kv = self._allocate(self._measure_pages())
-            self._graphs = {}
-            for done, pipeline in enumerate(self._pipelines):
-                report("capturing graphs", done, len(self._pipelines))
+            self._graphs: dict[int, _Graphs] = {}
+            for done, pipeline in enumerate(ahead):
+                report("capturing graphs", done, len(ahead))
                 self._graphs[id(pipeline)] = self._capture(pipeline)
             self.stream.synchronize()
+            self._beside = torch.cuda.Stream(device)
+            """where graphs are captured while `stream` has work"""
+        if behind:
+            self._pipelines.hold_back()
+        works = [self._work(pipeline) for pipeline in behind]
+        self._preparation = Preparation(works, compiling, serving=len(self._pipelines.planned) - len(works))
 
     def _make_executor(self, num_sms: int) -> Any:
         """A `CudaExecutor`, or what has its interface."""
@@ -147,6 +163,10 @@ class CudaRunner:
     def num_pages(self) -> int:
         return self.kv.shape[0]
 
+    @property
+    def preparation(self) -> Preparation:
+        return self._preparation
+
     def copy_engine(self, slots: int) -> CudaCopyEngine:
         return CudaCopyEngine(self.kv, slots, self._executor.gates)
 
@@ -173,18 +193,18 @@ class CudaRunner:
             )
         return int(pages)
 
-    def _warm_up(self, report: Progress) -> None:
+    def _warm_up(self, pipelines: list[Pipeline], report: Progress) -> None:
         """Load every kernel, which a capture cannot; compile those that are not in the cache."""
         there = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
-        for done, pipeline in enumerate(self._pipelines):
-            report("loading kernels", done, len(self._pipelines))
+        for done, pipeline in enumerate(pipelines):
+            report("loading kernels", done, len(pipelines))
             if self._host_attention is None:
                 self._executor.touch(pipeline, self.kv, self._rows(pipeline))
             self._executor.sample(self._rows(pipeline))
         if self.spec.native:
             return
-        pipeline = next(iter(self._pipelines))
+        pipeline = pipelines[0]
         self._eager = self._executor.blocks_capture(pipeline, self.kv, self._rows(pipeline))
         how = f"eagerly on the GPU: {self._eager}" if self._eager else "in captured graphs"
         print(f"weft: {self.spec.architecture}: transformers' code runs {how}", file=sys.stderr, flush=True)
@@ -202,6 +222,45 @@ class CudaRunner:
         with torch.cuda.graph(graphs.sample, stream=self.stream):
             self._executor.sample(self._rows(pipeline))
         return graphs
+
+    # -- a pipeline of the plan, made ready between two iterations
+
+    def _work(self, pipeline: Pipeline) -> Work:
+        rows = self._rows(pipeline)
+        graphs = _Graphs(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph())
+
+        def load() -> Iterator[Step]:
+            for launch in self._executor.touches(pipeline, self.kv, rows):
+                yield partial(self._launch_empty, launch)
+            yield partial(self._launch_empty, partial(self._executor.sample, rows))
+
+        def capture() -> Iterator[Step]:
+            yield partial(self._capture_beside, graphs.model, partial(self._model, pipeline))
+            yield partial(self._capture_beside, graphs.sample, partial(self._executor.sample, rows))
+
+        def enable() -> None:
+            self._graphs[id(pipeline)] = graphs
+            self._pipelines.enable(pipeline)
+
+        period = pipeline.period
+        return Work(f"for {period.min_tokens} to {period.tokens} tokens", load, capture, enable)
+
+    def _launch_empty(self, launch: Callable[[], None]) -> None:
+        """Behind the iterations that were launched, on inputs of no tokens: those of the last one would be computed
+        again, over what has been sampled since."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self.stream), torch.inference_mode():
+            self._inputs.clear()
+            launch()
+
+    def _capture_beside(self, graph: torch.cuda.CUDAGraph, launch: Callable[[], None]) -> None:
+        """Without `torch.cuda.graph`, which waits for the device: what is in flight on `stream` goes on. The capture is
+        this thread's, which launches nothing else meanwhile; other threads may copy pages."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self._beside), torch.inference_mode():
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                launch()
+            finally:
+                graph.capture_end()
 
     def _rows(self, pipeline: Pipeline) -> int:
         """that sample, at most"""
@@ -251,6 +310,7 @@ class CudaRunner:
         return self._executor.logits[: len(batch.sampled_rows)].clone()
 
     def close(self) -> None:
+        self._preparation.stop()
         self.stream.synchronize()
 
     def _prompt_scores(self, asked: PromptLogprobs, places: np.ndarray | None, pipeline: Pipeline) -> Scores:

@@ -1,7 +1,12 @@
-"""`kernel_set`: every kernel that a runner of this model launches on a GPU, found without the GPU and its weights."""
+"""`kernel_set`: every kernel that a runner of this model launches on a GPU, found without the GPU and its weights.
+
+`kernel_parts` tells those of the serial plan and of each pipeline of the plan apart.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,6 +15,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.model.implementation import choose_spec
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import load_weights
+from weft.engine.plans.pipeline import Pipeline
 from weft.engine.runner.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda_inputs import device_inputs
 from weft.engine.runner.pipelines import Pipelines
@@ -22,8 +28,14 @@ from weft.kernels.gpu import Gpu, compiling_for, gpu_device
 
 
 def kernel_set(config: EngineConfig, gpu: Gpu) -> list[Kernel]:
-    """For `gpu`, with the tiles that are known for it and those that would be tried. Empty for an attention back end
-    that is not captured, and for `transformers`' code.
+    """For `gpu`, each once. See `kernel_parts`."""
+    return list({kernel.key: kernel for part in kernel_parts(config, gpu) for kernel in part}.values())
+
+
+def kernel_parts(config: EngineConfig, gpu: Gpu) -> list[list[Kernel]]:
+    """Those of the serial plan, with the tiles that are known for `gpu` and those that would be tried; then, for each
+    pipeline of the plan, all of its own. Empty for an attention back end that is not captured, and for `transformers`'
+    code.
 
     Raises `WeftError` for a model or options that cannot be served there.
     """
@@ -35,22 +47,28 @@ def kernel_set(config: EngineConfig, gpu: Gpu) -> list[Kernel]:
         if resolved.attention != "triton":
             return []
         tuned.use(tuned.read_cache(resolved.cache_dir, tuned.machine(gpu_device())))
-        return collect(lambda: _launch_all(spec, resolved, gpu.sms), gpu)
+        return _parts(spec, resolved, gpu)
 
 
-def _launch_all(spec: ModelSpec, config: ResolvedConfig, num_sms: int) -> None:
+def _parts(spec: ModelSpec, config: ResolvedConfig, gpu: Gpu) -> list[list[Kernel]]:
+    tuning = []
     if config.tuning_seconds > 0:
-        tuning_launches(spec, config.max_num_batched_tokens, config.cache_dir)
+        tuning = collect(lambda: tuning_launches(spec, config.max_num_batched_tokens, config.cache_dir), gpu)
     weights = load_weights(
         spec, Path(), device=config.device, dtype=config.weight_dtype, max_positions=config.max_model_len, dummy_seed=0
     )
-    pipelines = Pipelines(spec, config.max_num_batched_tokens, num_sms, config.plan)
+    pipelines = Pipelines(spec, config.max_num_batched_tokens, gpu.sms, config.plan)
     executor = CudaExecutor(
         spec, weights, device_inputs(spec, config, pipelines.nano_batches), config.compute_dtype,
-        TritonAttention(config.attention_shape(spec), num_sms), invariant=config.batch_invariant,
+        TritonAttention(config.attention_shape(spec), gpu.sms), invariant=config.batch_invariant,
     )  # fmt: skip
     kv = torch.empty(config.kv.shape(2), dtype=config.kv.dtype, device=config.device)
-    for pipeline in pipelines:
-        rows = min(pipeline.tokens, config.max_num_seqs)
-        executor.touch(pipeline, kv, rows)
-        executor.sample(rows)
+
+    def touch(those: Iterable[Pipeline]) -> None:
+        for pipeline in those:
+            rows = min(pipeline.tokens, config.max_num_seqs)
+            executor.touch(pipeline, kv, rows)
+            executor.sample(rows)
+
+    serial = collect(lambda: touch(pipelines.serial), gpu)
+    return [tuning + serial, *(collect(partial(touch, [pipeline]), gpu) for pipeline in pipelines.planned)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from weft import install_hint
@@ -11,7 +12,7 @@ from weft.engine.model.broad.spec import BroadSpec
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.progress import Progress
-from weft.engine.runner.compile_job import CompileJob
+from weft.engine.runner.compile_job import CompileJob, is_compiled
 from weft.engine.runner.products import prepare_products
 from weft.engine.runner.resolve import ResolvedConfig
 from weft.engine.runner.runner import Runner
@@ -27,10 +28,11 @@ def make_runner(
     options: EngineConfig,
     config: ResolvedConfig,
     progress: Progress | None = None,
+    compiling: CompileJob | None = None,
 ) -> Runner:
     """The runner for the configuration's device, its KV pool allocated. Raises `OutOfMemory`.
 
-    options: what `config` was resolved from.
+    options: what `config` was resolved from. compiling: a job begun for them; it ends here or belongs to the runner.
     """
     if config.device.type == "cuda":
         try:
@@ -44,9 +46,19 @@ def make_runner(
         prepare_products(
             spec, config.device, config.max_num_batched_tokens, config.cache_dir, config.tuning_seconds, progress
         )
-        if (compiling := CompileJob.begin(options)) is not None:  # tiles that were just found are other kernels
-            compiling.wait(progress)
-        return CudaRunner(spec, weights, config, progress)
+        compiling = CompileJob.renewed(compiling, options)  # tiles that were just found are other kernels
+        try:
+            if compiling is not None:
+                compiling.wait(progress)
+            elif not is_compiled(options):  # nobody compiles apart here
+                config = replace(config, wait_for_plan=True)
+            return CudaRunner(spec, weights, config, progress, compiling)
+        except BaseException:
+            if compiling is not None:
+                compiling.stop()
+            raise
+    if compiling is not None:
+        compiling.stop()
     from weft.engine.runner.cpu_runner import CpuRunner
 
     return CpuRunner(spec, weights, config)

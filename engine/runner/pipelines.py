@@ -38,24 +38,42 @@ class Pipelines:
             if size <= DECODE_ONLY_TOKENS
         ]
         self._planned = {id(p): Pipeline(p, spec) for p in (plan.periods if plan is not None else ())}
+        self._enabled = {id(pipeline) for pipeline in self._planned.values()}
         self.nano_batches = max((len(p.nano_batches) for p in self._planned.values()), default=1)
         """of the pipeline that has most"""
 
     def __iter__(self) -> Iterator[Pipeline]:
         """The largest first: what their graphs need is then enough for the others."""
-        yield from reversed(self._serial)
-        yield from self._decoding
-        yield from self._planned.values()
+        yield from self.serial
+        yield from self.planned
 
     def __len__(self) -> int:
         return len(self._serial) + len(self._decoding) + len(self._planned)
 
+    @property
+    def serial(self) -> list[Pipeline]:
+        return [*reversed(self._serial), *self._decoding]
+
+    @property
+    def planned(self) -> list[Pipeline]:
+        """In the order of the plan's file."""
+        return list(self._planned.values())
+
+    def hold_back(self) -> None:
+        """The plan's own serve no iteration until they are enabled, one by one."""
+        self._enabled.clear()
+
+    def enable(self, pipeline: Pipeline) -> None:
+        self._enabled.add(id(pipeline))
+
     def of(self, batch: Batch) -> Pipeline:
-        """The plan's pipeline for this iteration, or the serial plan where the search found no better."""
-        if self._plan is not None:
+        """The plan's pipeline for this iteration, or the serial plan where the search found no better or it is not
+        enabled."""
+        if self._plan is not None and self._enabled:
             kv_tokens = int(batch.kv_len[: batch.num_decodes].sum())
-            if (period := self._plan.period_for(batch.num_tokens, kv_tokens)) is not None:
-                return self._planned[id(period)]
+            period = self._plan.period_for(batch.num_tokens, kv_tokens)
+            if period is not None and id(planned := self._planned[id(period)]) in self._enabled:
+                return planned
         if batch.num_decodes == batch.num_requests and batch.num_tokens <= self._decoding[-1].tokens:
             return next(p for p in self._decoding if p.tokens >= batch.num_tokens)
         return next(p for p in self._serial if p.tokens >= batch.num_tokens)

@@ -61,6 +61,8 @@ class ResolvedConfig:
     tuning_seconds: float
     plan: Plan | None = None
     """plans of overlapped nano-batches; None: the serial plan alone"""
+    wait_for_plan: bool = True
+    """all its pipelines are there before the first iteration"""
 
     def chunk_step(self, spec: ModelSpec) -> int:
         """Tokens at whose multiples alone prompts are cut: with batch invariance no tile of attention is."""
@@ -195,6 +197,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         config.cache_path,
         config.tuning_seconds,
         plan,
+        config.wait_for_plan,
     )
 
 

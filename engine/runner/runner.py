@@ -6,6 +6,7 @@ from typing import Protocol
 
 from weft.engine.memory.transfer import CopyEngine
 from weft.engine.runner.batch import Batch, StepResult
+from weft.engine.runner.preparation import Preparation
 
 
 class InFlight(Protocol):
@@ -32,6 +33,11 @@ class Runner(Protocol):
 
     @property
     def num_pages(self) -> int: ...
+
+    @property
+    def preparation(self) -> Preparation | None:
+        """What goes on beside iterations until all its pipelines are there; None where it has none."""
+        ...
 
     def copy_engine(self, slots: int) -> CopyEngine:
         """What moves pages between its pool and a new host pool of so many slots. Raises `OutOfMemory`."""

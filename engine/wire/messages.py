@@ -216,6 +216,14 @@ class PageNews(msgspec.Struct, frozen=True, array_like=True):
     left: bytes = b""
 
 
+class PlanStats(msgspec.Struct, frozen=True, array_like=True):
+    """The pipelines of the plan; those that neither serve nor are left out are still compiled, loaded or captured."""
+
+    pipelines: int = 0
+    serving: int = 0
+    left_out: int = 0
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """State after an iteration; counters are totals since start."""
 
@@ -232,6 +240,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """that this process wrote to stderr and nobody took"""
     energy: EnergyStats | None = None
     """None: nobody counts it"""
+    plan: PlanStats = PlanStats()
     pages: PageNews = PageNews()
     """since the message before, once a client has asked"""
 

@@ -70,9 +70,14 @@ async def health(service: ServiceOf) -> dict[str, Any]:
 async def ready(service: ServiceOf) -> dict[str, Any]:
     if (reason := service.unready) is not None:
         raise reason
+    told: dict[str, Any] = {"status": "ready"}
     if service.board.engines > 1:
-        return {"status": "ready", "engines": service.engine_states()}
-    return {"status": "ready"}
+        told["engines"] = service.engine_states()
+    plan = service.metrics.plan
+    if plan.serving < plan.pipelines:
+        left_out = f", {plan.left_out} left out" if plan.left_out else ""
+        told["plan"] = f"{plan.serving} of {plan.pipelines} pipelines{left_out}"
+    return told
 
 
 @router.head("/metrics", include_in_schema=False)

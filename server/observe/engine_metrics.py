@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from weft import __version__
-from weft.engine.wire.messages import EnergyStats, EngineReady, EngineStats, SchedulerStats, TierStats
+from weft.engine.wire.messages import EnergyStats, EngineReady, EngineStats, PlanStats, SchedulerStats, TierStats
 from weft.server.observe.exposition import head, labelled
 from weft.server.observe.totals import plus, summed
 
@@ -72,6 +72,10 @@ class EngineMetrics:
             self._shown = (told, "".join([*self._of_each(ups), *self._of_all()]).encode())
         return self._shown[1]
 
+    @property
+    def plan(self) -> PlanStats:
+        return summed([engine.stats for engine in self.engines]).plan
+
     def _of_each(self, ups: Sequence[bool]) -> Iterable[str]:
         each = [plus(engine.before, engine.stats).scheduler for engine in self.engines]
 
@@ -119,6 +123,10 @@ class EngineMetrics:
         pipelined = engine.iterations_pipelined
         plans = {"serial": engine.iterations - pipelined, "pipelined": pipelined}
         yield _family("weft_iterations_total", "counter", "Iterations, by the plan that ran them", "plan", plans)
+        plan = engine.plan
+        left = plan.pipelines - plan.serving - plan.left_out
+        pipelines = {"serving": plan.serving, "preparing": left, "left_out": plan.left_out}
+        yield _family("weft_plan_pipelines", "gauge", "Pipelines of the plan, by what they are at", "state", pipelines)
         idle = "Device idle between iterations while requests were open"
         yield _counter("weft_device_idle_seconds", idle, engine.iterations_idle_seconds)
         yield from self._energy(engine.energy)

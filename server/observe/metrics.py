@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from weft.engine.wire.beat import ENGINE, LATE_SECONDS, Watch
 from weft.engine.wire.child import has_ended
-from weft.engine.wire.messages import EngineStats, Started
+from weft.engine.wire.messages import EngineStats, PlanStats, Started
 from weft.server.observe.board import Board
 from weft.server.observe.counters import Counter, Histogram, Store
 from weft.server.observe.engine_metrics import TIERS, EngineMetrics
@@ -130,6 +130,11 @@ class Metrics:
         self.engines = self._of_engines.engines
         self._iterations = [0] * board.engines
         self._engine_lines_dropped = [0] * board.engines
+
+    @property
+    def plan(self) -> PlanStats:
+        """Of all engines together."""
+        return self._of_engines.plan
 
     def count_iteration(self, stats: EngineStats, engine: int = 0) -> None:
         """Called for every message of an engine, in one process of the daemon."""

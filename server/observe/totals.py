@@ -58,6 +58,7 @@ def summed(engines: Sequence[EngineStats]) -> EngineStats:
     metered = [engine.energy for engine in engines if engine.energy is not None]
     return EngineStats(
         scheduler=reduce(_added, [engine.scheduler for engine in engines]),
+        plan=reduce(_added, [engine.plan for engine in engines]),
         energy=reduce(lambda one, other: _raised(one, other, _ENERGY), metered) if metered else None,
         **named,
     )

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from weft.engine.config import EngineConfig
 from weft.engine.runner import compile_job
-from weft.engine.runner.compile_job import CompileJob, is_compiled, stamp_file, write_stamp
+from weft.engine.runner.compile_job import SERIAL, CompileJob, is_compiled, stamp_file, write_stamp
 
 
 @pytest.fixture
@@ -108,6 +112,141 @@ def test_a_compiler_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
     assert told == [(compile_job.COMPILING, 1, 2)]
 
 
+def echoing(**options: bool) -> tuple[CompileJob, Callable[[str], None], Callable[[], None]]:
+    """A job whose process says what it is told to; and its end."""
+    process = subprocess.Popen(("cat",), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+                               start_new_session=True)  # fmt: skip
+    stdin = process.stdin
+    assert stdin is not None
+    return CompileJob(process, **options), stdin.write, stdin.close
+
+
+def heard(job: CompileJob, pipeline: int) -> str | None:
+    """Its outcome, once the process has got so far."""
+    end = time.monotonic() + 60
+    while (outcome := job.outcome(pipeline)) is None and time.monotonic() < end:
+        time.sleep(0.01)
+    return outcome
+
+
+def test_an_engine_that_does_not_wait_begins_with_the_serial_plan_and_is_told_of_each_pipeline() -> None:
+    job, say, end = echoing(waits_for_plan=False)
+    say("0 3\n3 3\nserial\n")
+    told: list[tuple[str, int, int]] = []
+    job.wait(lambda *report: told.append(report))  # its process goes on
+    assert told[:2] == [(compile_job.COMPILING, 0, 3), (compile_job.COMPILING, 3, 3)]
+    assert job.outcome(0) is None
+    say("pipeline 1\n1 2\npipeline 0 product_kernel, decode_kernel\npipeline")
+    assert heard(job, 0) == "product_kernel, decode_kernel did not compile"
+    assert job.outcome(1) == ""
+    assert job.outcome(2) is None
+    say(" 2\n")
+    assert heard(job, 2) == ""
+    assert job.outcome(3) is None
+    end()
+    assert heard(job, 3) == "the process that compiles has ended"
+    assert job.outcome(1) == ""
+    job.stop()
+
+
+def test_one_that_waits_waits_for_all() -> None:
+    job, say, end = echoing(waits_for_plan=True)
+    say("1 1\nserial\npipeline 0\n")
+    end()
+    job.wait()
+    assert job.outcome(0) == ""
+    assert job.outcome(1) == "the process that compiles has ended"
+
+
+def test_a_serial_plan_in_the_cache_is_not_waited_for() -> None:
+    job, say, _ = echoing(waits_for_plan=False, serial=True)
+    job.wait()  # it has said nothing
+    say("pipeline 0\n")
+    assert heard(job, 0) == ""
+    job.stop()
+    assert job.outcome(1) == "the process that compiles has ended"
+
+
+def test_a_background_compiler_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_job, "PATIENCE_SECONDS", 0.2)
+    job, _, _ = echoing(waits_for_plan=False, serial=True)
+    assert heard(job, 0) == "the process that compiles has ended"
+
+
+def test_tuned_tiles_bring_another_job(config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[EngineConfig] = []
+    monkeypatch.setattr(CompileJob, "begin", classmethod(lambda _, options: begun.append(options)))
+    (tmp_path / "triton" / "A").mkdir(parents=True)
+    write_stamp(stamp_file(config, SERIAL), "NVIDIA H200", ["A"])
+    assert is_compiled(config, SERIAL)
+    assert not is_compiled(config)
+    job, _, _ = echoing(waits_for_plan=False, serial=True)
+    assert CompileJob.renewed(job, config) is job
+    (tmp_path / "cache" / "gemm-0.json").write_text("{}")
+    assert CompileJob.renewed(job, config) is None
+    assert begun == [config]
+    assert job.outcome(0) == "the process that compiles has ended"
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, list[str]], list[str]]:
+    """Kernels of a serial plan and three pipelines, by name, of which "bad" does not compile; and what is tried."""
+    pytest.importorskip("triton")
+    from weft.engine.runner import kernel_set
+    from weft.kernels import compilation
+    from weft.kernels.compilation import Kernel
+
+    class Function:
+        def __init__(self, name: str) -> None:
+            self.fn = type(name, (), {})
+
+    names: dict[str, list[str]] = {"serial": ["a", "b"], "0": ["a", "c"], "1": ["b", "bad", "d"], "2": ["bad", "c"]}
+    tried: list[str] = []
+    functions = {name: Function(name) for name in ["a", "b", "c", "d", "bad"]}
+
+    def fake_parts(*_: object) -> list[list[Kernel]]:
+        return [[Kernel(functions[name], (name,)) for name in part] for part in names.values()]
+
+    def fake_compile(kernels: list[Kernel], _jobs: int, progress: Callable[[int, int], None]) -> Any:
+        tried.extend(kernel.name for kernel in kernels)
+        progress(len(kernels), len(kernels))
+        good = [kernel for kernel in kernels if kernel.name != "bad"]
+        return [f"{ord(kernel.name):064x}" for kernel in good], [k for k in kernels if k.name == "bad"]
+
+    monkeypatch.setattr(kernel_set, "kernel_parts", fake_parts)
+    monkeypatch.setattr(compilation, "compile_all", fake_compile)
+    monkeypatch.setattr(os, "nice", lambda _: tried.append("nice"))
+    return names, tried
+
+
+def test_the_serial_plan_is_compiled_first_and_a_bad_kernel_costs_the_pipelines_that_need_it(
+    config: EngineConfig, parts: tuple[dict[str, list[str]], list[str]]
+) -> None:
+    from weft.engine.runner.compile_kernels import compile_in_parts
+    from weft.kernels.gpu import KNOWN
+
+    told: list[str] = []
+    compile_in_parts(config, KNOWN["h200"], 1, told.append)
+    assert parts[1] == ["a", "b", "nice", "c", "bad", "d"]  # each once
+    assert told == ["2 2", "serial", "1 1", "pipeline 0", "2 2", "pipeline 1 bad", "pipeline 2 bad"]
+    assert is_compiled(config, SERIAL)
+    assert not is_compiled(config)
+
+
+def test_all_parts_together_are_what_a_later_start_needs(
+    config: EngineConfig, parts: tuple[dict[str, list[str]], list[str]]
+) -> None:
+    from weft.engine.runner.compile_kernels import compile_in_parts
+    from weft.kernels.gpu import KNOWN
+
+    for pipeline in ("1", "2"):
+        parts[0][pipeline].remove("bad")
+    compile_in_parts(config, KNOWN["h200"], 1, lambda _: None)
+    assert is_compiled(config)
+    stamp = json.loads(stamp_file(config).read_text())
+    assert len(stamp["kernels"]) == len(set(stamp["kernels"])) == 4
+
+
 def llama(folder: Path, **fields: object) -> str:
     folder.mkdir()
     shape = {
@@ -126,16 +265,20 @@ def test_the_kernels_of_a_model_are_known_without_its_weights_and_gpu(
     pytest.importorskip("triton")
     from triton.runtime.driver import driver
 
-    from weft.engine.runner.kernel_set import kernel_set
+    from weft.engine.runner.kernel_set import kernel_parts
     from weft.kernels.gpu import KNOWN
 
-    def names(**options: object) -> Counter[str]:
+    def parts(**options: object) -> list[list[Any]]:
         known = config.model_copy(update={"model": llama(tmp_path / str(len(options)))} | options)
-        return Counter(kernel.name for kernel in kernel_set(known, KNOWN["h200"]))
+        return kernel_parts(known, KNOWN["h200"])
 
     monkeypatch.setattr(driver, "_active", None)
-    planned = names()
-    serial = names(plan="serial")
+    first, *pipelines = parts()
+    (alone,) = parts(plan="serial")
+    assert {kernel.key for kernel in first} == {kernel.key for kernel in alone}
+    assert len(pipelines) == 4
+    planned = Counter(name for _, name in {(kernel.key, kernel.name) for kernel in sum(pipelines, first)})
+    serial = Counter(kernel.name for kernel in first)
     # each kernel of a step is there, and the shipped plan for this shape brings kernels of its own
     assert {"_embed_kernel", "product_kernel", "decode_kernel", "prefill_kernel", "_sample_kernel"} <= set(planned)
     assert planned["product_kernel"] > serial["product_kernel"] > 4

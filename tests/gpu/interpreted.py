@@ -40,8 +40,13 @@ class InOrder:
 class Replayed:
     """A graph: what was captured, launched again."""
 
-    def __init__(self, launch: Callable[[], object]) -> None:
-        self.replay = launch
+    def __init__(self, launch: Callable[[], object] | None = None) -> None:
+        if launch is not None:
+            self.replay = launch
+
+
+def _capture_beside(_: cuda_runner.CudaRunner, graph: Replayed, launch: Callable[[], object]) -> None:
+    graph.replay = launch
 
 
 def exact_dot(_: Any, a: Any, b: Any, d: Any, *__: Any) -> Any:
@@ -81,12 +86,14 @@ def interpreted_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 30, 1 << 30))
     monkeypatch.setattr(cuda_runner.CudaRunner, "_capture", _capture)
+    monkeypatch.setattr(cuda_runner.CudaRunner, "_capture_beside", _capture_beside)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
     monkeypatch.setattr(cuda_runner.CudaRunner, "_warm_up", lambda *_: None)
     monkeypatch.setattr(resolve, "gpu_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(attention_backends, "check", lambda *_: None)
     monkeypatch.setattr(attention_backends, "choose", lambda *_: "triton")
 
-    def make(spec: Any, weights: Any, _: Any, config: Any, progress: Any) -> cuda_runner.CudaRunner:
+    def make(spec: Any, weights: Any, _: Any, config: Any, progress: Any, __: Any) -> cuda_runner.CudaRunner:
         return cuda_runner.CudaRunner(spec, weights, config, progress)
 
     monkeypatch.setattr(engine_module, "make_runner", make)

@@ -48,6 +48,7 @@ NAMES = {
     "weft_generation_tokens": "counter",
     "weft_computed_tokens": "counter",
     "weft_iterations": "counter",
+    "weft_plan_pipelines": "gauge",
     "weft_device_idle_seconds": "counter",
     "weft_iteration_tokens": "histogram",
     "weft_iteration_seconds": "histogram",
@@ -127,6 +128,7 @@ async def test_labels_are_pinned(server: Server) -> None:
     assert labels["weft_max_num_seqs_changes_total"] == {"reason"}
     assert labels["weft_computed_tokens_total"] == {"phase"}
     assert labels["weft_iterations_total"] == {"plan"}
+    assert labels["weft_plan_pipelines"] == {"state"}
     assert labels["weft_build_info"] == {"version", "model", "dtype", "device"}
 
 

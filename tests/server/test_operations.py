@@ -10,7 +10,7 @@ import pytest
 from stub import Server, serving
 
 from weft import __version__
-from weft.engine.wire.messages import Profile, ToEngine
+from weft.engine.wire.messages import EngineStats, Outputs, PlanStats, Profile, ToEngine
 from weft.server.api import operations
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -36,6 +36,24 @@ async def test_health_ready_version(server: Server) -> None:
     assert (await server.http.get("/health")).status_code == 200
     assert (await server.http.get("/ready")).status_code == 200
     assert (await server.http.get("/version")).json() == {"version": __version__}
+
+
+async def test_ready_tells_of_a_plan_that_is_still_made() -> None:
+    async with serving() as server:
+
+        async def told(*plan: int) -> object:
+            server.engine._deliver(Outputs(stats=EngineStats(plan=PlanStats(*plan))))
+            figures = (await server.http.get("/metrics")).text
+            left = plan[0] - plan[1] - plan[2]
+            assert f'weft_plan_pipelines{{state="serving"}} {plan[1]}.0' in figures
+            assert f'weft_plan_pipelines{{state="preparing"}} {left}.0' in figures
+            assert f'weft_plan_pipelines{{state="left_out"}} {plan[2]}.0' in figures
+            return (await server.http.get("/ready")).json()
+
+        assert await told(0, 0, 0) == {"status": "ready"}
+        assert await told(12, 3, 0) == {"status": "ready", "plan": "3 of 12 pipelines"}
+        assert await told(12, 11, 1) == {"status": "ready", "plan": "11 of 12 pipelines, 1 left out"}
+        assert await told(12, 12, 0) == {"status": "ready"}
 
 
 async def test_metrics_by_get_and_head(server: Server) -> None:
