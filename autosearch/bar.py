@@ -1,4 +1,4 @@
-"""`SearchBar`: shows a search on stderr: what it does, how much is done, how long it takes; and hears who ends it."""
+"""`SearchBar`: shows a search (or sweep) on stderr: what it does, how much is done, time left; hears who ends it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ class SearchBar:
     process, as ever.
     """
 
-    def __init__(self, budget_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, budget_s: float, clock: Callable[[], float] = time.monotonic, command: str = "weft search"
+    ) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
         self.ended = False
+        self._command = command
         self._budget_s, self._clock = budget_s, clock
         self._begun = clock()
         self._said = self._begun - LINE_SECONDS
@@ -58,7 +61,7 @@ class SearchBar:
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self.ended = True
         self._restore()
-        print("weft search: ending with the best so far; again ends at once", file=sys.stderr, flush=True)
+        print(f"{self._command}: ending with the best so far; again ends at once", file=sys.stderr, flush=True)
 
     def __call__(self, text: str, share: float | None = None) -> None:
         """What is done now, and the share of the search that is behind it, where that is known."""
@@ -68,7 +71,7 @@ class SearchBar:
             self._bar.update(self._task, description=text, completed=self._share, left=self._left()[2:])
         elif self._clock() - self._said >= LINE_SECONDS:
             self._said = self._clock()
-            print(f"weft search: {self._share:.0%}{self._left()}: {text}", file=sys.stderr, flush=True)
+            print(f"{self._command}: {self._share:.0%}{self._left()}: {text}", file=sys.stderr, flush=True)
 
     def _left(self) -> str:
         """The budget is the bound; a search may need less."""

@@ -32,6 +32,7 @@ from weft.engine.model.weights import Weights, load_weights
 from weft.engine.progress import Phases, Progress
 from weft.engine.ranks.group import Ranks
 from weft.engine.ranks.leader import lead
+from weft.engine.runner.batch import Batch
 from weft.engine.runner.budget import memory_budget
 from weft.engine.runner.compile_job import CompileJob
 from weft.engine.runner.energy_meter import EnergyMeter, energy_counter
@@ -183,6 +184,10 @@ class Engine:
         self._told_at_rest = 0.0
         self._depth = 1 if config.async_scheduling else 0
         self._in_flight: deque[InFlight] = deque()
+        self.on_commit: Callable[[Batch, float], None] | None = None
+        """called with each iteration that is done and not committed yet, and `time.monotonic()`"""
+        if self._seat_keeper is not None:
+            self.on_commit = self._seat_keeper.committed
         self.on_wait: Callable[[InFlight], None] | None = None
         """called before an iteration's end is waited for"""
         self._step = 0
@@ -351,8 +356,8 @@ class Engine:
         result = in_flight.wait()
         begin = time.perf_counter()
         joules = self.energy.charge(result.batch, result.seconds) if self.energy is not None else {}
-        if self._seat_keeper is not None:
-            self._seat_keeper.committed(result.batch, time.monotonic())
+        if self.on_commit is not None:
+            self.on_commit(result.batch, time.monotonic())
         events = self.scheduler.commit(result)
         self._warn_of_nonfinite(begin)
         if self.tiers is not None:

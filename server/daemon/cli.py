@@ -198,6 +198,13 @@ COMMANDS = (
         "weft.autosearch.options:add_search_flags",
     ),
     Command(
+        "advise",
+        "find how many requests should run at once: measure the engine at each bound, write a configuration",
+        "weft.autosearch.advisor.command:run",
+        "weft.autosearch.advisor.options:add_advise_flags",
+        EngineConfig,
+    ),
+    Command(
         "plan model",
         "what a model needs of an accelerator, by the cost model alone",
         "weft.autosearch.model:main",

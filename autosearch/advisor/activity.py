@@ -1,0 +1,72 @@
+"""`Activity`: how busy a GPU's memory and SMs were, by the driver's own counters; nothing where it has none."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Shares(NamedTuple):
+    """Mean of an interval, 0 to 1."""
+
+    dram: float
+    """of the memory's bandwidth"""
+    sm: float
+    """of the SMs busy"""
+    warps: float
+    """of the warps that fit, in flight"""
+
+
+class Activity:
+    """NVML's GPM metrics: Hopper and later, nobody needs to be root."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Raises `OSError`, which says why nothing is shown."""
+        if device.type != "cuda":
+            raise OSError("a CPU does not show what its memory does")
+        try:
+            import pynvml
+        except ImportError:
+            raise OSError("nvidia-ml-py is not installed") from None
+        self._nvml: Any = pynvml
+        try:
+            pynvml.nvmlInit()
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+            if not pynvml.nvmlGpmQueryDeviceSupport(self._handle).isSupportedDevice:
+                raise OSError("this GPU has no GPM metrics (Hopper and later have)")
+            self._before, self._after = pynvml.nvmlGpmSampleAlloc(), pynvml.nvmlGpmSampleAlloc()
+            self.begin()
+            self.end()
+        except (pynvml.NVMLError, AttributeError) as error:
+            raise OSError(str(error)) from None
+
+    def begin(self) -> None:
+        self._nvml.nvmlGpmSampleGet(self._handle, self._before)
+
+    def end(self) -> Shares | None:
+        """Since `begin`; None where the driver answers nothing."""
+        nvml = self._nvml
+        wanted = (nvml.NVML_GPM_METRIC_DRAM_BW_UTIL, nvml.NVML_GPM_METRIC_SM_UTIL, nvml.NVML_GPM_METRIC_SM_OCCUPANCY)
+        try:
+            nvml.nvmlGpmSampleGet(self._handle, self._after)
+            asked = nvml.c_nvmlGpmMetricsGet_t()
+            asked.version = nvml.NVML_GPM_METRICS_GET_VERSION
+            asked.numMetrics = len(wanted)
+            asked.sample1, asked.sample2 = self._before, self._after
+            for i, metric in enumerate(wanted):
+                asked.metrics[i].metricId = metric
+            nvml.nvmlGpmMetricsGet(asked)
+        except nvml.NVMLError:
+            return None
+        if any(asked.metrics[i].nvmlReturn for i in range(len(wanted))):
+            return None
+        return Shares(*(asked.metrics[i].value / 100 for i in range(len(wanted))))
+
+
+def activity_of(device: torch.device) -> tuple[Activity | None, str]:
+    """Or why there is none."""
+    try:
+        return Activity(device), ""
+    except OSError as error:
+        return None, str(error)

@@ -1,0 +1,94 @@
+"""`Advice`: everything that follows from a curve, and the configuration that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+
+from weft.autosearch.advisor.curve import Curve, check_measures
+from weft.autosearch.advisor.rate import advised_rate
+from weft.autosearch.advisor.replicas import ReplicaAdvice, advise_replicas
+from weft.autosearch.advisor.solve import Aim, Solution, solve
+from weft.engine.config import Objective
+from weft.engine.errors import ConfigError
+
+
+class Advice(NamedTuple):
+    curve: Curve
+    objectives: tuple[Objective, ...]
+    epsilon: float
+    aim: Aim
+    solution: Solution
+    replicas: ReplicaAdvice | None
+    """None where no bound fits"""
+    rate: float
+    """requests a second at which the objectives hold, played out on the curve; 0 where none does"""
+    notes: tuple[str, ...]
+
+
+def advise(
+    curve: Curve, objectives: Sequence[Objective], epsilon: float, aim: Aim, outputs: np.ndarray | None = None
+) -> Advice:
+    """outputs `[k]`: output tokens of requests; without, all are as long as the mean. Raises `ConfigError`."""
+    check_measures(objectives)
+    if not 0 <= epsilon < 1:
+        raise ConfigError(f"--epsilon {epsilon:g} must be at least 0 and less than 1")
+    solution = solve(curve, objectives, epsilon, aim)
+    if solution.best is None:
+        return Advice(curve, tuple(objectives), epsilon, aim, solution, None, 0.0, _notes(curve, objectives))
+    drawn = np.array([curve.output]) if outputs is None else outputs
+    rate = advised_rate(curve, solution.best.point.bound, objectives, drawn)
+    replicas = advise_replicas(curve, solution.best)
+    return Advice(curve, tuple(objectives), epsilon, aim, solution, replicas, rate, _notes(curve, objectives))
+
+
+def _notes(curve: Curve, objectives: Sequence[Objective]) -> tuple[str, ...]:
+    m, notes = curve.machine, []
+    if m.no_joules and not m.joules:
+        notes.append(f"no joules: {m.no_joules}")
+    if m.no_activity:
+        notes.append(f"no activity of memory and SMs: {m.no_activity}")
+    if objectives and all(o.measure == "itl" for o in objectives):
+        notes.append(
+            "the bound keeps objectives of itl at any rate: beyond the advised one requests wait longer and longer; "
+            "a ttft objective makes that count"
+        )
+    if any(o.measure == "ttft" for o in objectives):
+        notes.append("ttft of a bound is without waiting for a seat; the advised rate takes the waiting in")
+    return tuple(notes)
+
+
+def configuration(advice: Advice, given: Mapping[str, Any]) -> str:
+    """YAML for `weft serve --config`. `given`: the engine's options as they were for the measurements.
+
+    Raises `ConfigError` where there is nothing to advise.
+    """
+    best, replicas = advice.solution.best, advice.replicas
+    if best is None or replicas is None:
+        raise ConfigError(advice.solution.why_not)
+    point, curve = best.point, advice.curve
+    values = {name.replace("_", "-"): value for name, value in given.items()} | {"max-num-seqs": point.bound}
+    if replicas.replicas > 1:
+        values["replicas"] = replicas.replicas
+    lines = [
+        f"# weft advise, {curve.model}, workload {curve.workload}, {curve.machine.name}",
+        f"# {point.batch:.1f} requests ran at this bound: {best.throughput:,.0f} tokens/s, "
+        f"itl p99 {point.itl.at(99.0) * 1e3:.3g} ms",
+        f"# objectives: {', '.join(map(str, advice.objectives)) or 'none'}; requests a second at most: "
+        f"{advice.rate:.3g}",
+        f"# replicas: {replicas.replicas} ({replicas.reason})",
+        f"# num-pages: {replicas.needed_pages + 1} would do for this bound; the other pages keep prefixes",
+    ]
+    return "\n".join(lines) + "\n" + yaml.safe_dump(values, sort_keys=False)
+
+
+def write(text: str, path: Path) -> None:
+    """Raises `ConfigError`."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None

@@ -1,0 +1,154 @@
+"""`weft advise`: measures, or reads what was measured; solves; writes configuration, page, picture."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from rich.console import Console
+
+from weft import install_hint
+from weft.autosearch.advisor import curve as curves
+from weft.autosearch.advisor.advice import Advice, advise, configuration, write
+from weft.autosearch.advisor.curve import Curve, check_measures
+from weft.autosearch.advisor.replicas import advise_replicas
+from weft.autosearch.advisor.side_by_side import side_by_side
+from weft.autosearch.advisor.solve import solve
+from weft.autosearch.advisor.sweep import Sweep
+from weft.autosearch.advisor.terminal import show
+from weft.autosearch.bar import SearchBar
+from weft.engine.bench.options import Lengths, read_lengths
+from weft.engine.config import EngineConfig
+from weft.engine.errors import ConfigError
+
+LEFT_OUT = {"slo", "max_num_seqs", "share", "model"}
+"""options that do not tell how the points were measured, or are told apart"""
+
+
+def options_given(config: EngineConfig) -> dict[str, Any]:
+    """What the operator said, but for the model and the bound."""
+    given = config.model_dump(mode="json", include=config.model_fields_set - LEFT_OUT)
+    return {name: value for name, value in sorted(given.items()) if value is not None}
+
+
+def lengths_of(workload: str, file: Path | None, seed: int) -> Lengths:
+    """Of `P:D`, `P:D:N` or lognormal:…, or a file. Raises `ConfigError`."""
+    return read_lengths(f"{workload}:1" if workload.count(":") == 1 else workload, file, seed)
+
+
+def run(config: EngineConfig, arguments: argparse.Namespace) -> int:
+    """The command. Raises `WeftError`, one line."""
+    if arguments.out is None and arguments.html is None and arguments.png is None and arguments.points is None:
+        raise ConfigError("name a file to write: --out weft.yaml, --html, --png or --points")
+    if (arguments.html or arguments.png) and find_spec("matplotlib") is None:
+        raise ConfigError(f"--html and --png need matplotlib: {install_hint('loadgen')}")
+    if config.adapts:
+        raise ConfigError("--max-num-seqs is the largest bound that is tried here: a number, not auto")
+    if arguments.budget_seconds <= 0 or arguments.point_seconds <= 0:
+        raise ConfigError("--budget-seconds and --point-seconds must be more than 0")
+    check_measures(config.objectives)
+    if arguments.curves is not None:
+        curve = curves.load(arguments.curves)
+        outputs, given = None, dict(curve.options)
+        model = {} if curve.model == "demo" or "model_preset" in given else {"model": curve.model}
+    else:
+        lengths = lengths_of(arguments.workload, arguments.lengths, config.seed)
+        curve = measured(config, lengths, arguments)
+        outputs, given = np.array([d for _, d in lengths], np.float64), options_given(config)
+        model = {} if config.model_preset is not None else {"model": config.model}
+    advice = advise(curve, config.objectives, arguments.epsilon, arguments.objective, outputs)
+    return report(advice, {**model, **given}, arguments)
+
+
+def report(advice: Advice, given: dict[str, Any], arguments: argparse.Namespace) -> int:
+    show(advice, Console())
+    found = advice.solution.best is not None
+    text = configuration(advice, given) if found else ""
+    if found and arguments.out is not None:
+        write(text, arguments.out)
+    if arguments.html is not None:
+        from weft.autosearch.advisor.page import page
+
+        write(page(advice, text), arguments.html)
+    if arguments.png is not None:
+        from weft.autosearch.advisor import plots
+
+        try:
+            arguments.png.write_bytes(plots.png(plots.figure(advice)))
+        except OSError as error:
+            raise ConfigError(f"cannot write {arguments.png}: {error.strerror}") from None
+    return 0 if found else 1
+
+
+def measured(config: EngineConfig, lengths: Lengths, arguments: argparse.Namespace) -> Curve:
+    """The curve, from where `--points` stands."""
+    from weft.autosearch.advisor.engine_bench import EngineBench, means
+    from weft.engine.engine import Engine
+    from weft.engine.progress import ProgressBar
+
+    file: Path | None = arguments.points
+    with ProgressBar() as start:
+        engine = Engine(config.model_copy(update={"slo": []}), start)
+    with SearchBar(arguments.budget_seconds, command="weft advise") as bar:
+        bench = EngineBench(engine, lengths, arguments.point_seconds, config.seed, lambda: bar.ended)
+        prompt, output = means(lengths)
+        workload = str(arguments.lengths or arguments.workload)
+        curve = Curve(
+            model=config.model_name, workload=workload, prompt=prompt, output=output, options=options_given(config),
+            machine=bench.machine(),
+        )  # fmt: skip
+        if file is not None and file.exists():
+            curve = continued(curve, file)
+        sweep = Sweep(
+            bench, curve, config.objectives, arguments.epsilon, arguments.objective, arguments.budget_seconds,
+            (lambda c: curves.save(c, file)) if file is not None else (lambda _: None), bar, ended=lambda: bar.ended,
+        )  # fmt: skip
+        try:
+            curve = sweep.run()
+        finally:
+            bench.close()
+            engine.close()
+        if arguments.measure_replicas > 1 and not bar.ended:
+            del bench, engine, sweep.bench  # the device's memory is for the others
+            curve = with_replicas(curve, config, lengths, arguments, bar)
+            if file is not None:
+                curves.save(curve, file)
+        return curve
+
+
+def with_replicas(
+    curve: Curve, config: EngineConfig, lengths: Lengths, arguments: argparse.Namespace, tell: Callable[[str], None]
+) -> Curve:
+    """2, 4 … engines at the bound that was found, as many as fit, up to --measure-replicas."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    best = solve(curve, config.objectives, arguments.epsilon, arguments.objective).best
+    if best is None:
+        return curve
+    found = advise_replicas(curve, best)
+    known = {r.replicas for r in curve.replicas if r.bound == best.point.bound}
+    measured = [r for r in curve.replicas if r.bound == best.point.bound]
+    number = 2
+    while number <= min(arguments.measure_replicas, found.fit):
+        if number not in known:
+            pages, seconds = found.needed_pages + 1, arguments.point_seconds
+            measured.append(side_by_side(config, number, best.point.bound, pages, lengths, seconds, tell))
+        number *= 2
+    return msgspec.structs.replace(curve, replicas=tuple(measured))
+
+
+def continued(curve: Curve, file: Path) -> Curve:
+    """With the points of the file. Raises `ConfigError` where they were measured under other circumstances."""
+    kept = curves.load(file)
+    if difference := curve.differs(kept):
+        raise ConfigError(f"--points {file} was measured with {difference}: name another file, or delete it")
+    return kept

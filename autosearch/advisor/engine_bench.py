@@ -1,0 +1,214 @@
+"""`EngineBench`: one warm engine, measured at one bound after the other in a steady state."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from weft import __version__
+from weft.autosearch.advisor.activity import activity_of
+from weft.autosearch.advisor.curve import Machine, Point, Times
+from weft.engine.bench.options import Lengths
+from weft.engine.engine import Engine
+from weft.engine.errors import ConfigError
+from weft.engine.runner.batch import Batch
+from weft.engine.runner.resolve import memory_bytes
+from weft.engine.scheduling.pace import Pace
+from weft.engine.wire.messages import AddRequest, EngineStats, Outputs
+from weft.engine.wire.sampling import SamplingParams
+
+SPARE = 8
+"""requests that wait at least, so that a seat is never free for want of one"""
+FEWEST_ITERATIONS = 30
+STUCK = 20
+"""iterations for which memory, not seats, holds requests back: no more fit"""
+
+
+class EngineBench:
+    """Requests without end: whoever has finished is followed by the next, so the bound alone says how many run.
+
+    The first ones enter in the middle of their lives, with a part of their output in their prompt, so that their ends
+    are spread as they will be later, and the steady state is there at once. A higher bound keeps those that run.
+    """
+
+    def __init__(
+        self, engine: Engine, lengths: Lengths, seconds: float, seed: int = 0,
+        ended: Callable[[], bool] = lambda: False, ramp_s: float = 60.0,
+    ) -> None:  # fmt: skip
+        """seconds: of measuring at one bound; ramp_s: until it may begin, at most."""
+        longest = max(p + d for p, d in lengths)
+        if longest > engine.resolved.max_model_len:
+            raise ConfigError(
+                f"--workload: its longest request has {longest} tokens, the model takes {engine.resolved.max_model_len}"
+            )
+        self.engine, self._lengths, self._seconds, self._ramp_s = engine, lengths, seconds, ramp_s
+        self.capacity = engine.resolved.max_num_seqs
+        self._rng = np.random.default_rng(seed)
+        self._ended = ended
+        self._next = 0
+        self._open: dict[int, bool] = {}
+        """handle -> it has had a token"""
+        self._pace = Pace([], engine.scheduler.slots, 0.0)
+        self._gaps: list[np.ndarray] = []
+        self._prefill_seconds = self._busy_seconds = 0.0
+        self._last: tuple[int, int] = (0, 0)
+        self._activity, self._no_activity = activity_of(engine.resolved.device)
+        engine.on_commit = self._committed
+
+    def machine(self) -> Machine:
+        engine, described = self.engine, self.engine.describe()
+        memory = described.memory
+        device = engine.resolved.device
+        usable = memory_bytes(device)
+        if device.type == "cuda":
+            import torch
+
+            name = torch.cuda.get_device_name(device)
+            usable = int(usable * engine.resolved.gpu_memory_utilization)
+        else:
+            from weft.engine.bench.offline import machine
+
+            name = str(machine()["cpu"])
+        return Machine(
+            device=str(device), name=name, memory=usable, weights=memory.weights, working=memory.working,
+            page_bytes=engine.resolved.kv.page_bytes, page_size=described.page_size, pages=described.num_pages - 1,
+            joules=described.energy_source, no_joules=described.energy_missing, no_activity=self._no_activity,
+            versions=f"weft {__version__}",
+        )  # fmt: skip
+
+    def measure(self, bound: int) -> Point:
+        engine, scheduler = self.engine, self.engine.scheduler
+        scheduler.limit_running(bound)
+        begun = [handle for handle, has_tokens in self._open.items() if has_tokens]
+        for handle in set(self._open) - set(begun[:bound]):  # with fewer seats nobody else takes requests away
+            engine.abort(handle)
+            del self._open[handle]
+        self._ramp(bound)
+        self._gaps, self._prefill_seconds, self._busy_seconds = [], 0.0, 0.0
+        if self._activity is not None:
+            self._activity.begin()
+        before = told = engine.stats()
+        begin = time.perf_counter()
+        ttft: list[float] = []
+        weighted = shares = 0.0
+        most, at, finished = 0, begin, 0
+        while True:
+            outputs = self._step(bound)
+            now = time.perf_counter()
+            if outputs is not None:
+                told = outputs.stats
+            stats = told.scheduler
+            weighted += (now - at) * stats.running
+            shares += (now - at) * stats.pages_held / stats.pages_total
+            most, at = max(most, stats.pages_held), now
+            if outputs is not None:
+                ttft += [started.prefill_seconds for started in outputs.started]
+                finished += int(np.count_nonzero(outputs.columns()[2]))
+            elapsed = now - begin
+            iterations = told.iterations - before.iterations
+            enough = elapsed >= self._seconds and iterations >= FEWEST_ITERATIONS and finished >= min(bound, 4)
+            if enough or elapsed >= 4 * self._seconds or self._ended():
+                break
+        activity = self._activity.end() if self._activity is not None else None
+        after = engine.stats()
+        tokens = after.scheduler.generation_tokens - before.scheduler.generation_tokens
+        return Point(
+            bound=bound,
+            batch=weighted / elapsed,
+            seconds=elapsed,
+            iterations=after.iterations - before.iterations,
+            output_per_s=tokens / elapsed,
+            itl=Times.of(np.concatenate(self._gaps) if self._gaps else np.zeros(0)),
+            ttft=Times.of(np.array(ttft)),
+            kv_pages=most,
+            kv_share=shares / elapsed,
+            idle_share=max(0.0, after.iterations_idle_seconds - before.iterations_idle_seconds) / elapsed,
+            prefill_share=self._prefill_seconds / max(self._busy_seconds, 1e-9),
+            joules_per_token=_joules(before, after, tokens),
+            dram_share=activity.dram if activity is not None else None,
+            sm_share=activity.sm if activity is not None else None,
+            warps_share=activity.warps if activity is not None else None,
+        )
+
+    def ready(self, bound: int) -> None:
+        """All that a measurement at this bound begins with."""
+        self.engine.scheduler.limit_running(bound)
+        self._ramp(bound)
+
+    def run(self, bound: int) -> None:
+        """Go on for an iteration, measuring nothing."""
+        self._step(bound)
+        self._gaps.clear()
+
+    def close(self) -> None:
+        """End what runs; the engine stays."""
+        for handle in list(self._open):
+            self.engine.abort(handle)
+        while self.engine.has_work:
+            self.engine.step()
+        self._open.clear()
+        self.engine.on_commit = None
+
+    def _ramp(self, bound: int) -> None:
+        """Until so many run as will, and all of these have had their first token."""
+        scheduler = self.engine.scheduler
+        missing = bound - len(self._open)
+        for _ in range(missing):
+            prompt, output = self._draw()
+            lived = int(self._rng.integers(0, output))
+            self._add(prompt + lived, output - lived)
+        until, stuck = time.perf_counter() + self._ramp_s, 0
+        while time.perf_counter() < until and not self._ended():
+            self._step(bound)
+            stuck = stuck + 1 if scheduler.num_running < bound and not scheduler.short_of_seats else 0
+            begun = sum(self._open.values())
+            if begun >= 0.95 * bound or (stuck >= STUCK and begun >= 0.95 * scheduler.num_running):
+                return
+
+    def _step(self, bound: int) -> Outputs | None:
+        """An iteration, with enough requests behind those that run."""
+        while len(self._open) < bound + SPARE + bound // 8:
+            self._add(*self._draw())
+        outputs = self.engine.step()
+        if outputs is None:
+            return None
+        for started in outputs.started:
+            if started.handle in self._open:
+                self._open[started.handle] = True
+        handles, _, finish = outputs.columns()
+        for handle in handles[np.flatnonzero(finish)].tolist():
+            self._open.pop(handle, None)
+        seconds, tokens = outputs.stats.iteration.seconds, max(1, self._last[0])
+        self._busy_seconds += seconds
+        self._prefill_seconds += seconds * self._last[1] / tokens
+        return outputs
+
+    def _committed(self, batch: Batch, now: float) -> None:
+        self._gaps.append(self._pace.committed(batch, now))
+        self._last = batch.num_tokens, batch.num_tokens - batch.num_decodes
+
+    def _draw(self) -> tuple[int, int]:
+        prompt, output = self._lengths[int(self._rng.integers(len(self._lengths)))]
+        return prompt, output
+
+    def _add(self, prompt: int, output: int) -> None:
+        handle, self._next = self._next, self._next + 1
+        ids = self._rng.integers(0, self.engine.spec.vocab_size, prompt).astype(np.int32)
+        params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+        self._open[handle] = False
+        self.engine.add(AddRequest(handle=handle, prompt_token_ids=ids.tobytes(), params=params))
+
+
+def _joules(before: EngineStats, after: EngineStats, tokens: int) -> float | None:
+    if before.energy is None or after.energy is None or tokens <= 0:
+        return None
+    joules = after.energy.joules - before.energy.joules
+    return joules / tokens if math.isfinite(joules) and joules > 0 else None
+
+
+def means(lengths: Sequence[tuple[int, int]]) -> tuple[float, float]:
+    """(prompt, output) tokens of a request."""
+    return float(np.mean([p for p, _ in lengths])), float(np.mean([d for _, d in lengths]))

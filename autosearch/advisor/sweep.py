@@ -1,0 +1,125 @@
+"""`Sweep`: which bounds are measured: doubling until the curve is flat, then closer around what matters."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from weft.autosearch.advisor.curve import Curve, Point
+from weft.autosearch.advisor.solve import Aim, judge, solve
+from weft.engine.config import Objective
+
+FLAT = 0.03
+"""a doubling that gains less is flat; two in a row end the ascent"""
+TOO_LATE = 4.0
+"""times its limit: far enough beyond an objective"""
+CLOSE = 1.12
+"""bounds whose ratio is less are not told apart"""
+MOST_POINTS = 24
+
+
+class Bench(Protocol):
+    """Measures an engine at one bound after the other. `capacity`: the largest."""
+
+    capacity: int
+
+    def measure(self, bound: int) -> Point: ...
+
+
+class Progress(Protocol):
+    """Told what is done now, and the share of the whole that is behind it where that is known."""
+
+    def __call__(self, text: str, share: float | None = None, /) -> None: ...
+
+
+class Sweep:
+    """One curve. Points that it has already are not measured again."""
+
+    def __init__(
+        self, bench: Bench, curve: Curve, objectives: Sequence[Objective], epsilon: float, aim: Aim, budget_s: float,
+        keep: Callable[[Curve], None] = lambda _: None, progress: Progress = lambda *_: None,
+        clock: Callable[[], float] = time.monotonic, ended: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
+        """keep: called with each new point. ended: somebody wants what there is by now."""
+        self.bench, self.curve = bench, curve
+        self._objectives, self._epsilon, self._aim = objectives, epsilon, aim
+        self._budget_s, self._keep, self._progress, self._clock, self._ended = budget_s, keep, progress, clock, ended
+        self._begun = clock()
+        self._measured = 0
+        self.stopped = ""
+        """why the ascent ended"""
+
+    def run(self) -> Curve:
+        self._ascend()
+        while self._time_for_one() and len(self.curve.points) < MOST_POINTS:
+            if (bound := self._closer()) is None:
+                break
+            self._point(bound)
+        return self.curve
+
+    def _ascend(self) -> None:
+        bound, flat = 1, 0
+        before: Point | None = None
+        while True:
+            if before is not None and not self._time_for_one() and self.curve.known(bound) is None:
+                self.stopped = "the time was up"
+                return
+            point = self._point(bound)
+            if before is not None:
+                gain = point.output_per_s / before.output_per_s - 1
+                flat = flat + 1 if gain < FLAT else 0
+                if point.batch < 0.6 * bound and point.batch < 1.1 * before.batch:
+                    self.stopped = f"no more than {point.batch:.0f} requests fit the KV pool"
+                    return
+            if flat == 2:
+                self.stopped = "the curve is flat"
+                return
+            if any(point.of(o) > TOO_LATE * o.limit for o in self._objectives):
+                self.stopped = f"the objectives are far behind at {bound}"
+                return
+            if bound >= self.bench.capacity:
+                self.stopped = f"--max-num-seqs {self.bench.capacity}"
+                return
+            before, bound = point, min(2 * bound, self.bench.capacity)
+
+    def _closer(self) -> int | None:
+        """The bound in the widest gap around the best one, the last one that fits, and the first that does not."""
+        verdicts = judge(self.curve, self._objectives, self._epsilon)
+        bounds = [v.point.bound for v in verdicts]
+        solution = solve(self.curve, self._objectives, self._epsilon, self._aim)
+        at = set()
+        if solution.best is not None:
+            at.add(bounds.index(solution.best.point.bound))
+        at |= {i for i in range(len(verdicts) - 1) if verdicts[i].fits and not verdicts[i + 1].fits}
+        if solution.best is None:
+            return None
+        gaps = []
+        for i in at:
+            for low, high in ((i - 1, i), (i, i + 1)):
+                if low >= 0 and high < len(bounds) and bounds[low] < bounds[high]:
+                    middle = round(math.sqrt(bounds[low] * bounds[high]))
+                    ratio = bounds[high] / bounds[low]
+                    edge = verdicts[low].fits != verdicts[high].fits
+                    if ratio > CLOSE and bounds[low] < middle < bounds[high]:
+                        gaps.append((edge, ratio, middle))
+        return max(gaps)[2] if gaps else None
+
+    def _point(self, bound: int) -> Point:
+        if (known := self.curve.known(bound)) is not None:
+            return known
+        self._progress(f"{bound} running requests", self._share())
+        point = self.bench.measure(bound)
+        self._measured += 1
+        self.curve = self.curve.with_point(point)
+        self._keep(self.curve)
+        return point
+
+    def _share(self) -> float:
+        return min(0.99, (self._clock() - self._begun) / max(self._budget_s, 1e-9))
+
+    def _time_for_one(self) -> bool:
+        """Another point, as long as they took in the mean, ends within the budget."""
+        elapsed = self._clock() - self._begun
+        return not self._ended() and elapsed + elapsed / max(1, self._measured) <= self._budget_s

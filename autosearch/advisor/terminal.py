@@ -1,0 +1,97 @@
+"""The advice as a table for the terminal, and in sentences, which the page has too."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from weft.autosearch.advisor.advice import Advice
+from weft.autosearch.advisor.solve import Verdict
+
+GIB = 2**30
+
+
+def sentences(advice: Advice) -> list[str]:
+    curve, solution = advice.curve, advice.solution
+    best, most, replicas = solution.best, solution.most, advice.replicas
+    if best is None or replicas is None:
+        return [f"No bound fits: {solution.why_not}.", *_noted(advice)]
+    point, share = best.point, best.throughput / most.throughput
+    aim = "the fewest joules a token" if advice.aim == "energy" else "the most throughput"
+    out = [
+        f"Run {point.bound} requests at once: {aim} of the bounds that "
+        + (f"keep {', '.join(map(str, advice.objectives))} and " if advice.objectives else "")
+        + f"have an efficiency above {advice.epsilon:g} (here {best.efficiency:.2f}).",
+        f"{point.batch:.1f} really ran; {best.throughput:,.0f} tokens/s, {share:.0%} of the most ({most.point.bound} "
+        f"requests); time between tokens {ms(point.itl.at(50.0))} (median), {ms(point.itl.at(99.0))} (p99).",
+        f"They held {point.kv_pages} of {curve.machine.pages} KV pages at most: {replicas.freed / GIB:.2f} GiB of "
+        f"{curve.machine.pages * curve.machine.page_bytes / GIB:.2f} GiB are free for prefixes, or for other engines.",
+        f"replicas: {replicas.replicas}. {replicas.reason[0].upper()}{replicas.reason[1:]}. The memory has room for "
+        f"{replicas.fit} engines at this bound, {replicas.fit_shared} if they shared their weights.",
+    ]
+    if point.joules_per_token is not None:
+        out.append(f"{point.joules_per_token:.3g} joules per output token.")
+    if advice.rate:
+        out.append(f"Advised rate: {advice.rate:.3g} requests/s, played out on these curves with Poisson arrivals.")
+    else:
+        out.append("No request rate keeps the objectives when played out on these curves.")
+    return [*out, *_noted(advice)]
+
+
+def _noted(advice: Advice) -> list[str]:
+    return [f"{note[0].upper()}{note[1:]}." for note in advice.notes]
+
+
+def ms(seconds: float) -> str:
+    return NOTHING if seconds != seconds else f"{seconds * 1e3:.3g} ms"
+
+
+def percent(share: float | None) -> str:
+    return NOTHING if share is None else f"{share:.0%}"
+
+
+COLUMNS = (
+    "bound", "ran", "tokens/s", "eff.", "itl p50", "itl p99", "ttft p50", "KV", "idle", "J/token", "DRAM", "SMs",
+    "",
+)  # fmt: skip
+NOTHING = "–"
+
+
+def rows(advice: Advice) -> list[tuple[str, ...]]:
+    """By batch, as `COLUMNS`."""
+    return [_row(advice, v) for v in advice.solution.verdicts]
+
+
+def _row(advice: Advice, v: Verdict) -> tuple[str, ...]:
+    p, best = v.point, advice.solution.best
+    said = [f"{o.measure} late" for o in v.late] + ([] if v.efficient else ["inefficient"])
+    if best is not None and p.bound == best.point.bound:
+        said = ["advised"]
+    if v is advice.solution.knee:
+        said.append("knee")
+    joules = NOTHING if p.joules_per_token is None else f"{p.joules_per_token:.3g}"
+    return (
+        str(p.bound), f"{p.batch:.1f}", f"{v.throughput:,.0f}", f"{v.efficiency:.2f}", ms(p.itl.at(50.0)),
+        ms(p.itl.at(99.0)), ms(p.ttft.at(50.0)), percent(p.kv_share), f"{p.idle_share:.1%}", joules,
+        percent(p.dram_share), percent(p.sm_share), ", ".join(said),
+    )  # fmt: skip
+
+
+def show(advice: Advice, console: Console) -> None:
+    curve = advice.curve
+    table = Table(title=f"{curve.model}, {curve.workload}, {curve.machine.name}", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    lines = rows(advice)
+    shown = [i for i, name in enumerate(COLUMNS) if not name or any(line[i] != NOTHING for line in lines)]
+    for i in shown:
+        table.add_column(COLUMNS[i], justify="right" if COLUMNS[i] else "left", no_wrap=True)
+    for line in lines:
+        table.add_row(*(line[i] for i in shown), style="bold green" if line[-1].startswith("advised") else None)
+    console.print(table)
+    for r in curve.replicas:
+        console.print(
+            f"{r.replicas} engines, {r.bound} each: {curve.throughput(r):,.0f} tokens/s, itl p99 {ms(r.itl.at(99.0))}",
+            highlight=False,
+        )
+    for text in sentences(advice):
+        console.print(text, highlight=False)

@@ -1,0 +1,318 @@
+"""`weft advise`: what is measured, what follows from it, what is written; on made-up engines and on the demo model."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from weft.autosearch.advisor import curve as curves
+from weft.autosearch.advisor.advice import advise, configuration
+from weft.autosearch.advisor.curve import QUANTILES, Curve, Machine, Point, ReplicaPoint, Times
+from weft.autosearch.advisor.rate import advised_rate
+from weft.autosearch.advisor.replicas import advise_replicas
+from weft.autosearch.advisor.side_by_side import together
+from weft.autosearch.advisor.solve import solve
+from weft.autosearch.advisor.sweep import CLOSE, Sweep
+from weft.engine.config import Objective
+from weft.engine.errors import ConfigError
+from weft.server.config import ServeConfig
+from weft.server.daemon.cli import main
+from weft.server.options import load
+
+GIB = 2**30
+SLO = [Objective.parse("itl:p99:50ms")]
+MACHINE = Machine(
+    device="cuda:0", name="A GPU", memory=80 * GIB, weights=3 * GIB, working=2 * GIB, page_bytes=GIB // 1024,
+    page_size=64, pages=70 * 1024, joules="nvml",
+)  # fmt: skip
+
+
+def times(seconds: float, tail: float = 1.0) -> Times:
+    return Times(seconds, tuple(seconds * (1 + (tail - 1) * q / 100) for q in QUANTILES))
+
+
+def point(bound: int, **fields: Any) -> Point:
+    """An engine whose iteration takes 10 ms and 0.2 ms for each request; 100 pages each."""
+    batch = fields.pop("batch", float(bound))
+    step = 0.010 + 0.0002 * batch
+    fixed = {
+        "bound": bound, "batch": batch, "seconds": 3.0, "iterations": 300, "output_per_s": batch / step,
+        "itl": times(step, 1.5), "ttft": times(5 * step), "kv_pages": round(100 * batch), "kv_share": batch / 700,
+        "idle_share": 0.004, "prefill_share": 0.05, "joules_per_token": (150 + 400 * batch / 512) * step / batch,
+    }  # fmt: skip
+    return Point(**{**fixed, **fields})
+
+
+def curve(points: list[Point] | None = None, **fields: Any) -> Curve:
+    made = {
+        "model": "m", "workload": "161:338", "prompt": 161.0, "output": 338.0, "options": {}, "machine": MACHINE,
+        "points": tuple(points or [point(2**i) for i in range(10)]),
+    }  # fmt: skip
+    return Curve(**{**made, **fields})
+
+
+class MadeUp:
+    """A bench that computes; `room`: requests that fit its memory."""
+
+    def __init__(self, capacity: int = 1024, room: int = 1 << 20, knee: float | None = None) -> None:
+        self.capacity, self._room, self._knee = capacity, room, knee
+        self.asked: list[int] = []
+        self.now = 0.0
+
+    def measure(self, bound: int) -> Point:
+        self.asked.append(bound)
+        self.now += 5.0
+        batch = float(min(bound, self._room))
+        if self._knee is None:
+            return point(bound, batch=batch)
+        step = 0.01 * max(1.0, batch / self._knee)
+        return point(bound, batch=batch, output_per_s=batch / step, itl=times(step))
+
+
+def sweep(bench: MadeUp, budget: float = 1e9, start: Curve | None = None, slo: list[Objective] = SLO) -> Sweep:
+    begun = start or msgspec.structs.replace(curve(), points=())
+    return Sweep(bench, begun, slo, 0.1, "throughput", budget, clock=lambda: bench.now)
+
+
+def test_the_sweep_ends_close_to_the_largest_bound_that_keeps_the_objective() -> None:
+    bench = MadeUp()
+    found = solve(sweep(bench).run(), SLO).best
+    assert found is not None
+    # itl p99 is 1.495 iterations: at most 117 requests.
+    assert 117 / CLOSE <= found.point.bound <= 117
+    assert bench.asked[:8] == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert len(bench.asked) < 20
+
+
+def test_the_ascent_stops_where_the_curve_is_flat() -> None:
+    bench = MadeUp(knee=40.0)
+    ran = sweep(bench, slo=[])
+    ran.run()
+    assert ran.stopped == "the curve is flat"
+    assert max(bench.asked) == 256
+
+
+def test_the_ascent_stops_where_memory_is_full() -> None:
+    bench = MadeUp(room=50)
+    ran = sweep(bench, slo=[])
+    ran.run()
+    assert ran.stopped == "no more than 50 requests fit the KV pool"
+    assert max(bench.asked) == 128
+
+
+def test_time_that_is_up_ends_it_with_what_there_is() -> None:
+    bench = MadeUp()
+    ran = sweep(bench, budget=22.0)
+    assert [p.bound for p in ran.run().points] == [1, 2, 4, 8]
+    assert ran.stopped == "the time was up"
+
+
+def test_points_that_are_known_are_not_measured_again() -> None:
+    first, second = MadeUp(), MadeUp()
+    begun = sweep(first, budget=22.0).run()
+    whole = sweep(second, start=begun).run()
+    assert not set(first.asked) & set(second.asked)
+    assert whole == sweep(MadeUp()).run()
+
+
+def test_equation_2_takes_the_batch_that_ran() -> None:
+    # The bound of 512 had room for 300 requests.
+    points = [point(2**i) for i in range(9)] + [point(512, batch=300.0)]
+    made = curve(points)
+    one = made.throughput(points[0]) / points[0].batch
+    for epsilon in (0.05, 0.2, 0.5, 0.9):
+        allowed = [p for p in points if made.throughput(p) / (p.batch * one) > epsilon]
+        best = solve(made, [], epsilon, tie=0.0).best
+        assert best is not None
+        assert best.point == max(allowed, key=made.throughput)
+
+
+def test_of_points_that_differ_by_noise_the_smallest_is_taken() -> None:
+    points = [point(1), point(64), point(128, output_per_s=point(64).output_per_s * 1.005)]
+    best = solve(curve(points)).best
+    assert best is not None
+    assert best.point.bound == 64
+
+
+def test_without_batch_1_there_is_no_efficiency() -> None:
+    with pytest.raises(ConfigError, match="batch 1 was not measured"):
+        solve(curve([point(8), point(16)]))
+
+
+def test_what_nothing_keeps_is_said() -> None:
+    solution = solve(curve(), [Objective.parse("itl:p99:5ms")])
+    assert solution.best is None
+    assert solution.why_not == "no bound keeps itl:p99:5ms: at 1 running requests itl is 15.2 ms, the limit 5 ms"
+    assert "above --epsilon 1: 1.00 at 1" in solve(curve(), [], 1.0).why_not
+
+
+def test_least_joules_under_the_objective() -> None:
+    best = solve(curve(), SLO, aim="energy").best
+    assert best is not None
+    kept = [p for p in curve().points if p.of(SLO[0]) <= 0.05]
+    assert best.point.joules_per_token == min(p.joules_per_token or math.inf for p in kept)
+    machine = msgspec.structs.replace(MACHINE, joules="", no_joules="only root may read it")
+    unmetered = curve([point(1, joules_per_token=None), point(2, joules_per_token=None)], machine=machine)
+    with pytest.raises(ConfigError, match="no joules were counted: only root may read it"):
+        solve(unmetered, aim="energy")
+
+
+def replicas(made: Curve, **tried: float) -> tuple[int, str]:
+    """`n2=1.2`: two engines have 1.2 times the throughput of one at the best bound."""
+    best = solve(made, SLO).best
+    assert best is not None
+    measured = tuple(
+        ReplicaPoint(
+            replicas=int(name[1:]), bound=best.point.bound, batch=1.0, itl=times(0.02),
+            output_per_s=gain * best.point.output_per_s,
+        )
+        for name, gain in tried.items()
+    )  # fmt: skip
+    advice = advise_replicas(msgspec.structs.replace(made, replicas=measured), best)
+    return advice.replicas, advice.reason
+
+
+def test_no_replicas_where_the_device_never_waits() -> None:
+    number, reason = replicas(curve())
+    assert number == 1
+    assert reason == "the device waits for the CPU 0.4% of the time: filling all of it would gain 0.4% at most"
+
+
+def test_no_replicas_on_a_promise() -> None:
+    waiting = curve([point(2**i, idle_share=0.3) for i in range(10)])
+    number, reason = replicas(waiting)
+    assert number == 1
+    assert "43% at most; nobody measured that they do" in reason
+
+
+def test_replicas_on_a_measured_gain_alone() -> None:
+    # At its best bound one engine has 54 % of what it has at the largest.
+    assert replicas(curve(), n2=1.3, n4=2.2) == (4, "4 engines had 2.20 times the throughput of one, measured")
+    assert replicas(curve(), n2=0.9)[0] == 1
+    number, reason = replicas(curve(), n2=1.2)
+    assert number == 1
+    assert "one engine with more running requests has" in reason
+    small = msgspec.structs.replace(MACHINE, memory=12 * GIB)
+    assert replicas(curve(machine=small), n4=2.2)[0] == 1
+
+
+def test_engines_side_by_side_are_told_as_one() -> None:
+    both = together([point(8), point(8, itl=times(0.05))])
+    assert (both.replicas, both.bound, both.batch) == (2, 8, 16.0)
+    assert both.output_per_s == 2 * point(8).output_per_s
+    assert 0.0116 < both.itl.at(25.0) < both.itl.at(75.0) <= 0.05
+
+
+def test_the_rate_is_what_the_seats_can_serve() -> None:
+    made, outputs = curve(), np.full(1, 338.0)
+    bound = 64
+    most = made.points[6].output_per_s / 338
+    rate = advised_rate(made, bound, SLO, outputs)
+    assert 0.8 * most < rate <= 1.05 * most
+    strict = advised_rate(made, bound, [*SLO, Objective.parse("ttft:p99:150ms")], outputs)
+    assert strict < rate
+    assert advised_rate(made, bound, [*SLO, Objective.parse("ttft:p99:1ms")], outputs) == 0
+
+
+def test_the_configuration_is_one_that_serve_takes(tmp_path: Path) -> None:
+    advice = advise(curve(), SLO, 0.1, "throughput")
+    file = tmp_path / "weft.yaml"
+    file.write_text(configuration(advice, {"model_preset": "opt-1.3b", "load_format": "dummy", "seed": 3}))
+    config = load(ServeConfig, {}, file)
+    best = advice.solution.best
+    assert best is not None
+    assert (config.max_num_seqs, config.model_preset, config.seed) == (best.point.bound, "opt-1.3b", 3)
+    assert config.replicas == 1
+
+
+def test_a_file_of_points_comes_back_as_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "points.json"
+    curves.save(curve(), file)
+    assert curves.load(file) == curve()
+    assert not list(tmp_path.glob("*.new"))
+    file.write_text('{"format": "weft-curve-1"}')
+    with pytest.raises(ConfigError, match="not a file of points"):
+        curves.load(file)
+
+
+def test_points_of_something_else_are_named() -> None:
+    assert curve().differs(curve([point(1)])) == ""
+    assert "workload '9:9'" in curve().differs(curve(workload="9:9"))
+    assert "machine 'B'" in curve().differs(curve(machine=msgspec.structs.replace(MACHINE, name="B")))
+
+
+def test_recorded_curves_need_no_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    recorded, page, picture = tmp_path / "curve.json", tmp_path / "a.html", tmp_path / "a.png"
+    curves.save(curve(model="<m>"), recorded)
+    out = tmp_path / "weft.yaml"
+    line = ["advise", "--curves", str(recorded), "--slo", "itl:p99:50ms", "--html", str(page), "--png", str(picture)]
+    assert main([*line, "--out", str(out)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Run 64 requests at once" in said
+    assert "replicas: 1. The device waits for the CPU 0.4% of the time" in said
+    assert load(ServeConfig, {}, out).max_num_seqs == 64
+    html = page.read_text()
+    assert "<svg" in html
+    assert "&lt;m&gt;" in html
+    assert "<m>" not in html
+    assert not re.search(r"(src|href)=[\"']?http", html)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_when_nothing_fits_it_says_so_and_writes_no_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded, out = tmp_path / "curve.json", tmp_path / "weft.yaml"
+    curves.save(curve(), recorded)
+    assert main(["advise", "--curves", str(recorded), "--slo", "itl:p99:1ms", "--out", str(out)]) == 1
+    assert "No bound fits" in capsys.readouterr().out
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ([], "name a file to write"),
+        (["--out", "x", "--slo", "e2e:p99:5s"], "weft advise measures itl and ttft"),
+        (["--out", "x", "--slo", "itl"], "is not MEASURE:STATISTIC:LIMIT"),
+        (["--out", "x", "--max-num-seqs", "auto", "--slo", "itl:p99:5ms"], "a number, not auto"),
+        (["--out", "x", "--curves", "/nowhere/c.json"], "cannot read"),
+        (["--out", "x", "--budget-seconds", "0"], "more than 0"),
+        (["--out", "x", "--workload", "many"], "--workload 'many' is neither"),
+    ],
+)
+def test_bad_input_is_one_line(line: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", *line]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_the_demo_model_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    points, out = tmp_path / "points.json", tmp_path / "weft.yaml"
+    line = ["advise", "--device", "cpu", "--workload", "6:8", "--max-num-seqs", "4", "--page-size", "8"]
+    line += ["--num-pages", "64", "--point-seconds", "0.02", "--points", str(points), "--out", str(out)]
+    assert main([*line, "--slo", "itl:p99:60s"]) == 0
+    found = curves.load(points)
+    assert {1, 2, 4} <= {p.bound for p in found.points}
+    for p in found.points:
+        assert 0 < p.batch <= p.bound + 1e-9
+        assert p.output_per_s > 0
+        assert 0 < p.kv_pages <= 2 * p.bound
+        assert p.itl.mean is not None
+    assert load(ServeConfig, {}, out).page_size == 8
+    before = points.read_bytes()
+    assert main([*line, "--slo", "itl:p99:60s"]) == 0  # everything is known
+    assert json.loads(points.read_bytes()) == json.loads(before)
+    capsys.readouterr()
+    line[line.index("6:8")] = "5:8"
+    assert main(line) == 2
+    assert "was measured with workload '6:8'" in capsys.readouterr().err
