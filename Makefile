@@ -17,9 +17,10 @@ ARGS ?=
 DEVICE ?= auto
 PINS ?=
 PINNED := $(VENV)/constraints.txt
-# Three lanes: tests that compute, and two of about equal length that mostly wait.
-SUPERVISED := $(patsubst %,tests/server/test_%.py,supervision hub lifecycle workers takeover handover replicas_live ranks_live)
-BUSY := tests/autosearch tests/engine tests/kernels tests/examples tests/loadgen $(wildcard tests/server/test_conformance_*.py)
+# Three lanes of about equal length: tests that compute, and two that often wait.
+SUPERVISED := $(patsubst %,tests/server/test_%.py,supervision hub lifecycle workers takeover handover replicas_live ranks_live) \
+	$(wildcard tests/server/test_conformance_*.py)
+BUSY := tests/autosearch tests/engine tests/kernels tests/examples tests/loadgen
 INSTALL := $(BIN)/python deploy/install
 # Compile what is imported when it is imported: of these packages that is a small part.
 LAZY := --no-compile

@@ -74,7 +74,7 @@ def _of_families_and_chunks() -> list[Any]:
     cases = []
     for family in (*LLAMA_LIKE, "demo"):
         one = pytest.mark.slow if family in ("mistral", "yi") else pytest.mark.nightly
-        for chunk, marks in ((1, one), (7, pytest.mark.slow), (64, ())):
+        for chunk, marks in ((1, one), (7, pytest.mark.nightly if family == "demo" else pytest.mark.slow), (64, ())):
             cases.append(pytest.param(family, chunk, marks=marks, id=f"{family}-{chunk}"))
     return cases
 

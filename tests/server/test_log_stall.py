@@ -97,7 +97,14 @@ def test_lines_come_again_when_the_reader_does(port: int, started: list[subproce
         text = text[-1000:] + os.read(daemon.stderr.fileno(), 2**20)
 
 
-@pytest.mark.parametrize("redirections", ["2>&-", "2>/dev/full", ">/dev/full", ">&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "redirections",
+    [
+        "2>/dev/full",
+        "<&- >&- 2>&-",
+        *(pytest.param(each, marks=pytest.mark.nightly) for each in ("2>&-", ">/dev/full", ">&-")),
+    ],
+)
 def test_streams_that_take_nothing_are_served_without(
     port: int, started: list[subprocess.Popen[bytes]], redirections: str
 ) -> None:
