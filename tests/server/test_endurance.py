@@ -271,4 +271,3 @@ async def test_clients_that_vanish_leave_nothing_behind(server: Server, engine_p
     engine.reset_prefix_cache()
     assert (await ask(url, post({"prompt": [5], "max_tokens": 1}))).status == 200
     assert (engine.stats.scheduler.pages_held, engine.stats.scheduler.pages_cached) == (0, 0)
-    assert engine.stats.scheduler.preemptions > 0, "memory was never short"
