@@ -50,6 +50,7 @@ architectures: $(VENV)/.test ## try every decoder of transformers on its own cod
 
 nightly: $(VENV)/.test ## what `make test` leaves out: more of the same cases, endurance, five minutes of chaos
 	$(BIN)/python -m pytest -m nightly --ignore tests/gpu $(ARGS)
+	$(BIN)/python -m pytest -m "hypothesis and not nightly" --hypothesis-profile surprising $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m nightly tests/gpu || test $$? = 5  # a GPU has run them all by day
 	@$(MAKE) --no-print-directory architectures ARGS=--check
 	@$(MAKE) --no-print-directory endurance

@@ -8,14 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import Phase, settings
+from hypothesis import HealthCheck, Phase, settings
 
 # Helpers beside the tests are imported by name; the repository root stays off sys.path.
 for folder in ("engine", "kernels", "autosearch", "gpu"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
-# A busy machine is no failure: how long an example may take is the test's own timeout.
-settings.register_profile("unhurried", deadline=None)
+# A busy machine is no failure: how long an example may take, or to think of it, is the test's own timeout. The same
+# examples each time, for what fails on a change is to be the change's; other ones are for the night.
+settings.register_profile(
+    "unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True, database=None
+)
+settings.register_profile("surprising", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
 # What a tool that only wants to know whether a test fails asks for: no search for the smallest example.
 settings.register_profile(
