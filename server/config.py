@@ -59,6 +59,7 @@ class ServeConfig(EngineConfig):
         "replicas": "several engines",
         "tool_call_parser": "processes",
         "files_dir": "files and batches",
+        "responses_dir": "stored responses",
         "log_level": "logs and traces",
     }
 
@@ -147,6 +148,13 @@ class ServeConfig(EngineConfig):
         None, min_length=1, description="folder of /v1/files and /v1/batches, which are off without one"
     )
     files_max_gib: float = Field(10.0, gt=0, description="what they may take of the disk, in GiB")
+    responses_dir: str | None = Field(
+        None, min_length=1, description="folder that keeps responses and conversations over restarts [in memory]"
+    )
+    responses_max_mib: float = Field(
+        256.0, ge=0, description="what they may take, in MiB; the oldest go first; 0 stores none"
+    )
+    responses_max_hours: float = Field(720.0, gt=0, description="hours without use after which they go")
     log_level: LogLevel = Field("info", description="how much is logged to stderr")
     log_format: Literal["text", "json"] = Field("text", description="lines of text, or a JSON object a line")
     access_log: bool = Field(True, description="log a line for each request, but for probes and scrapes")

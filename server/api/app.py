@@ -18,6 +18,10 @@ from weft.server.api import aliases, batches, chat, completions, docs, files, op
 from weft.server.api.middleware import Authorise, BodyLimit, Cors, Trace
 from weft.server.api.own_requests import make_runner
 from weft.server.api.protocol import ErrorBody
+from weft.server.api.responses import conversations
+from weft.server.api.responses import endpoints as responses
+from weft.server.api.responses.background import Background
+from weft.server.api.responses.store import Store
 from weft.server.api.service import Service
 from weft.server.batches.folder import Folder
 from weft.server.errors import ApiError, translate
@@ -39,7 +43,11 @@ def create_app(service: Service) -> FastAPI:
         responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
     )
     app.state.service = service
-    for module in (completions, chat, render, tokens, operations, aliases, docs, *([ui] if config.ui else [])):
+    app.state.responses = Store.open(config)
+    app.state.background = Background()
+    stateful = (responses, conversations)
+    common = (completions, chat, *stateful, render, tokens, operations, aliases, docs)
+    for module in (*common, *([ui] if config.ui else [])):
         app.include_router(module.router)
     for kind in (ApiError, WeftError, RequestValidationError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _on_error)
@@ -62,7 +70,7 @@ def create_app(service: Service) -> FastAPI:
         app.add_middleware(
             Cors,
             allow_origins=config.cors_origin,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
@@ -82,5 +90,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+    await app.state.background.close()
+    app.state.responses.close()
     if app.state.spans is not None:
         app.state.spans.close()

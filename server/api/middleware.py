@@ -31,9 +31,9 @@ from weft.server.observe.limits import RateLimits
 from weft.server.observe.metrics import ENDPOINTS, PROBES, Metrics
 
 OPEN_PATHS = frozenset(PROBES)
-LIMITED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", INVOCATIONS})
+LIMITED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", INVOCATIONS})
 _ENDPOINTS = frozenset(ENDPOINTS)
-BELOW = ("/v1/files/", "/v1/batches/")
+BELOW = ("/v1/files/", "/v1/batches/", "/v1/responses/", "/v1/conversations/")
 _REQUEST_ID = re.compile(REQUEST_ID)
 
 FORM_BYTES = 2**16
@@ -252,7 +252,7 @@ class BodyLimit:
 
 
 def _endpoint(scope: Scope) -> str:
-    """Of the metrics: what is below a path of files or batches counts as that."""
+    """Of the metrics: what is below a path of stored things counts as that."""
     path: str = scope["path"]
     if path.startswith(BELOW):
         path = "/".join(path.split("/")[:3])

@@ -273,14 +273,10 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class GenerationBody(LegacyConstraints):
-    """What completions and chat have in common."""
+class SamplingFields(Body):
+    """What every endpoint that generates lets a client say of sampling and scheduling."""
 
-    model: str | None = None
-    max_tokens: int | None = Field(None, ge=0, le=INT32)
     min_tokens: int = Field(0, ge=0, le=INT32)
-    n: int = Field(1, ge=1, le=128)
-    best_of: int | None = Field(None, ge=1, le=128)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1, le=INT32)
@@ -292,18 +288,27 @@ class GenerationBody(LegacyConstraints):
     logit_bias: LogitBias = Field({})
     stop: Stop = Field([])
     stop_token_ids: list[TokenId] = Field([], max_length=MAX_STOP_TOKENS)
-    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    include_energy: bool = False
-    """joules in `usage`, charged to this request by its work; null where no counter is read"""
     priority: int = Field(0, ge=-INT32, le=INT32)
     cache_salt: str = Field("", max_length=128)
     user: str | None = None
     request_id: str | None = Field(None, pattern=REQUEST_ID)
     """what X-Request-Id is where that header is not given"""
+
+
+class GenerationBody(SamplingFields, LegacyConstraints):
+    """What completions and chat have in common."""
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=0, le=INT32)
+    n: int = Field(1, ge=1, le=128)
+    best_of: int | None = Field(None, ge=1, le=128)
+    include_stop_str_in_output: bool = False
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    include_energy: bool = False
+    """joules in `usage`, charged to this request by its work; null where no counter is read"""
     add_special_tokens: bool | None = None
     """default: true for a prompt, false for messages, whose template brings its own"""
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT32)

@@ -11,7 +11,10 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=10.0, metavar="X", help="time measured [10]")
     parser.add_argument("--api-workers", type=int, default=1, metavar="N", help="API processes [1]")
     parser.add_argument(
-        "--endpoint", choices=("completions", "chat"), default="completions", help="what is asked [completions]"
+        "--endpoint",
+        choices=("completions", "chat", "responses"),
+        default="completions",
+        help="what is asked [completions]",
     )
     parser.add_argument(
         "--fields", default="{}", metavar="JSON", help='further fields of the requests, such as {"logprobs": 5} [none]'

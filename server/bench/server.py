@@ -140,6 +140,9 @@ class _Bench:
         body: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True, **fields}
         if self._arguments.endpoint == "chat":
             return "/v1/chat/completions", json.dumps(body | {"messages": [{"role": "user", "content": text}]}).encode()
+        if self._arguments.endpoint == "responses":
+            body["max_output_tokens"] = body.pop("max_tokens")
+            return "/v1/responses", json.dumps(body | {"input": text}).encode()
         return "/v1/completions", json.dumps(body | {"prompt": text}).encode()
 
     async def _measure(self, watcher: EngineClient, apis: list[ApiProcess]) -> dict[str, Any]:

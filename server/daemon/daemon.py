@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
@@ -79,6 +80,11 @@ class Daemon:
     def __init__(self, config: ServeConfig) -> None:
         """Takes the port. Raises `ConfigError` for what an operator can mend."""
         self._begun = time.monotonic()
+        self._shared: tempfile.TemporaryDirectory[str] | None = None
+        """what API processes keep for one another"""
+        if config.api_workers > 1 and config.responses_dir is None and config.responses_max_mib:
+            self._shared = tempfile.TemporaryDirectory(prefix="weft-")
+            config = config.model_copy(update={"responses_dir": self._shared.name})
         self._config = config
         self._front = Front(config)
         configs = place(config, gpus(), os.sched_getaffinity(0), nodes_here())
@@ -162,6 +168,8 @@ class Daemon:
         await asyncio.gather(*(keeper.stop() for keeper in self._engines.values()), *stopping)
         for keeper in self._engines.values():
             keeper.close()
+        if self._shared is not None:
+            self._shared.cleanup()
 
     async def started(self, start: Coroutine[Any, Any, Process]) -> Process:
         """Start a process so that `_stop_all` knows of it, even when whoever waits for it is cancelled."""

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 
 from weft.engine.errors import ConfigError
+from weft.server.api.responses.store import Store
 from weft.server.batches.folder import Folder
 from weft.server.config import ServeConfig
 from weft.server.daemon.certificate import Certificate
@@ -34,8 +35,11 @@ class Front:
         """Takes the port. Raises `ConfigError` for what an operator can mend."""
         self.notifier = Notifier()
         self._config = config
+        # A folder that cannot be used is said here.
+        if config.responses_dir is not None:
+            Store.open(config).close()
         if config.files_dir is not None:
-            Folder.open(config.files_dir, config.files_max_gib)  # a folder that cannot be used is said here
+            Folder.open(config.files_dir, config.files_max_gib)
         self.certificate = Certificate(config.tls_cert, config.tls_key) if config.tls_cert is not None else None
         self.keys = load_keys(config)
         self.key_capacity = max(MIN_KEYS, 2 * len(self.keys))

@@ -28,6 +28,8 @@ ENDPOINTS = (
     "/v1/models",
     "/v1/completions",
     "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/conversations",
     "/tokenize",
     "/detokenize",
     "/tokenizer_info",

@@ -91,13 +91,21 @@ class Tool(Body):
 
 
 def _input_of(form: Any) -> dict[str, Any]:
-    """The arguments of a custom tool whose input has this format."""
+    """The arguments of a custom tool whose input has this format.
+
+    A regex is enforced where calls are. A Lark grammar is told to the model, no more: inside a call the text is a JSON
+    string, whose escapes the grammar does not know.
+    """
     if not isinstance(form, dict) or form.get("type", "text") == "text":
         return _INPUT
     grammar = form.get("grammar", form)
-    if isinstance(grammar, dict) and grammar.get("syntax") == "regex" and isinstance(grammar.get("definition"), str):
-        return {**_INPUT, "properties": {"input": {"type": "string", "pattern": f"^(?:{grammar['definition']})$"}}}
-    raise ValueError("the format of a custom tool must be text or a grammar of syntax regex")
+    if isinstance(grammar, dict) and isinstance(definition := grammar.get("definition"), str):
+        if grammar.get("syntax") == "regex":
+            return {**_INPUT, "properties": {"input": {"type": "string", "pattern": f"^(?:{definition})$"}}}
+        if grammar.get("syntax") == "lark":
+            about = f"Text that follows this Lark grammar:\n{definition}"
+            return {**_INPUT, "properties": {"input": {"type": "string", "description": about}}}
+    raise ValueError("the format of a custom tool must be text, or a grammar of syntax regex or lark with a definition")
 
 
 class FunctionChoice(Body):

@@ -1,0 +1,279 @@
+"""`ResponseBody`: the body of `POST /v1/responses`, and the `ChatBody` that it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import Field, PlainValidator, ValidationError, WithJsonSchema
+from pydantic.json_schema import SkipJsonSchema
+
+from weft.engine.wire.sampling import MAX_LOGPROBS
+from weft.server.api.protocol import INT32, ChatBody, SamplingFields
+from weft.server.api.responses.items import MAX_ITEMS, Item, full_name, messages_of
+from weft.server.bodies import Body
+from weft.server.errors import bad_request, clip
+from weft.server.tools.structured import Schema
+from weft.server.tools.tools import MAX_TOOLS
+
+MAX_METADATA = 16
+ENCRYPTED = "reasoning.encrypted_content"
+LOGPROBS = "message.output_text.logprobs"
+
+_LEFT_OUT = ("web_search", "image_generation", "tool_search")
+"""tools of OpenAI's that agents offer unasked: the model is not told of them. A date may follow the name."""
+
+
+def _parse_input(value: Any) -> Any:
+    if not isinstance(value, str | list):
+        raise ValueError("must be a string or a list of items")
+    return value
+
+
+def _parse_conversation(value: Any) -> str:
+    id = value.get("id") if isinstance(value, dict) else value
+    if not isinstance(id, str) or not 0 < len(id) <= 128:
+        raise ValueError("must be the id of a conversation, or an object with it")
+    return id
+
+
+def _parse_choice(value: Any) -> str | dict[str, Any]:
+    if isinstance(value, dict) or value in ("none", "auto", "required"):
+        choice: str | dict[str, Any] = value
+        return choice
+    raise ValueError('must be "none", "auto", "required" or an object with a type')
+
+
+_TEXT_PARTS = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"type": {"enum": ["input_text", "output_text"]}, "text": {"type": "string"}},
+        "required": ["type", "text"],
+    },
+    "maxItems": 8192,
+}
+_CONTENT = {"anyOf": [{"type": "string"}, _TEXT_PARTS]}
+_NAME = {"type": "string", "minLength": 1, "maxLength": 128, "pattern": "^[a-zA-Z0-9_-]+$"}
+
+
+def _item(kind: str, optional: bool = False, **fields: Any) -> dict[str, Any]:
+    """The schema of an item. `optional`: its type may be left out."""
+    required = [*fields] if optional else ["type", *fields]
+    return {"type": "object", "properties": {"type": {"const": kind}, **fields}, "required": required}
+
+
+_ITEM = {
+    "anyOf": [
+        _item("message", True, role={"enum": ["user", "assistant", "system", "developer"]}, content=_CONTENT),
+        _item("function_call", call_id=_NAME, name=_NAME, arguments={"type": "string"}),
+        _item("function_call_output", call_id=_NAME, output=_CONTENT),
+        _item("custom_tool_call", call_id=_NAME, name=_NAME, input={"type": "string"}),
+        _item("custom_tool_call_output", call_id=_NAME, output=_CONTENT),
+        _item("reasoning", summary={"type": "array", "items": _item("summary_text", text={"type": "string"})}),
+    ]
+}
+_CHOICE_SCHEMA = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required"]},
+        _item("function", name=_NAME),
+        _item("custom", name=_NAME),
+        _item(
+            "allowed_tools",
+            mode={"enum": ["auto", "required"]},
+            tools={"type": "array", "items": _item("function", name=_NAME), "minItems": 1, "maxItems": MAX_TOOLS},
+        ),
+    ]
+}
+
+Input = Annotated[
+    str | list[Any],
+    PlainValidator(_parse_input),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _ITEM, "maxItems": MAX_ITEMS}]}),
+]
+Metadata = Annotated[
+    dict[
+        Annotated[str, Field(max_length=64)],
+        Annotated[str, Field(max_length=512)],
+    ],
+    Field(max_length=MAX_METADATA),
+]
+
+
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    schema_: Schema | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class Text(Body):
+    format: TextFormat = Field(default_factory=lambda: TextFormat.model_validate({}))
+    verbosity: Literal["low", "medium", "high"] = "medium"
+
+
+class Reasoning(Body):
+    effort: str | None = Field(None, pattern=r"^[a-z]{1,16}$")
+    summary: Literal["auto", "concise", "detailed", "none"] | None = None
+    generate_summary: SkipJsonSchema[Literal["auto", "concise", "detailed", "none"] | None] = None
+    """its older name"""
+
+
+class ResponseBody(SamplingFields):
+    model: str | None = None
+    input: Input = Field([])
+    instructions: str | None = None
+    """stand before the conversation, and count for this response alone"""
+    previous_response_id: str | None = Field(None, max_length=128)
+    conversation: Annotated[
+        str | None,
+        PlainValidator(_parse_conversation),
+        WithJsonSchema(
+            {"anyOf": [{"type": "string"}, {"type": "object", "properties": {"id": {"type": "string"}}}]},
+        ),
+    ] = None
+    tools: list[dict[str, Any]] = Field([], max_length=2 * MAX_TOOLS)
+    tool_choice: Annotated[str | dict[str, Any], PlainValidator(_parse_choice), WithJsonSchema(_CHOICE_SCHEMA)] = "auto"
+    parallel_tool_calls: bool = True
+    max_tool_calls: int | None = Field(None, ge=1, le=INT32)
+    text: Text = Field(default_factory=lambda: Text.model_validate({}))
+    reasoning: Reasoning | None = None
+    max_output_tokens: int | None = Field(None, ge=1, le=INT32)
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
+    include: list[str] = Field([], max_length=64)
+    """of these `message.output_text.logprobs` and `reasoning.encrypted_content` have an effect"""
+    truncation: Literal["auto", "disabled"] = "disabled"
+    """auto: what is oldest in the conversation is left out where it would not fit"""
+    store: bool = True
+    background: bool = False
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+    metadata: Metadata = Field({})
+    service_tier: str | None = Field(None, max_length=64)
+    safety_identifier: str | None = Field(None, max_length=512)
+    prompt_cache_key: str | None = Field(None, max_length=512)
+    prompt_cache_retention: str | None = Field(None, max_length=64)
+    chat_template_kwargs: dict[str, Any] = Field({}, max_length=64)
+    """variables of the template, such as `enable_thinking`"""
+    prompt: SkipJsonSchema[Any] = None
+    """a prompt kept at OpenAI"""
+
+    def check(self) -> None:
+        """Rules between fields. Raises `ApiError`."""
+        if self.prompt is not None:
+            raise bad_request("prompt: there are no stored prompts here; send instructions and input.", "prompt")
+        if self.previous_response_id is not None and self.conversation is not None:
+            what = "Give previous_response_id or conversation, not both."
+            raise bad_request(what, "previous_response_id")
+        if self.background and not self.store:
+            raise bad_request("background needs store: true: the answer is fetched later.", "background")
+        if self.text.format.type == "json_schema" and self.text.format.schema_ is None:
+            raise bad_request("text.format: type json_schema needs a schema.", "text.format.schema")
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in self.include or self.top_logprobs > 0
+
+    @property
+    def sums_up(self) -> bool:
+        """Reasoning is shown as its summary: there is no other one than all of it."""
+        asked = self.reasoning
+        return asked is not None and (asked.summary or asked.generate_summary or "none") != "none"
+
+    def as_chat(self, items: Sequence[Item], tools: OfferedTools) -> ChatBody:
+        """This request over that conversation. Raises `ApiError`, `RequestValidationError`."""
+        messages = messages_of(self.instructions, items)
+        if not any(message.role not in ("system", "developer") for message in messages) and not items:
+            raise bad_request("input: there is nothing to answer.", "input")
+        given = {name: getattr(self, name) for name in SamplingFields.model_fields if name in self.model_fields_set}
+        fields: dict[str, Any] = {
+            **given,
+            "model": self.model,
+            "messages": messages,
+            "tools": tools.as_chat,
+            "tool_choice": _choice_of(self.tool_choice),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "response_format": _format_of(self.text.format),
+            "reasoning_effort": self.reasoning.effort if self.reasoning is not None else None,
+            "max_completion_tokens": self.max_output_tokens,
+            "logprobs": self.wants_logprobs,
+            "top_logprobs": self.top_logprobs if self.wants_logprobs else None,
+            "stream": self.stream,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+        try:
+            return ChatBody.model_validate(fields)
+        except ValidationError as error:
+            raise RequestValidationError([{**e, "loc": ("body", *e["loc"])} for e in error.errors()]) from None
+
+
+class OfferedTools(NamedTuple):
+    """The tools of a request."""
+
+    as_chat: list[dict[str, Any]]
+    """as chat has them"""
+    namespaces: dict[str, tuple[str, str]]
+    """by the name that the model knows: namespace and name, of those that have one"""
+
+    @classmethod
+    def of(cls, tools: Sequence[dict[str, Any]]) -> OfferedTools:
+        """Raises `ApiError` for those that this server cannot offer."""
+        out = cls([], {})
+        for i, tool in enumerate(tools):
+            out._add(tool, f"tools[{i}]")
+        return out
+
+    def _add(self, tool: dict[str, Any], path: str, namespace: str | None = None) -> None:
+        kind = tool.get("type")
+        if kind == "namespace" and namespace is None:
+            members = tool.get("tools")
+            if not isinstance(tool.get("name"), str) or not isinstance(members, list):
+                raise bad_request(f"{path}: a namespace needs a name and a list of tools.", path)
+            for i, member in enumerate(members[: MAX_TOOLS + 1]):
+                if isinstance(member, dict):
+                    self._add(member, f"{path}.tools[{i}]", tool["name"])
+            return
+        if kind not in ("function", "custom"):
+            if isinstance(kind, str) and kind.startswith(_LEFT_OUT):
+                return
+            raise bad_request(
+                f"{path}: tools of type {clip(kind)!r} are not supported; this server offers function and custom.",
+                path,
+                "unsupported_tool",
+            )
+        about = {key: value for key, value in tool.items() if key != "type" and value is not None}
+        if not isinstance(about.get("name"), str):
+            raise bad_request(f"{path}: this tool needs a name.", f"{path}.name")
+        if namespace is not None:
+            name = about["name"]
+            about["name"] = full_name(namespace, name)
+            self.namespaces[about["name"]] = namespace, name
+        self.as_chat.append({"type": kind, kind: about})
+
+
+def _choice_of(choice: str | dict[str, Any]) -> Any:
+    """As chat has it."""
+    if isinstance(choice, str):
+        return choice
+    kind = choice.get("type")
+    if kind in ("function", "custom"):
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if kind == "allowed_tools":
+        named = choice.get("tools")
+        tools = named if isinstance(named, list) else []
+        known = [t for t in tools if isinstance(t, dict) and t.get("type") in ("function", "custom")]
+        return {**choice, "tools": known}
+    raise bad_request(f"tool_choice: there is no tool of type {clip(kind)!r}.", "tool_choice")
+
+
+def _format_of(asked: TextFormat) -> dict[str, Any] | None:
+    if asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return {"type": asked.type}
+    return {
+        "type": asked.type,
+        "json_schema": {"name": asked.name or "", "schema": asked.schema_, "strict": bool(asked.strict)},
+    }

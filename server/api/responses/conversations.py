@@ -1,0 +1,124 @@
+"""`/v1/conversations`: items that responses are added to, kept by the server."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from pydantic import Field
+
+from weft.server.api.responses.body import Input, Metadata
+from weft.server.api.responses.endpoints import RecordsOf, page
+from weft.server.api.responses.items import MAX_ITEMS, Item, read_input
+from weft.server.api.responses.records import Records, numbered
+from weft.server.api.routing import JsonRoute
+from weft.server.bodies import Body
+from weft.server.errors import ApiError, bad_request, clip
+
+PATH = "/v1/conversations"
+MAX_ADDED = 1024
+"""items that are added at once"""
+
+router = APIRouter(route_class=JsonRoute)
+
+
+class ConversationBody(Body):
+    items: Input = Field([])
+    metadata: Metadata = Field({})
+
+
+class MetadataBody(Body):
+    metadata: Metadata = Field({})
+
+
+class ItemsBody(Body):
+    items: Input
+
+
+@router.post(PATH, summary="Begin a conversation")
+async def create_conversation(body: ConversationBody, records: RecordsOf) -> dict[str, Any]:
+    hex_id = uuid.uuid4().hex
+    id = f"conv_{hex_id}"
+    shown = {"id": id, "object": "conversation", "created_at": int(time.time()), "metadata": body.metadata}
+    items = _read(body.items)
+    if records.store.max_bytes == 0 or not await records.add(id, shown):
+        raise bad_request("This server stores no conversations (--responses-max-mib).", code="storing_is_off")
+    if items:
+        await _append(records, id, items)
+    return shown
+
+
+@router.get(f"{PATH}/{{id}}", summary="A conversation")
+async def retrieve_conversation(id: str, records: RecordsOf) -> dict[str, Any]:
+    return await records.conversation(id)
+
+
+@router.post(f"{PATH}/{{id}}", summary="Replace a conversation's metadata")
+async def update_conversation(id: str, body: MetadataBody, records: RecordsOf) -> dict[str, Any]:
+    changed = {**await records.conversation(id), "metadata": body.metadata}
+    await records.store.run(records.store.change, id, changed)
+    return changed
+
+
+@router.delete(f"{PATH}/{{id}}", summary="Delete a conversation and its items")
+async def delete_conversation(id: str, records: RecordsOf) -> dict[str, Any]:
+    await records.conversation(id)
+    await records.store.run(records.store.delete, id, records.owner)
+    return {"id": id, "object": "conversation.deleted", "deleted": True}
+
+
+@router.post(f"{PATH}/{{id}}/items", summary="Add items to a conversation")
+async def create_items(id: str, body: ItemsBody, records: RecordsOf) -> dict[str, Any]:
+    await records.conversation(id)
+    added = await _append(records, id, _read(body.items))
+    return page(added, len(added), "asc", None)
+
+
+@router.get(f"{PATH}/{{id}}/items", summary="The items of a conversation")
+async def list_items(
+    id: str,
+    records: RecordsOf,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Annotated[str, Query(pattern="^(asc|desc)$")] = "desc",
+    after: str | None = None,
+) -> dict[str, Any]:
+    return page(await records.items_of(id), limit, order, after)
+
+
+@router.get(f"{PATH}/{{id}}/items/{{item}}", summary="An item of a conversation")
+async def retrieve_item(id: str, item: str, records: RecordsOf) -> Item:
+    for found in await records.items_of(id):
+        if found["id"] == item:
+            return found
+    raise _no_item(item)
+
+
+@router.delete(f"{PATH}/{{id}}/items/{{item}}", summary="Delete an item of a conversation")
+async def delete_item(id: str, item: str, records: RecordsOf) -> dict[str, Any]:
+    conversation = await records.conversation(id)
+    if not await records.store.run(records.store.delete_item, id, item):
+        raise _no_item(item)
+    return conversation
+
+
+def _read(value: str | list[Any]) -> list[Item]:
+    items = read_input(value)
+    if len(items) > MAX_ADDED:
+        raise bad_request(f"items: at most {MAX_ADDED} can be added at once.", "items")
+    if any(item["type"] == "item_reference" for item in items):
+        raise bad_request("items: a reference cannot be added.", "items")
+    return items
+
+
+async def _append(records: Records, id: str, items: list[Item]) -> list[Item]:
+    """The items as they are kept. Raises `ApiError`."""
+    kept = numbered(items, uuid.uuid4().hex)
+    if not await records.append(id, kept):
+        raise bad_request(f"items: a conversation has at most {MAX_ITEMS} items.", "items")
+    return kept
+
+
+def _no_item(id: str) -> ApiError:
+    return ApiError(404, f"Item with id '{clip(id)}' not found.", param="item_id", code="not_found")

@@ -1,0 +1,180 @@
+"""`ResponseDialect`: an answer as a response object, whole or as its events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import orjson
+
+from weft.server.api.choice import Choice, Piece
+from weft.server.api.events import event
+from weft.server.api.responses.body import ENCRYPTED, OfferedTools, ResponseBody
+from weft.server.api.responses.output import Output
+from weft.server.api.turn import Turn
+from weft.server.errors import ApiError
+from weft.server.text.logprobs import chat_logprobs
+
+Keep = Callable[[dict[str, Any]], Awaitable[None]]
+"""stores a response object, before the client has it"""
+
+
+class ResponseDialect:
+    """Writes the one choice of a turn."""
+
+    silence = b": waiting\n\n"
+    plain = False
+
+    def __init__(self, turn: Turn, body: ResponseBody, tools: OfferedTools, hex_id: str, keep: Keep) -> None:
+        """`hex_id`: of the response, without its prefix."""
+        self._turn = turn
+        self._keep = keep
+        self._output = Output(
+            hex_id,
+            is_custom=turn.parser.is_custom,
+            namespaces=tools.namespaces,
+            sums_up=body.sums_up,
+            sealed=ENCRYPTED in body.include,
+            may_call=not turn.parser.plain,
+        )
+        self._queued = False
+        self._begun = False
+        self._finish_reason: str | None = None
+        self.cancelled = False
+        """the client has cancelled it"""
+        self.response = blank(turn, body, hex_id)
+
+    async def body(self, wholes: Sequence[Piece]) -> bytes:
+        (choice,) = self._turn.generation.choices
+        self._feed(choice, wholes[0])
+        return orjson.dumps(await self._finished())
+
+    def of(self, choice: Choice, piece: Piece) -> bytes:
+        first = b""
+        if not self._begun:
+            first = self._begin()
+        return first + self._feed(choice, piece)
+
+    def queue(self) -> bytes:
+        """The events of a response that begins later."""
+        self._queued = True
+        queued = {**self.response, "status": "queued"}
+        created = self._output.event("response.created", response=queued)
+        return created + self._output.event("response.queued", response=queued)
+
+    def _begin(self) -> bytes:
+        """The events that come before all others."""
+        self._begun = True
+        created = b"" if self._queued else self._output.event("response.created", response=self.response)
+        return created + self._output.event("response.in_progress", response=self.response)
+
+    async def end(self) -> bytes:
+        response = await self._finished()
+        return self._output.event(f"response.{response['status']}", response=response)
+
+    async def failed(self, error: ApiError) -> bytes:
+        if not (self._begun or self._queued):
+            about = {"type": "error", "sequence_number": 0, "code": error.code}
+            return event(orjson.dumps({**about, "message": error.message, "param": error.param}), b"error")
+        out = self._output.close("incomplete")
+        response = await self.broken(error)
+        # A response that was cancelled has no event of its own.
+        return out + self._output.event("response.failed", response=response)
+
+    async def broken(self, error: ApiError) -> dict[str, Any]:
+        """The response that ended with an error, stored."""
+        status = "cancelled" if self.cancelled else "failed"
+        about = None if self.cancelled else {"code": error.code or "server_error", "message": error.message}
+        self.response |= {"status": status, "error": about, "output": self._output.items}
+        await self._keep(self.response)
+        return self.response
+
+    def _feed(self, choice: Choice, piece: Piece) -> bytes:
+        turn = self._turn
+        parts = turn.parser.feed(choice, piece)
+        logprobs: list[dict[str, Any]] = []
+        if piece.logprobs:
+            name, top = turn.tokenizer.token_text, turn.body.top_logprobs or 0
+            logprobs = chat_logprobs(name, turn.tokenizer.token_bytes, piece.logprobs, top)["content"]
+        out = self._output.feed(parts, logprobs)
+        if piece.finish_reason is not None:
+            self._finish_reason = piece.finish_reason
+            out += self._output.end("incomplete" if piece.finish_reason == "length" else "completed")
+        return out
+
+    async def _finished(self) -> dict[str, Any]:
+        cut = self._finish_reason == "length"
+        self.response |= {
+            "status": "incomplete" if cut else "completed",
+            "completed_at": None if cut else int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": self._output.items,
+            "usage": await self._usage(),
+        }
+        await self._keep(self.response)
+        return self.response
+
+    async def _usage(self) -> dict[str, Any]:
+        usage, reasoning = self._turn.generation.usage(), self._output.reasoning
+        thought = 0
+        if reasoning:
+            service, encode = self._turn.generation.service, self._turn.tokenizer.encode
+            ids = await service.offload(lambda: encode(reasoning, add_special_tokens=False))
+            thought = min(len(ids), usage["completion_tokens"])
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {
+                "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": thought},
+            "total_tokens": usage["total_tokens"],
+        }
+
+
+def blank(turn: Turn, body: ResponseBody, hex_id: str) -> dict[str, Any]:
+    """The response object before there is an answer."""
+    asked = body.text.format
+    form: dict[str, Any] = {"type": asked.type}
+    if asked.type == "json_schema":
+        form |= {"name": asked.name, "description": asked.description, "schema": asked.schema_, "strict": asked.strict}
+    reasoning = body.reasoning
+    return {
+        "id": f"resp_{hex_id}",
+        "object": "response",
+        "created_at": turn.created,
+        "status": "in_progress",
+        "background": body.background,
+        "completed_at": None,
+        "conversation": None if body.conversation is None else {"id": body.conversation},
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata,
+        "model": turn.model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "prompt_cache_retention": body.prompt_cache_retention,
+        "reasoning": {
+            "effort": None if reasoning is None else reasoning.effort,
+            "summary": None if reasoning is None else reasoning.summary or reasoning.generate_summary,
+        },
+        "safety_identifier": body.safety_identifier,
+        "service_tier": body.service_tier or "default",
+        "store": body.store,
+        "temperature": body.temperature,
+        "text": {"format": form, "verbosity": body.text.verbosity},
+        "tool_choice": body.tool_choice,
+        "tools": body.tools,
+        "top_logprobs": body.top_logprobs,
+        "top_p": body.top_p,
+        "truncation": body.truncation,
+        "usage": None,
+        "user": body.user,
+    }

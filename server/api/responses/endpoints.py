@@ -1,0 +1,211 @@
+"""`/v1/responses`: create, retrieve, follow, cancel, delete; the items of an input, and how many tokens it has."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Annotated, Any
+
+import orjson
+from fastapi import APIRouter, Depends, Query, Request, Response
+from starlette.responses import StreamingResponse
+
+from weft.server.api.answer import Answer
+from weft.server.api.files import OwnerOf
+from weft.server.api.responses.background import Background, follow
+from weft.server.api.responses.body import OfferedTools, ResponseBody
+from weft.server.api.responses.dialect import ResponseDialect
+from weft.server.api.responses.items import Item, read_input
+from weft.server.api.responses.records import OPEN, Records, numbered
+from weft.server.api.routing import STREAMED, JsonRoute, ServiceOf
+from weft.server.api.service import Service
+from weft.server.api.turn import Turn, begin_turn, offered, prompt_ids
+from weft.server.errors import ApiError, bad_request, clip
+
+PATH = "/v1/responses"
+CANCEL_SECONDS = 5.0
+"""that a client waits for its cancelled response to end"""
+
+router = APIRouter(route_class=JsonRoute)
+logger = logging.getLogger(__name__)
+
+
+async def records_of(request: Request, owner: OwnerOf) -> Records:
+    return Records(request.app.state.responses, owner)
+
+
+RecordsOf = Annotated[Records, Depends(records_of)]
+
+
+@router.post(PATH, summary="Answer a conversation, as items", responses=STREAMED)
+async def create_response(body: ResponseBody, request: Request, service: ServiceOf, records: RecordsOf) -> Response:
+    service.model_name(body.model)
+    body.check()
+    background: Background = request.app.state.background
+    _settle_storing(body, records)
+    hex_id = uuid.uuid4().hex
+    own = numbered(read_input(body.input), hex_id)
+    context = await records.context(body.previous_response_id, body.conversation, own)
+    own = context[len(context) - len(own) :]
+    tools = OfferedTools.of(body.tools)
+    if body.background:
+        background.check_room()
+    turn = await _begin_turn(body, context, tools, request, service)
+    record: dict[str, Any] = {"input": own, "previous": body.previous_response_id, "streams": body.stream}
+
+    async def keep(response: dict[str, Any]) -> None:
+        record["response"] = response
+        try:
+            if body.store and not body.background:
+                await records.add(response["id"], record)
+            if body.conversation is not None and response["status"] in ("completed", "incomplete"):
+                await records.append(body.conversation, [*own, *response["output"]])
+        except ApiError as error:  # the answer is there: it is not taken away for that
+            logger.error("request %s: %s", turn.generation.id, error.message)
+
+    dialect = ResponseDialect(turn, body, tools, hex_id, keep)
+    answer = Answer(turn.generation, dialect)
+    if not body.background:
+        return answer
+    record["response"] = dialect.response
+    await background.begin(answer, dialect, records, record, request.scope)
+    if body.stream:
+        return _followed(records, dialect.response["id"], -1)
+    return _json({**dialect.response, "status": "queued"})
+
+
+@router.post(f"{PATH}/input_tokens", summary="How many tokens the input of a response has")
+async def count_input_tokens(body: ResponseBody, service: ServiceOf, records: RecordsOf) -> dict[str, Any]:
+    service.model_name(body.model)
+    body.check()
+    own = read_input(body.input)
+    context = await records.context(body.previous_response_id, body.conversation, own)
+    chat = body.as_chat(context, OfferedTools.of(body.tools))
+    chat.check()
+    ids = await prompt_ids(chat, offered(chat), service)
+    return {"object": "response.input_tokens", "input_tokens": len(ids)}
+
+
+@router.get(f"{PATH}/{{id}}", summary="A stored response, or its events", responses=STREAMED)
+async def retrieve_response(
+    id: str,
+    records: RecordsOf,
+    stream: bool = False,
+    starting_after: Annotated[int, Query(ge=-1)] = -1,
+) -> Response:
+    record = await records.get(id)
+    if not stream:
+        return _json(record["response"])
+    if not (record["streams"] and record["response"]["background"]):
+        raise bad_request("Only a response made with background and stream can be streamed again.", "stream")
+    return _followed(records, id, starting_after)
+
+
+@router.delete(f"{PATH}/{{id}}", summary="Delete a stored response")
+async def delete_response(id: str, records: RecordsOf) -> dict[str, Any]:
+    await records.delete(id)
+    return {"id": id, "object": "response", "deleted": True}
+
+
+@router.post(f"{PATH}/{{id}}/cancel", summary="End a response that is worked on in the background")
+async def cancel_response(id: str, records: RecordsOf) -> Response:
+    record = await records.get(id)
+    if not record["response"]["background"]:
+        raise bad_request("Only a response made with background: true can be cancelled.", "id")
+    if record["response"]["status"] in OPEN:
+        await records.store.run(records.store.cancel, id, records.owner)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CANCEL_SECONDS):
+                async for _ in follow(records, id, -1):
+                    pass
+        record = await records.get(id)
+    return _json(record["response"])
+
+
+@router.get(f"{PATH}/{{id}}/input_items", summary="What a stored response answers, item by item")
+async def list_input_items(
+    id: str,
+    records: RecordsOf,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Annotated[str, Query(pattern="^(asc|desc)$")] = "desc",
+    after: str | None = None,
+) -> dict[str, Any]:
+    record = await records.get(id)
+    items = await records.context(record["previous"], None, record["input"])
+    return page(items, limit, order, after)
+
+
+def page(items: Sequence[Item], limit: int, order: str, after: str | None) -> dict[str, Any]:
+    """A part of a list of items. Raises `ApiError`."""
+    ordered = list(items) if order == "asc" else list(reversed(items))
+    if after is not None:
+        ids = [item["id"] for item in ordered]
+        if after not in ids:
+            raise bad_request(f"There is no item '{clip(after)}' to go on behind.", "after")
+        ordered = ordered[ids.index(after) + 1 :]
+    data = ordered[:limit]
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": data, **ends, "has_more": len(ordered) > limit}
+
+
+def _settle_storing(body: ResponseBody, records: Records) -> None:
+    """A server that stores nothing answers all the same, and says so. Raises `ApiError` for what needs more."""
+    if records.store.max_bytes == 0:
+        if body.background or body.conversation is not None or body.previous_response_id is not None:
+            what = "This server stores no responses (--responses-max-mib 0); send the whole conversation."
+            raise bad_request(what, "store", "storing_is_off")
+        body.store = False
+
+
+async def _begin_turn(
+    body: ResponseBody, items: Sequence[Item], tools: OfferedTools, request: Request, service: Service
+) -> Turn:
+    """Raises `ApiError` in the words of this endpoint."""
+    chat = body.as_chat(items, tools)
+    try:
+        if body.truncation == "disabled":
+            return await begin_turn(chat, request, service)
+        return await _begin_what_fits(body, items, tools, request, service)
+    except ApiError as error:
+        for theirs, ours in (("messages", "input"), ("response_format", "text.format")):
+            if (error.param or "").startswith(theirs):
+                message = error.message.replace(theirs, ours)
+                raise ApiError(error.status, message, param=ours, code=error.code) from None
+        raise
+
+
+async def _begin_what_fits(
+    body: ResponseBody, items: Sequence[Item], tools: OfferedTools, request: Request, service: Service
+) -> Turn:
+    """Without the oldest of the conversation where it is too long: cut where a user speaks, behind what is said at the
+    beginning by the developer. Raises `ApiError` where even the last of it is."""
+    head = 0
+    while head < len(items) and items[head].get("role") in ("system", "developer"):
+        head += 1
+    cuts = [head, *(i for i in range(head + 1, len(items)) if items[i].get("role") == "user")]
+    low, high, found = 0, len(cuts) - 1, None
+    at = 0
+    while low <= high:
+        chat = body.as_chat([*items[:head], *items[cuts[at] :]], tools)
+        try:
+            found = await begin_turn(chat, request, service)
+            high = at - 1
+        except ApiError as error:
+            if error.code != "context_length_exceeded" or at == len(cuts) - 1:
+                raise
+            low = at + 1
+        at = (low + high) // 2
+    assert found is not None
+    return found
+
+
+def _followed(records: Records, id: str, after: int) -> Response:
+    headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    return StreamingResponse(follow(records, id, after), media_type="text/event-stream", headers=headers)
+
+
+def _json(value: Any) -> Response:
+    return Response(orjson.dumps(value), media_type="application/json")

@@ -1,0 +1,150 @@
+"""`Records`: stored responses and the conversations they are part of, over a `Store`."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from weft.server.api.responses.items import MAX_ITEMS, Item
+from weft.server.api.responses.store import Store, Stored
+from weft.server.errors import ApiError, bad_request, clip
+
+STALE_SECONDS = 60.0
+"""without a beat, after which nobody works on a response any more"""
+OPEN = ("queued", "in_progress")
+"""the status of a response that is not there yet"""
+
+_ITEM_ID = re.compile(r"[a-z]{1,8}_([0-9a-f]{32})(i?)([0-9a-f]{4})")
+_PREFIXES = {"message": "msg", "function_call": "fc", "custom_tool_call": "ctc", "reasoning": "rs"}
+
+
+def numbered(items: Sequence[Item], hex_id: str) -> list[Item]:
+    """Input items with ids: their own, or one that says where they are."""
+    return [
+        item if "id" in item else {"id": f"{_PREFIXES.get(item['type'], 'item')}_{hex_id}i{i:04x}", **item}
+        for i, item in enumerate(items)
+    ]
+
+
+def no_response(id: str) -> ApiError:
+    return ApiError(404, f"Response with id '{clip(id)}' not found.", param="id", code="not_found")
+
+
+class Records:
+    """What the store has for one owner. Every method runs as a transaction of the store."""
+
+    def __init__(self, store: Store, owner: str) -> None:
+        self.store = store
+        self.owner = owner
+
+    # -- responses. A record has the `response`, its own `input`, the id of the `previous` one and whether it `streams`
+
+    async def add(self, id: str, record: dict[str, Any]) -> bool:
+        return await self.store.run(self.store.put, id, self.owner, record)
+
+    async def finish(self, id: str, record: dict[str, Any], events: bytes) -> None:
+        """The end of a response that was stored before it began: its last events with it."""
+
+        def both() -> None:
+            self.store.tell(id, events)
+            self.store.change(id, record)
+
+        await self.store.run(both)
+
+    async def get(self, id: str) -> dict[str, Any]:
+        """A record. Raises `ApiError` 404."""
+        found = await self.store.run(self.store.get, id, self.owner)
+        if found is None or "response" not in found.body:
+            raise no_response(id)
+        return _as_it_is(found)
+
+    async def delete(self, id: str) -> None:
+        """Raises `ApiError` 404."""
+        if not id.startswith("resp_") or not await self.store.run(self.store.delete, id, self.owner):
+            raise no_response(id)
+
+    async def context(self, previous: str | None, conversation: str | None, own: Sequence[Item]) -> list[Item]:
+        """The items of the conversation, `own` behind those that stand before, references resolved. Raises `ApiError`:
+        400 for what is not there."""
+
+        def collect() -> list[Item]:
+            earlier = self._chain(previous) if previous is not None else []
+            if conversation is not None:
+                self._conversation(conversation)
+                earlier = self.store.items(conversation)
+            items = [*earlier, *(self._resolved(item, earlier) for item in own)]
+            if len(items) > MAX_ITEMS:
+                raise bad_request(f"input: the conversation has more than {MAX_ITEMS} items.", "input")
+            return items
+
+        return await self.store.run(collect)
+
+    async def append(self, conversation: str, items: Sequence[Item]) -> bool:
+        """What was said and answered; False where the conversation is gone or full."""
+        return await self.store.run(self.store.add_items, conversation, items, MAX_ITEMS)
+
+    def _chain(self, id: str) -> list[Item]:
+        """What was said up to this response, and the response."""
+        links: list[list[Item]] = []
+        at: str | None = id
+        while at is not None:
+            found = self.store.get(at, self.owner)
+            if found is None or "response" not in found.body:
+                which = f"Previous response with id '{clip(at)}' not found."
+                why = which if at == id else f"{which} The one asked for, '{clip(id)}', goes on from it."
+                raise bad_request(why, "previous_response_id", "previous_response_not_found")
+            record = _as_it_is(found)
+            if (status := record["response"]["status"]) in OPEN:
+                raise bad_request(f"The previous response '{clip(at)}' is {status} yet.", "previous_response_id")
+            links.append([*record["input"], *record["response"]["output"]])
+            at = record["previous"]
+        return [item for link in reversed(links) for item in link]
+
+    def _resolved(self, item: Item, earlier: Sequence[Item]) -> Item:
+        if item["type"] != "item_reference":
+            return item
+        id = item["id"]
+        for other in earlier:
+            if other.get("id") == id:
+                return other
+        if match := _ITEM_ID.fullmatch(id):
+            hex_id, is_input, number = match.groups()
+            found = self.store.get(f"resp_{hex_id}", self.owner)
+            items = [] if found is None else found.body["input"] if is_input else found.body["response"]["output"]
+            if int(number, 16) < len(items):
+                resolved: Item = items[int(number, 16)]
+                return resolved
+        raise bad_request(f"input: there is no item with the id '{clip(id)}'.", "input", "item_not_found")
+
+    # -- conversations
+
+    def _conversation(self, id: str) -> dict[str, Any]:
+        found = self.store.get(id, self.owner)
+        if found is None or found.body.get("object") != "conversation":
+            raise ApiError(404, f"Conversation with id '{clip(id)}' not found.", param="conversation", code="not_found")
+        return found.body
+
+    async def conversation(self, id: str) -> dict[str, Any]:
+        """Raises `ApiError` 404."""
+        return await self.store.run(self._conversation, id)
+
+    async def items_of(self, id: str) -> list[Item]:
+        """Raises `ApiError` 404."""
+
+        def collect() -> list[Item]:
+            self._conversation(id)
+            return self.store.items(id)
+
+        return await self.store.run(collect)
+
+
+def _as_it_is(found: Stored) -> dict[str, Any]:
+    """A record; one that its process has left behind has failed."""
+    record = found.body
+    response = record["response"]
+    if response["status"] in OPEN and time.time() - found.beat > STALE_SECONDS:
+        why = {"code": "server_error", "message": "The process that worked on this response has ended."}
+        response |= {"status": "failed", "error": why}
+    return record
