@@ -43,6 +43,12 @@ def before_call(_: Any, case: Any, __: dict[str, Any]) -> None:
     body.pop("best_of", None)
     if case.path.endswith("completions") and not (body.get("max_tokens") or body.get("max_completion_tokens")):
         body["max_tokens"] = 2  # none would be the rest of the context
+    if case.path == "/v1/responses":
+        body.setdefault("max_output_tokens", 2)
+        for name in ("previous_response_id", "conversation", "prompt"):
+            body.pop(name, None)
+        if body.get("background"):
+            body["store"] = True
     for message in body.get("messages") or ():
         if message["role"] in ("developer", "tool"):  # a result without its call is no conversation
             message["role"] = "user"

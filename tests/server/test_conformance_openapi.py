@@ -43,6 +43,7 @@ def test_every_answer_is_one_that_the_schema_tells_of(tmp_path: Path) -> None:
                 *("--header", f"Authorization: Bearer {KEY}", "--generation-deterministic", "--continue-on-failure"),
                 *("--max-examples", str(CASES), "--phases", "examples,coverage,fuzzing", "--request-timeout", "60"),
                 *("--exclude-path", "/admin/profile"),  # takes as long as it is told to
+                *("--exclude-path", "/v1/responses/input_tokens"),  # takes the body of another
                 # What only the fields together make wrong is in no schema: prompt + max_tokens beyond the context …
                 *("--exclude-checks", "positive_data_acceptance"),
                 *("--report", "ndjson", "--report-ndjson-path", "report", "--no-color"),
