@@ -68,6 +68,7 @@ EXAMPLES: dict[str, Any] = {
     "/v1/responses": {"model": "MODEL", "input": "What is 12 + 30?", "max_output_tokens": 64},
     "/v1/responses/input_tokens": {"model": "MODEL", "input": "What is 12 + 30?"},
     "/v1/conversations": {"items": [{"role": "user", "content": "What is 12 + 30?"}]},
+    "/v1/conversations/{id}/items": {"items": [{"role": "user", "content": "What is 12 + 30?"}]},
     "/v1/chat/completions/render": {"model": "MODEL", "messages": [{"role": "user", "content": "What is 12 + 30?"}]},
     "/tokenize": {"model": "MODEL", "prompt": "What is 12 + 30?"},
     "/detokenize": {"model": "MODEL", "tokens": [5, 6, 7]},

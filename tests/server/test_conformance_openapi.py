@@ -62,7 +62,8 @@ def test_every_answer_is_one_that_the_schema_tells_of(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stdout + done.stderr
         answered = statuses(tmp_path / "report")
-        for endpoint in ("POST /v1/completions", "POST /v1/chat/completions", "POST /tokenize", "POST /detokenize"):
+        endpoints = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
+        for endpoint in (f"POST {path}" for path in endpoints):
             assert answered[endpoint, 200] >= 5
             assert answered[endpoint, 400] >= 20
         assert answered.total() > 1000

@@ -10,7 +10,7 @@ import pytest
 from weft.server.api.responses.items import messages_of, read_input, seal, unseal
 from weft.server.api.responses.output import Output
 from weft.server.api.turn import Parts
-from weft.server.tools.tool_format import Call
+from weft.server.tools.stream import Call
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
 RESULT = {"type": "function_call_output", "call_id": "c1", "output": "done"}

@@ -112,7 +112,7 @@ async def test_calls_are_items_of_their_own() -> None:
         server.engine.script = Script(CALLS)
         whole = await respond(server, tools=TOOLS)
         message, call, patch = whole["output"]
-        assert message["content"][0]["text"] == "Let me "
+        assert message["content"][0]["text"] == "Let me"
         assert (call["type"], call["name"], json.loads(call["arguments"])) == ("function_call", "f", {"a": [1, "é"]})
         assert (patch["type"], patch["name"], patch["input"]) == ("custom_tool_call", "patch", "*** Begin\nx")
         events = await stream(server, tools=TOOLS)

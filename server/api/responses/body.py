@@ -11,7 +11,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from weft.engine.wire.sampling import MAX_LOGPROBS
 from weft.server.api.protocol import INT32, ChatBody, SamplingFields
-from weft.server.api.responses.items import MAX_ITEMS, Item, full_name, messages_of
+from weft.server.api.responses.items import Item, full_name, messages_of
 from weft.server.bodies import Body
 from weft.server.errors import bad_request, clip
 from weft.server.tools.structured import Schema
@@ -52,7 +52,6 @@ _TEXT_PARTS = {
         "properties": {"type": {"enum": ["input_text", "output_text"]}, "text": {"type": "string"}},
         "required": ["type", "text"],
     },
-    "maxItems": 8192,
 }
 _CONTENT = {"anyOf": [{"type": "string"}, _TEXT_PARTS]}
 _NAME = {"type": "string", "minLength": 1, "maxLength": 128, "pattern": "^[a-zA-Z0-9_-]+$"}
@@ -87,10 +86,17 @@ _CHOICE_SCHEMA = {
     ]
 }
 
+_TOOL = {
+    "anyOf": [
+        _item("function", name=_NAME),
+        _item("custom", name=_NAME),
+    ]
+}
+Offered = Annotated[list[dict[str, Any]], WithJsonSchema({"type": "array", "items": _TOOL})]
 Input = Annotated[
     str | list[Any],
     PlainValidator(_parse_input),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _ITEM, "maxItems": MAX_ITEMS}]}),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _ITEM}]}),
 ]
 Metadata = Annotated[
     dict[
@@ -134,7 +140,7 @@ class ResponseBody(SamplingFields):
             {"anyOf": [{"type": "string"}, {"type": "object", "properties": {"id": {"type": "string"}}}]},
         ),
     ] = None
-    tools: list[dict[str, Any]] = Field([], max_length=2 * MAX_TOOLS)
+    tools: Offered = Field([], max_length=2 * MAX_TOOLS)
     tool_choice: Annotated[str | dict[str, Any], PlainValidator(_parse_choice), WithJsonSchema(_CHOICE_SCHEMA)] = "auto"
     parallel_tool_calls: bool = True
     max_tool_calls: int | None = Field(None, ge=1, le=INT32)

@@ -9,7 +9,7 @@ import orjson
 
 from weft.server.api.responses.items import Item, seal
 from weft.server.api.turn import Parts
-from weft.server.tools.tool_format import Call
+from weft.server.tools.stream import Call
 
 _encode = orjson.dumps
 
