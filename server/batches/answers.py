@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from pathlib import Path
+from typing import Protocol
 
 import orjson
 
@@ -13,6 +14,15 @@ from weft.server.batches.lines import succeeded
 
 class NoAnswers(Exception):
     """The file is not what this module writes, or another process writes it. The message says which."""
+
+
+class Answers(Protocol):
+    """What takes answers."""
+
+    done: set[str]
+    """the custom_ids that are answered"""
+
+    def add(self, custom_id: str, line: bytes, *, failed: bool) -> None: ...
 
 
 class AnswerFile:

@@ -32,8 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--model starts a server of its own: give it or --url")
     if arguments.concurrency < 1 or arguments.patience < 0:
         raise ConfigError("--concurrency must be 1 or more, and --patience no less than 0")
-    requests = _requests(arguments.requests)
-    answers = _answers(arguments.answers, requests)
+    requests = open_requests(arguments.requests)
+    answers = open_answers(arguments.answers, requests)
     try:
         missing = len(requests) - len(answers.done)
         if len(answers.done) and missing:
@@ -50,7 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
         requests.close()
 
 
-def _requests(path: Path) -> RequestFile:
+def open_requests(path: Path) -> RequestFile:
+    """Raises `ConfigError`."""
     try:
         requests = RequestFile(path)
     except OSError as error:
@@ -61,7 +62,8 @@ def _requests(path: Path) -> RequestFile:
     return requests
 
 
-def _answers(path: Path, requests: RequestFile) -> AnswerFile:
+def open_answers(path: Path, requests: RequestFile) -> AnswerFile:
+    """Raises `ConfigError`."""
     try:
         answers = AnswerFile(path)
     except OSError as error:

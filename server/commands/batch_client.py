@@ -14,7 +14,7 @@ import orjson
 
 from weft.loadgen.connection import Address, ConnectionBroken, Pool
 from weft.server.batches import lines
-from weft.server.batches.answers import AnswerFile
+from weft.server.batches.answers import Answers
 from weft.server.batches.lines import BatchLine
 from weft.server.commands.endpoint import Refused
 
@@ -63,7 +63,7 @@ class BatchClient:
     """`told` is called after each line that was written."""
 
     def __init__(
-        self, url: str, key: str | None, answers: AnswerFile, *, patience: float, told: Callable[[], None]
+        self, url: str, key: str | None, answers: Answers, *, patience: float, told: Callable[[], None]
     ) -> None:
         """patience: seconds for which no request may get an answer while requests fail."""
         self._address = Address.parse(url)
