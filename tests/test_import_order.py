@@ -22,6 +22,7 @@ FOLDERS: dict[str, set[str]] = {
     "autosearch": {"engine", "kernels"},
     "loadgen": set(),
     "server": {"engine", "autosearch", "loadgen"},
+    "deploy": {"engine", "server"},
 }
 """what each folder may import beside itself"""
 

@@ -1,0 +1,1 @@
+"""What stands around daemons. `ray/` alone is a package; the rest are files for other programs."""

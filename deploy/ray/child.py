@@ -1,0 +1,104 @@
+"""`Child`: `weft serve` as a child of a Ray worker, on a free port of the loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from typing import Any
+
+import yaml
+
+from weft.engine.errors import WeftError
+
+STOP_MARGIN = 15.0
+"""seconds beyond its own --drain-timeout that a daemon gets to end"""
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+def _end_with_parent() -> None:
+    """Whatever ends the worker (`ray.kill`, the memory monitor), its daemon ends too. Runs in the child: no imports."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class Child:
+    """Attributes:
+    url: of its API.
+    """
+
+    def __init__(self, process: Process, url: str, drain_seconds: float) -> None:
+        self.url = url
+        self._process = process
+        self._drain_seconds = drain_seconds
+        assert process.stdout is not None
+        self._reader = asyncio.create_task(_discard(process.stdout))
+
+    @classmethod
+    async def start(cls, options: dict[str, Any], seconds: float, drain_seconds: float = 30.0) -> Child:
+        """Once it is ready. Its log is the worker's stderr, which Ray keeps.
+
+        options: of `weft serve`. They go through a file without a name, so that keys are in no command line. Raises
+            `WeftError`.
+
+        To be called on an event loop that lives as long as the child shall: the kernel ends it with this *thread*.
+        """
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("WEFT_")}
+        file = os.memfd_create("weft.yaml")
+        try:
+            os.write(file, yaml.safe_dump(options).encode())
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-P", "-m", "weft.server", "serve", "--config", f"/dev/fd/{file}", pass_fds=(file,),
+                stdin=DEVNULL, stdout=PIPE, env=environment, start_new_session=True, preexec_fn=_end_with_parent,
+            )  # fmt: skip
+        finally:
+            os.close(file)
+        try:
+            async with asyncio.timeout(seconds):
+                return cls(process, await _greeting(process), drain_seconds)
+        except TimeoutError:
+            raise WeftError(f"the daemon was not ready within {seconds:g} s") from None
+        finally:
+            if sys.exc_info()[0] is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+
+    @property
+    def exit_status(self) -> int | None:
+        """None while it runs."""
+        return self._process.returncode
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def stop(self) -> None:
+        """It drains and ends. Idempotent."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            try:
+                async with asyncio.timeout(self._drain_seconds + STOP_MARGIN):
+                    await self._process.wait()
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()
+        self._reader.cancel()
+
+
+async def _greeting(process: Process) -> str:
+    assert process.stdout is not None
+    async for line in process.stdout:
+        if found := re.search(rb" at (https?://\S+)", line):
+            return found[1].decode()
+    raise WeftError(f"the daemon ended with status {await process.wait()} before it was ready; its log says why")
+
+
+async def _discard(stream: asyncio.StreamReader) -> None:
+    while await stream.read(1 << 16):
+        pass

@@ -1,0 +1,131 @@
+"""A Ray of one's own on this machine, small, and clients of an application in it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+PATIENCE = 180.0
+"""seconds for what takes a second or ten on a machine of one's own"""
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@contextmanager
+def own_ray() -> Iterator[str]:
+    """The URL of its Serve."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    import ray
+    from ray import serve
+
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        # A short path: Ray puts Unix sockets below it.
+        ray.init(
+            num_cpus=4, object_store_memory=100 * 2**20, include_dashboard=False, log_to_driver=False,
+            logging_level="warning", _temp_dir=folder,
+        )  # fmt: skip
+        try:
+            serve.start(http_options={"host": "127.0.0.1", "port": port})
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            serve.shutdown()
+            ray.shutdown()
+
+
+def until(condition: Callable[[], Any], seconds: float = PATIENCE) -> Any:
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.2)
+    return value
+
+
+@dataclass
+class Stream:
+    """How an answer went."""
+
+    status: int = 0
+    events: int = 0
+    pieces: list[str] = field(default_factory=list)
+    error: dict[str, Any] | None = None
+    done: bool = False
+    cut: str = ""
+
+    @property
+    def good(self) -> bool:
+        return self.done and self.error is None and self.status == 200
+
+    @property
+    def told(self) -> bool:
+        """The client knows how it ended."""
+        return self.good or (self.error is not None and not self.done and not self.cut)
+
+
+async def ask(client: httpx.AsyncClient, text: str, stream: Stream, **fields: Any) -> Stream:
+    """A chat, streamed. Never raises."""
+    body = {"model": "demo", "stream": True, "messages": [{"role": "user", "content": text}], **fields}
+    try:
+        async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            stream.status = response.status_code
+            if response.status_code != 200:
+                stream.error = json.loads(await response.aread())["error"]
+                return stream
+            async for event in events(response):
+                stream.events += 1
+                if event == "[DONE]":
+                    stream.done = True
+                    continue
+                value = json.loads(event)
+                if "error" in value:
+                    stream.error = value["error"]
+                elif value["choices"] and (piece := value["choices"][0]["delta"].get("content")):
+                    stream.pieces.append(piece)
+    except httpx.HTTPError as error:
+        stream.cut = repr(error)
+    return stream
+
+
+async def events(response: httpx.Response) -> AsyncIterator[str]:
+    async for line in response.aiter_lines():
+        if line.startswith("data: "):
+            yield line.removeprefix("data: ")
+
+
+class Load:
+    """Streams without a pause from so many clients, until it is stopped."""
+
+    def __init__(self, url: str, clients: int, **fields: Any) -> None:
+        self.ended: list[Stream] = []
+        self._url, self._clients, self._fields = url, clients, fields
+        self._stop = False
+
+    async def __aenter__(self) -> Load:
+        limits = httpx.Limits(max_connections=None)
+        self._client = httpx.AsyncClient(base_url=self._url, timeout=PATIENCE, limits=limits)
+        self._tasks = [asyncio.create_task(self._work(i)) for i in range(self._clients)]
+        return self
+
+    async def _work(self, number: int) -> None:
+        while not self._stop:
+            self.ended.append(await ask(self._client, f"What is {number} + 2?", Stream(), **self._fields))
+
+    async def __aexit__(self, *_: object) -> None:
+        self._stop = True
+        await asyncio.gather(*self._tasks)
+        await self._client.aclose()
