@@ -20,12 +20,12 @@ PINNED := $(VENV)/constraints.txt
 # Three lanes of about equal length: tests that compute, and two that often wait.
 SUPERVISED := $(patsubst %,tests/server/test_%.py,supervision hub lifecycle workers takeover handover replicas_live ranks_live) \
 	$(wildcard tests/server/test_conformance_*.py)
-BUSY := tests/autosearch tests/engine tests/kernels tests/examples tests/loadgen
+BUSY := tests/autosearch tests/engine tests/kernels tests/examples tests/fleet tests/loadgen
 INSTALL := $(BIN)/python deploy/install
 # Compile what is imported when it is imported: of these packages that is a small part.
 LAZY := --no-compile
 
-.PHONY: help serve test quick brisk architectures nightly supervised mutants chaos lint types format unit busy endurance kernels gpu prometheus chromium envoy ray schemas bench resolve package clean
+.PHONY: help serve test quick brisk architectures nightly supervised mutants chaos lint types format unit busy endurance kernels gpu prometheus chromium envoy ray schemas bench resolve package simulated clean
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
@@ -69,13 +69,15 @@ quick: $(VENV)/.test ## lint, types and the fast tests: two minutes on two cores
 
 brisk: $(VENV)/.test
 	$(BIN)/python -m pytest -q -m "not slow" --ignore-glob='*/test_conformance_*' \
-	  tests/server tests/loadgen tests/autosearch tests/deploy
+	  tests/server tests/loadgen tests/autosearch tests/deploy tests/fleet
 
 mutants: $(VENV)/.test ## change the code in small ways and see that tests notice (ARGS="engine/memory/pages.py --sample 20")
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/mutate.py $(ARGS)
 
 endurance: $(VENV)/.test ## 20,000 mixed requests to a daemon: memory stays flat and within what it announced
 	WEFT_ENDURANCE_REQUESTS=20000 $(BIN)/python -m pytest -q -s tests/server/test_flat_memory.py $(ARGS)
+simulated: $(VENV)/.test ## weft fleet beside a real daemon with three engines; wants an idle machine (ARGS=--paced does not)
+	$(BIN)/python -P tests/fleet/beside_real.py $(ARGS)
 chaos: $(VENV)/.test ## half an hour of accidents, from a seed: no wrong answer, none lost (ARGS="--minutes 5 --seed 1")
 	PYTHONPATH=tests/chaos:tests/server $(BIN)/python tests/chaos/chaos.py $(ARGS)
 
@@ -86,7 +88,7 @@ lint: $(VENV)/.test ## ruff and mypy
 
 types: $(VENV)/.test
 	@mkdir -p build/types && ln -sfn ../.. build/types/weft
-	$(BIN)/mypy -p weft.kernels -p weft.engine -p weft.autosearch -p weft.loadgen -p weft.server -p weft.deploy.ray
+	$(BIN)/mypy -p weft.kernels -p weft.engine -p weft.autosearch -p weft.loadgen -p weft.server -p weft.fleet -p weft.deploy.ray
 	$(BIN)/mypy --explicit-package-bases deploy/install
 
 format: $(VENV)/.test ## reformat the code

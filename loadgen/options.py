@@ -17,8 +17,8 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
         help="search the highest rate within the objectives (--slo); without it, one run",
     )  # fmt: skip
     _server_flags(parser.add_argument_group("server"))
-    _arrival_flags(parser.add_argument_group("arrivals"))
-    _content_flags(parser.add_argument_group("prompts and lengths"))
+    add_arrival_flags(parser.add_argument_group("arrivals"))
+    add_content_flags(parser.add_argument_group("prompts and lengths"))
     _judging_flags(parser.add_argument_group("judging"))
     _sweep_flags(parser.add_argument_group("sweep"))
     _report_flags(parser.add_argument_group("reports"))
@@ -37,7 +37,7 @@ def _server_flags(group: argparse._ArgumentGroup) -> None:
     add("--max-context", metavar="N", help="cut requests to this many tokens [what the server tells]")
 
 
-def _arrival_flags(group: argparse._ArgumentGroup) -> None:
+def add_arrival_flags(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--arrival", choices=["poisson", "gamma", "constant", "ramp", "closed"], help="[poisson, or what flags imply]")
     add("--rate", metavar="R", help="requests (or conversations) per second [1]")
@@ -63,7 +63,7 @@ def _arrival_flags(group: argparse._ArgumentGroup) -> None:
     add("--seed", metavar="N", default="0", help="the same seed makes the same requests at the same times [0]")
 
 
-def _content_flags(group: argparse._ArgumentGroup) -> None:
+def add_content_flags(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--preset", choices=["splitwise", "lmsys", "sharegpt"],
         help="log-normal lengths with the means and deviations of the NanoFlow paper's Table 4")  # fmt: skip

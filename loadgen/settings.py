@@ -49,7 +49,7 @@ def read(arguments: argparse.Namespace) -> Settings:
     if a.mode not in ("run", "sweep"):
         raise LoadError(f"{a.mode!r} is neither sweep nor an option; servers are named with --server")
     sweeping = a.mode == "sweep"
-    content = _content(a)
+    content = read_content(a)
     conversations = content.turns != ONE
     messages = _has_messages(content)
     chat = a.endpoint == "chat" or (a.endpoint is None and (conversations or messages))
@@ -58,7 +58,7 @@ def read(arguments: argparse.Namespace) -> Settings:
     kind: Kind = a.prompts or ("words" if chat or conversations else "ids")
     if kind == "ids" and (chat or conversations):
         raise LoadError(f"--prompts ids does not go with {'--endpoint chat' if chat else '--turns'}; leave it out")
-    arrival = _arrival(a, traced=content.trace is not None)
+    arrival = read_arrival(a, traced=content.trace is not None)
     objectives = tuple(objective for text in a.slo for objective in slo.parse(text))
     if sweeping and not objectives:
         raise LoadError("a sweep needs an objective: --slo nanoflow, or --slo ttft:p99:500ms …")
@@ -90,7 +90,7 @@ def read(arguments: argparse.Namespace) -> Settings:
         _targets(a, chat, seconds(a.timeout, "--timeout")),
         arrival,
         content,
-        _maker(a, kind),
+        read_maker(a, kind),
         _optional(a.max_context, "--max-context", lambda text, option: whole(text, option, low=2)),
         options,
         sweep,
@@ -161,7 +161,7 @@ def _targets(a: argparse.Namespace, chat: bool, timeout: float) -> tuple[Target,
     return tuple(targets)
 
 
-def _arrival(a: argparse.Namespace, *, traced: bool) -> ArrivalOptions:
+def read_arrival(a: argparse.Namespace, *, traced: bool) -> ArrivalOptions:
     implied: dict[Process, str | None] = {"closed": a.users, "ramp": a.rate_end, "gamma": a.burstiness}
     given = [process for process, value in implied.items() if value is not None]
     process: Process = a.arrival or (given[0] if given else "poisson")
@@ -198,7 +198,7 @@ def _arrival(a: argparse.Namespace, *, traced: bool) -> ArrivalOptions:
     )
 
 
-def _content(a: argparse.Namespace) -> ContentOptions:
+def read_content(a: argparse.Namespace) -> ContentOptions:
     sources = {
         "--trace": a.trace,
         "--prompts-file": a.prompts_file,
@@ -239,7 +239,7 @@ def _has_messages(content: ContentOptions) -> bool:
     return any(isinstance(one, list) and one and isinstance(one[0], dict) for one in given)
 
 
-def _maker(a: argparse.Namespace, kind: Kind) -> PromptMaker:
+def read_maker(a: argparse.Namespace, kind: Kind) -> PromptMaker:
     low_text, colon, high_text = a.token_ids.partition(":")
     if not colon:
         raise LoadError(f"--token-ids: {a.token_ids!r} is not LOW:HIGH")

@@ -29,7 +29,9 @@ DOCUMENTS = sorted(
         ROOT / "engine/demo/model/README.md",
     ]
 )
-FOLDERS = ("autosearch", "deploy", "docs", "engine", "examples", "kernels", "loadgen", "server", "tests", ".github")
+FOLDERS = (
+    "autosearch", "deploy", "docs", "engine", "examples", "fleet", "kernels", "loadgen", "server", "tests", ".github",
+)  # fmt: skip
 ENDINGS = "py|md|json|toml|yml|yaml|txt|svg|png|gz|js|css|html|sh"
 NOT_OURS = {"model.safetensors", "config.json", "generation_config.json"}
 """names of files that a user has"""

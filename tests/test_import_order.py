@@ -23,6 +23,7 @@ FOLDERS: dict[str, set[str]] = {
     "loadgen": set(),
     "server": {"engine", "autosearch", "loadgen"},
     "deploy": {"engine", "server"},
+    "fleet": {"engine", "autosearch", "loadgen", "server"},
 }
 """what each folder may import beside itself"""
 

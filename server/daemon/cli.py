@@ -144,6 +144,12 @@ COMMANDS = (
         "weft.loadgen.options:add_load_flags",
     ),
     Command(
+        "fleet",
+        "simulate engines under a load: how many it needs, in which configuration, at what latency and energy",
+        "weft.fleet.command:run",
+        "weft.fleet.options:add_fleet_flags",
+    ),
+    Command(
         "bench offline",
         "throughput of the engine in this process, without HTTP",
         "weft.engine.bench.offline:run_offline",
@@ -168,6 +174,13 @@ COMMANDS = (
         "CPU time of an API process per streamed token, without a model",
         "weft.server.bench.server:run",
         "weft.server.bench.options:add_server_flags",
+    ),
+    Command(
+        "bench iterations",
+        "record how long an engine's iterations take, for weft fleet",
+        "weft.fleet.record:run",
+        "weft.fleet.options:add_iterations_flags",
+        EngineConfig,
     ),
     Command(
         "bench kernels",

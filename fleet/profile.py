@@ -1,0 +1,212 @@
+"""`IterationProfile`: how long an iteration takes, and what it draws, as a function of its batch. A JSON file.
+
+    milliseconds = dense(tokens) + decodes' context x a + query-key pairs of prefill x b + chunks x c + decodes x d
+
+`dense` is piecewise linear over the tokens of the iteration. Every part is zero or more; `fit` finds them in recorded
+iterations and says how far they are off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from weft.engine.errors import ConfigError
+from weft.engine.runner.batch import Batch
+
+VERSION = 1
+SHIPPED = Path(__file__).with_name("profiles")
+Floats = npt.NDArray[np.float64]
+
+
+class Features(NamedTuple):
+    """What an iteration's time depends on."""
+
+    tokens: int
+    decodes: int
+    context: int
+    """positions that the decodes see, summed"""
+    pairs: int
+    """of a prefill token and a position it sees"""
+    chunks: int
+    """of prefill"""
+
+    @classmethod
+    def of(cls, batch: Batch) -> Features:
+        d = batch.num_decodes
+        tokens, ends = batch.query_len[d:].astype(np.int64), batch.kv_len[d:].astype(np.int64)
+        pairs = int((tokens * ends - tokens * (tokens - 1) // 2).sum())
+        return cls(batch.num_tokens, d, int(batch.kv_len[:d].sum(dtype=np.int64)), pairs, len(tokens))
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The engine that was recorded; a simulation starts from it."""
+
+    page_size: int
+    num_pages: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+class Energy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Joules beyond those at rest."""
+
+    idle_watts: float
+    per_iteration: float = 0.0
+    per_token: float = 0.0
+    per_context: float = 0.0
+    """of a position that a decode sees"""
+    per_pair: float = 0.0
+
+
+class Error(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of the fit over what was recorded: |fitted - recorded| / recorded, per iteration, and of all their sum."""
+
+    iterations: int
+    median: float
+    p90: float
+    total: float
+    """(sum fitted - sum recorded) / sum recorded"""
+
+
+class IterationProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    format: Literal["weft-iterations"] = "weft-iterations"
+    version: int = VERSION
+    model: str
+    device: str
+    made: str
+    """from what, with which versions, when"""
+    limits: Limits
+    knots: tuple[float, ...]
+    """tokens of an iteration, ascending"""
+    dense_ms: tuple[float, ...]
+    """at each of them; beyond the last one in proportion"""
+    context_ms: float
+    """a position that a decode sees"""
+    pair_ms: float
+    chunk_ms: float
+    decode_ms: float
+    """a decode, beside its share of `dense_ms`"""
+    gap_ms: float = 0.0
+    """between two iterations, the second of which is there already"""
+    host_ms: float = 0.0
+    """scheduling, building and committing an iteration, beside the one that computes"""
+    host_request_ms: float = 0.0
+    """the same, for each of its requests"""
+    request_ms: float = 0.0
+    """from a client's first byte to the engine: HTTP, text, routing, the socket"""
+    answer_ms: float = 0.0
+    """from the engine to a client"""
+    threads: int = 0
+    """cores that an iteration keeps busy; 0: it runs on a device of its own"""
+    energy: Energy | None = None
+    error: Error | None = None
+
+    def seconds(self, f: Features) -> float:
+        ms = float(np.interp(f.tokens, self.knots, self.dense_ms))
+        if f.tokens > self.knots[-1]:
+            ms *= f.tokens / self.knots[-1]
+        ms += (
+            self.context_ms * f.context + self.pair_ms * f.pairs + self.chunk_ms * f.chunks + self.decode_ms * f.decodes
+        )
+        return ms / 1e3
+
+    def joules(self, f: Features) -> float:
+        """Beyond those at rest; 0 where nothing is known."""
+        e = self.energy
+        if e is None:
+            return 0.0
+        return e.per_iteration + e.per_token * f.tokens + e.per_context * f.context + e.per_pair * f.pairs
+
+    def save(self, path: Path) -> None:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+
+
+def load_profile(name: str) -> IterationProfile:
+    """A file, or a shipped one by its name. Raises `ConfigError`, one line."""
+    path = Path(name).expanduser()
+    if not path.exists() and (SHIPPED / f"{name}.json").exists():
+        path = SHIPPED / f"{name}.json"
+    try:
+        raw: Any = msgspec.json.decode(path.read_bytes())
+        if not isinstance(raw, dict) or raw.get("format") != "weft-iterations":
+            raise ConfigError(f"{path} is not a profile of iterations (weft bench iterations records them)")
+        if raw.get("version") != VERSION:
+            raise ConfigError(f"{path} is a profile of version {raw.get('version')}, this weft reads {VERSION}")
+        profile = msgspec.convert(raw, IterationProfile)
+    except OSError as error:
+        shipped = ", ".join(sorted(file.stem for file in SHIPPED.glob("*.json")))
+        raise ConfigError(f"--profile {name}: {error.strerror}; shipped are {shipped}") from None
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path} is not a valid profile of iterations: {error}") from None
+    except msgspec.DecodeError:
+        raise ConfigError(f"{path} is not a profile of iterations: it is not JSON") from None
+    if len(profile.knots) != len(profile.dense_ms) or not profile.knots or list(profile.knots) != sorted(profile.knots):
+        raise ConfigError(f"{path}: knots and dense_ms must be as many, and knots ascend")
+    if min(profile.dense_ms) <= 0 or min(profile.context_ms, profile.pair_ms, profile.chunk_ms, profile.decode_ms) < 0:
+        raise ConfigError(f"{path} has a time that is not positive")
+    return profile
+
+
+class Fit(NamedTuple):
+    dense_ms: tuple[float, ...]
+    rest: tuple[float, float, float, float]
+    """context, pairs, chunks, decodes"""
+    error: Error
+
+
+def knots_for(rows: Sequence[Features]) -> tuple[float, ...]:
+    """Powers of two over the tokens that were seen, its ends included."""
+    tokens = sorted({row.tokens for row in rows})
+    powers = [float(1 << i) for i in range(20) if tokens[0] < 1 << i < tokens[-1]]
+    return tuple(dict.fromkeys((float(tokens[0]), *powers, float(tokens[-1]))))
+
+
+def fit(rows: Sequence[Features], seconds: Sequence[float], knots: Sequence[float]) -> Fit:
+    """Least squares of the relative error, no part negative; iterations that are far off (another process was in the
+    way) are left out of a second round."""
+    ms = np.asarray(seconds) * 1e3
+    features = _columns(rows, knots)
+    keep = np.ones(len(ms), np.bool_)
+    parts = np.zeros(features.shape[1])
+    for _ in range(2):
+        parts = nonnegative(features[keep] / ms[keep, None], np.ones(int(keep.sum())))
+        off = np.abs(features @ parts - ms) / ms
+        keep = off <= max(0.25, 4 * float(np.median(off)))
+    off, fitted = np.abs(features @ parts - ms) / ms, features @ parts
+    k = len(knots)
+    # A stretch without iterations has no time of its own: the time does not fall with the tokens.
+    dense = np.maximum.accumulate(np.maximum(parts[:k], 1e-6))
+    error = Error(len(ms), float(np.median(off)), float(np.quantile(off, 0.9)), float(fitted.sum() / ms.sum() - 1))
+    a, b, c, d = (float(x) for x in parts[k:])
+    return Fit(tuple(float(x) for x in dense), (a, b, c, d), error)
+
+
+def _columns(rows: Sequence[Features], knots: Sequence[float]) -> Floats:
+    """`[n, knots + 4]`: weights of the knots at each row's tokens, then the other features."""
+    tokens = np.array([row.tokens for row in rows], np.float64)
+    hats = np.stack([np.interp(tokens, knots, np.eye(len(knots))[i]) for i in range(len(knots))], axis=1)
+    rest = np.array([(r.context, r.pairs, r.chunks, r.decodes) for r in rows], np.float64)
+    return np.concatenate((hats, rest), axis=1)
+
+
+def nonnegative(a: Floats, b: Floats, rounds: int = 3000) -> Floats:
+    """x >= 0 with the least |a x - b|, by coordinate descent. `a [n, k]`, `b [n]`."""
+    scale = np.linalg.norm(a, axis=0)
+    scale[scale == 0] = 1.0
+    gram, target = (a / scale).T @ (a / scale), (a / scale).T @ b
+    x = np.zeros(a.shape[1])
+    for _ in range(rounds):
+        before = x.copy()
+        for i in range(len(x)):
+            if gram[i, i] > 0:
+                x[i] = max(0.0, x[i] + (target[i] - gram[i] @ x) / gram[i, i])
+        if np.abs(x - before).max() <= 1e-10 * max(1.0, np.abs(x).max()):
+            break
+    return np.asarray(x / scale)

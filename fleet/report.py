@@ -1,0 +1,143 @@
+"""What `weft fleet` tells: tables, JSON, a picture of goodput over rate and engines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from weft.fleet.search import Point, best
+from weft.fleet.settings import Settings
+
+
+def print_points(points: Sequence[Point], settings: Settings) -> None:
+    profile = settings.profile
+    title = f"weft fleet: {profile.model} on {profile.device}"
+    table = Table(title=title, caption="simulated; times are means / 99th percentiles in ms")
+    columns = (
+        "engines", "seqs", "budget", "offered /s", "TTFT", "TPOT", "output tok/s", "goodput /s", "kept", "failed",
+        "prefix hits", "max load", "busy", "J / output tok",
+    )  # fmt: skip
+    for column in columns:
+        table.add_column(column, justify="right")
+    for point in points:
+        table.add_row(*_row(point), style=None if point.met or not settings.objectives else "dim")
+    console = Console(width=None if Console().is_terminal else 160)
+    console.print(table)
+    if settings.objectives:
+        asked = ", ".join(str(objective) for objective in settings.objectives)
+        for rate, chosen in best(points).items():
+            at = "" if rate is None else f" at {rate:g}/s"
+            if chosen is None:
+                most = max(p.engines for p in points if p.rate == rate)
+                console.print(f"{asked}{at}: missed, with up to {most} engines")
+            else:
+                console.print(f"{asked}{at}: {_words(chosen)}")
+    if profile.error is not None:
+        e = profile.error
+        console.print(
+            f"the profile's fit is off by {e.median:.1%} in the median, {e.p90:.1%} at the 90th percentile of "
+            f"{e.iterations} iterations"
+        )
+
+
+def _words(point: Point) -> str:
+    c = point.configuration
+    return (
+        f"{point.engines} engine{'s' * (point.engines > 1)}, --max-num-seqs {c.max_num_seqs} "
+        f"--max-num-batched-tokens {c.max_num_batched_tokens}; goodput {point.result.attainment.goodput:.2f}/s"
+    )
+
+
+def _row(point: Point) -> list[str]:
+    r, c = point.result, point.configuration
+    ttft, tpot = r.distributions["ttft"], r.distributions["tpot"]
+    answered = sum(record.ok for record in r.everything.records)
+    tokens = sum(record.received_tokens for record in r.everything.records if record.ok)
+    return [
+        str(point.engines),
+        str(c.max_num_seqs),
+        str(c.max_num_batched_tokens),
+        "" if r.offered_rate is None else f"{r.offered_rate:.3g}",
+        f"{ttft.mean * 1e3:.0f} / {ttft.p99 * 1e3:.0f}",
+        f"{tpot.mean * 1e3:.1f} / {tpot.p99 * 1e3:.1f}",
+        f"{r.throughput()['output_tokens_per_second']:,.0f}",
+        f"{r.attainment.goodput:.3g}",
+        f"{r.attainment.share:.1%}",
+        str(len(r.everything.records) - answered),
+        f"{r.hit_share:.1%}",
+        f"{r.imbalance:.2f}x",
+        f"{sum(r.busy) / r.span / len(r.busy):.0%}",
+        "" if r.joules is None or not tokens else f"{r.joules / tokens:.3f}",
+    ]
+
+
+def summary(points: Sequence[Point], settings: Settings) -> dict[str, Any]:
+    profile = settings.profile
+    chosen = best(points) if settings.objectives else {}
+    return {
+        "profile": {"model": profile.model, "device": profile.device, "made": profile.made},
+        "objectives": [str(objective) for objective in settings.objectives],
+        "best": [{"rate": rate, **({} if point is None else point.result.summary())} for rate, point in chosen.items()],
+        "points": [{"rate": point.rate, **point.result.summary()} for point in points],
+    }
+
+
+def write_json(path: Path, points: Sequence[Point], settings: Settings) -> None:
+    path.write_text(json.dumps(summary(points, settings), indent=1) + "\n", encoding="utf-8")
+
+
+def draw(path: Path, points: Sequence[Point], settings: Settings) -> None:
+    """Goodput over the rate, a line for each number of engines and configuration; beside it, as a map."""
+    from matplotlib.figure import Figure
+
+    from weft.loadgen.plots import COLOURS
+
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    lines, shades = figure.subplots(1, 2)
+    rated = sorted(points, key=lambda p: (p.engines, _offered(p)))
+    kinds = list(dict.fromkeys((p.engines, p.configuration) for p in rated))
+    several = len(settings.configurations) > 1
+    for i, (engines, configuration) in enumerate(kinds):
+        own = [p for p in rated if (p.engines, p.configuration) == (engines, configuration)]
+        label = f"{engines} engine{'s' * (engines > 1)}"
+        if several:
+            label += f", {configuration.max_num_seqs} seqs, {configuration.max_num_batched_tokens} tokens"
+        lines.plot(
+            [_offered(p) for p in own], [p.result.attainment.goodput for p in own], marker="o", label=label,
+            color=COLOURS[i % len(COLOURS)],
+        )  # fmt: skip
+    most = max(_offered(p) for p in points)
+    lines.plot([0, most], [0, most], linestyle="--", color="#888888", linewidth=1, label="all that is offered")
+    lines.set(xlabel="offered requests/s", ylabel="goodput, requests/s", xlim=(0, None), ylim=(0, None))
+    lines.legend(fontsize="small")
+    highest: dict[tuple[int, float], Point] = {}
+    for p in points:
+        key = (p.engines, round(_offered(p), 6))
+        if key not in highest or p.result.attainment.share > highest[key].result.attainment.share:
+            highest[key] = p
+    rates, counts = sorted({rate for _, rate in highest}), sorted({engines for engines, _ in highest})
+    grid = [
+        [highest[n, rate].result.attainment.share if (n, rate) in highest else float("nan") for rate in rates]
+        for n in counts
+    ]
+    image = shades.imshow(grid, origin="lower", aspect="auto", cmap="viridis", vmin=0.0, vmax=1.0)
+    shades.set_xticks(range(len(rates)), [f"{rate:.3g}" for rate in rates])
+    shades.set_yticks(range(len(counts)), [str(n) for n in counts])
+    shades.set(xlabel="offered requests/s", ylabel="engines", title="share of requests that kept the objectives")
+    for (engines, rate), p in highest.items():
+        if p.met:
+            shades.text(rates.index(rate), counts.index(engines), "met", ha="center", va="center", color="black",
+                        bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0})  # fmt: skip
+    figure.colorbar(image, ax=shades)
+    asked = ", ".join(str(objective) for objective in settings.objectives) or "answered"
+    figure.suptitle(f"{settings.profile.model}, {settings.profile.device}, simulated: {asked}")
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def _offered(point: Point) -> float:
+    return point.result.offered_rate or 0.0

@@ -1,0 +1,79 @@
+"""`explore`: every fleet that was asked for at every rate, or the fewest engines that keep the objectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from weft.fleet.engine import EngineOptions
+from weft.fleet.settings import Settings
+from weft.fleet.simulation import Result, simulate
+
+OnBegin = Callable[[int, EngineOptions, float | None, float], Callable[[float], None]]
+"""told engines, configuration, rate and the seconds of arrivals; gives what is told how far that simulation is"""
+
+
+class Point(NamedTuple):
+    """`rate`: asked for; None: what the arrivals say."""
+
+    engines: int
+    configuration: EngineOptions
+    rate: float | None
+    result: Result
+
+    @property
+    def met(self) -> bool:
+        return self.result.attainment.met
+
+
+def explore(settings: Settings, on_begin: OnBegin) -> Iterator[Point]:
+    """Points in the order in which they are simulated."""
+    for rate in settings.rates:
+        workload = settings.workload(rate)
+        duration = float(workload.times[-1]) if workload.times is not None else settings.arrival.duration or 0.0
+        for configuration in settings.configurations:
+
+            def run(engines: int, configuration: EngineOptions = configuration, rate: float | None = rate) -> Point:
+                result = simulate(
+                    settings.fleet(engines, configuration),
+                    workload,  # noqa: B023  # called within this round
+                    settings.objectives,
+                    warmup=settings.warmup,
+                    max_failures=settings.max_failures,
+                    on_progress=on_begin(engines, configuration, rate, duration),  # noqa: B023
+                )
+                return Point(engines, configuration, rate, result)
+
+            if settings.engines:
+                yield from (run(engines) for engines in settings.engines)
+            else:
+                yield from fewest(run, settings.max_engines)
+
+
+def fewest(run: Callable[[int], Point], most: int) -> Iterator[Point]:
+    """The fewest engines that meet the objectives: doubling, then bisection. More engines are taken to be no worse."""
+    low, high, engines = 0, 0, 1
+    while not high and engines <= most:
+        point = run(engines)
+        yield point
+        low, high = (low, engines) if point.met else (engines, 0)
+        engines = 2 * engines if engines == most else min(2 * engines, most)
+    while high - low > 1:
+        point = run((low + high) // 2)
+        yield point
+        low, high = (low, point.engines) if point.met else (point.engines, high)
+
+
+def best(points: Sequence[Point]) -> dict[float | None, Point | None]:
+    """By rate: the one that meets the objectives with the fewest engines, then the fewest joules, then at the least
+    latency; None where none does."""
+    found: dict[float | None, Point | None] = {}
+    for point in points:
+        before = found.setdefault(point.rate, None)
+        if point.met and (before is None or _cost(point) < _cost(before)):
+            found[point.rate] = point
+    return found
+
+
+def _cost(point: Point) -> tuple[float, float, float]:
+    return point.engines, point.result.joules or 0.0, point.result.distributions["e2e"].mean

@@ -1,0 +1,148 @@
+"""From flags to what `weft fleet` simulates; every error names the flag to change."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+from weft.fleet.engine import EngineOptions
+from weft.fleet.front import FrontOptions
+from weft.fleet.profile import IterationProfile, load_profile
+from weft.fleet.simulation import Failure, Fleet
+from weft.loadgen import slo
+from weft.loadgen.errors import LoadError
+from weft.loadgen.prompts import PromptMaker
+from weft.loadgen.settings import read_arrival, read_content, read_maker
+from weft.loadgen.slo import Objective
+from weft.loadgen.units import number, seconds, whole
+from weft.loadgen.workload import ArrivalOptions, ContentOptions, Workload, build
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`engines`: empty: the fewest are looked for. `rates`: None is what the arrivals say."""
+
+    profile: IterationProfile
+    engines: tuple[int, ...]
+    max_engines: int
+    rates: tuple[float | None, ...]
+    configurations: tuple[EngineOptions, ...]
+    front: FrontOptions
+    cores: float | None
+    failures: tuple[Failure, ...]
+    arrival: ArrivalOptions
+    content: ContentOptions
+    maker: PromptMaker
+    objectives: tuple[Objective, ...]
+    max_failures: float
+    warmup: float
+    json: Path | None
+    png: Path | None
+    quiet: bool
+
+    def fleet(self, engines: int, configuration: EngineOptions) -> Fleet:
+        front = replace(self.front, engines=engines)
+        return Fleet(self.profile, configuration, front, self.cores, self.failures)
+
+    def workload(self, rate: float | None) -> Workload:
+        """Raises `LoadError`."""
+        arrival = self.arrival if rate is None else replace(self.arrival, rate=rate)
+        return build(arrival, self.content, self.maker, self.configurations[0].max_model_len)
+
+
+def read(a: argparse.Namespace) -> Settings:
+    """Raises `LoadError` and `ConfigError`."""
+    profile = load_profile(a.profile)
+    content = read_content(a)
+    if content.prompts or any(row.content is not None for row in (content.trace.rows if content.trace else ())):
+        raise LoadError("--prompts-file and traces with texts: a simulation has no tokenizer; give lengths")
+    if a.prompts == "words":
+        raise LoadError("--prompts words: a simulation makes token ids; leave it out")
+    arrival = read_arrival(a, traced=content.trace is not None)
+    rates: tuple[float | None, ...] = (None,)
+    if a.rates is not None:
+        if arrival.process in ("closed", "ramp") or a.rate is not None or a.speed is not None:
+            raise LoadError("--rates does not go with --rate, --speed, closed or ramp arrivals")
+        rates = tuple(number(part, "--rates", exclusive=True) for part in a.rates.split(","))
+    objectives = tuple(objective for text in a.slo for objective in slo.parse(text))
+    engines = () if a.engines is None else tuple(_list(a.engines, "--engines"))
+    if not engines and not objectives:
+        engines = (1,)
+    if not engines and arrival.process == "closed":
+        raise LoadError("--engines: a closed loop slows down with its engines, so there is no fewest; say how many")
+    failures = tuple(_failure(text) for text in a.fail)
+    if failures and (not engines or max(f.engine for f in failures) >= min(engines)):
+        raise LoadError("--fail: name an engine that there is, from 0, with --engines")
+    _check_order(failures)
+    return Settings(
+        profile,
+        engines,
+        whole(a.max_engines, "--max-engines"),
+        rates,
+        tuple(_configurations(a, profile)),
+        _front(a),
+        None if a.cores is None else number(a.cores, "--cores", exclusive=True),
+        failures,
+        arrival,
+        content,
+        read_maker(a, "ids"),
+        objectives,
+        number(a.max_failures, "--max-failures"),
+        seconds(a.warmup, "--warmup"),
+        _file(a.json, "--json"),
+        _file(a.png, "--png"),
+        a.quiet,
+    )
+
+
+def _list(text: str, option: str) -> Iterator[int]:
+    for part in text.split(","):
+        yield whole(part, option)
+
+
+def _front(a: argparse.Namespace) -> FrontOptions:
+    front = FrontOptions(1, known=not a.eos)
+    if a.max_queued_requests is not None:
+        front = replace(front, max_queued_requests=whole(a.max_queued_requests, "--max-queued-requests", low=0))
+    if a.max_queued_tokens is not None:
+        front = replace(front, max_queued_tokens=whole(a.max_queued_tokens, "--max-queued-tokens"))
+    return front
+
+
+def _configurations(a: argparse.Namespace, profile: IterationProfile) -> Iterator[EngineOptions]:
+    limits = profile.limits
+    pages = limits.num_pages if a.num_pages is None else whole(a.num_pages, "--num-pages", low=2)
+    longest = limits.max_model_len if a.max_model_len is None else whole(a.max_model_len, "--max-model-len", low=2)
+    longest = min(longest, (pages - 1) * limits.page_size)
+    seqs = _list(a.max_num_seqs or str(limits.max_num_seqs), "--max-num-seqs")
+    budgets = _list(a.max_num_batched_tokens or str(limits.max_num_batched_tokens), "--max-num-batched-tokens")
+    for most, budget in product(list(seqs), list(budgets)):
+        yield EngineOptions(limits.page_size, pages, most, budget, longest, prefix_caching=not a.no_prefix_caching)
+
+
+def _failure(text: str) -> Failure:
+    parts = text.split(":")
+    if len(parts) != 3 or not parts[0].isdecimal():
+        raise LoadError(f"--fail: {text!r} is not ENGINE:AT:FOR, such as 0:30s:20s")
+    return Failure(int(parts[0]), seconds(parts[1], "--fail"), seconds(parts[2], "--fail"))
+
+
+def _check_order(failures: tuple[Failure, ...]) -> None:
+    """An engine that is away cannot end."""
+    free: dict[int, float] = {}
+    for failure in sorted(failures, key=lambda f: f.at):
+        if failure.at <= free.get(failure.engine, -1.0):
+            raise LoadError(f"--fail: engine {failure.engine} is still away at {failure.at:g}s")
+        free[failure.engine] = failure.at + failure.away
+
+
+def _file(text: str | None, option: str) -> Path | None:
+    if text is None:
+        return None
+    path = Path(text)
+    if not path.parent.is_dir() or path.is_dir():
+        raise LoadError(f"{option} {path}: there is no directory {path.parent}, or this is one")
+    return path

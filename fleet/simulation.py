@@ -1,0 +1,187 @@
+"""`simulate`: one fleet under one load, to the end of its last answer; a function of its arguments alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from weft.fleet.clock import Clock, Processor
+from weft.fleet.engine import EngineOptions
+from weft.fleet.front import Front, FrontOptions
+from weft.fleet.profile import IterationProfile
+from weft.fleet.traffic import Traffic
+from weft.loadgen.measures import Measures
+from weft.loadgen.slo import Attainment, Objective, judge
+from weft.loadgen.statistics import Distribution
+from weft.loadgen.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An engine ends `at` seconds after the start, and another one is ready in its place `away` seconds later."""
+
+    engine: int
+    at: float
+    away: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """`cores`: that all engines share; None: each has a device of its own."""
+
+    profile: IterationProfile
+    engine: EngineOptions
+    front: FrontOptions
+    cores: float | None = None
+    failures: tuple[Failure, ...] = ()
+
+    @property
+    def engines(self) -> int:
+        return self.front.engines
+
+
+@dataclass(frozen=True)
+class Result:
+    """What clients saw, and what it took. `judged`: without the warm-up."""
+
+    fleet: Fleet
+    everything: Measures
+    judged: Measures
+    objectives: tuple[Objective, ...]
+    warmup: float
+    max_failures: float
+    offered_rate: float | None
+    computed_tokens: tuple[int, ...]
+    """by engine"""
+    busy: tuple[float, ...]
+    """seconds of iterations, by engine"""
+    iterations: int
+    preemptions: int
+    retried: int
+    prompt_tokens: int
+    cached_tokens: int
+    work_joules: float | None
+
+    @cached_property
+    def span(self) -> float:
+        """Seconds from the start to the last answer."""
+        ends = self.everything.end
+        return float(ends[ends == ends].max(initial=1e-9))
+
+    @cached_property
+    def attainment(self) -> Attainment:
+        return judge(self.objectives, self.judged, max(self.span - self.warmup, 1e-9), self.max_failures)
+
+    @cached_property
+    def distributions(self) -> dict[str, Distribution]:
+        return {n: Distribution.of(self.judged.values(n)) for n in ("ttft", "itl", "tpot", "e2e", "normalized")}
+
+    @property
+    def joules(self) -> float | None:
+        """Of all devices, at rest and at work, until the last answer."""
+        energy = self.fleet.profile.energy
+        if self.work_joules is None or energy is None:
+            return None
+        return self.work_joules + energy.idle_watts * self.fleet.engines * self.span
+
+    @property
+    def hit_share(self) -> float:
+        """Of prompt tokens that were found in a prefix index."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def imbalance(self) -> float:
+        """Tokens that the busiest engine computed / the mean of all."""
+        total = sum(self.computed_tokens)
+        return max(self.computed_tokens) * len(self.computed_tokens) / total if total else 1.0
+
+    def throughput(self) -> dict[str, float]:
+        """Per second, of answered requests; over all of the run, as `weft load` tells it."""
+        answered = [r for r in self.everything.records if r.ok]
+        return {
+            "requests_per_second": len(answered) / self.span,
+            "output_tokens_per_second": sum(r.received_tokens for r in answered) / self.span,
+            "prompt_tokens_per_second": sum(r.prompt_tokens for r in answered) / self.span,
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """For JSON; times in seconds."""
+        engine, attainment = self.fleet.engine, self.attainment
+        joules, tokens = self.joules, sum(r.received_tokens for r in self.everything.records if r.ok)
+        return {
+            "engines": self.fleet.engines,
+            "max_num_seqs": engine.max_num_seqs,
+            "max_num_batched_tokens": engine.max_num_batched_tokens,
+            "offered_rate": self.offered_rate,
+            "requests": len(self.judged.records),
+            "outcomes": self.judged.outcomes(),
+            "span": self.span,
+            "latency": {
+                name: {field: getattr(d, field) for field in Distribution.__dataclass_fields__}
+                for name, d in self.distributions.items()
+            },
+            "throughput": self.throughput(),
+            "slo": {
+                "met": attainment.met,
+                "attainment": attainment.share,
+                "goodput": attainment.goodput,
+                "objectives": [
+                    {"objective": str(v.objective), "value": v.value, "met": v.met} for v in attainment.verdicts
+                ],
+            },
+            "prefix_hit_share": self.hit_share,
+            "imbalance": self.imbalance,
+            "busy_share": [b / self.span for b in self.busy],
+            "iterations": self.iterations,
+            "preemptions": self.preemptions,
+            "retried": self.retried,
+            "joules": joules,
+            "joules_per_output_token": joules / tokens if joules is not None and tokens else None,
+        }
+
+
+def simulate(
+    fleet: Fleet,
+    workload: Workload,
+    objectives: Sequence[Objective] = (),
+    *,
+    warmup: float = 0.0,
+    max_failures: float = 0.01,
+    on_progress: Callable[[float], None] | None = None,
+) -> Result:
+    """`on_progress` is told the time in the simulation now and then."""
+    clock = Clock()
+    processor = Processor(clock, fleet.cores, fleet.profile.threads)
+    front = Front(clock, processor, fleet.profile, fleet.engine, fleet.front)
+    traffic = Traffic(clock, front, workload, fleet.engine.max_model_len)
+    for failure in fleet.failures:
+        clock.at(failure.at, lambda number=failure.engine: front.kill(number))  # type: ignore[misc]
+        clock.at(failure.at + failure.away, lambda number=failure.engine: front.begin_again(number))  # type: ignore[misc]
+    traffic.begin()
+    clock.run(on_progress)
+    records = sorted(traffic.records, key=lambda r: (r.due, r.index))
+    computed, busy = [0] * fleet.engines, [0.0] * fleet.engines
+    for number, engine in front.all_engines:
+        computed[number] += engine.computed_tokens
+        busy[number] += engine.busy_seconds
+    schedulers = [engine.scheduler for _, engine in front.all_engines]
+    known = fleet.profile.energy is not None
+    return Result(
+        fleet,
+        Measures(records),
+        Measures([r for r in records if r.due >= warmup]),
+        tuple(objectives),
+        warmup,
+        max_failures,
+        workload.offered_rate(),
+        tuple(computed),
+        tuple(busy),
+        sum(engine.iterations for _, engine in front.all_engines),
+        sum(s.preemptions for s in schedulers),
+        front.retried,
+        sum(r.prompt_tokens for r in records if r.ok),
+        sum(max(r.cached_tokens, 0) for r in records if r.ok),
+        sum(engine.joules for _, engine in front.all_engines) if known else None,
+    )

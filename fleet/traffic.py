@@ -1,0 +1,122 @@
+"""`Traffic`: sends a load generator's workload to a simulated fleet, conversations and closed loops included."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.engine.errors import ConfigError
+from weft.fleet.clock import Clock
+from weft.fleet.front import Front
+from weft.loadgen.record import Record
+from weft.loadgen.workload import Planned, Workload
+
+_TURN = 4
+LENGTH_STEP = 7919
+"""between the turns of a conversation: as `loadgen.driver`"""
+FIRST_USERS_SECONDS = 1.0
+"""users of a closed loop come spread over so long"""
+FAILURE_PAUSE = 0.1
+
+Tokens = npt.NDArray[np.int32]
+
+
+def longest(workload: Workload) -> int:
+    """Tokens of the longest request; of a conversation: unknown before it is held, so all its turns together."""
+    lengths = workload.inputs + workload.outputs
+    if workload.is_conversation:
+        return int(workload.turns.max()) * int(lengths.max())
+    return int(lengths.max())
+
+
+class Traffic:
+    """As `loadgen.driver`, in virtual time. `context`: tokens at which a conversation ends."""
+
+    def __init__(self, clock: Clock, front: Front, workload: Workload, context: int) -> None:
+        self.records: list[Record] = []
+        self._clock = clock
+        self._front = front
+        self._workload = workload
+        self._context = context
+
+    def begin(self) -> None:
+        if self._workload.times is not None:
+            self._arrive(0)
+        else:
+            for user in range(self._workload.users):
+                self._user(user, user, user / self._workload.users * FIRST_USERS_SECONDS, 0)
+
+    def _arrive(self, index: int) -> None:
+        if index >= len(self._workload):
+            return
+        planned = self._workload.planned(index)
+        assert planned.at is not None
+
+        def due() -> None:
+            self._start(planned, lambda _ok: None)
+            self._arrive(index + 1)
+
+        self._clock.at(planned.at, due)
+
+    def _user(self, user: int, index: int, due: float, turn: int) -> None:
+        workload = self._workload
+        if (workload.count is not None and index >= workload.count) or (
+            workload.duration is not None and due >= workload.duration
+        ):
+            return
+
+        def again(ok: bool) -> None:
+            pause = 0.0 if ok else FAILURE_PAUSE
+            at = self._clock.now + pause + workload.think(user, turn + 1)
+            self._user(user, index + workload.users, at, turn + 1)
+
+        self._clock.at(due, lambda: self._start(workload.planned(index), again))
+
+    def _start(self, planned: Planned, then: object) -> None:
+        assert callable(then)
+        if self._workload.is_conversation:
+            self._turn(planned, 0, np.zeros(0, np.int32), then)
+            return
+        content = self._workload.content(planned)
+        if not isinstance(content, list) or (content and not isinstance(content[0], int)):
+            raise ConfigError("a simulation needs lengths or token ids, not texts: leave --prompts-file out")
+        record = self._record(planned.index, planned.input_tokens, planned.output_tokens)
+        prompt = np.asarray(content, np.int32)
+        self._front.ask(record, prompt, planned.output_tokens, lambda _said: then(record.ok))
+
+    def _turn(self, first: Planned, turn: int, history: Tokens, then: object) -> None:
+        assert callable(then)
+        workload = self._workload
+        if turn == int(workload.turns[first.index % len(workload.turns)]):
+            then(True)
+            return
+        i = (first.index + turn * LENGTH_STEP) % len(workload.inputs)
+        inputs, outputs = int(workload.inputs[i]), int(workload.outputs[i])
+        if turn and len(history) + inputs + outputs > self._context:
+            then(True)
+            return
+        maker = workload.maker
+        rng = np.random.default_rng((maker.seed, _TURN, first.index, turn))
+        words = rng.integers(maker.low, maker.high, inputs).astype(np.int32)
+        if not turn and maker.shared:
+            words = np.asarray(maker.prompt(first.index, inputs), np.int32)
+        prompt = np.concatenate((history, words))
+
+        def send() -> None:
+            record = self._record(first.index, len(prompt), outputs)
+            record.session, record.turn = first.index, turn
+
+            def answered(said: list[int]) -> None:
+                if record.ok:
+                    self._turn(first, turn + 1, np.concatenate((prompt, np.array(said, np.int32))), then)
+                else:
+                    then(False)
+
+            self._front.ask(record, prompt, outputs, answered)
+
+        self._clock.after(workload.think(first.index, turn) if turn else 0.0, send)
+
+    def _record(self, index: int, inputs: int, outputs: int) -> Record:
+        record = Record(index, self._clock.now, inputs, outputs)
+        self.records.append(record)
+        return record

@@ -1,0 +1,221 @@
+"""The simulator beside a real daemon with three engines on this CPU: the same requests at the same times.
+
+    python tests/fleet/beside_real.py               # the demo model: wants a machine with nothing else to do
+    python tests/fleet/beside_real.py --paced       # engines that sleep what a profile says: any machine
+
+It records a profile of the demo model first (`--profile` takes one), then runs `weft load` and `weft fleet` with the
+same flags, several times, and prints what each says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "server"))
+
+from live import Daemon, running  # noqa: E402
+
+from weft.fleet.profile import IterationProfile, Limits  # noqa: E402
+
+ENGINES = 3
+BOUND = 0.10
+LIMITS = ("--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--num-pages", "400", "--page-size", "16")
+REAL_LOAD = ("--input", "uniform:32:192", "--output", "uniform:16:96", "--rate", "2", "--duration", "40")
+PACED_LOAD = ("--input", "uniform:32:192", "--output", "uniform:8:32", "--rate", "3", "--duration", "25")
+CONVERSATIONS = ("--input", "uniform:32:96", "--output", "uniform:8:24", "--turns", "uniform:2:4", "--think", "2s",
+                 "--rate", "1", "--duration", "20")  # fmt: skip
+TALKS = ("--input", "uniform:40:120", "--output", "uniform:10:30", "--turns", "uniform:3:6", "--think", "2s",
+         "--rate", "2.5", "--duration", "30")  # fmt: skip
+PACED = IterationProfile(
+    model="made up, 100 ms and more an iteration",
+    device="asleep",
+    made="tests/fleet/beside_real.py",
+    limits=Limits(page_size=16, num_pages=400, max_num_seqs=16, max_num_batched_tokens=256, max_model_len=2048),
+    knots=(1.0, 256.0),
+    dense_ms=(100.0, 200.0),
+    context_ms=0.01,
+    pair_ms=0.0,
+    chunk_ms=1.0,
+    decode_ms=1.0,
+)
+
+
+class Figure(NamedTuple):
+    name: str
+    measured: float
+    simulated: float
+
+    @property
+    def error(self) -> float:
+        return self.simulated / self.measured - 1
+
+
+def weft(*arguments: str, ok: Sequence[int] = (0,)) -> str:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "weft.server", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode in ok, done.stdout + done.stderr
+    return done.stdout
+
+
+def compare(url: str, profile: Path, load: Sequence[str], folder: Path, *more: str) -> list[Figure]:
+    """One run of each with the same flags. `more`: of the simulation."""
+    real, simulated = folder / "real.json", folder / "simulated.json"
+    weft("load", "--server", url, *load, "--quiet", "--json", str(real))
+    weft(
+        "fleet", "--profile", str(profile), "--engines", str(ENGINES), *load, *more, "--quiet", "--json", str(simulated)
+    )
+    a, b = json.loads(real.read_text())["runs"][0], json.loads(simulated.read_text())["points"][0]
+    assert a["outcomes"] == b["outcomes"], (a["outcomes"], b["outcomes"])
+    figures = [
+        Figure(f"{name} {what}, ms", 1e3 * a["latency"][name][what], 1e3 * b["latency"][name][what])
+        for name, what in (("ttft", "mean"), ("ttft", "p50"), ("tpot", "mean"), ("tpot", "p50"), ("e2e", "mean"))
+    ]
+    key = "output_tokens_per_second"
+    return [*figures, Figure("output tokens/s", a["throughput"][key], b["throughput"][key])]
+
+
+BOUNDED = ("ttft mean, ms", "tpot mean, ms", "output tokens/s")
+
+
+def show(title: str, figures: Sequence[Figure]) -> None:
+    print(title)
+    for figure in figures:
+        print(
+            f"  {figure.name:18} real {figure.measured:9.2f}   simulated {figure.simulated:9.2f}   {figure.error:+.1%}"
+        )
+    sys.stdout.flush()
+
+
+def around(daemon: Daemon, profile: Path) -> None:
+    """Put what stands around the engine into the profile."""
+    from weft.fleet.around import measure
+    from weft.fleet.profile import load_profile
+
+    known = load_profile(str(profile))
+    request_ms, answer_ms = measure(daemon.url, known)
+    msgspec.structs.replace(known, request_ms=request_ms, answer_ms=answer_ms).save(profile)
+    print(f"around the engine: {request_ms:.1f} ms before, {answer_ms:.1f} ms behind")
+
+
+def paced_env(profile: Path) -> dict[str, str]:
+    """Of a daemon whose engines sleep."""
+    path = os.pathsep.join([str(HERE / "paced"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {"PYTHONPATH": path, "WEFT_TEST_PACE": str(profile)}
+
+
+def paced(folder: Path, rounds: int) -> list[list[Figure]]:
+    """With engines that sleep."""
+    profile = folder / "paced.json"
+    PACED.save(profile)
+    found = []
+    options = ("--device", "cpu", "--data-parallel-size", str(ENGINES), *LIMITS)
+    with running(folder, *options, env=paced_env(profile)) as daemon:
+        around(daemon, profile)
+        for i in range(rounds):
+            for title, load in (("requests", PACED_LOAD), ("conversations", CONVERSATIONS)):
+                found.append(compare(daemon.url, profile, (*load, "--seed", str(i)), folder))
+                show(f"{title}, paced, round {i + 1}", found[-1])
+    return found
+
+
+def real(folder: Path, rounds: int, profile: Path | None, seconds: float) -> list[list[Figure]]:
+    """With the demo model."""
+    if profile is None:
+        profile = folder / "recorded.json"
+        print(weft("bench", "iterations", "--device", "cpu", "--cpu-threads", "1", *LIMITS, "--out", str(profile),
+                   "--seconds", str(seconds), "--processor-time").strip())  # fmt: skip
+    found = []
+    cores = str(len(os.sched_getaffinity(0)))
+    options = ("--device", "cpu", "--data-parallel-size", str(ENGINES), "--cpu-threads", "1", *LIMITS)
+    with running(folder, *options) as daemon:
+        around(daemon, profile)
+        for i in range(rounds):
+            found.append(compare(daemon.url, profile, (*REAL_LOAD, "--seed", str(i)), folder, "--cores", cores))
+            show(f"demo model, round {i + 1}", found[-1])
+    return found
+
+
+class Routed(NamedTuple):
+    """What a daemon's engines found and computed."""
+
+    hit_share: float
+    computed: list[float]
+
+    @property
+    def imbalance(self) -> float:
+        return max(self.computed) * len(self.computed) / sum(self.computed)
+
+
+def routed(folder: Path, engines: int, pages: int, seats: int) -> Routed:
+    """Conversations against a daemon whose engines sleep; prompt tokens found, and tokens computed by each engine."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    profile = folder / "quick.json"
+    msgspec.structs.replace(PACED, dense_ms=(20.0, 40.0), context_ms=0.0, chunk_ms=0.0, decode_ms=0.1).save(profile)
+    options = ("--data-parallel-size", str(engines), "--num-pages", str(pages), "--max-num-seqs", str(seats))
+    with running(folder, "--device", "cpu", *options, "--page-size", "16", env=paced_env(profile)) as daemon:
+        weft("load", "--server", daemon.url, *TALKS, "--quiet")
+        with urllib.request.urlopen(f"{daemon.url}/metrics") as response:
+            text = response.read().decode()
+    counts: dict[str, dict[str, float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith("weft_") and sample.name.endswith("_total"):
+                counts.setdefault(sample.name, {})[sample.labels.get("engine", "")] = sample.value
+    by_engine = {
+        name: [counts[f"weft_engine_{name}_total"][str(e)] for e in range(engines)]
+        for name in ("prompt_tokens", "generation_tokens", "prefix_hit_tokens")
+    }
+    prompt, answers, hits = by_engine.values()
+    computed = [p + a - h for p, a, h in zip(prompt, answers, hits, strict=True)]
+    return Routed(sum(hits) / sum(prompt), computed)
+
+
+def routing(folder: Path) -> tuple[Routed, Routed]:
+    """One engine, and three with a third of its pages and seats each."""
+    one, three = routed(folder, 1, 3000, 48), routed(folder, ENGINES, 1000, 16)
+    share = three.hit_share / one.hit_share
+    print(f"prompt tokens found by one engine: {one.hit_share:.1%}; by three: {three.hit_share:.1%}, {share:.3f} of it")
+    print(f"the busiest of three computed {three.imbalance:.2f} times the mean")
+    return one, three
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--paced", action="store_true", help="engines that sleep what a profile says")
+    parser.add_argument("--routing", action="store_true", help="prefix hits and loads of three engines beside one's")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--profile", type=Path, help="of the demo model, recorded before")
+    parser.add_argument("--seconds", type=float, default=60.0, help="to record one [60]")
+    a = parser.parse_args()
+    print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if a.routing:
+            one, three = routing(folder)
+            return 0 if three.hit_share >= 0.9 * one.hit_share and three.imbalance <= 1.3 else 1
+        found = paced(folder, a.rounds) if a.paced else real(folder, a.rounds, a.profile, a.seconds)
+    worst = max(abs(f.error) for figures in found for f in figures if f.name in BOUNDED)
+    print(f"worst of {', '.join(BOUNDED)}: {worst:.1%} (bound {BOUND:.0%}); load average now {os.getloadavg()[0]:.1f}")
+    return 0 if worst <= BOUND else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

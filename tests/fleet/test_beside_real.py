@@ -1,0 +1,31 @@
+"""The simulator beside real daemons with three engines: within 10 %. Of seconds, so by night (see `beside_real`)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from beside_real import BOUND, BOUNDED, paced, real, routing
+
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(900)]
+
+
+def test_engines_that_sleep(tmp_path: Path) -> None:
+    for figures in paced(tmp_path, 1):
+        assert all(abs(f.error) <= BOUND for f in figures if f.name in BOUNDED), figures
+
+
+def test_the_demo_model(tmp_path: Path) -> None:
+    if os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1):
+        pytest.skip("other work runs here: the demo model's iterations take as long as that lets them")
+    rounds = real(tmp_path, 3, None, 60.0)
+    for name in BOUNDED:
+        errors = sorted(abs(f.error) for figures in rounds for f in figures if f.name == name)
+        assert errors[len(errors) // 2] <= BOUND, (name, errors)
+
+
+def test_routing_keeps_prefixes_and_spreads_the_load(tmp_path: Path) -> None:
+    one, three = routing(tmp_path)
+    assert three.hit_share >= 0.9 * one.hit_share
+    assert three.imbalance <= 1.3

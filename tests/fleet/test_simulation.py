@@ -1,0 +1,164 @@
+"""Engines in virtual time: what they compute is what real ones compute, and when is what the profile says."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from fleets import ENGINE, at, drawn, profile, run
+
+from weft.fleet.clock import Clock, Processor
+from weft.fleet.engine import Asked, EngineOptions, SimulatedEngine
+from weft.fleet.profile import Features, load_profile
+from weft.fleet.simulation import Failure
+from weft.loadgen.lengths import Lengths
+from weft.loadgen.record import Outcome
+
+BROKEN, OK = Outcome.BROKEN, Outcome.OK
+
+
+def test_one_request_takes_what_its_iterations_take() -> None:
+    made = profile(request_ms=3.0, answer_ms=2.0, gap_ms=0.5, host_ms=1.0)
+    (record,) = run(at([1.0], 20, 5), of=made).everything.records
+    assert record.start == 1.0
+    # Half of the host's millisecond before the launch, half at the commit, which is hidden from the second token on.
+    assert record.first - record.start == pytest.approx(3e-3 + 0.5e-3 + 10.5e-3 + 0.5e-3 + 2e-3)
+    assert np.diff(record.times) == pytest.approx([10.5e-3] * 4)
+    assert record.end == record.times[-1]
+    assert (record.prompt_tokens, record.completion_tokens, record.cached_tokens) == (20, 5, 0)
+
+
+def test_what_comes_while_an_iteration_runs_joins_the_one_after_the_next() -> None:
+    made = profile(request_ms=0.0)
+    early, late = run(at([0.0, 0.015], 20, 10), of=made).everything.records
+    # Iterations begin at 0, 10, 20, 30 ms; the third was launched when the second began.
+    assert early.first == pytest.approx(0.010)
+    assert late.first == pytest.approx(0.040)
+
+
+def test_a_long_prompt_takes_as_many_iterations_as_the_budget_says() -> None:
+    result = run(at([0.0], 200, 1))
+    assert result.iterations == 4
+    assert result.everything.records[0].first == pytest.approx(0.040)
+
+
+def test_iterations_are_those_of_a_real_engine() -> None:
+    """Batch by batch: the demo model's engine, offline, and a simulated one of the same size."""
+    from harness import Harness
+
+    options = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "num_pages": 40, "page_size": 16, "max_model_len": 256}
+    harness = Harness("demo", cpu_threads=1, **options)
+    rng = np.random.default_rng(3)
+    asked = [(rng.integers(300, 2000, n).astype(np.int32), out) for n, out in zip(
+        rng.integers(5, 150, 14).tolist(), rng.integers(1, 40, 14).tolist(), strict=True)]  # fmt: skip
+    asked += [(asked[0][0].copy(), 9), (np.concatenate((asked[1][0], asked[0][0][:7])), 5)]
+    real: list[Features] = []
+    launch = harness.engine.runner.launch
+    harness.engine.runner.launch = lambda batch: (real.append(Features.of(batch)), launch(batch))[1]  # type: ignore[method-assign]
+    for prompt, out in asked:
+        harness.add(prompt, max_tokens=out, temperature=0.0, ignore_eos=True)
+    harness.run()
+    harness.engine.close()
+
+    simulated: list[Features] = []
+    made = profile()
+    clock = Clock()
+    engine = SimulatedEngine(clock, Processor(clock), made, EngineOptions(**options), lambda _heard: None)
+    started = engine._launch
+    engine._launch = lambda iteration: (simulated.append(Features.of(iteration.batch)), started(iteration))[1]  # type: ignore[method-assign]
+    for handle, (prompt, out) in enumerate(asked):
+        engine.send(Asked(handle, prompt, out, known=True))
+    clock.run()
+    engine.scheduler.check()
+    assert simulated == real
+    assert sum(f.tokens for f in real) > 500
+
+
+def test_lengths_that_nobody_knows_end_with_an_end_token() -> None:
+    load = at([0.0, 0.0, 0.2], [20, 30, 20], [5, 9, 1])
+    known, unknown = run(load), run(load, known=False)
+    assert [r.completion_tokens for r in unknown.everything.records] == [5, 9, 1]
+    assert [r.outcome for r in unknown.everything.records] == [OK] * 3
+    # One that ends by itself is computed once more than it must be.
+    assert unknown.iterations >= known.iterations
+
+
+def test_the_same_seed_gives_the_same_figures() -> None:
+    turns = Lengths("uniform", 1, 4)
+    loads = [drawn(5, 4, seed=s, inputs="uniform:10:200", outputs="uniform:2:40", turns=turns) for s in (1, 1, 2)]
+    one, same, other = (json.dumps(run(load, 2).summary()) for load in loads)
+    assert one == same != other
+
+
+def test_engines_on_few_cores_share_them() -> None:
+    clock, ends = Clock(), {}
+    processor = Processor(clock, 2.0)
+    for i, (begin, seconds) in enumerate([(0.0, 3.0), (0.0, 3.0), (1.5, 1.0)]):
+        clock.at(begin, lambda i=i, s=seconds: processor.start(s, lambda: ends.update({i: clock.now})))  # type: ignore[misc]
+    clock.run()
+    # From 1.5 on, three at two thirds of the speed: the third ends at 3.0, when the others have 0.5 left.
+    assert ends == pytest.approx({2: 3.0, 0: 3.5, 1: 3.5})
+    assert run(at([0.0] * 3, 20, 10), 3).span == pytest.approx(0.1)
+    assert run(at([0.0] * 3, 20, 10), 3, cores=1.0, of=profile(threads=1)).span == pytest.approx(0.3, rel=0.2)
+
+
+def test_an_engine_that_ends_takes_what_had_begun_and_no_more() -> None:
+    # Both engines have one; the third waits for its first token when the engine ends.
+    load = at([0.0, 0.0, 0.095, 0.5], 20, [30, 30, 30, 5])
+    result = run(load, 2, failures=(Failure(0, 0.1, 0.2),))
+    lost = [r for r in result.everything.records if not r.ok]
+    assert len(lost) == 1
+    assert lost[0].outcome is BROKEN
+    assert len(lost[0].times) > 0
+    assert result.retried == (1 if len(result.everything.records[2].times) == 30 else 0)
+    assert result.everything.outcomes() == {"ok": 3, "broken": 1}
+
+
+def test_what_no_client_has_seen_is_begun_again_at_another_engine_once() -> None:
+    load = at([0.0, 0.0], 600, 2)
+    result = run(load, 2, failures=(Failure(0, 0.02, 1.0),))
+    assert (result.retried, result.everything.outcomes()) == (1, {"ok": 2})
+    both = run(load, 2, failures=(Failure(0, 0.02, 5.0), Failure(1, 0.05, 5.0)))
+    assert both.everything.outcomes() == {"ok": 0, "overloaded": 1, "broken": 1}
+
+
+def test_a_full_queue_turns_requests_away() -> None:
+    result = run(at([0.0] * 20, 20, 10), max_queued_requests=4)
+    assert result.everything.outcomes() == {"ok": 12, "overloaded": 8}
+    refused = run(at([0.0], 2000, 10))
+    assert refused.everything.outcomes() == {"ok": 0, "refused": 1}
+
+
+def test_joules_are_those_at_rest_and_those_of_iterations() -> None:
+    result = run(at([0.0], 20, 10))
+    assert result.iterations == 10
+    assert result.joules == pytest.approx(100.0 * 0.1 + 10.0)
+    assert run(at([0.0], 20, 10), of=profile(energy=None)).joules is None
+
+
+def test_routing_keeps_the_prefixes_of_conversations_and_spreads_the_load() -> None:
+    """The real router over three engines with real schedulers and prefix indexes, against one engine as large."""
+    few = ENGINE._replace(num_pages=900, max_num_seqs=16, max_num_batched_tokens=256, max_model_len=2048)
+    many = few._replace(num_pages=2700, max_num_seqs=48)
+    made = profile(knots=(1.0, 256.0), dense_ms=(15.0, 40.0))
+    load = drawn(4, 20, inputs="uniform:20:150", outputs="uniform:10:60", turns=Lengths("uniform", 3, 8), think=2.0,
+                 context=2048)  # fmt: skip
+    one, three = run(load, 1, engine=many, of=made), run(load, 3, engine=few, of=made)
+    print(f"{three.hit_share:.3f} of {one.hit_share:.3f} found, {three.imbalance:.2f} of the mean load at most")
+    assert one.hit_share > 0.4
+    assert three.hit_share >= 0.9 * one.hit_share
+    assert three.imbalance <= 1.3
+    assert three.everything.outcomes() == one.everything.outcomes()
+
+
+def test_a_prefix_that_all_share_is_computed_by_each_engine_once_or_little_more() -> None:
+    shared = drawn(20, 10, inputs="160", outputs="8", shared=0.6)
+    result = run(shared, 3)
+    assert result.hit_share > 0.5
+    assert result.imbalance <= 1.3
+
+
+def test_the_shipped_profile_can_be_read() -> None:
+    shipped = load_profile("llama-3-8b-h200")
+    assert shipped.seconds(Features(1, 1, 1280, 0, 0)) == pytest.approx(4.35e-3, rel=0.03)
