@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -60,7 +61,8 @@ class ApiError(Exception):
             }
         )
 
-    def response(self) -> Response:
+    def response(self, scope: Mapping[str, Any] | None = None) -> Response:
+        """`scope`: of the request, with what `middleware` put into it; some paths have errors of another form."""
         headers = dict(self.headers)
         if self.retry_after is not None:
             headers["Retry-After"] = str(self.retry_after)
@@ -68,7 +70,38 @@ class ApiError(Exception):
             headers["WWW-Authenticate"] = "Bearer"
         if self.status in (408, 413):
             headers["Connection"] = "close"  # the rest of the body is not read
-        return Response(self.body(), self.status, headers, media_type="application/json")
+        if scope is not None and scope.get("weft.anthropic"):
+            body, status = anthropic_error(self, scope["weft.request_id"]), _anthropic_status(self)
+        else:
+            body, status = self.body(), self.status
+        return Response(body, status, headers, media_type="application/json")
+
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+_OVERLOADED = frozenset({"queue_full", "queue_tokens_full"})
+
+
+def _anthropic_status(error: ApiError) -> int:
+    """529 where the server has too much to do; other 503s are no overload."""
+    return 529 if error.status == 503 and error.code in _OVERLOADED else error.status
+
+
+def anthropic_error(error: ApiError, request_id: str) -> bytes:
+    """The body of an error in Anthropic's form."""
+    status, message = _anthropic_status(error), error.message
+    kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    if error.code == "context_length_exceeded":
+        message = f"prompt is too long: {message}"  # agents look for these words, and shorten the conversation
+    about = {"type": kind, "message": message}
+    return orjson.dumps({"type": "error", "error": about, "request_id": request_id})
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -97,6 +130,8 @@ def translate(error: Exception) -> ApiError:
             return unavailable("The engine that had this request has ended.", "engine_dead", 10)
         case RequestValidationError():
             return _from_validation(error.errors())
+        case ValidationError():
+            return _from_validation([{**e, "loc": ("body", *e["loc"])} for e in error.errors()])
         case ClientDisconnect():
             return ApiError(499, "The client went away.")  # for the metrics and the log: nobody reads it
         case HTTPException():

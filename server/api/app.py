@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from weft import __version__
 from weft.engine.errors import WeftError
-from weft.server.api import aliases, batches, chat, completions, docs, files, operations, render, tokens, ui
+from weft.server.api import aliases, batches, chat, completions, docs, files, messages, operations, render, tokens, ui
 from weft.server.api.middleware import Authorise, BodyLimit, Cors, Trace
 from weft.server.api.own_requests import make_runner
 from weft.server.api.protocol import ErrorBody
@@ -46,7 +46,7 @@ def create_app(service: Service) -> FastAPI:
     app.state.responses = Store.open(config)
     app.state.background = Background()
     stateful = (responses, conversations)
-    common = (completions, chat, *stateful, render, tokens, operations, aliases, docs)
+    common = (completions, chat, messages, *stateful, render, tokens, operations, aliases, docs)
     for module in (*common, *([ui] if config.ui else [])):
         app.include_router(module.router)
     for kind in (ApiError, WeftError, RequestValidationError, HTTPException, ClientDisconnect, Exception):
@@ -77,8 +77,8 @@ def create_app(service: Service) -> FastAPI:
     return app
 
 
-async def _on_error(_: Request, error: Exception) -> Response:
-    return translate(error).response()
+async def _on_error(request: Request, error: Exception) -> Response:
+    return translate(error).response(request.scope)
 
 
 @asynccontextmanager

@@ -64,6 +64,13 @@ EXAMPLES: dict[str, Any] = {
         "max_tokens": 64,
         "stream": True,
     },
+    "/v1/messages": {
+        "model": "MODEL",
+        "messages": [{"role": "user", "content": "What is 12 + 30?"}],
+        "max_tokens": 64,
+        "stream": True,
+    },
+    "/v1/messages/count_tokens": {"model": "MODEL", "messages": [{"role": "user", "content": "What is 12 + 30?"}]},
     "/v1/completions/render": {"model": "MODEL", "prompt": "1 2 3 4"},
     "/v1/responses": {"model": "MODEL", "input": "What is 12 + 30?", "max_output_tokens": 64},
     "/v1/responses/input_tokens": {"model": "MODEL", "input": "What is 12 + 30?"},

@@ -98,7 +98,7 @@ class Generation:
         self._looks = [loaded.replicas.look(prompt.token_ids, salt) for prompt in self.prompts]
         with loaded.admission.admit(body.n * len(self.prompts), num_tokens):
             for i, look in enumerate(self._looks):
-                ticket = loaded.replicas.route(look, self._params[i].max_tokens)
+                ticket = loaded.replicas.route(look, self._params[i].max_tokens, body.prompt_cache_key)
                 leader = -1
                 for k in range(body.n):
                     choice = self._begin(len(self.choices), i, ticket if k == 0 else ticket.beside(), leader)
@@ -154,7 +154,8 @@ class Generation:
             ticket = ticket.beside()
         else:
             with self.service.board.lock():
-                ticket, leader = replicas.route(self._looks[i], self._params[i].max_tokens), -1
+                limit, key = self._params[i].max_tokens, self.body.prompt_cache_key
+                ticket, leader = replicas.route(self._looks[i], limit, key), -1
         fresh = self._begin(choice.index, i, ticket, leader)
         if leader < 0:
             self._again[i] = ticket, fresh.stream.handle

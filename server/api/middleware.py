@@ -31,7 +31,9 @@ from weft.server.observe.limits import RateLimits
 from weft.server.observe.metrics import ENDPOINTS, PROBES, Metrics
 
 OPEN_PATHS = frozenset(PROBES)
-LIMITED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", INVOCATIONS})
+MESSAGES = "/v1/messages"
+MODELS = "/v1/models"
+LIMITED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", MESSAGES, INVOCATIONS})
 _ENDPOINTS = frozenset(ENDPOINTS)
 BELOW = ("/v1/files/", "/v1/batches/", "/v1/responses/", "/v1/conversations/")
 _REQUEST_ID = re.compile(REQUEST_ID)
@@ -65,6 +67,7 @@ class Trace:
         scope["weft.named"] = _REQUEST_ID.fullmatch(request_id) is not None
         scope["weft.request_id"] = request_id if scope["weft.named"] else uuid.uuid4().hex
         scope["weft.arrival"] = time.perf_counter()
+        scope["weft.anthropic"] = _is_anthropic(scope)
         context = tracing.parse(_header(scope, b"traceparent"))
         span = None
         if self._spans is not None and scope["path"] not in OPEN_PATHS:
@@ -76,6 +79,8 @@ class Trace:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = [*message.get("headers", ()), (b"x-request-id", scope["weft.request_id"].encode())]
+                if scope["weft.anthropic"]:
+                    headers.append((b"request-id", scope["weft.request_id"].encode()))
                 if context is not None:
                     headers.append((b"traceparent", context.traceparent.encode()))
                 message["headers"] = headers
@@ -146,7 +151,7 @@ class Authorise:
         if error is None and limited:
             error = self._limits.enter(key)
         if error is not None:
-            await error.response()(scope, receive, send)
+            await error.response(scope)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -220,7 +225,7 @@ class BodyLimit:
         if length.isdigit() and int(length) > most:
             if _header(scope, b"expect") is None:
                 await self._discard(receive)
-            await too_large.response()(scope, receive, send)
+            await too_large.response(scope)(scope, receive, send)
             return
         size, complete = 0, False
         deadline = asyncio.get_running_loop().time() + (self.UPLOAD_SECONDS if upload else self.BODY_SECONDS)
@@ -249,6 +254,14 @@ class BodyLimit:
             async with asyncio.timeout(self.DISCARD_SECONDS):
                 while (await receive()).get("more_body"):
                     pass
+
+
+def _is_anthropic(scope: Scope) -> bool:
+    """By the path; that of the models is the same in both APIs, so by a header that Anthropic's clients send."""
+    path: str = scope["path"]
+    if path == MODELS or path.startswith(f"{MODELS}/"):
+        return _header(scope, b"anthropic-version") is not None
+    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
 
 
 def _endpoint(scope: Scope) -> str:

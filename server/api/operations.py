@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import Field
 from starlette.responses import JSONResponse, PlainTextResponse
 
@@ -28,7 +29,17 @@ FAVICON = "/favicon.ico"
 router = APIRouter(route_class=JsonRoute)
 
 
-def _model(service: Service, name: str) -> dict[str, Any]:
+def _model(service: Service, name: str, request: Request) -> dict[str, Any]:
+    if request.scope["weft.anthropic"]:
+        return {
+            "type": "model",
+            "id": name,
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z"),
+            "max_input_tokens": service.loaded.ready.max_model_len,
+            "max_tokens": service.loaded.ready.max_model_len,
+            "lifecycle": "active",
+        }
     return {
         "id": name,
         "object": "model",
@@ -42,14 +53,18 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 @router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models", summary="The models served")
-async def models(service: ServiceOf) -> dict[str, Any]:
-    return {"object": "list", "data": [_model(service, name) for name in service.config.model_names]}
+async def models(service: ServiceOf, request: Request) -> dict[str, Any]:
+    """In Anthropic's form for who sends `anthropic-version`."""
+    data = [_model(service, name, request) for name in service.config.model_names]
+    if request.scope["weft.anthropic"]:
+        return {"data": data, "has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
+    return {"object": "list", "data": data}
 
 
 @router.head("/v1/models/{model:path}", include_in_schema=False)
 @router.get("/v1/models/{model:path}", summary="One model")
-async def model(model: str, service: ServiceOf) -> dict[str, Any]:
-    return _model(service, service.model_name(model))
+async def model(model: str, service: ServiceOf, request: Request) -> dict[str, Any]:
+    return _model(service, service.model_name(model), request)
 
 
 @router.head("/health", include_in_schema=False)

@@ -291,6 +291,8 @@ class SamplingFields(Body):
     ignore_eos: bool = False
     priority: int = Field(0, ge=-INT32, le=INT32)
     cache_salt: str = Field("", max_length=128)
+    prompt_cache_key: str | None = Field(None, max_length=1024)
+    """requests with the same one go to the same engine, of several, where load and kept prefixes leave a choice"""
     user: str | None = None
     request_id: str | None = Field(None, pattern=REQUEST_ID)
     """what X-Request-Id is where that header is not given"""

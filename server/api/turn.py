@@ -16,6 +16,7 @@ from weft.server.api.protocol import ChatBody, ChatMessage
 from weft.server.api.service import Service
 from weft.server.errors import bad_request
 from weft.server.text.tokenizer import Tokenizer
+from weft.server.tools.lasting import lasting
 from weft.server.tools.stream import Call, StreamParser
 from weft.server.tools.structured import Writer, either
 from weft.server.tools.template import TemplateBody
@@ -134,8 +135,11 @@ class Turn:
     tokenizer: Tokenizer
 
 
-async def begin_turn(body: ChatBody, request: Request, service: Service) -> Turn:
-    """Check a request, make its prompt and its constraint. Raises `ApiError`."""
+async def begin_turn(body: ChatBody, request: Request, service: Service, *, at_most: int | None = None) -> Turn:
+    """Check a request, make its prompt and its constraint. Raises `ApiError`.
+
+    `at_most`: tokens of output where the body sets no limit and the context leaves more.
+    """
     loaded = service.loaded
     model = service.model_name(body.model)
     body.check()
@@ -148,7 +152,7 @@ async def begin_turn(body: ChatBody, request: Request, service: Service) -> Turn
     grammar = await constrain(_constraint(body, tools, form, loaded.tokenizer), request, service)
     ids = await prompt_ids(body, tools, service)
     params = body.sampling(
-        max_tokens=output_limit(service, body.output_limit, None, len(ids), "messages"),
+        max_tokens=output_limit(service, body.output_limit, at_most, len(ids), "messages"),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         grammar=grammar,
@@ -206,8 +210,10 @@ def conversation(
     body: TemplateBody, messages: Sequence[ChatMessage], tools: list[Tool], service: Service
 ) -> tuple[Sequence[ChatMessage], dict[str, Any]]:
     """The messages, and the arguments of the template, with these tools: given to the template where it knows tools,
-    written out where it does not."""
+    written out where it does not. Whatever follows later changes nothing of
+    what goes before (`lasting`)."""
     tokenizer = service.loaded.tokenizer
+    messages = lasting(messages, late_system=tokenizer.takes_late_system)
     if knows_tools(tokenizer):
         return messages, body.template_arguments(tools)
     form = tool_format(service.config.tool_call_parser, tokenizer) or UNKNOWN

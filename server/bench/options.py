@@ -12,7 +12,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-workers", type=int, default=1, metavar="N", help="API processes [1]")
     parser.add_argument(
         "--endpoint",
-        choices=("completions", "chat", "responses"),
+        choices=("completions", "chat", "responses", "messages"),
         default="completions",
         help="what is asked [completions]",
     )

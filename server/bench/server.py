@@ -138,8 +138,9 @@ class _Bench:
     def _request(self, prompt_tokens: int, max_tokens: int, **fields: Any) -> tuple[str, bytes]:
         text = _WORD * prompt_tokens
         body: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True, **fields}
-        if self._arguments.endpoint == "chat":
-            return "/v1/chat/completions", json.dumps(body | {"messages": [{"role": "user", "content": text}]}).encode()
+        if self._arguments.endpoint in ("chat", "messages"):
+            path = "/v1/messages" if self._arguments.endpoint == "messages" else "/v1/chat/completions"
+            return path, json.dumps(body | {"messages": [{"role": "user", "content": text}]}).encode()
         if self._arguments.endpoint == "responses":
             body["max_output_tokens"] = body.pop("max_tokens")
             return "/v1/responses", json.dumps(body | {"input": text}).encode()

@@ -37,6 +37,8 @@ ENDPOINTS = (
     "/v1/batches",
     "/v1/completions/render",
     "/v1/chat/completions/render",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
     "/invocations",
     "/server_info",
     "/load",
@@ -61,6 +63,7 @@ _STATUSES = [
     "503",
     "504",
     "505",
+    "529",
 ]
 _REFUSALS = [
     "loading",

@@ -165,8 +165,9 @@ class Replicas:
         readies = [] if self._alone else [replica.ready for replica in self._by_engine.values()]
         return Look(tokens, salt, readies)
 
-    def route(self, look: Look, max_tokens: int | None) -> Ticket:
-        """A place for a sequence at the engine that suits it best. `max_tokens`: of its output.
+    def route(self, look: Look, max_tokens: int | None, key: str | None = None) -> Ticket:
+        """A place for a sequence at the engine that suits it best. `max_tokens`: of its output. `key`: what the client
+        says that requests with the same beginning have in common.
 
         To be called with the board locked. Raises `EngineDead` when there is no engine.
         """
@@ -184,7 +185,8 @@ class Replicas:
             Candidate(r.engine, kept[r.engine], float(loads[r.engine]), float(given[r.engine, 0])) for r in serving
         ]
         tokens, requests = given.sum(axis=0).tolist()
-        engine = choose(candidates, len(look.tokens), tokens / requests if requests else 0.0, self.policy)
+        mean_size = tokens / requests if requests else 0.0
+        engine = choose(candidates, len(look.tokens), mean_size, self.policy, key)
         replica = self._by_engine[engine]
         prefill = len(look.tokens) - kept[engine]
         given[engine] += (prefill + output, 1)

@@ -1,13 +1,16 @@
 """`choose`: which engine gets a request. A pure function of what is known of the engines; its policy is data.
 
-Where most of a prompt's pages are kept, as long as that engine has not much more to do than the others; else where the
-least is to be done. Loads are tokens: of prompts that are still to be computed, and of outputs as far as expected.
+Where most of a prompt's pages are kept, as long as that engine has not much more to do than the others; else where
+requests with the same key go, if the client gave one; else where the least is to be done. Loads are tokens: of prompts
+that are still to be computed, and of outputs as far as expected.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import xxhash
 
 
 class Policy(NamedTuple):
@@ -44,8 +47,11 @@ class Candidate(NamedTuple):
     """tokens it was given lately"""
 
 
-def choose(candidates: Sequence[Candidate], prompt_tokens: int, mean_size: float, policy: Policy) -> int:
-    """The engine's number. `mean_size`: tokens of a request, on the mean of those given lately.
+def choose(
+    candidates: Sequence[Candidate], prompt_tokens: int, mean_size: float, policy: Policy, key: str | None = None
+) -> int:
+    """The engine's number. `mean_size`: tokens of a request, on the mean of those given lately. `key`: of requests that
+    will have prefixes in common; each engine has a rank for it (the highest hash), the same in every process.
 
     `candidates`: one at least.
     """
@@ -55,6 +61,8 @@ def choose(candidates: Sequence[Candidate], prompt_tokens: int, mean_size: float
     fair = [c for c in idle if c.work <= work_bound] or idle
     enough = max(c.kept for c in fair) - policy.tolerance * prompt_tokens
     near = [c for c in fair if c.kept >= enough]
+    if key is not None:
+        return max(near, key=lambda c: xxhash.xxh64_intdigest(key.encode(), seed=c.engine)).engine
     return min(near, key=lambda c: (c.load, c.work, c.engine)).engine
 
 

@@ -53,6 +53,8 @@ class Tokenizer:
         self.longest_token = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
         """characters that one token can stand for at most"""
         self._template_fault = self._find_template_fault()
+        self.takes_late_system = self._find_late_system()
+        """the chat template writes a system message where it stands, behind others"""
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
@@ -149,6 +151,16 @@ class Tokenizer:
         except Exception:
             pass
         return None
+
+    def _find_late_system(self) -> bool:
+        before, late = f"a{self._seam}", f"b{self._seam}"
+        roles = [("user", before), ("assistant", "c"), ("system", late), ("user", "d")]
+        try:
+            conversation = [{"role": role, "content": content} for role, content in roles]
+            text: str = self._hf.apply_chat_template(conversation, tokenize=False)
+        except Exception:  # whatever a template may raise
+            return False
+        return -1 < text.find(before) < text.find(late)
 
     @property
     def template_names(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
     "more",
     [
         ["--endpoint", "chat", "--api-workers", "2", "--scrapes", "20"],
+        ["--endpoint", "messages"],
         ["--tokenize", "100", "--fields", '{"logprobs": 2}'],
     ],
     ids=str,

@@ -77,3 +77,23 @@ def test_without_prefixes_engines_have_as_much_to_do_as_a_request_allows(sizes: 
     for size in sizes:
         load[choose([Candidate(e, 0, load[e], 0) for e in range(engines)], size, 0.0, POLICY)] += size
     assert max(load) - min(load) <= max(sizes)
+
+
+def test_a_key_leads_to_the_same_engine_where_load_and_pages_leave_a_choice() -> None:
+    keys = [f"session {i}" for i in range(64)]
+
+    def of(candidates: list[Candidate], key: str | None) -> int:
+        return choose(candidates, 1000, 100, POLICY, key)
+
+    idle = [Candidate(i) for i in range(4)]
+    homes = {key: of(idle, key) for key in keys}
+    assert set(homes.values()) == {0, 1, 2, 3}
+    assert of(idle, None) == 0
+    for key, home in homes.items():
+        busy = [Candidate(i, load=50.0 * (i == home), work=90.0 * (i == home)) for i in range(4)]
+        assert of(busy[::-1], key) == home  # a little load changes nothing
+        assert of([Candidate(i, load=5000.0 * (i == home)) for i in range(4)], key) != home
+        other = (home + 1) % 4
+        assert of([Candidate(i, 900 * (i == other)) for i in range(4)], key) == other  # pages count for more
+        left = [c for c in idle if c.engine != other]
+        assert of(left, key) == home  # and an engine that goes takes only its own keys with it

@@ -10,9 +10,10 @@ import pytest
 from chat_templates import TEMPLATES
 from vocabularies import byte_level, wrapped
 
-from weft.server.api.protocol import ChatBody
+from weft.server.api.protocol import ChatBody, ChatMessage
 from weft.server.errors import ApiError
 from weft.server.text.tokenizer import Tokenizer
+from weft.server.tools.lasting import lasting
 
 WEATHER = {
     "type": "function",
@@ -180,3 +181,20 @@ def test_templates_are_found_wherever_they_lie(tmp_path: Path, form: str) -> Non
         assert _rendered(tokenizer, messages, named) == "rag[{'text': 'x'}]"
     with pytest.raises(ApiError, match="taken from the model only"):
         _rendered(tokenizer, messages, {"chat_template": "{{ 7 * 7 }}"})
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_system_message_in_the_middle_changes_nothing_before_it(name: str) -> None:
+    tokenizer = Tokenizer(wrapped(byte_level(), chat_template=TEMPLATES[name]))
+
+    def prompt(*turns: tuple[str, str], **options: Any) -> str:
+        messages = [ChatMessage.model_validate({"role": role, "content": content}) for role, content in turns]
+        kept = lasting(messages, late_system=tokenizer.takes_late_system)
+        return tokenizer.render_chat(kept, {"add_generation_prompt": False, **options})
+
+    later = [("user", "one"), ("assistant", "two"), ("system", "three"), ("user", "four")]
+    text = prompt(*later)
+    assert text.startswith(prompt(later[0]))
+    assert text.index("one") < text.index("two") < text.index("three") < text.index("four")
+    again = prompt(*later, ("assistant", "five"), ("user", "six"))
+    assert again.startswith(text[: text.index("four") + 4])

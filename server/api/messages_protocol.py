@@ -1,0 +1,401 @@
+"""The bodies of Anthropic's Messages API, as pydantic models, and the `ChatBody` that each one stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetJsonSchemaHandler,
+    Tag,
+    model_validator,
+)
+from pydantic.json_schema import SkipJsonSchema
+from pydantic_core import CoreSchema
+
+from weft.server.api.protocol import INT32, MAX_MESSAGES, MAX_PARTS, MAX_STOP_CHARS
+from weft.server.bodies import Body
+from weft.server.errors import bad_request, clip
+from weft.server.tools.tools import MAX_TOOLS, FunctionName
+
+MAX_STOP_SEQUENCES = 16
+
+
+class MessagesError(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    type: str
+    message: str
+
+
+class MessagesErrorBody(BaseModel):
+    """Body of every answer of these paths that is not a 2xx."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["error"]
+    error: MessagesError
+    request_id: str
+
+
+class _AnyOf:
+    """In the schema of a union: `anyOf`, which says the same as `oneOf` where types differ, and is cheap to satisfy."""
+
+    def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema = handler(core_schema)
+        schema.pop("discriminator", None)
+        schema["anyOf"] = schema.pop("oneOf")
+        return schema
+
+
+# -- content
+
+
+def _bounded(blocks: list[Any]) -> list[Any]:
+    """Not in the schema: who makes requests of it would make as many."""
+    if len(blocks) > MAX_PARTS:
+        raise ValueError(f"must have at most {MAX_PARTS} blocks")
+    return blocks
+
+
+class TextBlock(Body):
+    type: Literal["text"]
+    text: str
+
+
+class TextSource(Body):
+    """Of a document. Others (base64, url, file) are no text."""
+
+    type: Literal["text"]
+    data: str
+
+
+class DocumentBlock(Body):
+    type: Literal["document"]
+    source: TextSource
+    title: str | None = None
+    context: str | None = None
+
+
+class SearchResultBlock(Body):
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: Annotated[list[TextBlock], AfterValidator(_bounded)]
+
+
+class ToolReferenceBlock(Body):
+    """A tool that a search has found; it was among the tools all along."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+
+class ToolUseBlock(Body):
+    type: Literal["tool_use"]
+    id: str
+    name: FunctionName
+    input: dict[str, Any]
+
+
+class ThinkingBlock(Body):
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedThinkingBlock(Body):
+    """Nobody here can read it."""
+
+    type: Literal["redacted_thinking"]
+
+
+def _known(kinds: Sequence[type[Body]]) -> BeforeValidator:
+    """Says in a word that a block is of no such kind."""
+    names = frozenset(kind.model_fields["type"].annotation.__args__[0] for kind in kinds)  # type: ignore[union-attr]
+
+    def check(block: Any) -> Any:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if isinstance(kind, str) and kind not in names:
+            raise ValueError(f"a block of type {clip(kind)!r} is not supported here: this server takes text")
+        return block
+
+    return BeforeValidator(check)
+
+
+_SHOWN = (TextBlock, DocumentBlock, SearchResultBlock, ToolReferenceBlock)
+Shown = Annotated[
+    TextBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock,
+    Field(discriminator="type"),
+    _AnyOf(),
+    _known(_SHOWN),
+]
+
+
+def _text_or(blocks: Any) -> Any:
+    """The type of content that is a string or a list of these blocks; errors are those of the one it looks like."""
+    several = Annotated[list[blocks], AfterValidator(_bounded), Tag("blocks")]
+    look = Discriminator(lambda value: "text" if isinstance(value, str) else "blocks")
+    return Annotated[Annotated[str, Tag("text")] | several, look, _AnyOf()]
+
+
+class ToolResultBlock(Body):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: _text_or(Shown) = ""  # type: ignore[valid-type]
+    is_error: bool = False
+
+
+_BLOCKS = (*_SHOWN, ToolUseBlock, ToolResultBlock, ThinkingBlock, RedactedThinkingBlock)
+Block = Annotated[
+    TextBlock
+    | DocumentBlock
+    | SearchResultBlock
+    | ToolReferenceBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock,
+    Field(discriminator="type"),
+    _AnyOf(),
+    _known(_BLOCKS),
+]
+
+
+class Message(Body):
+    role: Literal["user", "assistant", "system"]
+    """`system`: an instruction that holds from here on; it stays where it is"""
+    content: _text_or(Block)  # type: ignore[valid-type]
+
+
+# -- tools
+
+_SEARCHES = "tool_search_tool_"
+"""types of tools that find others: here all tools are known to the model from the start"""
+
+
+class MessagesTool(Body):
+    name: FunctionName
+    input_schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+    type: Literal["custom"] = "custom"
+
+
+def _client_tools(tools: Any) -> Any:
+    """Without those that this server has no use for. Raises `ValueError` for those that it would have to run."""
+    if not isinstance(tools, list):
+        return tools
+    kept = []
+    for tool in tools:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind.startswith(_SEARCHES):
+            continue
+        if isinstance(kind, str) and kind != "custom":
+            raise ValueError(
+                f"a tool of type {clip(kind)!r} is Anthropic's own; this server knows tools with an input_schema"
+            )
+        kept.append(tool)
+    return kept
+
+
+class MessagesToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: FunctionName | None = None
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _has_name(self) -> MessagesToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("a name goes with the type 'tool' and with no other")
+        return self
+
+
+# -- the rest
+
+
+class Thinking(Body):
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: int | None = Field(None, ge=1, le=INT32)
+
+
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    effort: str | None = Field(None, pattern=r"^[a-z]{1,16}$")
+    format: OutputFormat | None = None
+
+
+class Metadata(Body):
+    user_id: str | None = Field(None, max_length=1024)
+
+
+class CountTokensBody(Body):
+    """What makes the prompt."""
+
+    model: str | None = None
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    system: _text_or(TextBlock) = ""  # type: ignore[valid-type]
+    tools: Annotated[list[MessagesTool], BeforeValidator(_client_tools), Field(max_length=MAX_TOOLS)] = Field([])
+    tool_choice: MessagesToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    mcp_servers: SkipJsonSchema[Any] = None
+
+    def as_chat(self) -> dict[str, Any]:
+        """The fields of the `ChatBody` that this one stands for. Raises `ApiError`."""
+        if self.mcp_servers:
+            raise bad_request("mcp_servers are called by Anthropic's servers; this one calls none.", "mcp_servers")
+        messages = list(_chat_messages(self.messages))
+        if system := _text(self.system):
+            messages.insert(0, {"role": "system", "content": system})
+        if not messages:
+            raise bad_request("messages: there is nothing in them.", "messages")
+        fields: dict[str, Any] = {"model": self.model, "messages": messages}
+        if messages[-1]["role"] == "assistant":  # the answer goes on with it
+            fields |= {"add_generation_prompt": False, "continue_final_message": True}
+        if self.tools:
+            fields["tools"] = [_function(tool) for tool in self.tools]
+        return fields | self._choice() | self._thinking() | self._format()
+
+    def _choice(self) -> dict[str, Any]:
+        if (choice := self.tool_choice) is None:
+            return {}
+        if choice.type in ("any", "tool") and not self.tools:
+            raise bad_request(f"tool_choice: {choice.type} needs tools.", "tool_choice")
+        named = {"type": "function", "function": {"name": choice.name}}
+        asked = {"auto": "auto", "any": "required", "none": "none", "tool": named}[choice.type]
+        return {"tool_choice": asked, "parallel_tool_calls": not choice.disable_parallel_tool_use}
+
+    def _thinking(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        if self.output_config is not None and self.output_config.effort is not None:
+            fields["reasoning_effort"] = self.output_config.effort
+        if self.thinking is not None:
+            on = self.thinking.type != "disabled"
+            fields["chat_template_kwargs"] = {"enable_thinking": on}
+            if on and self.thinking.budget_tokens is not None:
+                fields["max_thinking_tokens"] = self.thinking.budget_tokens
+        return fields
+
+    def _format(self) -> dict[str, Any]:
+        asked = self.output_format or (self.output_config.format if self.output_config is not None else None)
+        if asked is None:
+            return {}
+        schema = {"name": "output", "schema": asked.schema_, "strict": True}
+        return {"response_format": {"type": "json_schema", "json_schema": schema}}
+
+
+class MessagesBody(CountTokensBody):
+    max_tokens: int = Field(ge=0, le=INT32)
+    """0: the prompt is computed and kept, nothing is answered. What the context does not leave is not used."""
+    stop_sequences: list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]] = Field(
+        [], max_length=MAX_STOP_SEQUENCES
+    )
+    stream: bool = False
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, le=INT32)
+    metadata: Metadata | None = None
+    """`user_id` leads to the engine that served the same one before, as `prompt_cache_key` does"""
+    priority: int = Field(0, ge=-INT32, le=INT32)
+    cache_salt: str = Field("", max_length=128)
+
+    def as_chat(self) -> dict[str, Any]:
+        fields = super().as_chat()
+        names = ("stream", "temperature", "top_p", "top_k", "priority", "cache_salt")
+        fields |= {name: getattr(self, name) for name in names}
+        if self.metadata is not None and self.metadata.user_id is not None:
+            fields |= {"user": self.metadata.user_id, "prompt_cache_key": self.metadata.user_id}
+        return fields
+
+
+def _function(tool: MessagesTool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    function["parameters"] = tool.input_schema
+    if tool.strict is not None:
+        function["strict"] = tool.strict
+    return {"type": "function", "function": function}
+
+
+def _chat_messages(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
+    """What each message becomes depends on it alone: whatever follows later changes nothing of what went before."""
+    for message in messages:
+        blocks = message.content
+        if isinstance(blocks, str):
+            blocks = [TextBlock(type="text", text=blocks)]
+        if message.role == "assistant":
+            yield _assistant(blocks)
+        elif message.role == "system":
+            yield {"role": "system", "content": _text(block for block in blocks if isinstance(block, _SHOWN))}
+        else:
+            yield from _user(blocks)
+
+
+def _assistant(blocks: Sequence[Body]) -> dict[str, Any]:
+    said = "".join(block.text for block in blocks if isinstance(block, TextBlock))
+    thought = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+    calls = [
+        {
+            "id": block.id,
+            "type": "function",
+            "function": {"name": block.name, "arguments": orjson.dumps(block.input).decode()},
+        }
+        for block in blocks
+        if isinstance(block, ToolUseBlock)
+    ]
+    message: dict[str, Any] = {"role": "assistant", "content": said if said or not calls else None}
+    if thought:
+        message["reasoning_content"] = thought
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _user(blocks: Sequence[Body]) -> Iterator[dict[str, Any]]:
+    """Text and results in their order: each run of text is a message, each result one."""
+    run: list[Body] = []
+    for block in blocks:
+        if isinstance(block, ToolResultBlock):
+            if run:
+                yield {"role": "user", "content": _text(run)}
+                run = []
+            text = _text(block.content)
+            content = f"Error: {text}" if block.is_error else text
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+        elif isinstance(block, _SHOWN):
+            run.append(block)
+    if run or not blocks:
+        yield {"role": "user", "content": _text(run)}
+
+
+def _text(content: Any) -> str:
+    """Of a string or blocks, which are joined with newlines."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(map(_block_text, content))
+
+
+def _block_text(block: Body) -> str:
+    match block:
+        case TextBlock():
+            return block.text
+        case DocumentBlock():
+            return "\n".join(part for part in (block.title, block.context, block.source.data) if part)
+        case SearchResultBlock():
+            return "\n".join([block.title, block.source, *(part.text for part in block.content)])
+        case ToolReferenceBlock():
+            return f"The tool {block.tool_name} is there."
+    raise TypeError(block)
