@@ -49,6 +49,7 @@ from weft.engine.scheduling.request import Request, check_request
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.seat_keeper import SeatKeeper
 from weft.engine.scheduling.slots import SlotTable
+from weft.engine.scheduling.thinking import ThinkingBound
 from weft.engine.wire.kv_events import make_publisher
 from weft.engine.wire.log_sink import dropped_lines
 from weft.engine.wire.messages import (
@@ -291,6 +292,8 @@ class Engine:
         )
         if params.allowed_token_ids is not None:
             request.allowed = only(params.allowed_token_ids, self.spec.vocab_size)
+        if params.thinking is not None:
+            request.thinking = ThinkingBound(params.thinking, self.spec.vocab_size)
         if params.grammar is None and not params.bad_words:
             self.scheduler.add(request)
         else:

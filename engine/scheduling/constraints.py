@@ -1,7 +1,8 @@
 """What the scheduler asks of the constraints on requests in its slots: may they decode, what may come, and what came.
 
-A constraint is a grammar, words that must not occur, tokens that alone may come, or several of these. The last kind
-needs no look at the output; a request with one of the others waits for its newest token.
+A constraint is a grammar, words that must not occur, tokens that alone may come, a bound on thinking, or several of
+these. Tokens alone need no look at the output; a request with one of the others waits for its newest token, one that
+thinks only near its bound.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ def may_decode(s: SlotTable, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.boo
     """Rows of `slots` that can be launched again: nothing in them depends on the last token, or that is known."""
     free = ~s.constrained[slots]
     for i in np.flatnonzero(~free).tolist():
-        grammar = _request(s, slots[i]).grammar
-        free[i] = s.in_flight[slots[i]] == 0 and (grammar is None or grammar.ready)
+        request, in_flight = _request(s, slots[i]), int(s.in_flight[slots[i]])
+        if request.follows_output or request.thinking is None:
+            free[i] = in_flight == 0 and (request.grammar is None or request.grammar.ready)
+        else:
+            free[i] = in_flight == 0 or request.thinking.may_run_ahead(in_flight)
     return free
 
 
@@ -34,9 +38,16 @@ def masks(s: SlotTable, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
 
 def _mask(request: Request) -> Mask:
     mask = request.allowed if request.grammar is None else request.grammar.allowed()
-    assert mask is not None
     if request.grammar is not None and request.allowed is not None:
-        mask = mask & request.allowed
+        mask = request.grammar.allowed() & request.allowed
+    if (bound := request.thinking) is not None and bound.mask is not None:
+        forced = bound.mask if mask is None else bound.mask & mask
+        if forced.any():
+            return forced
+        bound.give_up()
+        if mask is None:
+            return np.full_like(forced, -1)
+    assert mask is not None
     if request.bad_words is not None:
         mask = without(mask, request.bad_words.banned(request.words_state))
     if not mask.any():
@@ -64,6 +75,9 @@ def advance(
             finish[i], tokens[i] = Finish.REFUSED, -1
             errors[request.handle] = STUCK
             continue
+        if request.thinking is not None:
+            request.thinking.see(token)
+            s.constrained[slots[i]], s.masked[slots[i]] = request.constrained, request.masked
         if request.bad_words is not None:
             request.words_state = request.bad_words.after(request.words_state, token)
         if (grammar := request.grammar) is None:

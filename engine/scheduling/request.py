@@ -13,6 +13,7 @@ from weft.engine.memory.loads import Loading
 from weft.engine.memory.prefix_index import NO_HITS, Hits, PrefixEntry
 from weft.engine.scheduling.bad_words import BadWords
 from weft.engine.scheduling.grammar import Grammar, Mask
+from weft.engine.scheduling.thinking import ThinkingBound
 from weft.engine.wire.sampling import SamplingParams
 
 TokenIds = npt.NDArray[np.int32]
@@ -71,6 +72,8 @@ class Request:
     bad_words: BadWords | None = None
     words_state: int = 0
     """of `bad_words`, behind the confirmed output"""
+    thinking: ThinkingBound | None = None
+    """of what it may think"""
     stuck: bool = False
     """its constraints have left no token"""
     slot: int = -1
@@ -92,6 +95,22 @@ class Request:
     publishable: bool = True
     prompt_logprobs_sent: int = 0
     """prompt positions whose log-probabilities have been delivered"""
+
+    @property
+    def follows_output(self) -> bool:
+        """What may come next depends on what came, at every token: on its grammar, or on words that must not occur."""
+        return self.grammar is not None or self.bad_words is not None
+
+    @property
+    def constrained(self) -> bool:
+        """As `follows_output`, or near the end of its thinking."""
+        return self.follows_output or (self.thinking is not None and not self.thinking.settled)
+
+    @property
+    def masked(self) -> bool:
+        """Some tokens alone may come next."""
+        forced = self.thinking is not None and self.thinking.mask is not None
+        return forced or self.follows_output or self.allowed is not None
 
     @property
     def waiting(self) -> bool:
@@ -128,6 +147,7 @@ def check_request(
         ("stop_token_ids", params.stop_token_ids),
         ("logit_bias", params.logit_bias),
         ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("thinking", () if params.thinking is None else params.thinking.force),
     ):
         if any(not 0 <= i < vocab_size for i in ids):
             raise RequestError(f"{name} has a token id outside 0 … {vocab_size - 1}", name)

@@ -76,7 +76,7 @@ class SlotTable:
         self.masked = np.zeros(n, np.bool_)
         """may have some tokens only"""
         self.constrained = np.zeros(n, np.bool_)
-        """which ones depends on its newest token: it has a grammar, or words that must not occur"""
+        """which ones depends on its newest token: it has a grammar, words that must not occur, or bounded thinking"""
         self.seed = np.zeros(n, np.uint64)
         self.joules = np.zeros(n)
         """charged so far"""
@@ -128,8 +128,7 @@ class SlotTable:
         for column in COLUMNS:
             self.columns[column.name][slot] = column.of(params)
         self.biased[slot] = bool(params.logit_bias)
-        self.constrained[slot] = request.grammar is not None or request.bad_words is not None
-        self.masked[slot] = self.constrained[slot] or request.allowed is not None
+        self.constrained[slot], self.masked[slot] = request.constrained, request.masked
         self.seed[slot] = request.seed
         self.joules[slot], self.metered[slot] = request.joules, request.metered
         self.prompt_logprobs[slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs

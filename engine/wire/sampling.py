@@ -15,6 +15,7 @@ import numpy as np
 
 from weft.engine.errors import RequestError
 from weft.engine.wire.grammar_text import MAX_GRAMMAR_CHARS
+from weft.engine.wire.thinking import Thinking
 
 MAX_LOGPROBS = 20
 MAX_STOP_TOKENS = 128
@@ -59,6 +60,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Texts that do not occur in the output, whatever tokens would spell them."""
     grammar: str | None = None
     """What the output must follow, as `grammar_text` writes it; the output ends where the grammar does."""
+    thinking: Thinking | None = None
+    """Ends the output's thinking once it is so long."""
     grammar_bytes: int = 0
     """What it takes compiled, where that was measured; the engine bounds the sum."""
 

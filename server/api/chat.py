@@ -16,6 +16,9 @@ from weft.server.api.turn import Turn, begin_turn
 from weft.server.text.logprobs import chat_logprobs, prompt_logprobs
 from weft.server.tools.tool_format import Call
 
+REASONING = ("reasoning_content", "reasoning")
+"""what clients call the thinking: DeepSeek's and most, vLLM's newer ones"""
+
 router = APIRouter(route_class=JsonRoute)
 
 
@@ -53,6 +56,8 @@ class ChatShape:
             return self._choice(choice, piece, "delta", {"content": piece.text})
         parts = self._parser.feed(choice, piece)
         delta: dict[str, Any] = {"content": parts.text} if parts.text else {}
+        if parts.reasoning:
+            delta |= dict.fromkeys(REASONING, parts.reasoning)
         if parts.calls:
             delta["tool_calls"] = [{"index": call.index, **self._call(call)} for call in parts.calls]
         if not delta and piece.finish_reason is None and not self._body.logprobs and not self._body.return_token_ids:
@@ -63,6 +68,8 @@ class ChatShape:
         parts = self._parser.feed(choice, piece)
         content = self._echo + parts.text if parts.text or not parts.calls else None
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if parts.reasoning:
+            message |= dict.fromkeys(REASONING, parts.reasoning)
         if parts.calls:
             message["tool_calls"] = [self._call(call) for call in parts.calls]
         return self._choice(choice, piece, "message", message)

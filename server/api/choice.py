@@ -61,6 +61,8 @@ class Choice:
         self.stream = stream
         self.num_tokens = 0
         self.cached_tokens = 0
+        self.reasoning_tokens: int | None = None
+        """of them that are thinking; None: it is not told apart"""
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.finished = False
         self.lives = 1

@@ -272,6 +272,9 @@ class Generation:
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+        thought = [choice.reasoning_tokens for choice in self.choices if choice.reasoning_tokens is not None]
+        if thought:
+            usage["completion_tokens_details"] = {"reasoning_tokens": sum(thought)}
         if self.body.include_energy:
             joules = sum(choice.stream.joules for choice in self.choices)
             usage["energy_joules"] = round(joules, 6) if self._loaded.ready.energy_source else None

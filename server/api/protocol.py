@@ -233,6 +233,17 @@ class ToolCall(Body):
         return data
 
 
+_THOUGHTS = ("thinking", "reasoning")
+
+
+def _thought_text(part: dict[str, Any]) -> str:
+    """Of a part that is thinking: a text, or, as Mistral has it, parts that are text."""
+    inside = part.get(part["type"], part.get("text", ""))
+    if isinstance(inside, str):
+        return inside
+    return _flatten_content(inside)
+
+
 class ChatMessage(Body):
     model_config = ConfigDict(
         json_schema_extra={
@@ -252,6 +263,20 @@ class ChatMessage(Body):
     """what the assistant thought before: some templates show it again"""
     refusal: str | None = Field(None, exclude=True)
     """what the assistant said instead of content"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _thoughts_apart(cls, data: Any) -> Any:
+        """Parts of the assistant's content that are thinking are its reasoning."""
+        if not isinstance(data, dict) or data.get("role") != "assistant" or not isinstance(data.get("content"), list):
+            return data
+        thoughts = [part for part in data["content"] if isinstance(part, dict) and part.get("type") in _THOUGHTS]
+        if not thoughts:
+            return data
+        rest = [part for part in data["content"] if not any(part is thought for thought in thoughts)]
+        texts = [_thought_text(part) for part in thoughts]
+        given = data.get("reasoning_content") or data.get("reasoning")
+        return {**data, "content": rest or None, "reasoning_content": given or "\n".join(texts)}
 
     @model_validator(mode="after")
     def _has_content(self) -> ChatMessage:
@@ -421,8 +446,24 @@ class CompletionBody(GenerationBody):
             raise bad_request(f"n times the number of prompts must be at most {MAX_SEQUENCES}.", "n")
 
 
+class Reasoning(Body):
+    """How OpenRouter and others are told of it, in one object."""
+
+    effort: str | None = Field(None, pattern=r"^[a-z]{1,16}$")
+    max_tokens: int | None = Field(None, ge=0, le=INT32)
+    enabled: bool | None = None
+    exclude: bool = False
+
+
 class ChatBody(GenerationBody, TemplateBody):
     messages: Messages
+    include_reasoning: bool = True
+    """false: what the model thinks is not sent"""
+    max_thinking_tokens: int | None = Field(
+        None, ge=0, le=INT32, validation_alias=AliasChoices("max_thinking_tokens", "thinking_token_budget")
+    )
+    """after so many tokens its thinking is ended"""
+    reasoning: Reasoning | None = None
     max_completion_tokens: int | None = Field(None, ge=0, le=INT32)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -443,6 +484,7 @@ class ChatBody(GenerationBody, TemplateBody):
         if self.output_limit == 0 and self.prompt_logprobs is None:
             raise bad_request("max_tokens must be at least 1.", "max_tokens")
         self._keep_allowed_tools()
+        self._take_reasoning()
         if self.top_logprobs and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs")
         for name, instead in (("functions", "tools"), ("function_call", "tool_choice")):
@@ -453,6 +495,18 @@ class ChatBody(GenerationBody, TemplateBody):
         if isinstance(self.tool_choice, NamedToolChoice) and self.tool_choice.function.name not in names_of(self.tools):
             raise bad_request(f"tool_choice: there is no tool {self.tool_choice.function.name!r}.", "tool_choice")
         self.check_template()
+
+    def _take_reasoning(self) -> None:
+        """What `reasoning` says, in the fields of their own."""
+        if (asked := self.reasoning) is None:
+            return
+        self.include_reasoning &= not asked.exclude
+        if self.reasoning_effort is None:
+            self.reasoning_effort = asked.effort
+        if self.enable_thinking is None:
+            self.enable_thinking = asked.enabled
+        if self.max_thinking_tokens is None:
+            self.max_thinking_tokens = asked.max_tokens
 
     def _keep_allowed_tools(self) -> None:
         """Of the tools offered only those that `tool_choice` allows."""

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import msgspec
 from starlette.requests import Request
 
+from weft.engine.wire.thinking import Thinking, ThoughtCount
 from weft.server.api.choice import Choice, Piece
 from weft.server.api.generate import Generation, Prompt, constrain, output_limit
 from weft.server.api.protocol import ChatBody, ChatMessage
@@ -17,13 +19,14 @@ from weft.server.api.service import Service
 from weft.server.errors import bad_request
 from weft.server.text.tokenizer import Tokenizer
 from weft.server.tools.lasting import lasting
-from weft.server.tools.stream import Call, StreamParser
+from weft.server.tools.reasoning import ReasoningFormat
+from weft.server.tools.stream import Call, StreamParser, Thought
 from weft.server.tools.structured import Writer, either
 from weft.server.tools.template import TemplateBody
 from weft.server.tools.tool_format import ToolFormat
-from weft.server.tools.tool_parsers import UNKNOWN, answer_parser, tool_format
+from weft.server.tools.tool_parsers import UNKNOWN, answer_parser, reasoning_format, tool_format
 from weft.server.tools.tool_prompt import knows_tools, write_out
-from weft.server.tools.tools import NamedToolChoice, Tool, call_of, required_call
+from weft.server.tools.tools import NamedToolChoice, Tool, call_of, marker_of, required_call
 
 
 class Parts(NamedTuple):
@@ -36,17 +39,61 @@ class Parts(NamedTuple):
     are the text that the tool takes."""
 
 
+@dataclass(frozen=True, slots=True)
+class Thoughts:
+    """How the thinking of answers to one prompt is told apart."""
+
+    form: ReasoningFormat
+    inside: bool
+    """an answer begins in the middle of it"""
+    closed: bool
+    """the prompt says that nothing is to be thought"""
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+    """the marks as tokens"""
+
+    def bound(self, budget: int, tokenizer: Tokenizer, *, tools: bool) -> Thinking | None:
+        """What ends the thinking after so many tokens."""
+        if self.closed:
+            return None
+        force = tuple(tokenizer.encode(self.form.ending(tools=tools), add_special_tokens=False))
+        return Thinking(budget, () if self.inside else self.begin, self.end, force)
+
+
+def thoughts_of(service: Service, prompt: Sequence[int]) -> Thoughts | None:
+    """None where the model is not known to think, or is to be shown as it writes."""
+    tokenizer = service.loaded.tokenizer
+    form = reasoning_format(service.config.reasoning_parser, tokenizer)
+    if form is None:
+        return None
+    tail = tokenizer.tail(prompt)
+    begin, end = (tuple(tokenizer.encode(mark, add_special_tokens=False)) for mark in (form.begin, form.end))
+    return Thoughts(form, form.inside(tail), form.closed(tail), begin, end)
+
+
 class TurnParser:
     """Tells the parts of an answer apart, each of its choices for itself."""
 
     def __init__(
-        self, form: ToolFormat | None, tools: Sequence[Tool] = (), *, forced: bool, parallel: bool, named: bool
+        self,
+        form: ToolFormat | None,
+        tools: Sequence[Tool] = (),
+        *,
+        forced: bool,
+        parallel: bool,
+        named: bool,
+        thoughts: Thoughts | None = None,
+        show_thoughts: bool = True,
     ) -> None:
         """`form`: how calls are told from text, in an answer that may have some. `tools`: those it may call.
 
         `forced`: the answer is nothing but calls. `parallel`: it may have several. `named`: the client named the tool.
+        `thoughts`: how thinking is told from the answer. `show_thoughts`: the client wants to see it.
         """
         self._form = form
+        self._thoughts = thoughts
+        self._show_thoughts = show_thoughts
+        self._counts: dict[int, ThoughtCount] = {}
         self._tools = {tool.function.name: tool.function.schema_ for tool in tools}
         self._custom = frozenset(tool.function.name for tool in tools if tool.custom)
         self._forced = forced
@@ -61,18 +108,22 @@ class TurnParser:
     @property
     def plain(self) -> bool:
         """There is nothing but text."""
-        return self._form is None
+        return self._form is None and self._thoughts is None
 
     def is_custom(self, call: Call) -> bool:
         return call.name in self._custom
 
     def feed(self, choice: Choice, piece: Piece) -> Parts:
         """The parts of a choice's next piece. All are empty while it may yet become a call."""
-        if self._form is None:
+        if self.plain:
             return Parts("", piece.text, [])
-        parser = self._parsers.get(choice.index)
+        thoughts, parser = self._thoughts, self._parsers.get(choice.index)
         if parser is None:
-            parser = self._parsers[choice.index] = answer_parser(self._form, None, self._tools)
+            form = thoughts.form if thoughts is not None else None
+            inside = thoughts is not None and thoughts.inside
+            parser = self._parsers[choice.index] = answer_parser(self._form, form, self._tools, inside=inside)
+        if thoughts is not None:
+            self._count(choice, piece, thoughts)
         parts = parser.feed(piece.text)
         if piece.finish_reason is not None:
             parts += parser.flush()
@@ -84,7 +135,17 @@ class TurnParser:
         if calls:
             self._called.add(choice.index)
         text = "" if self._forced else "".join(part for part in parts if isinstance(part, str))
-        return Parts("", text, self._whole_inputs(choice, calls, ended=piece.finish_reason is not None))
+        reasoning = "".join(part.text for part in parts if isinstance(part, Thought)) if self._show_thoughts else ""
+        return Parts(reasoning, text, self._whole_inputs(choice, calls, ended=piece.finish_reason is not None))
+
+    def _count(self, choice: Choice, piece: Piece, thoughts: Thoughts) -> None:
+        count = self._counts.get(choice.index)
+        if count is None:
+            begin = () if thoughts.inside else thoughts.begin
+            count = self._counts[choice.index] = ThoughtCount(begin, thoughts.end, again=thoughts.form.channels)
+        for token_id in piece.token_ids:
+            count.see(token_id)
+        choice.reasoning_tokens = count.tokens
 
     def finish_reason(self, choice: Choice, piece: Piece) -> str | None:
         """In OpenAI's words. A call of a tool that the client named is a `stop`."""
@@ -149,28 +210,40 @@ async def begin_turn(body: ChatBody, request: Request, service: Service, *, at_m
     tools = offered(body)
     form = _tool_format(service, body) if tools else None
     forced = form is not None and body.tool_choice != "auto"
-    grammar = await constrain(_constraint(body, tools, form, loaded.tokenizer), request, service)
     ids = await prompt_ids(body, tools, service)
+    thoughts = thoughts_of(service, ids)
+    grammar = await constrain(_constraint(body, tools, form, thoughts, loaded.tokenizer), request, service)
     params = body.sampling(
         max_tokens=output_limit(service, body.output_limit, at_most, len(ids), "messages"),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         grammar=grammar,
     )
+    if thoughts is not None and (budget := body.max_thinking_tokens) is not None:
+        bound = thoughts.bound(budget, loaded.tokenizer, tools=form is not None)
+        params = msgspec.structs.replace(params, thinking=bound)
+    markers = (*(form.markers if form is not None else ()), *(thoughts.form.markers if thoughts is not None else ()))
     generation = Generation(
         service,
         body,
         [Prompt(ids)],
         [params],
         request.scope,
-        show=_marker_ids(form, loaded.tokenizer),
+        show=_marker_ids(markers, loaded.tokenizer),
         grammar=grammar,
         # Every character of a forced call is markup: there is no text for stop strings to end.
         stops=() if forced else body.stop,
         markup=form.markup if form is not None else None,
     )
-    named = isinstance(body.tool_choice, NamedToolChoice)
-    parser = TurnParser(form, body.tools, forced=forced, parallel=body.parallel_tool_calls, named=named)
+    parser = TurnParser(
+        form,
+        body.tools,
+        forced=forced,
+        parallel=body.parallel_tool_calls,
+        named=isinstance(body.tool_choice, NamedToolChoice),
+        thoughts=thoughts,
+        show_thoughts=body.include_reasoning,
+    )
     return Turn(body, generation, parser, model, int(time.time()), loaded.tokenizer)
 
 
@@ -191,19 +264,29 @@ async def prompt_ids(body: ChatBody, tools: list[Tool], service: Service) -> lis
     return ids
 
 
-def _constraint(body: ChatBody, tools: Sequence[Tool], form: ToolFormat | None, tokenizer: Tokenizer) -> Writer | None:
-    """What the answer must be: a call where one is required; else what was asked for, or a call; else text and calls,
-    where a tool is strict."""
+def _constraint(
+    body: ChatBody, tools: Sequence[Tool], form: ToolFormat | None, thoughts: Thoughts | None, tokenizer: Tokenizer
+) -> Writer | None:
+    """What the answer must be, behind the thinking: a call where one is required; else what was asked for, or a call;
+    else text and calls, where a tool is strict."""
+    parallel, marker = body.parallel_tool_calls, marker_of(tokenizer)
     asked = body.constraint()
-    if form is None:
-        return asked
-    if (call := required_call(tools, body.tool_choice, form, tokenizer, parallel=body.parallel_tool_calls)) is not None:
-        return call
-    if asked is not None:
-        return either([asked, call_of(tools, form, tokenizer, parallel=body.parallel_tool_calls)])
-    if any(tool.function.strict for tool in tools):
-        return call_of(tools, form, tokenizer, parallel=body.parallel_tool_calls, free=True)
-    return None
+    if asked is not None and thoughts is not None:
+        field, write, final = *asked, thoughts.form.final
+        asked = field, lambda: final(write(), marker)
+    call = required_call(tools, body.tool_choice, form, tokenizer, parallel=parallel) if form is not None else None
+    if call is not None or form is None:
+        writer = call or asked
+    elif asked is not None:
+        writer = either([asked, call_of(tools, form, tokenizer, parallel=parallel)])
+    elif any(tool.function.strict for tool in tools):
+        writer = call_of(tools, form, tokenizer, parallel=parallel, free=True)
+    else:
+        writer = None
+    if writer is None or thoughts is None or thoughts.closed:
+        return writer
+    name, rest, inside, before = *writer, thoughts.inside, thoughts.form.before
+    return name, lambda: before(rest(), marker, inside=inside)
 
 
 def conversation(
@@ -215,10 +298,10 @@ def conversation(
     tokenizer = service.loaded.tokenizer
     messages = lasting(messages, late_system=tokenizer.takes_late_system)
     if knows_tools(tokenizer):
-        return messages, body.template_arguments(tools)
+        return messages, body.template_arguments(tools, tokenizer.chat_template or "")
     form = tool_format(service.config.tool_call_parser, tokenizer) or UNKNOWN
     as_text = (lambda text: text) if service.config.allow_special_tokens else tokenizer.as_text
-    return write_out(messages, tools, form, as_text), body.template_arguments([])
+    return write_out(messages, tools, form, as_text), body.template_arguments([], tokenizer.chat_template or "")
 
 
 def _tool_format(service: Service, body: ChatBody) -> ToolFormat:
@@ -233,6 +316,6 @@ def _tool_format(service: Service, body: ChatBody) -> ToolFormat:
     return form or UNKNOWN
 
 
-def _marker_ids(form: ToolFormat | None, tokenizer: Tokenizer) -> frozenset[int]:
-    ids = (tokenizer.token_id(marker) for marker in form.markers) if form is not None else ()
+def _marker_ids(markers: Sequence[str], tokenizer: Tokenizer) -> frozenset[int]:
+    ids = map(tokenizer.token_id, markers)
     return frozenset(token_id for token_id in ids if token_id is not None)

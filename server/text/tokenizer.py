@@ -22,6 +22,8 @@ from weft.server.text.token_bytes import TokenBytes
 _CONTEXT_TOKENS = 8
 """prompt tokens that a window detokenizer is shown"""
 
+_TAIL_TOKENS = 16
+
 
 class Tokenizer:
     """Thread-safe: nothing here changes once it serves. Encoding and rendering are meant for worker threads."""
@@ -196,9 +198,12 @@ class Tokenizer:
         roles = {} if "developer" in template else {"developer": "system"}
         absent = None if _TESTS_FOR_NONE.search(template) else ""
         conversation = [_as_template_input(message, roles, absent) for message in messages]
+        for message in conversation:
+            if "reasoning_content" in message:
+                _place_thoughts(message, template)
         if not control:
             for message in conversation:
-                if message["role"] in ("user", "tool") and message["content"] is not None:
+                if message["role"] in ("user", "tool") and isinstance(message["content"], str):
                     message["content"] = self.as_text(message["content"])
                     if "name" in message:
                         message["name"] = self.as_text(message["name"])
@@ -237,6 +242,10 @@ class Tokenizer:
         return value
 
     # -- to text
+
+    def tail(self, token_ids: Sequence[int]) -> str:
+        """The text of the last few of these, special tokens included."""
+        return self._decode(token_ids[-_TAIL_TOKENS:])
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a whole sequence, without special tokens."""
@@ -332,6 +341,26 @@ def _as_template_input(message: BaseModel, roles: Mapping[str, str], absent: str
     for call in data.get("tool_calls", ()):
         call["function"]["arguments"] = _parse_arguments(call["function"]["arguments"])
     return data
+
+
+_READS = {name: re.compile(rf"""\.{name}\b|[\['"]{name}['"]""") for name in ("reasoning", "thinking")}
+_THINKING_PART = re.compile(r"""type['"]?\]?\s*==\s*['"]thinking['"]""")
+
+
+def _place_thoughts(message: dict[str, Any], template: str) -> None:
+    """What was thought before stands in `reasoning_content`: put it where else the family's template looks for it."""
+    thoughts = message["reasoning_content"]
+    if _THINKING_PART.search(template) and isinstance(message["content"], str | None):
+        # A part of the content, as Mistral has it.
+        text = [{"type": "text", "text": message["content"]}] if message["content"] else []
+        message["content"] = [{"type": "thinking", "thinking": thoughts, "closed": True}, *text]
+        return
+    for name, reads in _READS.items():
+        if reads.search(template):
+            message[name] = thoughts
+    if "thinking" in message and message.get("tool_calls") and message["content"] and "<|channel|>" in template:
+        # gpt-oss shows either of them in front of a call, and refuses both.
+        message["thinking"], message["content"] = f"{thoughts}\n\n{message['content']}", ""
 
 
 def _parse_arguments(arguments: str) -> Any:

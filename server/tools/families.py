@@ -123,14 +123,16 @@ TOOL_MARKS: tuple[tuple[str, ToolParserName], ...] = (
 
 KIMI_THINK = ReasoningFormat("<think>", "</think>", cuts=("<|tool_calls_section_begin|>",))
 DEEPSEEK_THINK = ReasoningFormat("<think>", "</think>", cuts=("<｜tool▁calls▁begin｜>",))
-MISTRAL_THINK = ReasoningFormat("[THINK]", "[/THINK]")
+MISTRAL_THINK = ReasoningFormat("[THINK]", "[/THINK]", forced="[/THINK]")
 GRANITE_THINK = ReasoningFormat(
     "Here is my thought process:",
     "Here is my response:",
     also=(("Here's my thought process:", "Here's my response:"), ("<think>", "</think>")),
     wraps=("<response>", "</response>"),
 )
-GEMMA4_THINK = ReasoningFormat("<|channel>thought\n", "<channel|>", also=(("<|channel>thought", "<channel|>"),))
+GEMMA4_THINK = ReasoningFormat(
+    "<|channel>thought\n", "<channel|>", also=(("<|channel>thought", "<channel|>"),), forced="<channel|>"
+)
 
 REASONING_FORMATS: dict[ReasoningParserName, ReasoningFormat] = {
     "deepseek_r1": ReasoningFormat("<think>", "</think>", cuts=("<｜tool▁calls▁begin｜>",), always=True),

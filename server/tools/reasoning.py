@@ -25,6 +25,8 @@ class ReasoningFormat:
     """marks that end the thinking and belong to what follows"""
     wraps: tuple[str, str] = ("", "")
     """marks around what follows"""
+    forced: str = ""
+    """what ends the thinking where it must not go on; empty: its mark on a line of its own"""
     channels: bool = False
     """thinking is a message in a channel of its own (`harmony`)"""
 
@@ -41,6 +43,13 @@ class ReasoningFormat:
         if self.channels:
             return harmony.HarmonyFormat().markers
         return (*self.begins, *self.ends, *self.cuts, *filter(None, self.wraps))
+
+    def ending(self, *, tools: bool) -> str:
+        """What a model is made to write when it has thought enough. `tools`: it may call some."""
+        if self.channels:
+            channel = "commentary" if tools else f"final{harmony.MESSAGE}"
+            return f"{harmony.END}{harmony.START}assistant{harmony.CHANNEL}{channel}"
+        return self.forced or f"\n{self.end}\n\n"
 
     def inside(self, prompt: str) -> bool:
         """Whether an answer to this prompt (or its end) begins in the middle of thinking."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -35,6 +36,12 @@ _NO_VARIABLES = frozenset(
 )
 """what `chat_template_kwargs` must not set: arguments of the renderer, and what has a field of its own"""
 
+_SWITCHES = ("enable_thinking", "thinking")
+"""what templates call whether to think: Qwen and GLM, DeepSeek and Granite"""
+
+_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
+"""for gpt-oss, which knows low, medium and high"""
+
 Documents = Annotated[list[dict[str, str]], Field(max_length=MAX_DOCUMENTS)]
 
 
@@ -47,8 +54,27 @@ class TemplateBody(Body):
     """the name of one of the model's own templates"""
     reasoning_effort: str | None = Field(None, pattern=r"^[a-z]{1,16}$")
     """a variable of templates that know it; others pass it over"""
+    enable_thinking: bool | None = None
+    """whether the model is to think before it answers, for templates that can say so"""
     chat_template_kwargs: dict[str, Any] = Field({}, max_length=MAX_VARIABLES)
     """variables of the template, such as `enable_thinking`"""
+
+    def _thinking(self, template: str) -> dict[str, Any]:
+        """How much is to be thought, in the variables that templates have for it."""
+        given, effort = self.chat_template_kwargs, self.reasoning_effort
+        on = self.enable_thinking
+        if on is None:
+            on = next((given[name] for name in _SWITCHES if isinstance(given.get(name), bool)), None)
+        if on is None and effort is not None:
+            on = effort != "none"
+        out: dict[str, Any] = {}
+        if on is not None:
+            asked = self.enable_thinking is not None
+            known = [name for name in _SWITCHES if re.search(rf"\b{name}\b", template)]
+            out = {name: on for name in known if asked or name not in given}
+        if effort is not None:
+            out["reasoning_effort"] = _EFFORTS.get(effort, effort) if "<|channel|>" in template else effort
+        return out
 
     def check_template(self) -> None:
         """Raises `ApiError`."""
@@ -60,12 +86,12 @@ class TemplateBody(Body):
         if taken := _NO_VARIABLES.intersection(self.chat_template_kwargs):
             raise bad_request(f"chat_template_kwargs must not set {clip(min(taken))!r}.", "chat_template_kwargs")
 
-    def template_arguments(self, tools: list[Tool] | None = None) -> dict[str, Any]:
-        """For `Tokenizer.render_chat`. `tools`: instead of those offered."""
+    def template_arguments(self, tools: list[Tool] | None = None, template: str = "") -> dict[str, Any]:
+        """For `Tokenizer.render_chat`. `tools`: instead of those offered. `template`: which variables it knows."""
         offered = self.tools if tools is None else tools
         return {
             **self.chat_template_kwargs,
-            **({} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}),
+            **self._thinking(template),
             **({} if self.chat_template is None else {"chat_template": self.chat_template}),
             "tools": [tool.for_template() for tool in offered] or None,
             "documents": self.documents or None,
