@@ -106,8 +106,6 @@ class SimulatedEngine:
         self._ledger = PageLedger(pool.index)
         self._inbox: list[Asked] = []
         self._refused: list[int] = []
-        self._ends_at = np.zeros(options.max_num_seqs, np.int64)
-        """by slot: output tokens of the sequences whose lengths are their own affair"""
         self._asked: dict[int, Asked] = {}
         self._launched: deque[_Iteration] = deque()
         """not committed"""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.engine.errors import EngineDead
-from weft.engine.wire.messages import EngineReady, EngineStats, Finish
+from weft.engine.wire.messages import EngineStats, Finish
 from weft.fleet.clock import Clock, Processor
 from weft.fleet.engine import Asked, EngineOptions, Heard, SimulatedEngine
 from weft.fleet.profile import IterationProfile
@@ -103,7 +103,6 @@ class Front:
         )
         self.all_engines: list[tuple[int, SimulatedEngine]] = []
         self._clients: dict[int, _Client] = {}
-        self._ready: EngineReady | None = None
         self._sequences: dict[int, _Sequence] = {}
         self._handles = 0
         for number in range(options.engines):

@@ -51,6 +51,7 @@ class Recorder:
         self._handles = 0
         self._open: set[int] = set()
         self._results: list[StepResult] = []
+        self._clock = time.process_time if processor_time else time.perf_counter
         commit = engine.scheduler.commit
 
         def seen(result: StepResult) -> Any:
@@ -64,8 +65,8 @@ class Recorder:
 
     def level(self, running: int, seconds: float) -> None:
         """So many requests at any time, for so long."""
-        engine, end = self._engine, time.perf_counter() + seconds
-        while time.perf_counter() < end:
+        engine, end = self._engine, self._clock() + seconds
+        while self._clock() < end:
             while len(self._open) < running:
                 self._send()
             self._step()

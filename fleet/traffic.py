@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -72,8 +74,7 @@ class Traffic:
 
         self._clock.at(due, lambda: self._start(workload.planned(index), again))
 
-    def _start(self, planned: Planned, then: object) -> None:
-        assert callable(then)
+    def _start(self, planned: Planned, then: Callable[[bool], None]) -> None:
         if self._workload.is_conversation:
             self._turn(planned, 0, np.zeros(0, np.int32), then)
             return
@@ -84,8 +85,7 @@ class Traffic:
         prompt = np.asarray(content, np.int32)
         self._front.ask(record, prompt, planned.output_tokens, lambda _said: then(record.ok))
 
-    def _turn(self, first: Planned, turn: int, history: Tokens, then: object) -> None:
-        assert callable(then)
+    def _turn(self, first: Planned, turn: int, history: Tokens, then: Callable[[bool], None]) -> None:
         workload = self._workload
         if turn == int(workload.turns[first.index % len(workload.turns)]):
             then(True)
