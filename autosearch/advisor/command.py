@@ -135,14 +135,14 @@ def with_replicas(
     if best is None:
         return curve
     found = advise_replicas(curve, best)
-    known = {r.replicas for r in curve.replicas if r.bound == best.point.bound}
-    measured = [r for r in curve.replicas if r.bound == best.point.bound]
-    number = 2
-    while number <= min(arguments.measure_replicas, found.fit):
-        if number not in known:
-            pages, seconds = found.needed_pages + 1, arguments.point_seconds
-            measured.append(side_by_side(config, number, best.point.bound, pages, lengths, seconds, tell))
-        number *= 2
+    bound, pages, seconds = best.point.bound, found.needed_pages + 1, arguments.point_seconds
+    known = {r.replicas for r in curve.replicas if r.bound == bound}
+    wanted = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= min(arguments.measure_replicas, found.fit)]
+    if set(wanted) <= known:
+        return curve
+    measured = list(curve.replicas)
+    for number in [*wanted, 1]:  # one alone before and after: the machine may have changed meanwhile
+        measured.append(side_by_side(config, number, bound, pages, lengths, seconds, tell))
     return msgspec.structs.replace(curve, replicas=tuple(measured))
 
 

@@ -44,7 +44,9 @@ class EngineBench:
             raise ConfigError(
                 f"--workload: its longest request has {longest} tokens, the model takes {engine.resolved.max_model_len}"
             )
-        self.engine, self._lengths, self._seconds, self._ramp_s = engine, lengths, seconds, ramp_s
+        self.engine, self._seconds, self._ramp_s = engine, seconds, ramp_s
+        self.lengths = lengths
+        """of the requests to come"""
         self.capacity = engine.resolved.max_num_seqs
         self._rng = np.random.default_rng(seed)
         self._ended = ended
@@ -143,13 +145,17 @@ class EngineBench:
         self._step(bound)
         self._gaps.clear()
 
-    def close(self) -> None:
-        """End what runs; the engine stays."""
-        for handle in list(self._open):
+    def drop(self) -> None:
+        """End what runs."""
+        for handle in self._open:
             self.engine.abort(handle)
+        self._open.clear()
         while self.engine.has_work:
             self.engine.step()
-        self._open.clear()
+
+    def close(self) -> None:
+        """The engine stays."""
+        self.drop()
         self.engine.on_commit = None
 
     def _ramp(self, bound: int) -> None:
@@ -191,7 +197,7 @@ class EngineBench:
         self._last = batch.num_tokens, batch.num_tokens - batch.num_decodes
 
     def _draw(self) -> tuple[int, int]:
-        prompt, output = self._lengths[int(self._rng.integers(len(self._lengths)))]
+        prompt, output = self.lengths[int(self._rng.integers(len(self.lengths)))]
         return prompt, output
 
     def _add(self, prompt: int, output: int) -> None:

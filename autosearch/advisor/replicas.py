@@ -43,17 +43,21 @@ def advise_replicas(curve: Curve, best: Verdict) -> ReplicaAdvice:
     shared = max(1, min(MOST, (m.memory - m.weights) // max(1, m.working + needed * m.page_bytes)))
     most_gain = 1 / max(1e-9, 1 - min(point.idle_share, 0.999))
     freed = max(0, m.pages - needed) * m.page_bytes
-    tried = [r for r in curve.replicas if r.replicas > 1]
-    winner = max(tried, key=lambda r: curve.throughput(r), default=None)
-    replicas, reason = _decision(curve, best, winner, most_gain, fit)
+    tried = [r for r in curve.replicas if r.bound == point.bound]
+    one = max([best.throughput, *(curve.throughput(r) for r in tried if r.replicas == 1)])
+    winner = max((r for r in tried if r.replicas > 1), key=curve.throughput, default=None)
+    replicas, reason = _decision(curve, best, one, winner, most_gain, fit)
     return ReplicaAdvice(replicas, reason, fit, shared, needed, freed, most_gain)
 
 
-def _decision(curve: Curve, best: Verdict, winner: ReplicaPoint | None, most_gain: float, fit: int) -> tuple[int, str]:
+def _decision(
+    curve: Curve, best: Verdict, one: float, winner: ReplicaPoint | None, most_gain: float, fit: int
+) -> tuple[int, str]:
+    """one: throughput of a single engine at this bound, the highest that was measured."""
     idle = f"the device waits for the CPU {best.point.idle_share:.1%} of the time"
     if winner is not None:
         single = max(curve.throughput(p) for p in curve.points)
-        gain, over_max = curve.throughput(winner) / best.throughput, curve.throughput(winner) / single
+        gain, over_max = curve.throughput(winner) / one, curve.throughput(winner) / max(single, one)
         measured = f"{winner.replicas} engines had {gain:.2f} times the throughput of one, measured"
         if gain >= WORTH and over_max >= 1.0 and winner.replicas <= fit:
             return winner.replicas, measured

@@ -18,12 +18,18 @@ from weft.engine.bench.options import Lengths
 from weft.engine.config import EngineConfig
 from weft.engine.errors import WeftError
 
+SETTLING = 4
+"""iterations before one of several is measured"""
+
 
 def side_by_side(
     config: EngineConfig, replicas: int, bound: int, pages: int, lengths: Lengths, seconds: float,
     tell: Callable[[str], None] = lambda _: None,
 ) -> ReplicaPoint:  # fmt: skip
-    """pages: KV pages of each. Raises `WeftError` when one of them does not start or ends."""
+    """pages: KV pages of each. Raises `WeftError` when one of them does not start or ends.
+
+    One alone is the measure for several: a process too, with as many pages, at about the same time.
+    """
     own: dict[str, Any] = {"num_pages": pages, "kv_cache_gib": None, "max_num_seqs": bound, "slo": []}
     if config.device == "cpu" or config.cpu_threads is not None:
         own["cpu_threads"] = max(1, (config.cpu_threads or len(os.sched_getaffinity(0)) - 1) // replicas)
@@ -105,6 +111,8 @@ def main() -> int:
     print("ready", file=told, flush=True)
     if not sys.stdin.readline():
         os._exit(0)
+    for _ in range(SETTLING):  # the device had nothing to do while this one waited
+        bench.run(order["bound"])
     point = bench.measure(order["bound"])
     print(msgspec.json.encode(point).decode(), file=told, flush=True)
     # The others may still measure: none is left alone before whoever asked ends all of them, or ends itself.

@@ -188,6 +188,12 @@ COMMANDS = (
         "weft.kernels.bench:main",
         own_parser=True,
     ),
+    Command(
+        "bench batching",
+        "Table IV and the figures of Mind the Memory Gap, with this engine",
+        "weft.autosearch.advisor.paper:main",
+        own_parser=True,
+    ),
     Command("cache stats", "how full the store is, and of what", _cache, _cache_path),
     Command(
         "cache verify",

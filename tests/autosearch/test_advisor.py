@@ -15,6 +15,7 @@ import pytest
 from weft.autosearch.advisor import curve as curves
 from weft.autosearch.advisor.advice import advise, configuration
 from weft.autosearch.advisor.curve import QUANTILES, Curve, Machine, Point, ReplicaPoint, Times
+from weft.autosearch.advisor.paper import objectives, write
 from weft.autosearch.advisor.rate import advised_rate
 from weft.autosearch.advisor.replicas import advise_replicas
 from weft.autosearch.advisor.side_by_side import together
@@ -201,6 +202,36 @@ def test_replicas_on_a_measured_gain_alone() -> None:
     assert "one engine with more running requests has" in reason
     small = msgspec.structs.replace(MACHINE, memory=12 * GIB)
     assert replicas(curve(machine=small), n4=2.2)[0] == 1
+
+
+def test_replicas_are_held_to_one_engine_measured_beside_them() -> None:
+    # The machine was slower when the curve was measured than when one and two engines were.
+    number, reason = replicas(curve(), n1=1.9, n2=1.9)
+    assert number == 1
+    assert "1.00 times the throughput of one" in reason
+
+
+def test_table_iv_and_the_figures_of_the_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    other = [point(2**i, dram_share=0.5, warps_share=0.1, sm_share=0.6) for i in range(9)]
+    made = curve(model="opt-1.3b")
+    strict = solve(made, objectives(made)["strict"]).best
+    assert strict is not None
+    assert strict.point.bound == 64  # twice the time of 32, 16.4 ms, is kept up to 114
+    two = ReplicaPoint(replicas=2, bound=64, batch=128.0, itl=times(0.03), output_per_s=2.0)
+    write([msgspec.structs.replace(made, replicas=(two,)), curve(other, model="opt-2.7b")], tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {f"figure_{n}.png" for n in (2, 3, 4, 8, 10, 11)} | {"table_4.md", "table_4.json"}
+    table = json.loads((tmp_path / "table_4.json").read_text())
+    assert [row["config"] for row in table if row["model"] == "opt-1.3b"] == [
+        "MAX", "strict", "strict, 2 replicas", "relaxed",
+    ]  # fmt: skip
+    assert "| opt-2.7b | strict | 64 |" in capsys.readouterr().out
+
+
+def test_a_model_that_nobody_knows_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "batching", "--out", str(tmp_path), "--models", "opt-9b"]) == 2
+    assert "there is no model preset 'opt-9b'" in capsys.readouterr().err
 
 
 def test_engines_side_by_side_are_told_as_one() -> None:

@@ -1,0 +1,126 @@
+"""`measure_model`: the points of one model that the paper's table and figures are made of."""
+
+from __future__ import annotations
+
+import gc
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from weft.autosearch.advisor import curve as curves
+from weft.autosearch.advisor.curve import Curve
+from weft.autosearch.advisor.engine_bench import EngineBench, means
+from weft.autosearch.advisor.paper import EPSILON, LENGTHS, SWEEP_SHARE, config_of, objectives, points_file
+from weft.autosearch.advisor.replicas import advise_replicas
+from weft.autosearch.advisor.side_by_side import side_by_side
+from weft.autosearch.advisor.solve import solve
+from weft.autosearch.advisor.sweep import Sweep
+from weft.autosearch.bar import SearchBar
+from weft.autosearch.workload import workload_pair
+from weft.engine.bench.options import Lengths
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
+from weft.engine.progress import ProgressBar
+
+FIGURE_9_BOUND = 128
+
+
+def measure_model(arguments: Namespace, name: str) -> None:
+    """Sweep, look closer under both objectives, then engines side by side. Raises `WeftError`."""
+    begun, budget, file = time.monotonic(), arguments.budget_seconds, points_file(arguments.out, name)
+    pair = workload_pair(arguments.workload)
+    config = config_of(name, arguments.device, arguments.max_num_seqs)
+    with ProgressBar() as start:
+        engine = Engine(config, start)
+    with SearchBar(budget, command=f"weft bench batching: {name}") as bar:
+        bench = EngineBench(engine, [pair], arguments.point_seconds, ended=lambda: bar.ended)
+        prompt, output = means([pair])
+        curve = Curve(
+            model=config.model_name,
+            workload=arguments.workload,
+            prompt=prompt,
+            output=output,
+            options={},
+            machine=bench.machine(),
+        )
+        if file.exists():
+            from weft.autosearch.advisor.command import continued
+
+            curve = continued(curve, file)
+
+        def keep(made: Curve) -> None:
+            curves.save(made, file)
+
+        def left(share: float) -> float:
+            return max(0.1, share * budget - (time.monotonic() - begun))
+
+        curve = Sweep(
+            bench, curve, [], EPSILON, "throughput", left(SWEEP_SHARE), keep, bar, ended=lambda: bar.ended
+        ).run()
+        for slo in objectives(curve).values():
+            curve = Sweep(
+                bench, curve, slo, EPSILON, "throughput", left(SWEEP_SHARE), keep, bar, ended=lambda: bar.ended
+            ).run()
+        if name == arguments.models[0] and left(SWEEP_SHARE) > 1:
+            _figure_9(bench, arguments.out / "figure_9.json", bar)
+        bench.close()
+        engine.close()
+        del bench, engine
+        gc.collect()
+        _empty_cache()
+        _replicas(curve, config, [pair], arguments, file, bar, begun + budget)
+
+
+def _replicas(
+    curve: Curve, config: EngineConfig, lengths: Lengths, arguments: Namespace, file: Path, bar: SearchBar, end: float
+) -> None:
+    took = 0.0
+    for slo in objectives(curve).values():
+        best = solve(curve, slo, EPSILON).best
+        if best is None:
+            continue
+        found, bound = advise_replicas(curve, best), best.point.bound
+        for number in range(1, min(arguments.replicas, found.fit) + 1):
+            begun = time.monotonic()
+            known = any(r.bound == bound and r.replicas == number for r in curve.replicas)
+            if known or bar.ended or begun + took > end:
+                continue
+            pages = found.needed_pages + 1
+            point = side_by_side(config, number, bound, pages, lengths, arguments.point_seconds, bar)
+            took = time.monotonic() - begun
+            curve = msgspec.structs.replace(curve, replicas=(*curve.replicas, point))
+            curves.save(curve, file)
+
+
+def _figure_9(bench: EngineBench, file: Path, bar: SearchBar) -> None:
+    """Activity at one bound, as prompts or outputs get longer."""
+    if file.exists():
+        return
+    short = LENGTHS[0]
+    longest = bench.engine.resolved.max_model_len
+    pairs = [(n, short) for n in LENGTHS] + [(short, n) for n in LENGTHS[1:]]
+    told: list[dict[str, float | int | None]] = []
+    for prompt, output in pairs:
+        if prompt + output > longest or bar.ended:
+            continue
+        bar(f"{prompt} tokens in, {output} out")
+        bench.drop()
+        bench.lengths = [(prompt, output)]
+        point = bench.measure(min(FIGURE_9_BOUND, bench.capacity))
+        told.append(
+            {
+                "prompt": prompt, "output": output, "dram": point.dram_share, "warps": point.warps_share,
+                "itl_ms": float(np.round(1e3 * point.itl.at(None), 4)), "output_per_s": point.output_per_s,
+            }
+        )  # fmt: skip
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(told), indent=1) + b"\n")
+
+
+def _empty_cache() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
