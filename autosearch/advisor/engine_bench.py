@@ -23,6 +23,8 @@ from weft.engine.wire.sampling import SamplingParams
 SPARE = 8
 """requests that wait at least, so that a seat is never free for want of one"""
 FEWEST_ITERATIONS = 30
+LONGEST = 20.0
+"""times as long as was asked a bound is measured at most, until a request has begun meanwhile"""
 STUCK = 20
 """iterations for which memory, not seats, holds requests back: no more fit"""
 
@@ -112,7 +114,8 @@ class EngineBench:
             elapsed = now - begin
             iterations = told.iterations - before.iterations
             enough = elapsed >= self._seconds and iterations >= FEWEST_ITERATIONS and finished >= min(bound, 4)
-            if enough or elapsed >= 4 * self._seconds or self._ended():
+            long = elapsed >= 4 * self._seconds and (ttft or elapsed >= LONGEST * self._seconds)
+            if enough or long or self._ended():
                 break
         activity = self._activity.end() if self._activity is not None else None
         after = engine.stats()

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from weft.autosearch.advisor.curve import Curve
-from weft.autosearch.advisor.paper import EPSILON, best
+from weft.autosearch.advisor.paper_table import EPSILON, best
 from weft.autosearch.advisor.plots import BLUE, GREEN, GREY, PURPLE, RED
 
 COLOURS = (BLUE, RED, GREEN, PURPLE, "#e69f00", "#56b4e9", "#000000")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import json
+import sys
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -13,7 +15,7 @@ import numpy as np
 from weft.autosearch.advisor import curve as curves
 from weft.autosearch.advisor.curve import Curve
 from weft.autosearch.advisor.engine_bench import EngineBench, means
-from weft.autosearch.advisor.paper import EPSILON, LENGTHS, SWEEP_SHARE, config_of, objectives, points_file
+from weft.autosearch.advisor.paper_table import EPSILON, objectives
 from weft.autosearch.advisor.replicas import advise_replicas
 from weft.autosearch.advisor.side_by_side import side_by_side
 from weft.autosearch.advisor.solve import solve
@@ -23,16 +25,21 @@ from weft.autosearch.workload import workload_pair
 from weft.engine.bench.options import Lengths
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
+from weft.engine.errors import WeftError
 from weft.engine.progress import ProgressBar
 
+SWEEP_SHARE = 0.6
+"""of a model's time; the rest is for replicas"""
+LENGTHS = (100, 200, 400, 800)
+"""of Figure 9: prompts, then outputs; the other has the first of them"""
 FIGURE_9_BOUND = 128
 
 
-def measure_model(arguments: Namespace, name: str) -> None:
+def measure_model(arguments: Namespace) -> None:
     """Sweep, look closer under both objectives, then engines side by side. Raises `WeftError`."""
-    begun, budget, file = time.monotonic(), arguments.budget_seconds, points_file(arguments.out, name)
+    begun, budget, file, name = time.monotonic(), arguments.budget_seconds, Path(arguments.file), arguments.name
     pair = workload_pair(arguments.workload)
-    config = config_of(name, arguments.device, arguments.max_num_seqs)
+    config = EngineConfig.model_validate_json(arguments.config)
     with ProgressBar() as start:
         engine = Engine(config, start)
     with SearchBar(budget, command=f"weft bench batching: {name}") as bar:
@@ -64,8 +71,8 @@ def measure_model(arguments: Namespace, name: str) -> None:
             curve = Sweep(
                 bench, curve, slo, EPSILON, "throughput", left(SWEEP_SHARE), keep, bar, ended=lambda: bar.ended
             ).run()
-        if name == arguments.models[0] and left(SWEEP_SHARE) > 1:
-            _figure_9(bench, arguments.out / "figure_9.json", bar)
+        if arguments.lengthen and left(SWEEP_SHARE) > 1:
+            _figure_9(bench, Path(arguments.out) / "figure_9.json", bar)
         bench.close()
         engine.close()
         del bench, engine
@@ -124,3 +131,11 @@ def _empty_cache() -> None:
 
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    try:
+        measure_model(Namespace(**json.loads(sys.argv[1])))
+    except WeftError as error:
+        print(f"weft bench batching: {error}", file=sys.stderr)
+        raise SystemExit(1) from None

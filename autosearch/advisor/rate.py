@@ -20,7 +20,11 @@ class Queue:
     """Poisson arrivals at an engine that runs at most `bound` requests and is as quick as its curve says."""
 
     def __init__(self, curve: Curve, bound: int, objectives: Sequence[Objective]) -> None:
-        points = [p for p in curve.by_batch() if p.bound <= bound and p.itl.mean]
+        points = [
+            p
+            for p in curve.by_batch()
+            if p.bound <= bound and p.itl.mean and all(p.of(o) == p.of(o) for o in objectives)
+        ]
         self._batch = np.array([p.batch for p in points])
         self._token = np.array([p.itl.mean or 0.0 for p in points])
         self._bound, self._objectives = min(bound, max(1, round(float(self._batch[-1])))), objectives

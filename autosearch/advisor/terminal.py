@@ -65,7 +65,9 @@ def rows(advice: Advice) -> list[tuple[str, ...]]:
 
 def _row(advice: Advice, v: Verdict) -> tuple[str, ...]:
     p, best = v.point, advice.solution.best
-    said = [f"{o.measure} late" for o in v.late] + ([] if v.efficient else ["inefficient"])
+    said = [f"{o.measure} {'late' if p.of(o) == p.of(o) else 'not seen'}" for o in v.late] + (
+        [] if v.efficient else ["inefficient"]
+    )
     if best is not None and p.bound == best.point.bound:
         said = ["advised"]
     if v is advice.solution.knee:

@@ -15,7 +15,8 @@ import pytest
 from weft.autosearch.advisor import curve as curves
 from weft.autosearch.advisor.advice import advise, configuration
 from weft.autosearch.advisor.curve import QUANTILES, Curve, Machine, Point, ReplicaPoint, Times
-from weft.autosearch.advisor.paper import objectives, write
+from weft.autosearch.advisor.paper import write
+from weft.autosearch.advisor.paper_table import objectives
 from weft.autosearch.advisor.rate import advised_rate
 from weft.autosearch.advisor.replicas import advise_replicas
 from weft.autosearch.advisor.side_by_side import together
