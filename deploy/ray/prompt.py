@@ -28,7 +28,9 @@ def prompt_text(body: dict[str, Any]) -> bytes:
         value = body.get(name)
         for each in value if isinstance(value, list) else [value]:
             if each is not None:
-                parts.append(orjson.dumps(each)[:-1])  # the closing quote or brace would end a common beginning
+                part = orjson.dumps(each)
+                # A closing quote or brace would end a common beginning; numbers are token ids.
+                parts.append(part[:-1] if part[-1:] in b'"}' else part + b",")
     return b"".join(parts)
 
 

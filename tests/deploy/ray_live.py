@@ -28,8 +28,13 @@ def free_port() -> int:
 @contextmanager
 def own_ray() -> Iterator[str]:
     """The URL of its Serve."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_AUTH_MODE"] = "disabled"
+    os.environ |= {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "disabled",
+        # Ray's own patience is too short where other tests run beside.
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
+    }
     import ray
     from ray import serve
 

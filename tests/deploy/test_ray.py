@@ -99,6 +99,7 @@ def test_prompts_of_any_kind_have_keys() -> None:
     for body in ({"prompt": "a" * 300}, {"prompt": list(range(300))}, {"input": "a" * 300}, {"system": "a" * 300}):
         assert len(prompt_keys("m", body)[0]) >= 1
     assert prompt_keys("m", {}) == ((), 0)
+    assert prompt_keys("m", {"prompt": [1] * 300})[0] != prompt_keys("m", {"prompt": [2] * 300})[0]
 
 
 def test_a_conversation_stays_where_its_beginning_is_unless_that_replica_refused() -> None:

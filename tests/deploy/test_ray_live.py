@@ -84,6 +84,18 @@ async def test_the_api_comes_through_as_it_is(url: str) -> None:
         assert len({line.split('"')[1] for line in lines if "replica=" in line}) == 2
 
 
+async def test_what_begins_alike_goes_where_its_pages_are(url: str) -> None:
+    deploy(replicas=2, options={"max_num_seqs": 16})  # replicas that have seen nothing
+    text = "Tell me about the weaver, the loom and the thread. " * 20
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
+        for i in range(5):
+            answer = await ask(client, f"{text} And {i}?", Stream(), max_tokens=4)
+            assert answer.good
+        lines = (await client.get("/metrics")).text.splitlines()
+    counted = [line for line in lines if line.startswith("weft_prompt_tokens_total{")]
+    assert sorted(float(line.rsplit(" ", 1)[1]) > 0 for line in counted) == [False, True]
+
+
 async def test_a_client_that_leaves_ends_its_request(url: str) -> None:
     deploy(replicas=2)
     before = figure(url, "weft_generation_tokens_total")
