@@ -238,7 +238,7 @@ class EngineConfig(BaseModel):
     wait_for_plan: bool = Field(
         True,
         description="serve once all pipelines of the plan are there; --no-wait-for-plan: as soon as the serial plan "
-        "is, while they are compiled and captured beside it (new, not tried on many GPUs)",
+        "is, while they are compiled and captured beside it (not tried on a GPU yet)",
     )
     cpu_threads: int | None = Field(None, ge=1, description="threads for CPU execution [all cores but one]")
     seed: int = Field(0, ge=0, lt=2**63, description="seed of dummy weights and of requests that bring none")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -104,6 +105,8 @@ def main() -> int:
             compile_in_parts(config, target, cores(), lambda line: print(line, flush=True))
     except WeftError:
         return 1
+    except BrokenPipeError:  # the engine has gone, so nobody waits for the processes that compile
+        os.killpg(0, signal.SIGKILL)
     return 0
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +19,7 @@ import torch
 from weft.engine.config import EngineConfig
 from weft.engine.runner import compile_job
 from weft.engine.runner.compile_job import SERIAL, CompileJob, is_compiled, stamp_file, write_stamp
+from weft.engine.wire.child import has_ended
 
 
 @pytest.fixture
@@ -171,6 +174,38 @@ def test_a_background_compiler_that_hangs_is_given_up(monkeypatch: pytest.Monkey
     monkeypatch.setattr(compile_job, "PATIENCE_SECONDS", 0.2)
     job, _, _ = echoing(waits_for_plan=False, serial=True)
     assert heard(job, 0) == "the process that compiles has ended"
+
+
+COMPILES_FOR_EVER = """
+import os, sys, time
+from weft.engine.runner import compile_kernels
+def compile_in_parts(config, target, jobs, tell):
+    if (pid := os.fork()) == 0:
+        time.sleep(600)
+    while True:
+        tell(f"{pid} 0")
+        time.sleep(0.02)
+compile_kernels.gpu = lambda: "a GPU"
+compile_kernels.compile_in_parts = compile_in_parts
+sys.exit(compile_kernels.main())
+"""
+
+
+def test_compilers_end_with_the_engine_that_asked_for_them() -> None:
+    words = (sys.executable, "-P", "-c", COMPILES_FOR_EVER)
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(EngineConfig(wait_for_plan=False).model_dump_json().encode() + b"\n")
+        process.stdin.flush()
+        compiler = int(process.stdout.readline().split()[0])
+        assert not has_ended(compiler)
+        process.stdout.close()  # as an engine that is killed does
+        assert process.wait(60) == -signal.SIGKILL
+    end = time.monotonic() + 60
+    while not has_ended(compiler):
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_tuned_tiles_bring_another_job(config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
