@@ -65,9 +65,7 @@ def _efficiency(axis: Any, advice: Advice) -> None:
     axis.plot([v.point.batch for v in verdicts], [v.efficiency for v in verdicts], "o-", color=BLUE)
     axis.axhline(advice.epsilon, color=RED, linestyle=":", linewidth=1, label=f"epsilon {advice.epsilon:g}")
     _mark(axis, advice)
-    axis.set(
-        xlabel="requests that ran", title="Throughput of that of requests each as quick as one alone", ylim=(0, None)
-    )
+    axis.set(xlabel="requests that ran", title="Efficiency: T(B) / (B T(1))", ylim=(0, None))
     axis.legend(frameon=False, fontsize=8)
 
 
@@ -101,8 +99,8 @@ def _idle(axis: Any, advice: Advice) -> None:
     points = [v.point for v in advice.solution.verdicts]
     axis.plot([p.batch for p in points], [100 * p.idle_share for p in points], "o-", color=PURPLE)
     _mark(axis, advice)
-    title = "Time in which the device waits for the CPU"
-    axis.set(xlabel="requests that ran", ylabel="%", title=f"{title} (joules: no counter)", ylim=(0, None))
+    title = "The device waits for the CPU"
+    axis.set(xlabel="requests that ran", ylabel="%", title=f"{title} (no counter of joules)", ylim=(0, None))
     axis.legend(frameon=False, fontsize=8)
 
 

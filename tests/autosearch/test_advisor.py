@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from weft.autosearch.advisor import curve as curves
+from weft.autosearch.advisor.activity import activity_of
 from weft.autosearch.advisor.advice import advise, configuration
 from weft.autosearch.advisor.curve import QUANTILES, Curve, Machine, Point, ReplicaPoint, Times
 from weft.autosearch.advisor.paper import write
@@ -196,7 +200,12 @@ def test_no_replicas_on_a_promise() -> None:
 
 def test_replicas_on_a_measured_gain_alone() -> None:
     # At its best bound one engine has 54 % of what it has at the largest.
-    assert replicas(curve(), n2=1.3, n4=2.2) == (4, "4 engines had 2.20 times the throughput of one, measured")
+    cpu = curve(machine=msgspec.structs.replace(MACHINE, device="cpu"))
+    assert replicas(cpu, n2=1.3, n4=2.2) == (4, "4 engines had 2.20 times the throughput of one, measured")
+    # What weft serve refuses is no advice.
+    number, reason = replicas(curve(), n2=1.3, n4=2.2)
+    assert number == 1
+    assert reason.endswith("but weft serve does not run several engines on one GPU yet")
     assert replicas(curve(), n2=0.9)[0] == 1
     number, reason = replicas(curve(), n2=1.2)
     assert number == 1
@@ -210,6 +219,49 @@ def test_replicas_are_held_to_one_engine_measured_beside_them() -> None:
     number, reason = replicas(curve(), n1=1.9, n2=1.9)
     assert number == 1
     assert "1.00 times the throughput of one" in reason
+
+
+class Nvml:
+    """What NVML's Python package offers of GPM, as far as it is called."""
+
+    NVMLError = RuntimeError
+    NVML_GPM_METRICS_GET_VERSION, NVML_GPM_METRIC_SM_UTIL = 1, 2
+    NVML_GPM_METRIC_SM_OCCUPANCY, NVML_GPM_METRIC_DRAM_BW_UTIL = 3, 10
+    percent: ClassVar = {10: 61.0, 2: 80.0, 3: 12.0}
+
+    def __init__(self, supported: bool = True) -> None:
+        self.supported = supported
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        return uuid
+
+    def nvmlGpmQueryDeviceSupport(self, _handle: str) -> SimpleNamespace:
+        return SimpleNamespace(isSupportedDevice=self.supported)
+
+    def nvmlGpmSampleAlloc(self) -> object:
+        return object()
+
+    def nvmlGpmSampleGet(self, _handle: str, _sample: object) -> None: ...
+
+    def c_nvmlGpmMetricsGet_t(self) -> SimpleNamespace:
+        return SimpleNamespace(metrics=[SimpleNamespace(nvmlReturn=0, value=0.0) for _ in range(8)])
+
+    def nvmlGpmMetricsGet(self, asked: SimpleNamespace) -> None:
+        for metric in asked.metrics[: asked.numMetrics]:
+            metric.value = self.percent[metric.metricId]
+
+
+def test_activity_is_what_the_driver_tells_or_the_reason_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert activity_of(torch.device("cpu")) == (None, "a CPU does not show what its memory does")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1"))
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml())
+    activity, why = activity_of(torch.device("cuda"))
+    assert activity is not None
+    assert (activity.end(), why) == ((0.61, 0.8, 0.12), "")
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml(supported=False))
+    assert activity_of(torch.device("cuda"))[1] == "this GPU has no GPM metrics (Hopper and later have)"
 
 
 def test_table_iv_and_the_figures_of_the_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
