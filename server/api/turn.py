@@ -16,7 +16,7 @@ from weft.server.api.choice import Choice, Piece
 from weft.server.api.generate import Generation, Prompt, constrain, output_limit
 from weft.server.api.protocol import ChatBody, ChatMessage
 from weft.server.api.service import Service
-from weft.server.errors import bad_request
+from weft.server.errors import ApiError, bad_request
 from weft.server.text.tokenizer import Tokenizer
 from weft.server.tools.lasting import lasting
 from weft.server.tools.reasoning import ReasoningFormat
@@ -212,7 +212,13 @@ async def begin_turn(body: ChatBody, request: Request, service: Service, *, at_m
     forced = form is not None and body.tool_choice != "auto"
     ids = await prompt_ids(body, tools, service)
     thoughts = thoughts_of(service, ids)
-    grammar = await constrain(_constraint(body, tools, form, thoughts, loaded.tokenizer), request, service)
+    try:
+        grammar = await constrain(_constraint(body, tools, form, thoughts, loaded.tokenizer), request, service)
+    except ApiError as error:
+        # Strict tools alone: clients set that by themselves, and many tools are more than a grammar can be.
+        if error.code != "invalid_grammar" or forced or form is None or body.constraint() is not None:
+            raise
+        grammar = None
     params = body.sampling(
         max_tokens=output_limit(service, body.output_limit, at_most, len(ids), "messages"),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,

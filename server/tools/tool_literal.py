@@ -21,7 +21,7 @@ _ESCAPES |= {"/": "/", "\n": ""}
 _HEX = {"x": 2, "u": 4, "U": 8}
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
-_KEY = re.compile(r"""[^\s,:={}()\[\]"'<>]+""")
+_KEY = re.compile(rf"""[^\s,:={{}}()\[\]"'<>]{{1,{MAX_KEY + 1}}}""")
 _NUMBER = re.compile(r"[+-]?(?:0[xXoObB][0-9a-fA-F_]+|[0-9][0-9_]*)")
 
 

@@ -12,12 +12,12 @@ import orjson
 from weft.engine.wire.grammar_text import literal
 from weft.server.bodies import parse_json
 from weft.server.tools.call_ids import short_id
-from weft.server.tools.stream import SPACE, Reader, Steps
+from weft.server.tools.stream import MAX_NAME, SPACE, Reader, Steps
 from weft.server.tools.tool_format import Marker, Schema, Tools, after_mark, at_start, json_value, through
 from weft.server.tools.tool_literal import Literals
 from weft.server.tools.tool_xml import choices, kinds
 
-_NAME = re.compile(r"[\w.:/-]*")
+_NAME = re.compile(rf"[\w.:/-]{{0,{MAX_NAME + 1}}}")
 _PYTHON = Literals()
 
 

@@ -222,3 +222,24 @@ async def test_what_the_engine_has_no_room_for_may_come_again(server: Server) ->
     response = await server.post("/v1/completions", {"prompt": "hi", "guided_regex": "a", "ignore_eos": True})
     assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_busy")
     assert response.headers["retry-after"]
+
+
+async def test_a_strict_tool_is_enforced_under_auto(hermes: Server) -> None:
+    strict = {"type": "function", "function": {**ADD["function"], "strict": True}}
+    assert (await hermes.chat(tools=[strict, NOW]))["choices"][0]["finish_reason"] == "tool_calls"
+    grammar = hermes.engine.added[-1].params.grammar
+    assert grammar is not None
+    call = '<tool_call>\n{"name": "add", "arguments": %s}\n</tool_call>'
+    assert accepts(grammar, "Only text.")
+    assert accepts(grammar, "So: " + call % '{"a": 1}')
+    assert not accepts(grammar, "So: " + call % '{"a": "one"}')
+
+
+async def test_strict_tools_without_a_possible_grammar_are_taken_unenforced(hermes: Server) -> None:
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
+    strict = {"type": "function", "function": {"name": "add", "parameters": schema, "strict": True}}
+    await hermes.chat(tools=[strict])
+    assert hermes.engine.added[-1].params.grammar is None
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": [strict], "tool_choice": "required"}
+    response = await hermes.post("/v1/chat/completions", body)
+    assert response.status_code == 400
