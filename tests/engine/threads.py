@@ -33,6 +33,10 @@ class Threads:
             self.runners.append(CpuRunner(spec, weights, config, collectives))
         self.num_pages = self.runners[0].num_pages
 
+    @property
+    def preparation(self) -> None:
+        return None
+
     def launch(self, batch: Batch) -> CpuInFlight:
         launched = [runner.launch(batch) for runner in self.runners]
         return launched[0]
