@@ -85,3 +85,18 @@ def test_completions_and_log_probabilities(daemon: Daemon) -> None:
     assert llm.invoke(QUESTION) == "".join(llm.stream(QUESTION))
     answer = chat(daemon, logprobs=True, top_logprobs=2).invoke(QUESTION)
     assert len(answer.response_metadata["logprobs"]["content"]) > 1
+
+
+def test_responses(daemon: Daemon) -> None:
+    def add(a: Literal[1, 2], b: Literal[3, 4]) -> int:
+        """Adds."""
+        return a + b
+
+    model = chat(daemon, use_responses_api=True, max_tokens=100)
+    whole = model.invoke(QUESTION)
+    assert "42" in whole.text
+    assert whole.usage_metadata["input_tokens"] > 0
+    assert "".join(chunk.text for chunk in model.stream(QUESTION)) == whole.text
+    (call, *_) = model.bind_tools([add], tool_choice="required").invoke(QUESTION).tool_calls
+    assert call["name"] == "add"
+    assert isinstance(model.with_structured_output(Pet).invoke(QUESTION), Pet)

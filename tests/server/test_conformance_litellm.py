@@ -82,3 +82,15 @@ def test_text_completions(litellm: Any, common: dict[str, Any]) -> None:
     model = common["model"].replace("openai/", "text-completion-openai/")
     answer = litellm.text_completion(prompt="What is 12 + 30?", **{**common, "model": model})
     assert answer.choices[0].text
+
+
+def test_responses(litellm: Any, common: dict[str, Any]) -> None:
+    common = {**common, "max_output_tokens": common["max_tokens"]}
+    del common["max_tokens"]
+    whole = litellm.responses(input="What is 12 + 30?", **common)
+    assert "42" in whole.output[0].content[0].text
+    kinds = [event.type for event in litellm.responses(input="What is 12 + 30?", stream=True, **common)]
+    assert kinds[-1] == "response.completed"
+    tool = {"type": "function", **TOOL["function"]}
+    (call, *_) = litellm.responses(input="What is 12 + 30?", tools=[tool], tool_choice="required", **common).output
+    assert call.name == "now"
