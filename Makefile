@@ -25,7 +25,7 @@ INSTALL := $(BIN)/python deploy/install
 # Compile what is imported when it is imported: of these packages that is a small part.
 LAZY := --no-compile
 
-.PHONY: help serve test quick brisk architectures nightly supervised mutants chaos lint types format unit busy endurance kernels gpu prometheus chromium envoy ray schemas bench resolve package simulated clean
+.PHONY: help serve test quick brisk architectures nightly supervised mutants chaos lint types format unit busy endurance kernels gpu clients prometheus chromium envoy ray schemas bench resolve package simulated clean
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
@@ -70,6 +70,15 @@ quick: $(VENV)/.test ## lint, types and the fast tests: two minutes on two cores
 brisk: $(VENV)/.test
 	$(BIN)/python -m pytest -q -m "not slow" --ignore-glob='*/test_conformance_*' \
 	  tests/server tests/loadgen tests/autosearch tests/deploy tests/fleet
+
+# They need much more than the tests do, and other versions: they lie beside, and go before.
+build/clients/.done: $(VENV)/.test
+	@$(BIN)/python -m pip install -q --target build/clients \
+	  openai-agents==0.24.0 instructor==1.17.0 "pydantic-ai-slim[openai]==2.38.0"
+	@touch $@
+
+clients: build/clients/.done ## agent frameworks against the daemon: openai-agents, pydantic-ai, instructor
+	PYTHONPATH=build/clients $(BIN)/python -m pytest tests/server/test_conformance_agents.py $(ARGS)
 
 mutants: $(VENV)/.test ## change the code in small ways and see that tests notice (ARGS="engine/memory/pages.py --sample 20")
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/mutate.py $(ARGS)

@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import compile_path
 
 from weft import __version__
 from weft.engine.errors import WeftError
@@ -78,7 +79,19 @@ def create_app(service: Service) -> FastAPI:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    return translate(error).response(request.scope)
+    response = translate(error).response(request.scope)
+    if response.status_code == 405:
+        response.headers["Allow"] = ", ".join(sorted(_methods(request, response.headers.get("Allow", ""))))
+    return response
+
+
+def _methods(request: Request, told: str) -> set[str]:
+    """Of the path. The router has `told` those of one of its routes alone."""
+    methods = {method.strip() for method in told.split(",") if method}
+    for template, given in request.app.openapi()["paths"].items():
+        if compile_path(template)[0].match(request.scope["path"]):
+            methods |= {method.upper() for method in given}
+    return methods
 
 
 @asynccontextmanager

@@ -268,6 +268,11 @@ async def test_how_many_tokens_an_input_has(server: Server) -> None:
     assert counted["input_tokens"] == (await respond(server, **fields))["usage"]["input_tokens"]
 
 
+async def test_a_wrong_method_is_told_the_right_ones(server: Server) -> None:
+    answer = await server.http.put(f"{PATH}/resp_x", json={})
+    assert (answer.status_code, answer.headers["allow"]) == (405, "DELETE, GET")
+
+
 # -- what is stored
 
 

@@ -57,20 +57,22 @@ _CONTENT = {"anyOf": [{"type": "string"}, _TEXT_PARTS]}
 _NAME = {"type": "string", "minLength": 1, "maxLength": 128, "pattern": "^[a-zA-Z0-9_-]+$"}
 
 
-def _item(kind: str, optional: bool = False, **fields: Any) -> dict[str, Any]:
-    """The schema of an item. `optional`: its type may be left out."""
-    required = [*fields] if optional else ["type", *fields]
+def _item(kind: str, *optional: str, **fields: Any) -> dict[str, Any]:
+    """The schema of an item. `optional`: fields, of which its type may be one, that may be left out."""
+    required = [name for name in ("type", *fields) if name not in optional]
     return {"type": "object", "properties": {"type": {"const": kind}, **fields}, "required": required}
 
 
 _ITEM = {
     "anyOf": [
-        _item("message", True, role={"enum": ["user", "assistant", "system", "developer"]}, content=_CONTENT),
+        _item("message", "type", role={"enum": ["user", "assistant", "system", "developer"]}, content=_CONTENT),
         _item("function_call", call_id=_NAME, name=_NAME, arguments={"type": "string"}),
         _item("function_call_output", call_id=_NAME, output=_CONTENT),
         _item("custom_tool_call", call_id=_NAME, name=_NAME, input={"type": "string"}),
         _item("custom_tool_call_output", call_id=_NAME, output=_CONTENT),
-        _item("reasoning", summary={"type": "array", "items": _item("summary_text", text={"type": "string"})}),
+        _item(
+            "reasoning", "summary", summary={"type": "array", "items": _item("summary_text", text={"type": "string"})}
+        ),
     ]
 }
 _CHOICE_SCHEMA = {

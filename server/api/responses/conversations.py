@@ -9,23 +9,27 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 from pydantic import Field
 
-from weft.server.api.responses.body import Input, Metadata
+from weft.server.api.responses.body import Metadata
 from weft.server.api.responses.endpoints import RecordsOf, page
-from weft.server.api.responses.items import MAX_ITEMS, Item, read_input
+from weft.server.api.responses.items import MAX_ITEMS, Item, read_item
 from weft.server.api.responses.records import Records, numbered
 from weft.server.api.routing import JsonRoute
 from weft.server.bodies import Body
 from weft.server.errors import ApiError, bad_request, clip
 
 PATH = "/v1/conversations"
-MAX_ADDED = 1024
+MAX_ADDED = 128
 """items that are added at once"""
 
 router = APIRouter(route_class=JsonRoute)
 
 
+Items = Annotated[list[dict[str, Any]], Field(max_length=MAX_ADDED)]
+"""as those of a response's input"""
+
+
 class ConversationBody(Body):
-    items: Input = Field([])
+    items: Items = Field([])
     metadata: Metadata = Field({})
 
 
@@ -34,7 +38,7 @@ class MetadataBody(Body):
 
 
 class ItemsBody(Body):
-    items: Input
+    items: Items
 
 
 @router.post(PATH, summary="Begin a conversation")
@@ -103,10 +107,8 @@ async def delete_item(id: str, item: str, records: RecordsOf) -> dict[str, Any]:
     return conversation
 
 
-def _read(value: str | list[Any]) -> list[Item]:
-    items = read_input(value)
-    if len(items) > MAX_ADDED:
-        raise bad_request(f"items: at most {MAX_ADDED} can be added at once.", "items")
+def _read(value: list[Any]) -> list[Item]:
+    items = [read_item(item, f"items[{i}]") for i, item in enumerate(value)]
     if any(item["type"] == "item_reference" for item in items):
         raise bad_request("items: a reference cannot be added.", "items")
     return items
