@@ -244,6 +244,7 @@ class Engine:
             page_size=self.config.page_size,
             num_pages=self.runner.num_pages,
             max_num_seqs=resolved.max_num_seqs,
+            seats=self.scheduler.slots.seats,
             max_num_batched_tokens=resolved.max_num_batched_tokens,
             eos_token_ids=self.spec.eos_token_ids,
             load_seconds=self.load_seconds,

@@ -110,9 +110,12 @@ class EngineReady(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     page_size: int
     num_pages: int
     max_num_seqs: int
+    """slots: requests that may ever run at once"""
     max_num_batched_tokens: int
     eos_token_ids: tuple[int, ...]
     load_seconds: float
+    seats: int = 0
+    """requests that may run at once at first"""
     memory: MemoryBudget = MemoryBudget()
     energy_source: str = ""
     """whose counter says what is drawn: nvml, rapl; empty: nobody's"""

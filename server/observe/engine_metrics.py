@@ -103,7 +103,7 @@ class EngineMetrics:
         queue = {reason: stats.queue.get(reason, 0) for reason in _QUEUE}
         yield _gauge("weft_requests_running", "Sequences running", stats.running)
         yield _gauge("weft_requests_waiting", "Sequences waiting", stats.waiting)
-        yield _gauge("weft_max_num_seqs_now", "Sequences that may run at once now", stats.seats)
+        yield _gauge("weft_max_num_seqs_now", "Sequences that may run at once now", self._seats())
         changed = "Changes of that number by --max-num-seqs auto, by reason"
         changes = {reason: stats.seat_changes.get(reason, 0) for reason in SEAT_REASONS}
         yield _family("weft_max_num_seqs_changes_total", "counter", changed, "reason", changes)
@@ -138,6 +138,11 @@ class EngineMetrics:
         yield _counter("vllm:prefix_cache_hits", hits, stats.prefix_hit_tokens)
         yield _counter("vllm:num_preemptions", "weft_preemptions_total", stats.preemptions)
         yield from self._constants()
+
+    def _seats(self) -> int:
+        """An engine that has not said anything yet has as many as it began with."""
+        up = [engine for engine in self.engines if engine.up and engine.ready is not None]
+        return sum(e.stats.scheduler.seats or (e.ready.seats if e.ready is not None else 0) for e in up)
 
     def _energy(self, energy: EnergyStats | None) -> Iterable[str]:
         if energy is None:

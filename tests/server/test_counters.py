@@ -193,3 +193,17 @@ def test_every_total_of_the_engine_goes_on() -> None:
     samples = [sample for family in families if family.type == "counter" for sample in family.samples]
     assert [sample.value for sample in samples if sample.labels.get("plan") != "serial"] == [2] * (len(samples) - 1)
     assert len(samples) > 15
+
+
+def test_the_bound_is_told_before_the_first_request_and_is_nobodys_when_the_engine_is_gone() -> None:
+    metrics = Metrics()
+    engine = metrics.engines[0]
+    told = []
+    engine.loaded("m", msgspec.structs.replace(READY, seats=16))
+    told.append(metrics._of_engines.text([False]))
+    engine.hear(EngineStats(scheduler=SchedulerStats(seats=24)))
+    told.append(metrics._of_engines.text([False]))
+    engine.died()
+    told.append(metrics._of_engines.text([False]))
+    assert [b"weft_max_num_seqs_now 16.0" in told[0], b"weft_max_num_seqs_now 24.0" in told[1]] == [True, True]
+    assert b"weft_max_num_seqs_now 0.0" in told[2]
