@@ -1,0 +1,156 @@
+"""A conversation of an agent in each dialect, twelve turns by day, forty by night: what was computed is found again.
+
+Each turn sends everything again, with a new nonce in its system prompt, as coding agents do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import claude_code
+import httpx
+import pytest
+from live import Daemon, running
+
+pytestmark = pytest.mark.slow
+
+OUTPUT = 64
+"""tokens of an answer at most"""
+RESULT = "It is 20."
+LEAST_HITS = 0.98
+PLACES = ("Paris", "Rome", "Oslo", "Berlin", "Madrid")
+WEATHER: Any = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+ADD: Any = {"type": "object", "properties": {n: {"type": "number"} for n in ("a", "b")}, "required": ["a", "b"]}
+TOOLS = {"get_weather": ("Get the weather for a city.", WEATHER), "add": ("Add two numbers.", ADD)}
+FACTS = " ".join(f"The weather in {place} was {sky}." for place in PLACES for sky in ("sunny", "rainy", "cold"))
+"""with some more of it what a system prompt of a coding agent is in length, for a model of this size"""
+
+
+def question(i: int) -> str:
+    return f"What's the weather in {PLACES[i % 5]}?" if i % 2 else f"What is {i + 10} plus {i + 3}?"
+
+
+class Turn:
+    """What one request told."""
+
+    def __init__(self, prompt: int, cached: int, output: int, called: bool) -> None:
+        self.prompt, self.cached, self.output, self.called = prompt, cached, output, called
+
+
+class Chat:
+    """The history as `/v1/chat/completions` has it."""
+
+    def __init__(self, http: httpx.Client, facts: str) -> None:
+        self._http = http
+        self._facts = facts
+        self._messages: list[dict[str, Any]] = []
+        self._calls: list[str] = []
+
+    def ask(self, i: int) -> Turn:
+        if self._calls:
+            results = ({"role": "tool", "tool_call_id": call, "content": RESULT} for call in self._calls)
+            self._messages += results
+        else:
+            self._messages.append({"role": "user", "content": question(i)})
+        system = "\n".join(block["text"] for block in claude_code.system(f"{i:05x}"))
+        body = {
+            "messages": [{"role": "system", "content": f"{system}\n{self._facts}"}, *self._messages],
+            "tools": [
+                {"type": "function", "function": {"name": name, "description": about, "parameters": schema}}
+                for name, (about, schema) in TOOLS.items()
+            ],
+            "prompt_cache_key": "session",
+            "temperature": 0,
+            "max_tokens": OUTPUT,
+        }
+        answer = self._http.post("/v1/chat/completions", json=body).raise_for_status().json()
+        message, usage = answer["choices"][0]["message"], answer["usage"]
+        self._messages.append({key: value for key, value in message.items() if value is not None})
+        self._calls = [call["id"] for call in message.get("tool_calls") or ()]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return Turn(usage["prompt_tokens"], cached, usage["completion_tokens"], bool(self._calls))
+
+
+class Messages:
+    """The history as `/v1/messages` has it, and Claude Code sends it."""
+
+    def __init__(self, http: httpx.Client, facts: str) -> None:
+        self._http = http
+        self._facts = facts
+        self._messages: list[dict[str, Any]] = []
+        self._calls: list[str] = []
+
+    def ask(self, i: int) -> Turn:
+        results = [{"type": "tool_result", "tool_use_id": call, "content": RESULT} for call in self._calls]
+        self._messages.append({"role": "user", "content": results or question(i)})
+        body = claude_code.request(self._messages, f"{i:05x}", temperature=0, max_tokens=OUTPUT, stream=False)
+        body["system"].append({"type": "text", "text": self._facts})
+        body["tools"] = [
+            {"name": name, "description": about, "input_schema": schema} for name, (about, schema) in TOOLS.items()
+        ]
+        answer = self._http.post("/v1/messages", json=body).raise_for_status().json()
+        usage = answer["usage"]
+        self._messages.append({"role": "assistant", "content": answer["content"]})
+        self._calls = [block["id"] for block in answer["content"] if block["type"] == "tool_use"]
+        cached = usage["cache_read_input_tokens"]
+        return Turn(usage["input_tokens"] + cached, cached, usage["output_tokens"], bool(self._calls))
+
+
+class Responses:
+    """The history as `/v1/responses` has it, sent whole as Codex does."""
+
+    def __init__(self, http: httpx.Client, facts: str) -> None:
+        self._http = http
+        self._facts = facts
+        self._items: list[dict[str, Any]] = []
+        self._calls: list[str] = []
+
+    def ask(self, i: int) -> Turn:
+        if self._calls:
+            results = [{"type": "function_call_output", "call_id": call, "output": RESULT} for call in self._calls]
+            self._items += results
+        else:
+            self._items.append({"role": "user", "content": question(i)})
+        body = {
+            "instructions": "\n".join(block["text"] for block in claude_code.system(f"{i:05x}")) + f"\n{self._facts}",
+            "input": self._items,
+            "tools": [
+                {"type": "function", "name": name, "description": about, "parameters": schema, "strict": False}
+                for name, (about, schema) in TOOLS.items()
+            ],
+            "prompt_cache_key": "session",
+            "store": False,
+            "temperature": 0,
+            "max_output_tokens": OUTPUT,
+        }
+        answer = self._http.post("/v1/responses", json=body).raise_for_status().json()
+        usage = answer["usage"]
+        self._items += answer["output"]
+        self._calls = [item["call_id"] for item in answer["output"] if item["type"] == "function_call"]
+        cached = usage["input_tokens_details"]["cached_tokens"]
+        return Turn(usage["input_tokens"], cached, usage["output_tokens"], bool(self._calls))
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    with running(tmp_path_factory.mktemp("daemon"), "--page-size", "8") as daemon:
+        yield daemon
+
+
+@pytest.mark.parametrize("dialect", [Chat, Messages, Responses])
+@pytest.mark.parametrize(("count", "length"), [(12, 5), pytest.param(40, 1, marks=pytest.mark.nightly)])
+def test_what_was_seen_before_is_found_again(
+    daemon: Daemon, dialect: type[Chat | Messages | Responses], count: int, length: int
+) -> None:
+    with httpx.Client(base_url=daemon.url, timeout=60) as http:
+        agent = dialect(http, " ".join([dialect.__name__, *length * [FACTS]]))  # each begins a conversation of its own
+        turns = [agent.ask(i) for i in range(count)]
+    seen = [before.prompt + before.output for before in turns[:-1]]
+    found = [turn.cached for turn in turns[1:]]
+    told = json.dumps([vars(turn) for turn in turns])
+    assert sum(found) >= LEAST_HITS * sum(seen), told
+    assert all(turn.prompt > before.prompt for before, turn in pairwise(turns)), told
+    assert sum(turn.called for turn in turns) >= count / 4, told
