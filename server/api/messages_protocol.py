@@ -283,7 +283,7 @@ class CountTokensBody(Body):
             fields["reasoning_effort"] = self.output_config.effort
         if self.thinking is not None:
             on = self.thinking.type != "disabled"
-            fields["chat_template_kwargs"] = {"enable_thinking": on}
+            fields["enable_thinking"] = on
             if on and self.thinking.budget_tokens is not None:
                 fields["max_thinking_tokens"] = self.thinking.budget_tokens
         return fields

@@ -319,6 +319,26 @@ async def test_tools_are_rendered_in_the_order_given(hermes: Server) -> None:
     assert prompts[2].index('"now"') < prompts[2].index('"add"')
 
 
+async def test_thinking_is_a_block_and_given_back_to_the_template() -> None:
+    async with serving(reasoning_parser="qwen3", tool_call_parser="hermes") as server:
+        for burst in (1, 3, 1000):
+            server.engine.script = Script(f"<think>\nI look.\n</think>\n\n{CALLS}", burst=burst)
+            answer = await both(server, tools=[ADD, NOW], thinking={"type": "enabled", "budget_tokens": 50})
+            thinking, text, *calls = answer["content"]
+            assert (thinking["type"], thinking["thinking"].strip()) == ("thinking", "I look.")
+            assert thinking["signature"]
+            assert (text["type"], text["text"].strip()) == ("text", "Let me see.")
+            assert [call["name"] for call in calls] == ["add", "now"]
+        body = CountTokensBody.model_validate({"messages": HI, "thinking": {"type": "enabled", "budget_tokens": 50}})
+        assert {"enable_thinking": True, "max_thinking_tokens": 50}.items() <= body.as_chat().items()
+        body = CountTokensBody.model_validate({"messages": HI, "thinking": {"type": "disabled"}})
+        assert body.as_chat()["enable_thinking"] is False
+        assert "enable_thinking" not in CountTokensBody.model_validate({"messages": HI}).as_chat()
+        server.engine.script = Script("<think>\nI look.\n</think>\n\nSo.")
+        asked = await both(server)
+        assert [block["type"] for block in asked["content"]] == ["thinking", "text"]
+
+
 async def test_output_schemas(server: Server) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
     for fields in (
