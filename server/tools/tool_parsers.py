@@ -30,7 +30,7 @@ def detect(tokenizer: Tokenizer) -> ToolParserName:
     template = tokenizer.chat_template or ""
     if not knows_tools(tokenizer):
         return "auto"
-    return next((name for mark, name in TOOL_MARKS if mark in template), "auto")
+    return next((name for marks, name in TOOL_MARKS if all(mark in template for mark in marks)), "auto")
 
 
 def tool_format(name: ToolParserName, tokenizer: Tokenizer) -> ToolFormat | None:

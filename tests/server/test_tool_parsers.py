@@ -170,8 +170,16 @@ TEMPLATES = [
     (TOOLS_LOOP + "<tool_call>\n<function=f>\n<parameter=a>", "qwen3_coder", None),
     (TOOLS_LOOP + "<tool_call>f\n<arg_key>a</arg_key><think></think>", "glm45", "qwen3"),
     (TOOLS_LOOP + "<|tool_calls_section_begin|><think></think>", "kimi_k2", "kimi_k2"),
-    (TOOLS_LOOP + "<｜Assistant｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f", "deepseek_v3", "deepseek_v3"),
-    (TOOLS_LOOP + "<｜Assistant｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>", "deepseek_v31", "deepseek_v3"),
+    (
+        TOOLS_LOOP + "<｜Assistant｜><｜tool▁call▁begin｜>{{ t.type + '<｜tool▁sep｜>' + t.name + '\n```json' }}",
+        "deepseek_v3",
+        "deepseek_v3",
+    ),
+    (
+        TOOLS_LOOP + "<｜Assistant｜><｜tool▁call▁begin｜>{{ t.name + '<｜tool▁sep｜>' + t.a }}",
+        "deepseek_v31",
+        "deepseek_v3",
+    ),
     (TOOLS_LOOP + '<｜DSML｜invoke name="f">', "deepseek_v32", None),
     (TOOLS_LOOP + "<minimax:tool_call>", "minimax_m2", None),
     (TOOLS_LOOP + "<|start|>assistant<|channel|>commentary to=functions.f", "openai", "openai_gptoss"),
