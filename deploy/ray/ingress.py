@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
+from contextlib import aclosing
 from typing import Any, NamedTuple
 
 import orjson
@@ -21,8 +22,12 @@ from weft.server.bodies import parse_json
 from weft.server.errors import ApiError, unavailable
 from weft.server.observe.exposition import CONTENT_TYPE
 
-TRIES = 3
-"""replicas that a request may be sent to"""
+TRIES = 5
+"""so often a request may be sent to a replica"""
+PASSING = frozenset({"loading", "engine_dead", "draining"})
+"""codes of a 503 that is over soon, whatever the load"""
+PAUSE_SECONDS = 2.0
+"""before a replica with such a 503 is asked again, where no other one is better"""
 WHOLE = 32 << 20
 """bytes of an answer that is no stream up to which it is sent only when it is there"""
 PROBE_SECONDS = 5.0
@@ -47,7 +52,7 @@ class Begun(NamedTuple):
 
     head: Head
     first: bytes
-    rest: AsyncIterator[bytes] | None
+    rest: AsyncGenerator[bytes, None] | None
     """None: `first` is all of it"""
 
 
@@ -144,21 +149,21 @@ class Ingress:
         if begun.rest is None:
             await self._send_whole(head, begun.first, question, send)
             return
-        await send({"type": "http.response.start", "status": head.status, "headers": _kept(head)})
-        if not head.is_stream:
-            await send({"type": "http.response.body", "body": begun.first, "more_body": True})
-            async for chunk in begun.rest:  # `Broken` ends the connection, which shows a body that is not whole
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
-            return
-        held = b""
-        try:
-            held = await self._events(begun.first, send)
-            async for chunk in begun.rest:
-                held = await self._events(held + chunk, send)
-        except Broken:
-            held = _lost(question.target)
-        await send({"type": "http.response.body", "body": held})
+        async with aclosing(begun.rest) as rest:
+            await send({"type": "http.response.start", "status": head.status, "headers": _kept(head)})
+            if not head.is_stream:
+                await send({"type": "http.response.body", "body": begun.first, "more_body": True})
+                async for chunk in rest:  # `Broken` ends the connection, which shows a body that is not whole
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+                return
+            try:
+                held = await self._events(begun.first, send)
+                async for chunk in rest:
+                    held = await self._events(held + chunk, send)
+            except Broken:
+                held = _lost(question.target)
+            await send({"type": "http.response.body", "body": held})
 
     @staticmethod
     async def _events(data: bytes, send: Send) -> bytes:
@@ -179,9 +184,13 @@ class Ingress:
             kept = False
             try:
                 head, first, whole = await _first(reply)
-                if head.status == 503 and again and attempt < TRIES and head.replica not in avoid:
-                    avoid += (head.replica,)
-                    continue
+                if head.status == 503 and again and attempt < TRIES:
+                    if head.replica not in avoid:
+                        avoid += (head.replica,)
+                        continue
+                    if _code(first) in PASSING:
+                        await asyncio.sleep(PAUSE_SECONDS)
+                        continue
                 kept = True
                 return Begun(head, first, None if whole else _rest(reply))
             except BackPressureError:
@@ -241,7 +250,7 @@ async def _first(reply: Any) -> tuple[Head, bytes, bool]:
     return head, first, True
 
 
-async def _rest(reply: Any) -> AsyncIterator[bytes]:
+async def _rest(reply: Any) -> AsyncGenerator[bytes, None]:
     """Raises `Broken`. Left early, it has the replica abort."""
     ended = False
     try:
@@ -260,6 +269,14 @@ async def _rest(reply: Any) -> AsyncIterator[bytes]:
 
 def _kept(head: Head) -> Headers:
     return [(name, value) for name, value in head.headers if name not in OF_THE_PROXY]
+
+
+def _code(body: bytes) -> str:
+    """Of the error that a body is."""
+    try:
+        return str(orjson.loads(body)["error"]["code"])
+    except (ValueError, TypeError, LookupError):
+        return ""
 
 
 def brief(error: Exception) -> str:
