@@ -37,12 +37,31 @@ def print_points(points: Sequence[Point], settings: Settings) -> None:
                 console.print(f"{asked}{at}: missed, with up to {most} engines")
             else:
                 console.print(f"{asked}{at}: {_words(chosen)}")
+    if (short := too_short(points)) is not None:
+        console.print(short, soft_wrap=True)
     if profile.error is not None:
         e = profile.error
         console.print(
             f"the profile's fit is off by {e.median:.1%} in the median, {e.p90:.1%} at the 90th percentile of "
             f"{e.iterations} iterations"
         )
+
+
+LONG_ENOUGH = 10
+"""times the mean latency: arrivals for less do not show where a queue grows"""
+
+
+def too_short(points: Sequence[Point]) -> str | None:
+    """What to say of arrivals that end before a load is steady."""
+    for point in points:
+        records = point.result.everything.records
+        arrivals, mean = max(record.due for record in records), point.result.distributions["e2e"].mean
+        if len(records) > 1 and arrivals < LONG_ENOUGH * mean:
+            return (
+                f"arrivals for {arrivals:.0f} s are short beside answers of {mean:.1f} s: a fleet may seem to keep "
+                "up that does not, and goodput counts the time until the last answer; take a longer --duration"
+            )
+    return None
 
 
 def _words(point: Point) -> str:

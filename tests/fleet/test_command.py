@@ -96,3 +96,10 @@ def test_bad_input_is_one_line(flags: tuple[str, ...], why: str, capsys: pytest.
     assert said.startswith("weft fleet: ")
     assert why in said
     assert "\n" not in said
+
+
+def test_arrivals_that_end_before_the_load_is_steady_are_told(made: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["fleet", "--profile", made, "--rate", "3", "--duration", "1s", "--output", "60", "--quiet"])
+    assert "take a longer --duration" in capsys.readouterr().out
+    main(["fleet", "--profile", made, "--rate", "3", "--duration", "20s", "--output", "5", "--quiet"])
+    assert "take a longer --duration" not in capsys.readouterr().out
