@@ -59,13 +59,18 @@ def test_tokens_equal_transformers(tiny_model, family: str, chunk: int) -> None:
 
 
 @cache
-def _demo_workload() -> tuple[list[np.ndarray], list[list[int]]]:
-    """Real questions of mixed lengths, with the answers of `transformers`."""
+def _demo_prompts() -> list[np.ndarray]:
+    """Real questions of mixed lengths."""
     tokenizer = Tokenizer.from_file(str(MODEL_PATH / "tokenizer.json"))
     examples = [e for skill in ("add", "sort", "copy", "memory", "echo", "story") for e in held_out(skill, 6, 2)]
     examples += held_out("recall", 4, 2, context_tokens=300)
-    prompts = [np.array(prompt_ids(tokenizer, e)) for e in examples]
-    model = _transformers(MODEL_PATH)
+    return [np.array(prompt_ids(tokenizer, e)) for e in examples]
+
+
+@cache
+def _demo_workload() -> tuple[list[np.ndarray], list[list[int]]]:
+    """With the answers of `transformers`."""
+    prompts, model = _demo_prompts(), _transformers(MODEL_PATH)
     return prompts, [reference_tokens(model, p, MAX_TOKENS) for p in prompts]
 
 
@@ -74,8 +79,9 @@ def _of_families_and_chunks() -> list[Any]:
     cases = []
     for family in (*LLAMA_LIKE, "demo"):
         one = pytest.mark.slow if family in ("mistral", "yi") else pytest.mark.nightly
-        for chunk, marks in ((1, one), (7, pytest.mark.nightly if family == "demo" else pytest.mark.slow), (64, ())):
-            cases.append(pytest.param(family, chunk, marks=marks, id=f"{family}-{chunk}"))
+        for chunk, marks in ((1, one), (7, pytest.mark.slow), (64, ())):
+            night = pytest.mark.nightly if family == "demo" else marks  # minutes of CPU time
+            cases.append(pytest.param(family, chunk, marks=night, id=f"{family}-{chunk}"))
     return cases
 
 
@@ -108,6 +114,16 @@ def test_tokens_survive_preemption_prefix_reuse_and_aborts(tiny_model, family: s
     assert harness.engine.scheduler.stats().prefix_hit_tokens > 0
     if chunk == 64:  # smaller chunks let each request end before many have begun
         assert harness.engine.scheduler.preemptions > 0
+
+
+def test_the_demo_models_tokens_are_those_of_transformers() -> None:
+    """By night forty of them, with little memory."""
+    prompts = _demo_prompts()[::6]
+    harness = Harness(MODEL_PATH, max_num_batched_tokens=64, page_size=4, num_pages=300)
+    handles = [harness.add(prompt, max_tokens=8, **GREEDY) for prompt in prompts]
+    harness.run()
+    model = _transformers(MODEL_PATH)
+    assert [harness.tokens[handle] for handle in handles] == [reference_tokens(model, p, 8) for p in prompts]
 
 
 def test_second_turn_reuses_the_pages_of_the_first(tiny_model) -> None:

@@ -36,7 +36,7 @@ SEATS, QUEUE = 4, 8
 TOKENS = 16
 VANISHING = 2000
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300 + OVERLOAD_SECONDS)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600 + OVERLOAD_SECONDS)]
 
 
 @dataclass
