@@ -37,7 +37,7 @@ def statuses(report: Path) -> Counter[tuple[str, int]]:
 
 
 NEVER = "^/admin/profile$|/input_tokens$|/count_tokens$"
-"""paths: the first takes as long as it is told to, the others the bodies of answers"""
+"""paths: the first takes as long as it is told to, the others take the bodies of others"""
 SAME_BODIES = "^/invocations$|/render$"
 """paths whose bodies are those of chat and completions, with the same rules"""
 
