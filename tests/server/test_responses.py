@@ -126,6 +126,26 @@ async def test_calls_are_items_of_their_own() -> None:
             assert [e["item"] for e in events if e["type"].endswith("item.done")][i] == item
 
 
+async def test_thinking_is_an_item_and_goes_back_to_the_template() -> None:
+    async with serving(reasoning_parser="qwen3", tool_call_parser="hermes") as server:
+        hf = server.engine.tokenizer._hf
+        hf.chat_template = hf.chat_template.replace("message.content }}", "(message.reasoning_content or '') + ':' }}")
+        server.engine.script = Script("<think>\nHm, so.\n</think>\n\nhello")
+        asked = {"include": ["reasoning.encrypted_content", "message.output_text.logprobs"], "store": False}
+        events = await stream(server, **asked)
+        whole = await respond(server, **asked)
+        assert without_ids(events[-1]["response"]) == without_ids(whole)
+        thought, message = whole["output"]
+        assert thought["content"] == [{"type": "reasoning_text", "text": "Hm, so."}]
+        assert message["content"][0]["text"] == "hello"
+        spoken = [entry["token"] for entry in events[-1]["response"]["output"][1]["content"][0]["logprobs"]]
+        assert "".join(spoken).strip().removesuffix("<|eos|>") == "hello"
+        assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+        del thought["content"]  # as clients keep it
+        await respond(server, ["hi", thought, message, "more"])
+        assert "<|assistant|>Hm, so.:" in sent(server)
+
+
 async def test_what_is_sent_the_short_way_is_what_is_sent_the_long_way(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import orjson
@@ -47,7 +47,8 @@ class ResponseDialect:
 
     async def body(self, wholes: Sequence[Piece]) -> bytes:
         (choice,) = self._turn.generation.choices
-        self._feed(choice, wholes[0])
+        for piece in _by_token(wholes[0]) if wholes[0].logprobs else wholes:
+            self._feed(choice, piece)
         return orjson.dumps(await self._finished())
 
     def of(self, choice: Choice, piece: Piece) -> bytes:
@@ -110,18 +111,14 @@ class ResponseDialect:
             "completed_at": None if cut else int(time.time()),
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": self._output.items,
-            "usage": await self._usage(),
+            "usage": self._usage(),
         }
         await self._keep(self.response)
         return self.response
 
-    async def _usage(self) -> dict[str, Any]:
-        usage, reasoning = self._turn.generation.usage(), self._output.reasoning
-        thought = 0
-        if reasoning:
-            service, encode = self._turn.generation.service, self._turn.tokenizer.encode
-            ids = await service.offload(lambda: encode(reasoning, add_special_tokens=False))
-            thought = min(len(ids), usage["completion_tokens"])
+    def _usage(self) -> dict[str, Any]:
+        usage = self._turn.generation.usage()
+        thought = usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {
@@ -132,6 +129,17 @@ class ResponseDialect:
             "output_tokens_details": {"reasoning_tokens": thought},
             "total_tokens": usage["total_tokens"],
         }
+
+
+def _by_token(whole: Piece) -> Iterator[Piece]:
+    """The piece of each token: log-probabilities stand with the text of their own."""
+    cuts = [*whole.offsets[1:], len(whole.text)]
+    last = len(cuts) - 1
+    for i, (begin, end) in enumerate(zip(whole.offsets, cuts, strict=True)):
+        piece = Piece(whole.text[begin:end], [whole.token_ids[i]], whole.logprobs[i : i + 1], [begin])
+        if i == last:
+            piece.finish_reason, piece.stop_reason = whole.finish_reason, whole.stop_reason
+        yield piece
 
 
 def blank(turn: Turn, body: ResponseBody, hex_id: str) -> dict[str, Any]:

@@ -35,8 +35,6 @@ class Output:
         between calls is no message.
         """
         self.items: list[Item] = []
-        self.reasoning = ""
-        """all of it"""
         self.sequence = 0
         """number of the next event"""
         self._hex_id = hex_id
@@ -69,12 +67,11 @@ class Output:
     def feed(self, parts: Parts, logprobs: Sequence[dict[str, Any]] = ()) -> bytes:
         """`logprobs`: of the tokens that brought these parts, as chat has them."""
         out = b""
-        if logprobs and not parts.text:
+        if logprobs and not parts.text and not parts.reasoning:
             self._unsaid += logprobs
         if parts.reasoning:
             if self._open != "reasoning":
                 out += self.close() + self._begin_reasoning()
-            self.reasoning += parts.reasoning
             out += self._grow(parts.reasoning)
         if parts.text:
             out += self._feed_text(parts.text, logprobs)
@@ -154,6 +151,8 @@ class Output:
             self._unsaid = []
             self._logprobs += logprobs
             return self._grow(text, b',"logprobs":' + (_encode(_brief(logprobs)) if logprobs else b"[]"))
+        if self._open == "reasoning":
+            self._unsaid = []  # of what marks its end
         text, self._space = self._space + text, ""
         if self._may_call and text.isspace():
             self._space = text
