@@ -97,7 +97,7 @@ def test_a_profile_that_is_not_there_names_those_that_are() -> None:
 def test_an_engine_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = EngineConfig(model="demo", device="cpu", cpu_threads=1, max_num_seqs=4, num_pages=100,
                           max_num_batched_tokens=64, max_model_len=256)  # fmt: skip
-    arguments = argparse.Namespace(out=tmp_path / "p.json", seconds=6.0, processor_time=True, server=None)
+    arguments = argparse.Namespace(out=tmp_path / "p.json", seconds=3.0, processor_time=True, server=None)
     assert record.run(config, arguments) == 0
     made = load_profile(str(tmp_path / "p.json"))
     assert (made.threads, made.limits.max_num_seqs, made.limits.num_pages) == (1, 4, 100)
