@@ -97,7 +97,7 @@ lint: $(VENV)/.test ## ruff and mypy
 
 types: $(VENV)/.test
 	@mkdir -p build/types && ln -sfn ../.. build/types/weft
-	$(BIN)/mypy -p weft.kernels -p weft.engine -p weft.autosearch -p weft.loadgen -p weft.server -p weft.fleet -p weft.deploy.ray
+	$(BIN)/mypy -p weft.kernels -p weft.engine -p weft.autosearch -p weft.loadgen -p weft.server -p weft.deploy.fleet -p weft.deploy.ray
 	$(BIN)/mypy --explicit-package-bases deploy/install
 
 format: $(VENV)/.test ## reformat the code

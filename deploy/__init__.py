@@ -1,1 +1,1 @@
-"""What stands around daemons. `ray/` alone is a package; the rest are files for other programs."""
+"""What stands around daemons. `fleet/` and `ray/` are packages; the rest are files for other programs."""

@@ -30,7 +30,7 @@ DOCUMENTS = sorted(
     ]
 )
 FOLDERS = (
-    "autosearch", "deploy", "docs", "engine", "examples", "fleet", "kernels", "loadgen", "server", "tests", ".github",
+    "autosearch", "deploy", "docs", "engine", "examples", "kernels", "loadgen", "server", "tests", ".github",
 )  # fmt: skip
 ENDINGS = "py|md|json|toml|yml|yaml|txt|svg|png|gz|js|css|html|sh"
 NOT_OURS = {"model.safetensors", "config.json", "generation_config.json"}

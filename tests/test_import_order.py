@@ -22,8 +22,7 @@ FOLDERS: dict[str, set[str]] = {
     "autosearch": {"engine", "kernels"},
     "loadgen": set(),
     "server": {"engine", "autosearch", "loadgen"},
-    "deploy": {"engine", "server"},
-    "fleet": {"engine", "autosearch", "loadgen", "server"},
+    "deploy": {"engine", "autosearch", "loadgen", "server"},
 }
 """what each folder may import beside itself"""
 

@@ -146,8 +146,8 @@ COMMANDS = (
     Command(
         "fleet",
         "simulate engines under a load: how many it needs, in which configuration, at what latency and energy",
-        "weft.fleet.command:run",
-        "weft.fleet.options:add_fleet_flags",
+        "weft.deploy.fleet.command:run",
+        "weft.deploy.fleet.options:add_fleet_flags",
     ),
     Command(
         "bench offline",
@@ -178,8 +178,8 @@ COMMANDS = (
     Command(
         "bench iterations",
         "record how long an engine's iterations take, for weft fleet",
-        "weft.fleet.record:run",
-        "weft.fleet.options:add_iterations_flags",
+        "weft.deploy.fleet.record:run",
+        "weft.deploy.fleet.options:add_iterations_flags",
         EngineConfig,
     ),
     Command(

@@ -27,7 +27,7 @@ sys.path.insert(0, str(HERE.parent / "server"))
 
 from live import Daemon, running  # noqa: E402
 
-from weft.fleet.profile import IterationProfile, Limits  # noqa: E402
+from weft.deploy.fleet.profile import IterationProfile, Limits  # noqa: E402
 
 ENGINES = 3
 BOUND = 0.10
@@ -107,8 +107,8 @@ def show(title: str, figures: Sequence[Figure]) -> None:
 
 def around(daemon: Daemon, profile: Path) -> None:
     """Put what stands around the engine into the profile."""
-    from weft.fleet.around import measure
-    from weft.fleet.profile import load_profile
+    from weft.deploy.fleet.around import measure
+    from weft.deploy.fleet.profile import load_profile
 
     known = load_profile(str(profile))
     request_ms, answer_ms = measure(daemon.url, known)

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from weft.fleet.engine import EngineOptions
-from weft.fleet.front import FrontOptions
-from weft.fleet.profile import Energy, IterationProfile, Limits
-from weft.fleet.simulation import Failure, Fleet, Result, simulate
+from weft.deploy.fleet.engine import EngineOptions
+from weft.deploy.fleet.front import FrontOptions
+from weft.deploy.fleet.profile import Energy, IterationProfile, Limits
+from weft.deploy.fleet.simulation import Failure, Fleet, Result, simulate
 from weft.loadgen import slo
 from weft.loadgen.lengths import Lengths
 from weft.loadgen.prompts import PromptMaker

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weft.fleet.engine import EngineOptions
-from weft.fleet.front import FrontOptions
-from weft.fleet.profile import load_profile
-from weft.fleet.simulation import Fleet, Result, simulate
+from weft.deploy.fleet.engine import EngineOptions
+from weft.deploy.fleet.front import FrontOptions
+from weft.deploy.fleet.profile import load_profile
+from weft.deploy.fleet.simulation import Fleet, Result, simulate
 from weft.loadgen.lengths import PRESETS, Lengths
 from weft.loadgen.prompts import PromptMaker
 from weft.loadgen.workload import ArrivalOptions, ContentOptions, build

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fleets import profile
 
-from weft.fleet.search import fewest
+from weft.deploy.fleet.search import fewest
 from weft.server.daemon.cli import main
 
 LOAD = ("--input", "30", "--output", "8", "--duration", "2s", "--quiet")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from h200_figures import conversations, offline, one_request
 
-from weft.fleet.h200 import derived
-from weft.fleet.profile import load_profile
+from weft.deploy.fleet.h200 import derived
+from weft.deploy.fleet.profile import load_profile
 
 
 def test_the_shipped_profile_is_what_its_sources_give() -> None:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from fleets import ENGINE, at, drawn, profile, run
 
-from weft.fleet.clock import Clock, Processor
-from weft.fleet.engine import Asked, EngineOptions, SimulatedEngine
-from weft.fleet.profile import Features, load_profile
-from weft.fleet.simulation import Failure
+from weft.deploy.fleet.clock import Clock, Processor
+from weft.deploy.fleet.engine import Asked, EngineOptions, SimulatedEngine
+from weft.deploy.fleet.profile import Features, load_profile
+from weft.deploy.fleet.simulation import Failure
 from weft.loadgen.lengths import Lengths
 from weft.loadgen.record import Outcome
 

@@ -31,8 +31,8 @@ class _Paced:
 def pace(module):
     import numpy as np
 
+    from weft.deploy.fleet.profile import Features, load_profile
     from weft.engine.runner.batch import StepResult
-    from weft.fleet.profile import Features, load_profile
 
     profile = load_profile(os.environ["WEFT_TEST_PACE"])
 

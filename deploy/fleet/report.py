@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from weft.fleet.search import Point, best
-from weft.fleet.settings import Settings
+from weft.deploy.fleet.search import Point, best
+from weft.deploy.fleet.settings import Settings
 
 
 def print_points(points: Sequence[Point], settings: Settings) -> None:

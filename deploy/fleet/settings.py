@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
-from weft.fleet.engine import EngineOptions
-from weft.fleet.front import FrontOptions
-from weft.fleet.profile import IterationProfile, load_profile
-from weft.fleet.simulation import Failure, Fleet
+from weft.deploy.fleet.engine import EngineOptions
+from weft.deploy.fleet.front import FrontOptions
+from weft.deploy.fleet.profile import IterationProfile, load_profile
+from weft.deploy.fleet.simulation import Failure, Fleet
 from weft.loadgen import slo
 from weft.loadgen.errors import LoadError
 from weft.loadgen.prompts import PromptMaker

@@ -16,6 +16,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
+from weft.deploy.fleet.profile import Energy, Features, IterationProfile, Limits, fit, knots_for, nonnegative
 from weft.engine.bench.offline import machine
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
@@ -25,7 +26,6 @@ from weft.engine.runner.batch import Batch, StepResult
 from weft.engine.runner.energy_meter import EnergyMeter, energy_counter
 from weft.engine.wire.messages import AddRequest
 from weft.engine.wire.sampling import SamplingParams
-from weft.fleet.profile import Energy, Features, IterationProfile, Limits, fit, knots_for, nonnegative
 
 REST_SECONDS = 3.0
 """for the power at rest, where there is a counter"""
@@ -162,7 +162,7 @@ def run(config: EngineConfig, arguments: argparse.Namespace) -> int:
         profile = _with_energy(profile, recorder.rows, readings, rest_watts)
         counter.close()
     if arguments.server is not None:
-        from weft.fleet.around import measure
+        from weft.deploy.fleet.around import measure
 
         request_ms, answer_ms = measure(arguments.server, profile)
         profile = _replace(profile, request_ms=request_ms, answer_ms=answer_ms)

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from weft.deploy.fleet.clock import Clock, Processor
+from weft.deploy.fleet.engine import Asked, EngineOptions, Heard, SimulatedEngine
+from weft.deploy.fleet.profile import IterationProfile
 from weft.engine.errors import EngineDead
 from weft.engine.wire.messages import EngineStats, Finish
-from weft.fleet.clock import Clock, Processor
-from weft.fleet.engine import Asked, EngineOptions, Heard, SimulatedEngine
-from weft.fleet.profile import IterationProfile
 from weft.loadgen.record import Outcome, Record
 from weft.server.api.admission import Admission
 from weft.server.api.generate import RETRIES

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from weft.deploy.fleet.clock import Clock, Processor
+from weft.deploy.fleet.profile import Features, IterationProfile
 from weft.engine.errors import RequestError
 from weft.engine.memory.page_news import PageLedger
 from weft.engine.memory.pages import PagePool
@@ -24,8 +26,6 @@ from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.slots import SlotTable
 from weft.engine.wire.messages import EngineReady, EngineStats, Finish, SchedulerStats
 from weft.engine.wire.sampling import SamplingParams
-from weft.fleet.clock import Clock, Processor
-from weft.fleet.profile import Features, IterationProfile
 
 MODEL_ID = "simulated"
 ANSWER, END = 1, 2

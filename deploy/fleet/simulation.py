@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from weft.fleet.clock import Clock, Processor
-from weft.fleet.engine import EngineOptions
-from weft.fleet.front import Front, FrontOptions
-from weft.fleet.profile import IterationProfile
-from weft.fleet.traffic import Traffic
+from weft.deploy.fleet.clock import Clock, Processor
+from weft.deploy.fleet.engine import EngineOptions
+from weft.deploy.fleet.front import Front, FrontOptions
+from weft.deploy.fleet.profile import IterationProfile
+from weft.deploy.fleet.traffic import Traffic
 from weft.loadgen.measures import Measures
 from weft.loadgen.slo import Attainment, Objective, judge
 from weft.loadgen.statistics import Distribution

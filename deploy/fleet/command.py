@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from weft import install_hint
-from weft.fleet import report, settings
-from weft.fleet.engine import EngineOptions
-from weft.fleet.search import Point, best, explore
-from weft.fleet.settings import Settings
+from weft.deploy.fleet import report, settings
+from weft.deploy.fleet.engine import EngineOptions
+from weft.deploy.fleet.search import Point, best, explore
+from weft.deploy.fleet.settings import Settings
 from weft.loadgen.errors import LoadError
 
 

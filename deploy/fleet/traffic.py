@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from weft.deploy.fleet.clock import Clock
+from weft.deploy.fleet.front import Front
 from weft.engine.errors import ConfigError
-from weft.fleet.clock import Clock
-from weft.fleet.front import Front
 from weft.loadgen.record import Record
 from weft.loadgen.workload import Planned, Workload
 

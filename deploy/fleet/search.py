@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from weft.fleet.engine import EngineOptions
-from weft.fleet.settings import Settings
-from weft.fleet.simulation import Result, simulate
+from weft.deploy.fleet.engine import EngineOptions
+from weft.deploy.fleet.settings import Settings
+from weft.deploy.fleet.simulation import Result, simulate
 
 OnBegin = Callable[[int, EngineOptions, float | None, float], Callable[[float], None]]
 """told engines, configuration, rate and the seconds of arrivals; gives what is told how far that simulation is"""

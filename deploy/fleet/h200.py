@@ -1,7 +1,7 @@
 """Where the shipped profile of Llama-3-8B on an H200 comes from: measurements of its kernels, put together.
 
-No engine was recorded for it. `python -m weft.fleet.h200 FILE` makes it again; docs/simulator.md says how it compares
-with what engines did.
+No engine was recorded for it. `python -m weft.deploy.fleet.h200 FILE` makes it again; docs/simulator.md says how it
+compares with what engines did.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from weft.autosearch.accelerators import accelerator
 from weft.autosearch.profile import SHIPPED, Curves, load_profile
-from weft.fleet.profile import Energy, IterationProfile, Limits
+from weft.deploy.fleet.profile import Energy, IterationProfile, Limits
 
 PRODUCTS = ("qkv", "o", "gate_up", "down")
 FEW_TOKENS_US = {1: 116.5, 8: 116, 16: 117, 32: 121, 64: 133}
@@ -45,7 +45,7 @@ def derived() -> IterationProfile:
     return IterationProfile(
         model="Llama-3-8B shape, bfloat16",
         device="NVIDIA H200, serial plan",
-        made="put together from the kernel profile of autosearch/profiles and from BENCHMARKS.md by fleet/h200.py; "
+        made="put together by deploy/fleet/h200.py from the kernel profile of autosearch/profiles and BENCHMARKS.md; "
         "num_pages is an estimate, request_ms and answer_ms are guesses after the demo model's TTFT on that machine",
         limits=Limits(
             page_size=64, num_pages=14_000, max_num_seqs=1024, max_num_batched_tokens=2048, max_model_len=8192

@@ -6,8 +6,8 @@ import asyncio
 
 import numpy as np
 
+from weft.deploy.fleet.profile import Features, IterationProfile
 from weft.engine.errors import ConfigError
-from weft.fleet.profile import Features, IterationProfile
 from weft.loadgen.client import Client, Target
 from weft.loadgen.connection import Address
 from weft.loadgen.errors import LoadError
