@@ -98,7 +98,7 @@ async def test_pages_that_may_not_call_are_told_in_the_usual_form() -> None:
         for origin, method, status in (
             ("https://good.example", "POST", 200),
             ("https://evil.example", "POST", 400),
-            ("https://good.example", "DELETE", 400),
+            ("https://good.example", "PATCH", 400),
         ):
             headers = {"Origin": origin, "Access-Control-Request-Method": method}
             response = await server.http.options("/v1/completions", headers=headers)
