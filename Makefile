@@ -143,7 +143,7 @@ envoy:
 
 # Ray and what it brings lie in an environment of their own, on top of this one. Its LLM ingress fails with newer FastAPIs.
 RAY := build/ray
-ray: $(RAY)/.ready ## the tests of deploy/ray in a Ray of their own, on the CPU: ten minutes (ARGS="-k killed")
+ray: $(RAY)/.ready ## the tests of deploy/ray in a Ray of their own, on the CPU: minutes (ARGS="-k killed")
 	$(RAY)/bin/python -m pytest tests/deploy/test_ray.py $(wildcard tests/deploy/test_ray_*.py) $(ARGS)
 
 $(RAY)/.ready: $(VENV)/.test
