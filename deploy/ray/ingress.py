@@ -259,7 +259,7 @@ async def _rest(reply: Any) -> AsyncGenerator[bytes, None]:
         ended = True
     except (asyncio.CancelledError, GeneratorExit):
         raise
-    except Exception as error:
+    except Exception as error:  # as before its first byte; the connection is broken off
         logger.warning("a replica was lost in the middle of an answer: %s", brief(error))
         raise Broken from None
     finally:

@@ -29,9 +29,7 @@ async def completions(body: CompletionBody, request: Request, service: ServiceOf
     loaded = service.loaded
     model = service.model_name(body.model)
     body.check()
-    service.check_ids(body.stop_token_ids, "stop_token_ids")
-    service.check_ids(list(body.logit_bias), "logit_bias")
-    service.check_ids(body.allowed_token_ids or [], "allowed_token_ids", at_most=loaded.ready.vocab_size)
+    service.check_sampled_ids(body)
     prompts = await prompts_of(service, body)
     scored = body.logprobs if body.echo else None
     asked = [k for k in (scored, body.prompt_logprobs, 0 if body.max_tokens == 0 else None) if k is not None]

@@ -14,7 +14,7 @@ from weft.engine.wire.beat import ENGINE, LATE_SECONDS, Watch
 from weft.engine.wire.messages import EngineReady
 from weft.engine.wire.streams import Streams
 from weft.server.api.admission import Admission
-from weft.server.api.protocol import ChatMessage
+from weft.server.api.protocol import ChatMessage, GenerationBody
 from weft.server.bodies import BodyBounds
 from weft.server.config import ServeConfig
 from weft.server.errors import ApiError, bad_request, clip, unavailable
@@ -295,6 +295,12 @@ class Service:
         if characters > self._longest_text:
             what = f"the {param} has {characters} characters, more than that many tokens hold"
             raise too_long(self.loaded.ready.max_model_len, what, param)
+
+    def check_sampled_ids(self, body: GenerationBody) -> None:
+        """The token ids that a body speaks of beside its prompt. Raises `ApiError`."""
+        self.check_ids(body.stop_token_ids, "stop_token_ids")
+        self.check_ids(list(body.logit_bias), "logit_bias")
+        self.check_ids(body.allowed_token_ids or [], "allowed_token_ids", at_most=self.loaded.ready.vocab_size)
 
     def check_ids(self, ids: Sequence[int], param: str, *, at_most: int | None = None) -> None:
         """Raises `ApiError` for ids outside the vocabulary, and for more than `at_most`."""

@@ -204,9 +204,7 @@ async def begin_turn(body: ChatBody, request: Request, service: Service, *, at_m
     loaded = service.loaded
     model = service.model_name(body.model)
     body.check()
-    service.check_ids(body.stop_token_ids, "stop_token_ids")
-    service.check_ids(list(body.logit_bias), "logit_bias")
-    service.check_ids(body.allowed_token_ids or [], "allowed_token_ids", at_most=loaded.ready.vocab_size)
+    service.check_sampled_ids(body)
     tools = offered(body)
     form = _tool_format(service, body) if tools else None
     forced = form is not None and body.tool_choice != "auto"

@@ -16,6 +16,17 @@ if TYPE_CHECKING:
     from stub import Server
 
 
+def fresh(server: Server) -> Server:
+    """Its engine has forgotten earlier tests."""
+    from stub import Script
+
+    engine = server.engine
+    engine.script = Script()
+    engine.added.clear()
+    engine.aborted.clear()
+    return server
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def _shared_server() -> AsyncIterator[Server]:
     from stub import serving
@@ -24,13 +35,21 @@ async def _shared_server() -> AsyncIterator[Server]:
         yield server
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def _shared_hermes() -> AsyncIterator[Server]:
+    from stub import serving
+
+    async with serving(tool_call_parser="hermes") as server:
+        yield server
+
+
+@pytest.fixture
+def hermes(_shared_hermes: Server) -> Server:
+    """The module's server with the Hermes form of calls, likewise."""
+    return fresh(_shared_hermes)
+
+
 @pytest.fixture
 def server(_shared_server: Server) -> Server:
     """The module's server, with an engine that has forgotten earlier tests."""
-    from stub import Script
-
-    engine = _shared_server.engine
-    engine.script = Script()
-    engine.added.clear()
-    engine.aborted.clear()
-    return _shared_server
+    return fresh(_shared_server)

@@ -40,24 +40,32 @@ class Turn:
         self.prompt, self.cached, self.output, self.called = prompt, cached, output, called
 
 
-class Chat:
-    """The history as `/v1/chat/completions` has it."""
+class Agent:
+    """A client that sends everything again with every turn."""
 
     def __init__(self, http: httpx.Client, facts: str) -> None:
         self._http = http
         self._facts = facts
-        self._messages: list[dict[str, Any]] = []
+        self._history: list[dict[str, Any]] = []
         self._calls: list[str] = []
+        """ids of the calls to be answered next"""
+
+    def ask(self, i: int) -> Turn:
+        raise NotImplementedError
+
+
+class Chat(Agent):
+    """The history as `/v1/chat/completions` has it."""
 
     def ask(self, i: int) -> Turn:
         if self._calls:
             results = ({"role": "tool", "tool_call_id": call, "content": RESULT} for call in self._calls)
-            self._messages += results
+            self._history += results
         else:
-            self._messages.append({"role": "user", "content": question(i)})
+            self._history.append({"role": "user", "content": question(i)})
         system = "\n".join(block["text"] for block in claude_code.system(f"{i:05x}"))
         body = {
-            "messages": [{"role": "system", "content": f"{system}\n{self._facts}"}, *self._messages],
+            "messages": [{"role": "system", "content": f"{system}\n{self._facts}"}, *self._history],
             "tools": [
                 {"type": "function", "function": {"name": name, "description": about, "parameters": schema}}
                 for name, (about, schema) in TOOLS.items()
@@ -68,55 +76,43 @@ class Chat:
         }
         answer = self._http.post("/v1/chat/completions", json=body).raise_for_status().json()
         message, usage = answer["choices"][0]["message"], answer["usage"]
-        self._messages.append({key: value for key, value in message.items() if value is not None})
+        self._history.append({key: value for key, value in message.items() if value is not None})
         self._calls = [call["id"] for call in message.get("tool_calls") or ()]
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return Turn(usage["prompt_tokens"], cached, usage["completion_tokens"], bool(self._calls))
 
 
-class Messages:
+class Messages(Agent):
     """The history as `/v1/messages` has it, and Claude Code sends it."""
-
-    def __init__(self, http: httpx.Client, facts: str) -> None:
-        self._http = http
-        self._facts = facts
-        self._messages: list[dict[str, Any]] = []
-        self._calls: list[str] = []
 
     def ask(self, i: int) -> Turn:
         results = [{"type": "tool_result", "tool_use_id": call, "content": RESULT} for call in self._calls]
-        self._messages.append({"role": "user", "content": results or question(i)})
-        body = claude_code.request(self._messages, f"{i:05x}", temperature=0, max_tokens=OUTPUT, stream=False)
+        self._history.append({"role": "user", "content": results or question(i)})
+        body = claude_code.request(self._history, f"{i:05x}", temperature=0, max_tokens=OUTPUT, stream=False)
         body["system"].append({"type": "text", "text": self._facts})
         body["tools"] = [
             {"name": name, "description": about, "input_schema": schema} for name, (about, schema) in TOOLS.items()
         ]
         answer = self._http.post("/v1/messages", json=body).raise_for_status().json()
         usage = answer["usage"]
-        self._messages.append({"role": "assistant", "content": answer["content"]})
+        self._history.append({"role": "assistant", "content": answer["content"]})
         self._calls = [block["id"] for block in answer["content"] if block["type"] == "tool_use"]
         cached = usage["cache_read_input_tokens"]
         return Turn(usage["input_tokens"] + cached, cached, usage["output_tokens"], bool(self._calls))
 
 
-class Responses:
+class Responses(Agent):
     """The history as `/v1/responses` has it, sent whole as Codex does."""
-
-    def __init__(self, http: httpx.Client, facts: str) -> None:
-        self._http = http
-        self._facts = facts
-        self._items: list[dict[str, Any]] = []
-        self._calls: list[str] = []
 
     def ask(self, i: int) -> Turn:
         if self._calls:
             results = [{"type": "function_call_output", "call_id": call, "output": RESULT} for call in self._calls]
-            self._items += results
+            self._history += results
         else:
-            self._items.append({"role": "user", "content": question(i)})
+            self._history.append({"role": "user", "content": question(i)})
         body = {
             "instructions": "\n".join(block["text"] for block in claude_code.system(f"{i:05x}")) + f"\n{self._facts}",
-            "input": self._items,
+            "input": self._history,
             "tools": [
                 {"type": "function", "name": name, "description": about, "parameters": schema, "strict": False}
                 for name, (about, schema) in TOOLS.items()
@@ -128,7 +124,7 @@ class Responses:
         }
         answer = self._http.post("/v1/responses", json=body).raise_for_status().json()
         usage = answer["usage"]
-        self._items += answer["output"]
+        self._history += answer["output"]
         self._calls = [item["call_id"] for item in answer["output"] if item["type"] == "function_call"]
         cached = usage["input_tokens_details"]["cached_tokens"]
         return Turn(usage["input_tokens"], cached, usage["output_tokens"], bool(self._calls))
@@ -142,9 +138,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 @pytest.mark.parametrize("dialect", [Chat, Messages, Responses])
 @pytest.mark.parametrize(("count", "length"), [(12, 5), pytest.param(40, 1, marks=pytest.mark.nightly)])
-def test_what_was_seen_before_is_found_again(
-    daemon: Daemon, dialect: type[Chat | Messages | Responses], count: int, length: int
-) -> None:
+def test_what_was_seen_before_is_found_again(daemon: Daemon, dialect: type[Agent], count: int, length: int) -> None:
     with httpx.Client(base_url=daemon.url, timeout=60) as http:
         agent = dialect(http, " ".join([dialect.__name__, *length * [FACTS]]))  # each begins a conversation of its own
         turns = [agent.ask(i) for i in range(count)]

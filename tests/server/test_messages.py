@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from stub import Script, Server, serving
 
 from weft.server.api.messages_protocol import CountTokensBody
@@ -27,19 +25,6 @@ CALLS = (
     'Let me see.<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 )
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def _hermes() -> AsyncIterator[Server]:
-    async with serving(tool_call_parser="hermes") as server:
-        yield server
-
-
-@pytest.fixture
-def hermes(_hermes: Server) -> Server:
-    _hermes.engine.script = Script()
-    _hermes.engine.added.clear()
-    return _hermes
 
 
 async def ask(server: Server, **fields: Any) -> dict[str, Any]:

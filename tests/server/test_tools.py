@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
-from stub import Script, Server, serving
+from stub import Script, Server
 
 from weft.engine.wire import grammar_text
 
@@ -35,17 +33,10 @@ TWO_CALLS = (
 )
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def _hermes() -> AsyncIterator[Server]:
-    async with serving(tool_call_parser="hermes") as server:
-        yield server
-
-
 @pytest.fixture
-def hermes(_hermes: Server) -> Server:
-    _hermes.engine.script = Script(TWO_CALLS)
-    _hermes.engine.added.clear()
-    return _hermes
+def hermes(hermes: Server) -> Server:
+    hermes.engine.script = Script(TWO_CALLS)
+    return hermes
 
 
 async def streamed(server: Server, **body: Any) -> list[Any]:

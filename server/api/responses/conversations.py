@@ -6,11 +6,11 @@ import time
 import uuid
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter
 from pydantic import Field
 
 from weft.server.api.responses.body import Metadata
-from weft.server.api.responses.endpoints import RecordsOf, page
+from weft.server.api.responses.endpoints import Limit, Order, RecordsOf, page
 from weft.server.api.responses.items import MAX_ITEMS, Item, read_item
 from weft.server.api.responses.records import Records, numbered
 from weft.server.api.routing import JsonRoute
@@ -84,8 +84,8 @@ async def create_items(id: str, body: ItemsBody, records: RecordsOf) -> dict[str
 async def list_items(
     id: str,
     records: RecordsOf,
-    limit: Annotated[int, Query(ge=1, le=100)] = 20,
-    order: Annotated[str, Query(pattern="^(asc|desc)$")] = "desc",
+    limit: Limit = 20,
+    order: Order = "desc",
     after: str | None = None,
 ) -> dict[str, Any]:
     return page(await records.items_of(id), limit, order, after)

@@ -29,6 +29,10 @@ PATH = "/v1/responses"
 CANCEL_SECONDS = 5.0
 """that a client waits for its cancelled response to end"""
 
+Limit = Annotated[int, Query(ge=1, le=100)]
+Order = Annotated[str, Query(pattern="^(asc|desc)$")]
+"""of a list of items"""
+
 router = APIRouter(route_class=JsonRoute)
 logger = logging.getLogger(__name__)
 
@@ -129,8 +133,8 @@ async def cancel_response(id: str, records: RecordsOf) -> Response:
 async def list_input_items(
     id: str,
     records: RecordsOf,
-    limit: Annotated[int, Query(ge=1, le=100)] = 20,
-    order: Annotated[str, Query(pattern="^(asc|desc)$")] = "desc",
+    limit: Limit = 20,
+    order: Order = "desc",
     after: str | None = None,
 ) -> dict[str, Any]:
     record = await records.get(id)
