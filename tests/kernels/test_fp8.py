@@ -1,0 +1,108 @@
+"""The FP8 formats: every code of e4m3, scales that are powers of two, and what products lose."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from weft.kernels import fp8
+
+
+def test_every_number_of_e4m3_is_one_of_float16_and_of_bfloat16() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(fp8.E4M3)
+    exact = codes.float()
+    assert int(exact.isnan().sum()) == 2
+    for dtype in (torch.float16, torch.bfloat16):
+        assert torch.equal(exact.to(dtype).float().nan_to_num(1e9), exact.nan_to_num(1e9))
+    assert float(exact.nan_to_num(0).max()) == fp8.LARGEST
+    assert torch.equal(fp8.saturated(exact).view(torch.uint8) & 127, codes.view(torch.uint8) & 127)
+
+
+def test_what_is_too_large_is_the_largest_and_nan_stays() -> None:
+    x = torch.tensor([449.0, 464.0, 1e30, math.inf, -math.inf, math.nan, 17.0, 2.0**-10])
+    got = fp8.saturated(x).float()
+    assert got[:5].tolist() == [448.0] * 4 + [-448.0]
+    assert bool(got[5].isnan())
+    assert got[6:].tolist() == [16.0, 0.0]  # ties to even
+
+
+@pytest.mark.parametrize(
+    ("amax", "exponent"),
+    [(448.0, 0), (448.1, 1), (449.0, 1), (896.0, 1), (224.0, -1), (225.0, 0), (1.75, -8), (1.76, -7), (1.0, -8),
+     (0.0, -40), (1e-30, -40), (3.3e38, 120)],
+)  # fmt: skip
+def test_the_scale_is_the_least_power_of_two_that_suffices(amax: float, exponent: int) -> None:
+    scale = fp8.power_of_two_scale(torch.tensor([amax]))
+    assert float(scale) == 2.0**exponent
+    assert float(torch.tensor(amax) / scale) <= fp8.LARGEST
+
+
+def test_a_row_with_nan_or_infinity_gives_no_number_and_leaves_its_neighbours_alone() -> None:
+    x = torch.randn(3, 256)
+    good = fp8.row_values(fp8.quantize_rows(x))
+    x[0, 5], x[2, 200] = math.nan, math.inf
+    rows = fp8.quantize_rows(x)
+    total = fp8.product(rows, fp8.quantize_weight(torch.randn(8, 256)))
+    assert bool(total[[0, 2]].isnan().all())
+    assert torch.equal(fp8.row_values(rows)[1], good[1])
+
+
+@pytest.mark.parametrize("depth", [128, 200, 512])
+def test_rows_keep_four_bits_of_each_number_whatever_its_block(depth: int) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(5, depth) * torch.logspace(-6, 6, 5)[:, None]
+    x[:, 7] *= 1000  # an outlier spoils its own block alone
+    got = fp8.row_values(fp8.quantize_rows(x.to(torch.bfloat16)))
+    blocks = x.abs().split(128, 1)
+    for mine, block in zip((got - x).abs().split(128, 1), blocks, strict=True):
+        # half a unit of the last of four bits, or of the finest step below the block's largest number; and bfloat16's
+        step = torch.maximum(block * 2**-4, block.amax(1, keepdim=True) * 2.0**-17)
+        assert bool((mine <= step * 1.07).all())
+
+
+def test_a_norms_weight_is_multiplied_in_before_the_cast() -> None:
+    x, weight = torch.randn(4, 256), torch.rand(256)
+    want, got = fp8.quantize_rows(x * weight), fp8.quantize_rows(x, weight)
+    assert torch.equal(want.values.float(), got.values.float())
+    assert torch.equal(want.scale, got.scale)
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+def test_weights_of_any_shape_come_back_within_four_bits(blocked: bool) -> None:
+    torch.manual_seed(2)
+    w = torch.randn(200, 336).to(torch.bfloat16)
+    w[3] = 0
+    quantized = (fp8.quantize_weight_blocks if blocked else fp8.quantize_weight)(w)
+    assert quantized.blocked == blocked
+    assert quantized.scale.shape == ((2, 3) if blocked else (200,))
+    error = (fp8.weight_values(quantized) - w.float()).norm() / w.float().norm()
+    assert 0.01 < float(error) < 0.04
+    assert not fp8.weight_values(quantized)[3].any()
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+@pytest.mark.parametrize("of", ["blocks", "tokens"])
+def test_a_product_is_that_of_the_numbers_that_values_and_scales_stand_for(of: str, blocked: bool) -> None:
+    torch.manual_seed(3)
+    x, w = torch.randn(6, 336), torch.randn(200, 336)
+    a = (fp8.quantize_rows if of == "blocks" else fp8.quantize_tokens)(x)
+    weight = (fp8.quantize_weight_blocks if blocked else fp8.quantize_weight)(w)
+    exact = fp8.row_values(a).double() @ fp8.weight_values(weight).double().t()
+    assert float((fp8.product(a, weight) - exact).norm() / exact.norm()) < 1e-6
+
+
+def test_a_checkpoints_own_scale_of_activations_serves_all_tokens() -> None:
+    x = torch.randn(4, 64)
+    rows = fp8.quantize_static(x, torch.tensor(0.25))
+    assert rows.scale.shape == (1, 4)
+    assert torch.equal(rows.values.float(), fp8.saturated(x * 4).float())
+
+
+def test_k_and_v_are_written_with_the_scale_of_their_head() -> None:
+    scales = fp8.kv_scales(torch.tensor([[[0.5, 4.0], [1.0, 1.0]]]))
+    k = torch.full((1, 2, 4), 1000.0)
+    stored = fp8.quantize_kv(k, scales.inverse[0, 0])
+    assert (stored.float() * scales.scale[0, 0][:, None]).amax(-1).tolist() == [[224.0, 1024.0]]  # 250 is 256 in e4m3
+    assert torch.equal(fp8.unit_kv_scales(3, 2, "cpu").inverse, torch.ones(3, 2, 2))
