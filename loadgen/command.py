@@ -121,6 +121,8 @@ def _description(options: Settings) -> dict[str, Any]:
         out["rate_end"] = arrival.end_rate
     if content.turns.a > 1 or content.turns.kind != "constant":
         out["turns"] = str(content.turns).replace("tokens", "requests")
+    if content.context:
+        out["context"] = content.context
     if content.think:
         out["think_mean_seconds"] = content.think
     if maker.shared:

@@ -157,8 +157,7 @@ class Driver:
         messages: list[dict[str, Any]] = []
         history, said = "", 0
         for turn in range(int(workload.turns[first.index % len(workload.turns)])):
-            i = (first.index + turn * 7919) % len(workload.inputs)  # lengths of its own for every turn
-            inputs, outputs = int(workload.inputs[i]), int(workload.outputs[i])
+            inputs, outputs = workload.turn(first.index, turn)
             if turn and self.job.context is not None and said + inputs + outputs > self.job.context:
                 self._out.conversations_cut += 1
                 break

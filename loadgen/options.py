@@ -50,6 +50,9 @@ def add_arrival_flags(group: argparse._ArgumentGroup) -> None:
         help="mean time a user takes between an answer and the next request; exponential [0s]",
     )
     add("--turns", metavar="SPEC", help="conversations of so many requests; a length SPEC as --input [1]")
+    add(
+        "--context", metavar="N", help="tokens that the first request of a conversation has beside, as agents' have [0]"
+    )
     add("--trace", metavar="FILE", help="replay: Azure CSV, Mooncake JSONL, or weft's own JSONL (see --record)")
     add(
         "--speed",

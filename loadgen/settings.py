@@ -221,6 +221,9 @@ def read_content(a: argparse.Namespace) -> ContentOptions:
     turns = ONE if a.turns is None else lengths.parse(a.turns, "--turns")
     if turns != ONE and given and given[0] in ("--trace", "--prompts-file"):
         raise LoadError(f"--turns does not go with {given[0]}")
+    context = 0 if a.context is None else whole(a.context, "--context", low=0)
+    if context and turns == ONE:
+        raise LoadError("--context is of conversations; give --turns as well")
     return ContentOptions(
         inputs,
         outputs,
@@ -229,6 +232,7 @@ def read_content(a: argparse.Namespace) -> ContentOptions:
         None if a.trace is None else read_trace(Path(a.trace)),
         turns,
         0.0 if a.think is None else seconds(a.think, "--think"),
+        context,
     )
 
 

@@ -16,6 +16,8 @@ from weft.loadgen.traces import Trace
 
 POOL = 1 << 16
 """lengths drawn for a run that does not know how many requests it will make; then they repeat"""
+LENGTH_STEP = 7919
+"""between the lengths of a conversation's turns"""
 
 
 INPUT, OUTPUT, ONE = Lengths("constant", 256), Lengths("constant", 128), Lengths("constant", 1)
@@ -49,6 +51,8 @@ class ContentOptions:
     """requests per conversation"""
     think: float = 0.0
     """mean seconds between an answer and the user's next request; exponential"""
+    context: int = 0
+    """tokens that the first prompt of a conversation has beside: an agent's instructions, tools and files"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,11 @@ class Workload:
         elif prompts:
             content = prompts[index % len(prompts)][0]
         return Planned(index, at, int(self.inputs[i]), int(self.outputs[i]), hash_ids, content)
+
+    def turn(self, first: int, turn: int) -> tuple[int, int]:
+        """New prompt tokens and output tokens of a turn of conversation `first`: lengths of its own for every turn."""
+        i = (first + turn * LENGTH_STEP) % len(self.inputs)
+        return int(self.inputs[i]) + (0 if turn else self.options.context), int(self.outputs[i])
 
     def share(self, part: int, parts: int) -> Iterator[int]:
         """The arrivals that process `part` of `parts` sends, in order."""

@@ -14,8 +14,6 @@ from weft.loadgen.record import Record
 from weft.loadgen.workload import Planned, Workload
 
 _TURN = 4
-LENGTH_STEP = 7919
-"""between the turns of a conversation: as `loadgen.driver`"""
 FIRST_USERS_SECONDS = 1.0
 """users of a closed loop come spread over so long"""
 FAILURE_PAUSE = 0.1
@@ -27,7 +25,7 @@ def longest(workload: Workload) -> int:
     """Tokens of the longest request; of a conversation: unknown before it is held, so all its turns together."""
     lengths = workload.inputs + workload.outputs
     if workload.is_conversation:
-        return int(workload.turns.max()) * int(lengths.max())
+        return workload.options.context + int(workload.turns.max()) * int(lengths.max())
     return int(lengths.max())
 
 
@@ -90,8 +88,7 @@ class Traffic:
         if turn == int(workload.turns[first.index % len(workload.turns)]):
             then(True)
             return
-        i = (first.index + turn * LENGTH_STEP) % len(workload.inputs)
-        inputs, outputs = int(workload.inputs[i]), int(workload.outputs[i])
+        inputs, outputs = workload.turn(first.index, turn)
         if turn and len(history) + inputs + outputs > self._context:
             then(True)
             return

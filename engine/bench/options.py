@@ -62,6 +62,20 @@ def add_multiround_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--json", metavar="FILE", type=Path, help="write the figures here as well")
 
 
+def add_agent_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("benchmark")
+    group.add_argument(
+        "--context-tokens", metavar="N", type=int, default=2000, help="tokens of the first prompt [2000]"
+    )
+    group.add_argument("--turns", metavar="N", type=int, default=40, help="turns of the conversation [40]")
+    group.add_argument("--turn-tokens", metavar="N", type=int, default=200, help="new prompt tokens a turn [200]")
+    group.add_argument("--output-tokens", metavar="N", type=int, default=32, help="output tokens a turn [32]")
+    group.add_argument(
+        "--restores", metavar="N", type=int, default=3, help="further turns with the prefix in each lower tier [3]"
+    )
+    group.add_argument("--json", metavar="FILE", type=Path, help="write the figures here as well")
+
+
 def read_lengths(workload: str, file: Path | None, seed: int) -> Lengths:
     """The requests of a workload. Raises `ConfigError`, one line, when it cannot be read."""
     if file is not None:

@@ -164,6 +164,13 @@ COMMANDS = (
         EngineConfig,
     ),
     Command(
+        "bench agent",
+        "turns of one long conversation, its prefix on the device and in each lower tier",
+        "weft.engine.bench.agent:run_agent",
+        f"{_OPTIONS}:add_agent_flags",
+        EngineConfig,
+    ),
+    Command(
         "bench scheduler",
         "CPU time per iteration, without a model",
         "weft.engine.bench.offline:run_scheduler",

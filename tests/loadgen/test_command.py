@@ -176,6 +176,7 @@ async def test_no_server_a_missing_key_and_an_unknown_model_are_one_line_each(
         (["--arrival", "poisson", "--burstiness", "2"], "--burstiness"),
         (["--preset", "lmsys", "--input", "3"], "--input"),
         (["--preset", "lmsys", "--output", "3"], "--output"),
+        (["--context", "40"], "--turns"),
         (["--endpoint", "chat", "--prompts", "ids"], "--prompts"),
         (["--token-ids", "5"], "--token-ids"),
         (["--token-ids", "5:5"], "--token-ids"),

@@ -183,6 +183,15 @@ async def test_a_conversation_ends_before_it_outgrows_the_context() -> None:
     assert outcomes.conversations_cut == 1
 
 
+async def test_only_the_first_request_of_a_conversation_brings_its_context() -> None:
+    options = content(4, 3, turns=Lengths("constant", 3), context=40)
+    async with serving() as stub:
+        outcomes = await drive(stub, workload(ArrivalOptions("constant", 50.0, count=1), options, "words"), chat=True)
+    assert len(outcomes.records) == 3
+    (longest,) = (body["messages"] for body in stub.requests if len(body["messages"]) == 5)
+    assert [len(message["content"].split()) for message in longest[::2]] == [44, 4, 4]
+
+
 async def test_the_generator_measures_its_own_pauses() -> None:
     async with serving(itl=0.01) as stub:
         load = workload(ArrivalOptions("constant", 20.0, count=20))

@@ -1,0 +1,36 @@
+"""`weft bench agent` on the demo model: what its figures mean. No timing is asserted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from weft.server.daemon.cli import main
+
+SMALL = [
+    *("bench", "agent", "--device", "cpu", "--dtype", "float32", "--cpu-threads", "1", "--page-size", "8"),
+    *("--context-tokens", "500", "--turns", "5", "--turn-tokens", "20", "--output-tokens", "6", "--restores", "2"),
+]
+
+
+def test_what_was_seen_is_found_in_every_tier(tmp_path: Path) -> None:
+    file, store = tmp_path / "figures.json", ["--ssd-kv-path", str(tmp_path / "kv"), "--ssd-kv-gib", "0.05"]
+    assert main([*SMALL, "--host-kv-gib", "0.02", *store, "--json", str(file)]) == 0
+    figures = json.loads(file.read_text())
+    for share in ("", "host_", "ssd_"):
+        # all but the page that is not full, and the last token, which was never computed
+        assert 0.98 <= figures[f"{share}found_share_of_tokens_seen"] < 1
+    assert figures["ttft_ms_second_turn"] > 0
+    assert {"host_ttft_ms_median", "ssd_ttft_ms_median", "host_gb_per_second"} <= figures.keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "word"), [(["--turns", "1"], "--turns"), (["--max-model-len", "400"], "--max-model-len")]
+)
+def test_what_cannot_run_is_one_line(options: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, *options]) == 2
+    error = capsys.readouterr().err
+    assert word in error
+    assert error.count("\n") == 1
