@@ -159,6 +159,7 @@ class Engine:
                     "or lower --max-num-seqs or --max-num-batched-tokens"
                 ) from None
             raise
+        self._broad = None if isinstance(weights, Weights) else weights
         num_pages = self.runner.num_pages
         # A request that can never fit is refused at the door: the context limit is what the pool can hold.
         longest = min(resolved.max_model_len, (num_pages - 1) * config.page_size)
@@ -272,6 +273,8 @@ class Engine:
             vocab_size=self.spec.vocab_size,
             max_tokens_in_pool=self.scheduler.pool.capacity * self.config.page_size,
         )
+        if params.pooling is not None and self._broad is not None and not self._broad.shows_states:
+            raise RequestError(f"the code of {self.spec.architecture} does not show its hidden states", "input")
         eos = () if params.ignore_eos else self.spec.eos_token_ids
         seed = params.seed if params.seed is not None else int(self._seeds.integers(2**63))
         self._arrivals += 1
@@ -448,6 +451,7 @@ class Engine:
             started=events.started,
             logprobs=events.logprobs,
             prompt_logprobs=events.prompt_logprobs,
+            pooled=events.pooled,
             errors={**events.errors, **{handle: why for handle, why, _ in refused}},
             joules=joules or {},
             stats=stats,

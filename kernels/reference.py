@@ -222,6 +222,23 @@ def up_project(
     return ACTIVATIONS[activation](F.linear(_normed(x, sumsq, eps), weight, bias))
 
 
+def final_norm(
+    x: Tensor,
+    sumsq: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    *,
+    norm_bias: Tensor | None = None,
+    centred: bool = False,
+) -> Tensor:
+    """`[S, H]`, in the dtype of x `[S, H]`: rows as the vocabulary projection reads them, the model's hidden states."""
+    if centred:
+        x, dtype = x.float() - x.float().mean(-1, keepdim=True), x.dtype
+        h = x * rms_scale(sumsq, x.shape[-1], eps)[:, None] * norm_weight.float()
+        return (h if norm_bias is None else h + norm_bias.float()).to(dtype)
+    return (_normed(x, sumsq, eps).float() * norm_weight.float()).to(x.dtype)
+
+
 def lm_head(
     x: Tensor,
     sumsq: Tensor,
@@ -239,12 +256,7 @@ def lm_head(
 
     The logits are multiplied by `scale`, then bent below `softcap` where there is one.
     """
-    if centred:
-        x, dtype = x.float() - x.float().mean(-1, keepdim=True), x.dtype
-        h = x * rms_scale(sumsq, x.shape[-1], eps)[:, None] * norm_weight.float()
-        h = (h if norm_bias is None else h + norm_bias.float()).to(dtype)
-    else:
-        h = (_normed(x, sumsq, eps).float() * norm_weight.float()).to(x.dtype)
+    h = final_norm(x, sumsq, norm_weight, eps, norm_bias=norm_bias, centred=centred)
     logits = F.linear(h, weight, bias).float()
     if scale != 1.0:
         logits = logits * scale

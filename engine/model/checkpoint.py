@@ -102,13 +102,15 @@ class Checkpoint:
 
     def rename(self, known: str, prefix: str, others: tuple[str, ...]) -> None:
         """Names are asked for with `prefix` and have one of `others` here, if the tensor `known` is there only so."""
-        for other in others:
+        for other in (*others, ""):  # without any: of the model alone, as embedding models are kept
             if known not in self._files and other + known.removeprefix(prefix) in self._files:
                 self._there = {
-                    prefix + name.removeprefix(other): name for name in self._files if name.startswith(other)
+                    prefix + name.removeprefix(other): name
+                    for name in self._files
+                    if name.startswith(other) and not name.startswith("lm_head.")
                 }
                 renamed = {name: self._files[there] for name, there in self._there.items()}
-                self._files = {n: f for n, f in self._files.items() if not n.startswith(other)} | renamed
+                self._files = {n: f for n, f in self._files.items() if n not in self._there.values()} | renamed
 
     def __contains__(self, name: str) -> bool:
         return name in self._files

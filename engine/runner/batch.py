@@ -75,6 +75,15 @@ class PromptLogprobs(NamedTuple):
     top: int
 
 
+class Pooled(NamedTuple):
+    """Tokens whose hidden states, behind the final norm, are added up."""
+
+    row: int
+    """row of the batch"""
+    token_rows: I32
+    """rows of the iteration's tokens"""
+
+
 class Batch(NamedTuple):
     """R requests, T tokens; decodes come first, one token each, then prefill chunks."""
 
@@ -98,6 +107,7 @@ class Batch(NamedTuple):
     sampling: SamplingInputs
     count_resets: tuple[CountReset, ...]
     prompt_logprobs: tuple[PromptLogprobs, ...]
+    pooled: tuple[Pooled, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -137,6 +147,8 @@ class StepResult(NamedTuple):
     """that the pipeline cut it into; 1: the serial plan"""
     nonfinite: npt.NDArray[np.bool_] | None = None
     """[S] rows whose logits were no numbers: their tokens mean nothing. None: no row's were"""
+    pooled: F32 | None = None
+    """[P, H] sums, a row for each of `batch.pooled`; None: nothing was asked for"""
 
 
 def uniform_draw(seeds: npt.NDArray[np.uint64], index: I32) -> F32:

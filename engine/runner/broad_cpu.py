@@ -13,6 +13,7 @@ from weft.engine.model.broad.module import BroadModule
 from weft.engine.model.broad.spec import BroadSpec
 from weft.engine.runner.batch import Batch
 from weft.engine.runner.broad_attention import PagedCalls
+from weft.engine.runner.pooling import pooled_rows
 from weft.engine.runner.resolve import ResolvedConfig
 from weft.kernels.attention import HostAttention
 from weft.kernels.attention_backends import make_host_attention
@@ -30,7 +31,9 @@ class BroadInputs(NamedTuple):
     steps: list[Any]
     """of each attention back end"""
     rows: Tensor
-    """int64: rows whose logits may be asked for"""
+    """int64: rows whose logits, or states, may be asked for"""
+    states: bool
+    """the states of some are"""
 
 
 class BroadCpuExecutor:
@@ -47,22 +50,30 @@ class BroadCpuExecutor:
             return self._backends[-1]
 
         self._calls = PagedCalls(spec, config, make)
+        self._states: Tensor | None = None
+        """of the last iteration that was asked for some"""
 
     def inputs(self, batch: Batch, token_ids: Tensor) -> BroadInputs:
-        asked = [batch.sampling.logit_tokens, *(asked.token_rows for asked in batch.prompt_logprobs)]
+        scored = (asked.token_rows for asked in batch.prompt_logprobs)
+        asked = [batch.sampling.logit_tokens, *scored, pooled_rows(batch)]
         return BroadInputs(
             token_ids,
             torch.from_numpy(batch.positions.astype(np.int64)),
             torch.from_numpy(batch.slot_mapping),
             [backend.prepare(batch) for backend in self._backends],
             torch.from_numpy(np.unique(np.concatenate(asked)).astype(np.int64)),
+            bool(batch.pooled),
         )
 
     def forward(self, inputs: BroadInputs) -> tuple[Tensor, Tensor]:
         """Logits `[rows, V]` float32, and which of them is each row's `[T]` int64."""
         self._calls.begin(self._kv, inputs.slot_mapping, inputs.steps)
         with attending(self._calls):
-            logits = self._model.logits(inputs.token_ids, inputs.positions, inputs.rows)
+            given = inputs.token_ids, inputs.positions, inputs.rows
+            if inputs.states:
+                logits, self._states = self._model.logits_and_states(*given)
+            else:
+                logits = self._model.logits(*given)
         self._calls.end()
         place = torch.zeros(len(inputs.token_ids), dtype=torch.int64)
         place[inputs.rows] = torch.arange(len(inputs.rows))
@@ -71,3 +82,8 @@ class BroadCpuExecutor:
     def logits(self, x: Tensor, place: Tensor, rows: Tensor) -> Tensor:
         """`[S, V]` float32 logits of the rows `[S]`, a copy."""
         return x[place[rows]]
+
+    def hidden(self, _x: Tensor, place: Tensor, rows: Tensor) -> Tensor:
+        """`[N, H]` states behind the final norm of the rows `[N]` of the iteration computed last."""
+        assert self._states is not None
+        return self._states[place[rows]]

@@ -7,7 +7,8 @@ where the model's code never waits for the device. `blocks_capture` finds out.
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from weft.kernels.attention_triton import TritonAttention, TritonStep
 from weft.kernels.decode_workspace import decode_workspace
 from weft.kernels.gpu import gpu
 from weft.kernels.sampler import sample, sample_scratch
+
+T = TypeVar("T")
 
 
 class BroadCudaExecutor:
@@ -77,13 +80,19 @@ class BroadCudaExecutor:
 
     def logits_of(self, pipeline: Pipeline, kv: Tensor, rows: Tensor) -> Tensor:
         """`[S, V]` of any rows of the iteration whose inputs are here; writes the same keys and values again."""
+        return self._run(self._model.logits, pipeline, kv, rows)
+
+    def hidden_of(self, pipeline: Pipeline, kv: Tensor, rows: Tensor) -> Tensor:
+        """As `logits_of`: `[S, H]` states behind the final norm."""
+        return self._run(self._model.logits_and_states, pipeline, kv, rows)[1]
+
+    def _run(self, model: Callable[[Tensor, Tensor, Tensor], T], pipeline: Pipeline, kv: Tensor, rows: Tensor) -> T:
         column, tokens = self.inputs.column, pipeline.tokens
         self._calls.begin(kv, column["slot_mapping"][:tokens].long(), self._steps)
         with attending(self._calls):
-            positions = column["positions"][:tokens].long()
-            logits = self._model.logits(self._ids[:tokens].long(), positions, rows.long())
+            out = model(self._ids[:tokens].long(), column["positions"][:tokens].long(), rows.long())
         self._calls.end()
-        return logits
+        return out
 
     def sample(self, num_rows: int) -> None:
         """A token for each of the first rows of `logits` into `tokens`; the slots' requests keep it as their last."""

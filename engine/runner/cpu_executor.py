@@ -270,6 +270,11 @@ class CpuExecutor:
         blocks = _filled(rows, self.block_rows).split(self.block_rows)
         return torch.cat([self._head(x[block], sumsq[block]) for block in blocks])[: len(rows)]
 
+    def hidden(self, x: Tensor, sumsq: Tensor, rows: Tensor) -> Tensor:
+        """`[N, H]` states behind the final norm of the rows `[N]`."""
+        w, norm = self.weights, self.spec.norm
+        return twins.final_norm(x[rows], sumsq[rows], w.norm, norm.eps, norm_bias=w.norm_bias, centred=norm.centred)
+
     def _head(self, x: Tensor, sumsq: Tensor) -> Tensor:
         w, spec = self.weights, self.spec
         return twins.lm_head(

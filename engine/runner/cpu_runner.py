@@ -24,6 +24,7 @@ from weft.engine.model.weights import Weights
 from weft.engine.runner.batch import Batch, PromptLogprobs, StepResult
 from weft.engine.runner.collectives import Collectives
 from weft.engine.runner.cpu_executor import CpuExecutor
+from weft.engine.runner.pooling import pooled
 from weft.engine.runner.resolve import GIB, ResolvedConfig
 from weft.engine.runner.sampling import Sampling, Scores
 from weft.kernels.attention_backends import make_host_attention
@@ -152,6 +153,7 @@ class CpuRunner:
         token_ids[:d] = self._last_token[torch.from_numpy(batch.slots[:d].astype(np.int64))]
         x, sumsq = self._executor.forward(self._executor.inputs(batch, token_ids))
         prompt_scores = [self._prompt_scores(x, sumsq, asked) for asked in batch.prompt_logprobs]
+        states = pooled(batch, lambda rows: self._executor.hidden(x, sumsq, self._sampling.up(rows.astype(np.int64))))
         tokens, nonfinite, scores = self._sample(x, sumsq, batch)
         self._last_end = time.perf_counter()
         return StepResult(
@@ -162,6 +164,7 @@ class CpuRunner:
             self._last_end - begin,
             idle_seconds,
             nonfinite=nonfinite.numpy(),
+            pooled=None if states is None else states.numpy(),
         )
 
     def _sample(self, x: Tensor, sumsq: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Scores | None]:

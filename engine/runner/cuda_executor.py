@@ -23,7 +23,7 @@ from weft.engine.plans.plan import TOKEN_STEP, Edge, NanoOperation
 from weft.engine.runner.cuda_experts import ExpertLayers
 from weft.engine.runner.cuda_inputs import DeviceInputs
 from weft.engine.runner.launchers import launchers_of
-from weft.kernels import resident
+from weft.kernels import reference, resident
 from weft.kernels.attention import AttentionBackend
 from weft.kernels.attention_triton import TritonStep
 from weft.kernels.decode_workspace import decode_workspace
@@ -239,6 +239,13 @@ class CudaExecutor:
             num_tokens=count["sampled"], config=self._config(None, num_rows, weights.lm_head), bias=weights.head_bias,
             factor=spec.logits_scale, softcap=spec.logits_softcap,
         )  # fmt: skip
+
+    def hidden(self, rows: Tensor) -> Tensor:
+        """`[N, H]` states behind the final norm of rows `[N]` of `x`, after a run. Eager: graphs have those of sampled
+        rows alone."""
+        w, norm, picked = self.weights, self.spec.norm, self.x[rows]
+        sums = reference.row_sumsq(picked, norm.centred)
+        return reference.final_norm(picked, sums, w.norm, norm.eps, norm_bias=w.norm_bias, centred=norm.centred)
 
     def layers(self, pipeline: Pipeline, kv: Tensor, only: Collection[NanoOperation] | None = None) -> list[int]:
         """All layers on `x[: pipeline.tokens]`; returns, by block of tokens, how many partial sums of squares they

@@ -27,6 +27,7 @@ from weft.engine.runner.compile_job import CompileJob
 from weft.engine.runner.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda_inputs import INVARIANT_PART_TOKENS, device_inputs
 from weft.engine.runner.pipelines import Pipelines
+from weft.engine.runner.pooling import pooled
 from weft.engine.runner.preparation import Preparation, Step, Work
 from weft.engine.runner.resolve import GIB, ResolvedConfig
 from weft.engine.runner.sampling import Sampling, Scores
@@ -65,6 +66,7 @@ class CudaInFlight:
         """tokens, and 1 for rows whose logits were no numbers; the first rows are the batch's"""
         self.scores: Scores | None = None
         self.prompt_scores: list[Scores] = []
+        self.pooled: Tensor | None = None
         self.begin = torch.cuda.Event(enable_timing=True)
         self.end = torch.cuda.Event(enable_timing=True)
         self._before = before
@@ -84,6 +86,7 @@ class CudaInFlight:
             self._before.elapsed_time(self.begin) / 1e3 if self._before is not None else 0.0,
             self.nano_batches,
             bad.astype(np.bool_),
+            None if self.pooled is None else self.pooled.numpy(),
         )
 
 
@@ -289,6 +292,9 @@ class CudaRunner:
             in_flight.prompt_scores = [
                 self._prompt_scores(asked, assigned.places, pipeline) for asked in batch.prompt_logprobs
             ]
+            states = pooled(batch, lambda rows: self._hidden(rows, assigned.places, pipeline))
+            if states is not None:
+                (in_flight.pooled,) = self._sampling.down([states])
             raw = self._sampling.asked(logits, s)
             self._sampling.adjust(logits, batch)
             graphs.sample.replay()
@@ -312,6 +318,13 @@ class CudaRunner:
     def close(self) -> None:
         self._preparation.stop()
         self.stream.synchronize()
+
+    def _hidden(self, rows: np.ndarray, places: np.ndarray | None, pipeline: Pipeline) -> Tensor:
+        """States behind the final norm of rows `[N]` of the batch's tokens."""
+        at = self._sampling.up((rows if places is None else places[rows]).astype(np.int64))
+        if isinstance(self.weights, Weights):
+            return self._executor.hidden(at)
+        return self._executor.hidden_of(pipeline, self.kv, at)
 
     def _prompt_scores(self, asked: PromptLogprobs, places: np.ndarray | None, pipeline: Pipeline) -> Scores:
         """Eager: the graph computed logits of sampled rows only."""

@@ -109,7 +109,7 @@ class Sampling:
         if raw is None:
             return None
         columns = self._logprobs_of(raw.logits, tokens[self.up(raw.rows)], int(s.columns["logprobs"].max()))
-        return Scores(raw.rows, self._down(columns))
+        return Scores(raw.rows, self.down(columns))
 
     def prompt_scores(self, asked: PromptLogprobs, rows: np.ndarray, logits_of: Callable[[Tensor], Tensor]) -> Scores:
         """Scores of prompt tokens. `rows`: where the positions stand on the device; `logits_of` gives their logits."""
@@ -118,7 +118,7 @@ class Sampling:
             part = slice(start, start + PROMPT_LOGPROB_ROWS)
             at, targets = self.up(rows[part].astype(np.int64)), self.up(asked.targets[part].astype(np.int64))
             parts.append(self._logprobs_of(logits_of(at), targets, asked.top))
-        return Scores(np.arange(len(rows)), self._down([torch.cat(column) for column in zip(*parts, strict=True)]))
+        return Scores(np.arange(len(rows)), self.down([torch.cat(column) for column in zip(*parts, strict=True)]))
 
     def _logprobs_of(self, logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
         if self._shard is not None:
@@ -134,7 +134,7 @@ class Sampling:
         """int64, of those that have one."""
         return ids[self._own(ids)].astype(np.int64) - self._ids.start
 
-    def _down(self, columns: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def down(self, columns: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensors on the host, once the stream is there."""
         if not self._pinned:
             return tuple(columns)

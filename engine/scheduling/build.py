@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from weft.engine.runner.batch import I32, Batch, CountReset, PromptLogprobs, SamplingInputs, uniform_draw
+from weft.engine.runner.batch import I32, Batch, CountReset, Pooled, PromptLogprobs, SamplingInputs, uniform_draw
 from weft.engine.scheduling import constraints
 from weft.engine.scheduling.slots import Phase, SlotTable
 
@@ -33,12 +33,17 @@ def build_batch(
     token_rows = np.repeat(np.arange(len(rows), dtype=np.int32), query_len)
     at = num_decodes
     asked: list[PromptLogprobs] = []
+    pooled: list[Pooled] = []
     for row, (slot, length) in enumerate(chunks, start=num_decodes):
         first = int(start[row])
         token_ids[at : at + length] = s.token_ids[slot, first : first + length]
         positions[at : at + length] = np.arange(first, first + length, dtype=np.int32)
         if s.prompt_logprobs[slot] >= 0 and (part := _prompt_logprobs(s, row, slot, first, length, at)):
             asked.append(part)
+        if (pooling := s.pooling[slot]) is not None:
+            before = at if pooling == "mean" else at + length - 1
+            if pooling == "mean" or first + length == s.target[slot]:
+                pooled.append(Pooled(row, np.arange(before, at + length, dtype=np.int32)))
         at += length
     pages = s.page_table[rows[token_rows], positions // page_size].astype(np.int64)
     end = start + query_len
@@ -65,6 +70,7 @@ def build_batch(
         sampling=_sampling(s, rows[sampled_rows], (np.cumsum(query_len) - 1)[sampled_rows], end[sampled_rows]),
         count_resets=tuple(count_resets),
         prompt_logprobs=tuple(asked),
+        pooled=tuple(pooled),
     )
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from weft.engine.runner.batch import StepResult
+from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.slots import SlotTable
 from weft.engine.wire.messages import Finish, Started, TokenLogprobs
 
@@ -23,10 +24,11 @@ class Events(NamedTuple):
     logprobs: dict[int, TokenLogprobs]
     prompt_logprobs: dict[int, list[TokenLogprobs]]
     errors: dict[int, str]
+    pooled: dict[int, bytes]
 
     @classmethod
     def none(cls) -> Events:
-        return cls(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.uint8), [], {}, {}, {})
+        return cls(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.uint8), [], {}, {}, {}, {})
 
     def ended(self, handles: list[int], reason: Finish) -> Events:
         """With a terminal event, without a token, for each of `handles`."""
@@ -48,7 +50,28 @@ def spoilt_rows(result: StepResult) -> np.ndarray:
         spoilt[batch.sampled_rows[result.nonfinite]] = True
     for asked, columns in zip(batch.prompt_logprobs, result.prompt_logprobs, strict=True):
         spoilt[asked.row] |= bool(np.isnan(columns.values).any())
+    if result.pooled is not None:
+        for of, total in zip(batch.pooled, result.pooled, strict=True):
+            spoilt[of.row] |= not np.isfinite(total).all()
     return spoilt
+
+
+def add_pooled(slots: SlotTable, result: StepResult, live: np.ndarray) -> None:
+    """To what rows that are `live [R]` have of their hidden states."""
+    if result.pooled is None:
+        return
+    for of, total in zip(result.batch.pooled, result.pooled, strict=True):
+        if live[of.row]:
+            request = slots.request[result.batch.slots[of.row]]
+            assert request is not None
+            request.pooled = total.astype(np.float64) + (0.0 if request.pooled is None else request.pooled)
+
+
+def embedding(request: Request) -> bytes:
+    """Of a prompt that was computed to its end, float32."""
+    assert request.pooled is not None
+    count = request.prompt_len if request.params.pooling == "mean" else 1
+    return (request.pooled / count).astype(np.float32).tobytes()
 
 
 def token_logprobs(slots: SlotTable, result: StepResult, sampled: np.ndarray) -> dict[int, TokenLogprobs]:

@@ -35,7 +35,8 @@ class Prefixes:
 
     def reusable(self, request: Request) -> bool:
         """Can another request's pages be of use to this one?"""
-        may = self._enabled and request.params.prompt_logprobs is None
+        computes_all = request.params.prompt_logprobs is not None or request.params.pooling == "mean"
+        may = self._enabled and not computes_all
         return may and len(request.token_ids) > self._pool.page_size
 
     def find(self, request: Request) -> Found:

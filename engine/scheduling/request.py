@@ -93,6 +93,8 @@ class Request:
     """index entry of its last published page"""
     last_key: bytes = b""
     publishable: bool = True
+    pooled: npt.NDArray[np.float64] | None = None
+    """sum of the hidden states that have come since it last had a slot"""
     prompt_logprobs_sent: int = 0
     """prompt positions whose log-probabilities have been delivered"""
 

@@ -17,7 +17,15 @@ from weft.engine.runner.batch import I32, Batch, CountReset, StepResult
 from weft.engine.scheduling import constraints
 from weft.engine.scheduling.admission import OutputLengths, fits
 from weft.engine.scheduling.build import build_batch
-from weft.engine.scheduling.events import NOT_FINITE, Events, prompt_logprobs, spoilt_rows, token_logprobs
+from weft.engine.scheduling.events import (
+    NOT_FINITE,
+    Events,
+    add_pooled,
+    embedding,
+    prompt_logprobs,
+    spoilt_rows,
+    token_logprobs,
+)
 from weft.engine.scheduling.fairness import Fairness
 from weft.engine.scheduling.fences import Fences
 from weft.engine.scheduling.prefills import Prefills
@@ -296,6 +304,7 @@ class Scheduler:
         handles = s.handle.take(token_slots)
 
         scored_prompts = prompt_logprobs(s, result, live)
+        add_pooled(s, result, live)
         logprobs = token_logprobs(s, result, sampled)
         spoilt_slots = batch.slots[spoilt]
         ends_spoilt = self._spoil(spoilt_slots, token_slots[bad], scored_prompts, errors)
@@ -308,14 +317,18 @@ class Scheduler:
             self._finish(slot)
         for slot in spoilt_slots.tolist():
             self._give_up(slot)
-        # Scored prompts (max_tokens 0) end with their prefill, without a token.
+        # Prompts that are scored, or pooled (max_tokens 0), end with their prefill, without a token.
         scored = slots[s.max_total_tokens.take(slots) == s.prompt_len.take(slots)]
         scored = scored[(s.confirmed[scored] >= s.target[scored]) & ~np.isin(scored, spoilt_slots)]
-        ends = s.handle[scored]
+        ends, pooled = s.handle[scored], dict[int, bytes]()
         for slot in scored.tolist():
             started.append(self._start(slot))
+            request = s.request[slot]
+            assert request is not None
+            if request.params.pooling is not None:
+                pooled[request.handle] = embedding(request)
             self._finish(slot)
-        events = Events(handles, tokens, finish, started, logprobs, scored_prompts, errors)
+        events = Events(handles, tokens, finish, started, logprobs, scored_prompts, errors, pooled)
         events = events.ended(ends_spoilt, Finish.NONFINITE)
         self.fences.open()
         if self.tiers is not None:
@@ -368,7 +381,8 @@ class Scheduler:
     def _finish(self, slot: int) -> None:
         request = self.slots.request[slot]
         assert request is not None
-        self.output_lengths.add(int(self.slots.known[slot]) - request.prompt_len)
+        if request.params.max_tokens != 0:  # what has no output says nothing of how long outputs are
+            self.output_lengths.add(int(self.slots.known[slot]) - request.prompt_len)
         self._end(request)
         self._retire(slot)
 

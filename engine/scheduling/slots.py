@@ -16,7 +16,7 @@ from enum import IntEnum
 import numpy as np
 
 from weft.engine.scheduling.request import Request
-from weft.engine.wire.sampling import COLUMNS, SamplingParams
+from weft.engine.wire.sampling import COLUMNS, Pooling, SamplingParams
 
 
 class Phase(IntEnum):
@@ -83,6 +83,7 @@ class SlotTable:
         self.metered = np.zeros(n, np.bool_)
         """whoever sent it wants to know that"""
         self.prompt_logprobs = np.full(n, -1, np.int32)
+        self.pooling: list[Pooling | None] = [None] * n
         self.exact_output = np.zeros(n, np.bool_)
         """cannot stop before `max_total_tokens` (ignore_eos and no stop token): its length needs no prediction"""
         self.stop_ids = np.full((n, 4), -1, np.int32)
@@ -132,6 +133,7 @@ class SlotTable:
         self.seed[slot] = request.seed
         self.joules[slot], self.metered[slot] = request.joules, request.metered
         self.prompt_logprobs[slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        self.pooling[slot], request.pooled = params.pooling, None
         self.exact_output[slot] = not request.stop_ids
         self.min_total[slot] = request.prompt_len + params.min_tokens
         stops = request.stop_ids

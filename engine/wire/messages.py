@@ -282,6 +282,8 @@ class Outputs(msgspec.Struct, tag="outputs", frozen=True, kw_only=True):
     """by handle, for the requests that asked"""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     """by handle, for positions 1 … of the prompt, sent in order, in parts, before the first token"""
+    pooled: dict[int, bytes] = {}
+    """by handle, with the terminal event of requests for hidden states: float32, as many as a state has"""
     errors: dict[int, str] = {}
     """by handle, for `Finish.ERROR`, `Finish.REFUSED`, `Finish.NONFINITE` and `Finish.BUSY`"""
     joules: dict[int, float] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -26,6 +27,10 @@ MAX_BAD_CHARS = 16_384
 GREEDY_EPSILON = 1e-5
 LEAST_REPETITION_PENALTY = 1e-20
 """smaller ones are taken as this: a logit divided by less would be infinite"""
+
+
+Pooling = Literal["last", "mean"]
+"""which hidden states of a prompt are its embedding: that of its last token, or the mean of all"""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -60,6 +65,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Texts that do not occur in the output, whatever tokens would spell them."""
     grammar: str | None = None
     """What the output must follow, as `grammar_text` writes it; the output ends where the grammar does."""
+    pooling: Pooling | None = None
+    """Hidden states of the prompt are wanted, and no output (`max_tokens` 0). For the mean all of them are computed:
+    what other requests had is of no use."""
     thinking: Thinking | None = None
     """Ends the output's thinking once it is so long."""
     grammar_bytes: int = 0
@@ -71,7 +79,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise RequestError(f"{param} must be {rule}, not {getattr(self, param)!r}"[:200], param)
 
         check(self.max_tokens is None or self.max_tokens >= 0, "max_tokens", "at least 0")
-        check(self.max_tokens != 0 or self.prompt_logprobs is not None, "max_tokens", "at least 1")
+        scores = self.prompt_logprobs is not None or self.pooling is not None
+        check(self.max_tokens != 0 or scores, "max_tokens", "at least 1")
+        check(self.pooling is None or self.max_tokens == 0, "max_tokens", "0 where hidden states are pooled")
         check(self.min_tokens >= 0, "min_tokens", "at least 0")
         check(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", "at most max_tokens")
         check(0.0 <= self.temperature <= 2.0, "temperature", "between 0 and 2")

@@ -40,6 +40,8 @@ class Delta(NamedTuple):
     """set in the delta that holds the first token"""
     prompt_logprobs: list[TokenLogprobs]
     error: str | None
+    pooled: bytes | None = None
+    """as in `Outputs`"""
 
 
 class TokenStream:
@@ -57,6 +59,7 @@ class TokenStream:
         self._started: Started | None = None
         self._finish = Finish.RUNNING
         self._error: str | None = None
+        self._pooled: bytes | None = None
         self._dead: str | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._pending = False
@@ -90,7 +93,9 @@ class TokenStream:
         self._pending = False
         if not self._tokens and self._finish is Finish.RUNNING and self._dead is not None:
             raise EngineDead(self._dead)
-        delta = Delta(self._tokens, self._logprobs, self._finish, self._started, self._prompt_logprobs, self._error)
+        delta = Delta(
+            self._tokens, self._logprobs, self._finish, self._started, self._prompt_logprobs, self._error, self._pooled
+        )
         self._tokens, self._logprobs, self._prompt_logprobs, self._started = [], [], [], None
         return delta
 
@@ -230,6 +235,7 @@ class Streams:
             if reason:
                 stream._finish = Finish(reason)
                 stream._error = outputs.errors.get(handle)
+                stream._pooled = outputs.pooled.get(handle)
                 stream.closed = True
                 del streams[handle]
             stream.wake()

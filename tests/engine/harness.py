@@ -27,6 +27,7 @@ class Harness:
         self.cached: dict[int, int] = {}
         self.logprobs: dict[int, list[TokenLogprobs]] = {}
         self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        self.pooled: dict[int, np.ndarray] = {}
         self.steps = 0
 
     def add(self, prompt: Sequence[int] | np.ndarray, salt: str = "", priority: int = 0, **params: Any) -> int:
@@ -64,6 +65,8 @@ class Harness:
             self.logprobs[handle].append(entry)
         for handle, entries in outputs.prompt_logprobs.items():
             self.prompt_logprobs[handle] += entries
+        for handle, state in outputs.pooled.items():
+            self.pooled[handle] = np.frombuffer(state, np.float32)
         return outputs
 
     def run(self, each_step: Callable[[int], None] = lambda _: None) -> None:

@@ -21,6 +21,12 @@ class BroadModule:
         takes = inspect.signature(module.forward).parameters
         self._keeps = "logits_to_keep" in takes
         self._takes_positions = "position_ids" in takes
+        self._states: Tensor | None = None
+        self._keeps_states = False
+        self.shows_states = False
+        """the hidden states behind the final norm can be read: known once it has computed something"""
+        if (head := module.get_output_embeddings()) is not None:
+            head.register_forward_pre_hook(self._note_states)
         if not self._takes_positions:
             for part in module.modules():
                 if isinstance(table := getattr(part, "embed_positions", None), nn.Embedding):
@@ -42,6 +48,23 @@ class BroadModule:
         finally:
             positions_now.reset(token)
         return logits if self._keeps else logits[rows]
+
+    def logits_and_states(self, token_ids: Tensor, positions: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """As `logits`, and what these are a product of: `[S, H]`, the hidden states behind the final norm. For models
+        that show them (`shows_states`)."""
+        self._keeps_states = True
+        try:
+            logits = self.logits(token_ids, positions, rows)
+            states = self._states
+        finally:
+            self._keeps_states, self._states = False, None
+        assert states is not None
+        return logits, states if self._keeps else states[rows]
+
+    def _note_states(self, _head: nn.Module, given: tuple[Any, ...]) -> None:
+        self.shows_states = True
+        if self._keeps_states:
+            self._states = given[0].flatten(0, -2)
 
     @property
     def num_bytes(self) -> int:

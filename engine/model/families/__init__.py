@@ -28,9 +28,14 @@ FAMILIES = _families()
 
 
 def family_of(architecture: str) -> Family:
-    """Raises `UnknownArchitecture`, which names what is supported."""
-    for family in FAMILIES:
-        if architecture in family.architectures:
-            return family
+    """Raises `UnknownArchitecture`, which names what is supported.
+
+    A checkpoint without a head, of an embedding model, is that of the model that has one: `Qwen3Model`.
+    """
+    headed = architecture.removesuffix("Model") + "ForCausalLM"
+    for name in (architecture, headed):
+        for family in FAMILIES:
+            if name in family.architectures:
+                return family
     known = ", ".join(name for family in FAMILIES for name in family.architectures)
     raise UnknownArchitecture(f"architecture {architecture} is not supported; supported: {known}")

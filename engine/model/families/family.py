@@ -122,6 +122,8 @@ class Family:
         quantization = config.get("quantization_config")
         if quantization and quantization.get("quant_method") not in self.quantizations:
             raise ModelError("quantized checkpoints are not supported: use a bf16, fp16 or fp32 one")
+        if config.get("is_causal") is False or config.get("use_bidirectional_attention") is True:
+            raise ModelError("its tokens attend to those behind them too: weft serves decoders alone")
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         max_positions = int(config.get("max_position_embeddings") or 2048)
         activation = config.get("hidden_act") or "silu"
