@@ -249,6 +249,7 @@ class Engine:
             max_num_batched_tokens=resolved.max_num_batched_tokens,
             eos_token_ids=self.spec.eos_token_ids,
             load_seconds=self.load_seconds,
+            hidden_size=self.spec.hidden_size,
             memory=self._memory,
             energy_source=self.energy.source if self.energy is not None else "",
             energy_missing=self._why_unmetered,

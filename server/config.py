@@ -125,6 +125,11 @@ class ServeConfig(EngineConfig):
     reasoning_parser: ReasoningParserName = Field(
         "auto", description="how the model marks its thinking; auto reads it off the chat template, none leaves it in"
     )
+    pooling: Literal["auto", "last", "mean", "none"] = Field(
+        "auto",
+        description="hidden states that are embeddings: of the last token, or their mean; auto: as the model's "
+        "1_Pooling/config.json says, else last; none: no /v1/embeddings",
+    )
     tokenizer_threads: int = Field(2, ge=1, le=64, description="threads that tokenize and render chat templates")
     restart_engine: bool = Field(
         True, description="start another engine process when one ends or hangs, instead of ending the daemon"

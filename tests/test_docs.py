@@ -33,7 +33,13 @@ FOLDERS = (
     "autosearch", "deploy", "docs", "engine", "examples", "kernels", "loadgen", "server", "tests", ".github",
 )  # fmt: skip
 ENDINGS = "py|md|json|toml|yml|yaml|txt|svg|png|gz|js|css|html|sh"
-NOT_OURS = {"model.safetensors", "config.json", "generation_config.json"}
+NOT_OURS = {
+    "model.safetensors",
+    "config.json",
+    "generation_config.json",
+    "modules.json",
+    "config_sentence_transformers.json",
+}
 """names of files that a user has"""
 
 

@@ -27,8 +27,9 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 """read from a directory where there is no safetensors, but not downloaded"""
 SMALL = ("*.json", "*.jinja", "*.model", "vocab.txt", "merges.txt")
-"""configuration and tokenizer; of what lies in folders of a repository, `TEMPLATES` alone"""
-TEMPLATES = "additional_chat_templates"
+"""configuration and tokenizer; of what lies in folders of a repository, those of `FOLDERS` alone"""
+FOLDERS = {"additional_chat_templates": ".jinja", "1_Pooling": ".json"}
+"""ends of the names of files that are read, by folder"""
 GGUF = ".gguf"
 
 
@@ -132,9 +133,9 @@ def pull(name: str, revision: str | None = None, *, weights: bool = True) -> Pat
 
         config = fetch("config.json")
         _check_architecture(name, config.parent)
-        if any(entry.path == TEMPLATES for entry in tree):
-            more: list[Any] = list(api.list_repo_tree(name, TEMPLATES, revision=commit))
-            sizes |= {f.path: f.size for f in more if f.path.endswith(".jinja")}
+        for folder in {entry.path for entry in tree} & set(FOLDERS):
+            more: list[Any] = list(api.list_repo_tree(name, folder, revision=commit))
+            sizes |= {f.path: f.size for f in more if f.path.endswith(FOLDERS[folder])}
         wanted = [f for f in sizes if any(Path(f).match(p) for p in SMALL)]
         if weights:
             wanted += _weight_files(name, sizes, fetch)

@@ -116,6 +116,8 @@ class EngineReady(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     load_seconds: float
     seats: int = 0
     """requests that may run at once at first"""
+    hidden_size: int = 0
+    """numbers of a hidden state"""
     memory: MemoryBudget = MemoryBudget()
     energy_source: str = ""
     """whose counter says what is drawn: nvml, rapl; empty: nobody's"""

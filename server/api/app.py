@@ -15,7 +15,20 @@ from starlette.routing import compile_path
 
 from weft import __version__
 from weft.engine.errors import WeftError
-from weft.server.api import aliases, batches, chat, completions, docs, files, messages, operations, render, tokens, ui
+from weft.server.api import (
+    aliases,
+    batches,
+    chat,
+    completions,
+    docs,
+    embeddings,
+    files,
+    messages,
+    operations,
+    render,
+    tokens,
+    ui,
+)
 from weft.server.api.middleware import Authorise, BodyLimit, Cors, Trace
 from weft.server.api.own_requests import make_runner
 from weft.server.api.protocol import ErrorBody
@@ -47,7 +60,7 @@ def create_app(service: Service) -> FastAPI:
     app.state.responses = Store.open(config)
     app.state.background = Background()
     stateful = (responses, conversations)
-    common = (completions, chat, messages, *stateful, render, tokens, operations, aliases, docs)
+    common = (completions, chat, embeddings, messages, *stateful, render, tokens, operations, aliases, docs)
     for module in (*common, *([ui] if config.ui else [])):
         app.include_router(module.router)
     for kind in (ApiError, WeftError, RequestValidationError, HTTPException, ClientDisconnect, Exception):

@@ -64,6 +64,8 @@ class Choice:
         self.reasoning_tokens: int | None = None
         """of them that are thinking; None: it is not told apart"""
         self.prompt_logprobs: list[TokenLogprobs] = []
+        self.pooled: bytes | None = None
+        """the hidden states that were asked for instead of an output: float32"""
         self.finished = False
         self.lives = 1
         """engines that it was given to"""
@@ -100,6 +102,7 @@ class Choice:
         if delta.started is not None:
             self.cached_tokens = delta.started.cached_tokens
         self.prompt_logprobs += delta.prompt_logprobs
+        self.pooled = delta.pooled or self.pooled
         piece, self._left = self._left or Piece(), None
         last = len(delta.token_ids) - 1
         for i, token_id in enumerate(delta.token_ids):

@@ -33,7 +33,9 @@ from weft.server.observe.metrics import ENDPOINTS, PROBES, Metrics
 OPEN_PATHS = frozenset(PROBES)
 MESSAGES = "/v1/messages"
 MODELS = "/v1/models"
-LIMITED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", MESSAGES, INVOCATIONS})
+LIMITED_PATHS = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", MESSAGES, INVOCATIONS}
+)
 _ENDPOINTS = frozenset(ENDPOINTS)
 BELOW = ("/v1/files/", "/v1/batches/", "/v1/responses/", "/v1/conversations/")
 _REQUEST_ID = re.compile(REQUEST_ID)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
@@ -28,6 +29,8 @@ from weft.server.tools.template import TemplateBody
 from weft.server.tools.tools import AllowedTools, NamedToolChoice, ToolChoice, names_of
 
 MAX_PROMPTS = 1024
+MAX_INPUTS = 2048
+"""of one request for embeddings: as many as OpenAI takes"""
 MAX_SEQUENCES = 1024
 """n × prompts of one request"""
 MAX_STOP_STRINGS = 4
@@ -61,7 +64,7 @@ class ErrorBody(BaseModel):
 # -- field types
 
 
-def _parse_prompts(value: Any) -> list[str] | list[list[int]]:
+def _parse_prompts(value: Any, most: int = MAX_PROMPTS) -> list[str] | list[list[int]]:
     """Any of the four forms of `prompt` as a list of prompts. By hand: a union of lists is slow on long id lists."""
     if isinstance(value, str):
         prompts: list[Any] = [value]
@@ -71,8 +74,8 @@ def _parse_prompts(value: Any) -> list[str] | list[list[int]]:
         raise ValueError("must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
     if not prompts or not all(prompts):
         raise ValueError("must not be empty")
-    if len(prompts) > MAX_PROMPTS:
-        raise ValueError(f"must have at most {MAX_PROMPTS} prompts, not {len(prompts)}")
+    if len(prompts) > most:
+        raise ValueError(f"must have at most {most} entries, not {len(prompts)}")
     kinds = set(map(type, prompts))
     if kinds == {str} or (kinds == {list} and all(set(map(type, prompt)) == {int} for prompt in prompts)):
         return prompts
@@ -170,6 +173,11 @@ Prompts = Annotated[
     list[str] | list[list[int]],
     PlainValidator(_parse_prompts),
     WithJsonSchema({"anyOf": [_TEXT, _some(_TEXT, MAX_PROMPTS), _some(_ID), _some(_some(_ID), MAX_PROMPTS)]}),
+]
+Inputs = Annotated[
+    list[str] | list[list[int]],
+    PlainValidator(partial(_parse_prompts, most=MAX_INPUTS)),
+    WithJsonSchema({"anyOf": [_TEXT, _some(_TEXT, MAX_INPUTS), _some(_ID), _some(_some(_ID), MAX_INPUTS)]}),
 ]
 Stop = Annotated[
     list[str],
@@ -515,6 +523,27 @@ class ChatBody(GenerationBody, TemplateBody):
                 raise bad_request(f"tool_choice: there is no tool {min(missing)!r}.", "tool_choice")
             self.tools = [tool for tool in self.tools if tool.function.name in allowed.names]
             self.tool_choice = allowed.mode
+
+
+# -- embeddings
+
+
+class EmbeddingBody(Body):
+    model: str | None = None
+    input: Inputs
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1, le=INT32)
+    """the first so many numbers, of length 1 again: for models that were trained for it"""
+    prompt_name: str | None = Field(None, max_length=256)
+    """which of the model's own prompts (`config_sentence_transformers.json`) stands in front of the texts"""
+    add_special_tokens: bool = True
+    priority: int = Field(0, ge=-INT32, le=INT32)
+    cache_salt: str = Field("", max_length=128)
+    prompt_cache_key: str | None = Field(None, max_length=1024)
+    user: str | None = None
+    request_id: str | None = Field(None, pattern=REQUEST_ID)
+    include_energy: bool = False
+    """as in `GenerationBody`"""
 
 
 # -- tokens

@@ -10,7 +10,7 @@ import orjson
 from weft.server.bodies import parse_json
 from weft.server.errors import clip
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 MAX_ID = 512
 """characters of a custom_id"""
 

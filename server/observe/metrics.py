@@ -29,6 +29,7 @@ ENDPOINTS = (
     "/v1/completions",
     "/v1/chat/completions",
     "/v1/responses",
+    "/v1/embeddings",
     "/v1/conversations",
     "/tokenize",
     "/detokenize",

@@ -43,6 +43,10 @@ def before_call(_: Any, case: Any, __: dict[str, Any]) -> None:
     body.pop("best_of", None)
     if case.path.endswith("completions") and not (body.get("max_tokens") or body.get("max_completion_tokens")):
         body["max_tokens"] = 2  # none would be the rest of the context
+    if case.path == "/v1/embeddings":
+        body.pop("prompt_name", None)  # the model has none
+        if "dimensions" in body and body["dimensions"] is not None:
+            body["dimensions"] = 3
     if case.path == "/v1/responses":
         body.setdefault("max_output_tokens", 2)
         for name in ("previous_response_id", "conversation", "prompt"):

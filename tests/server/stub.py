@@ -36,6 +36,7 @@ from weft.server.config import ServeConfig
 from weft.server.text.tokenizer import Tokenizer
 
 MAX_MODEL_LEN = 512
+HIDDEN = 8
 
 
 @dataclass
@@ -95,6 +96,7 @@ class Stub(Streams):
             max_num_batched_tokens=512,
             eos_token_ids=(self.eos,),
             load_seconds=0.0,
+            hidden_size=HIDDEN,
             energy_source=self.energy_source,
         )
 
@@ -143,7 +145,11 @@ class Stub(Streams):
         scored = {handle: [logprobs(token, k) for token in prompt[1:]]} if k is not None else {}
         started = [Started(handle, script.cached_tokens, 0.001, 0.002)]
         if params.max_tokens == 0:
-            self._deliver_one(handle, [-1], Finish.LENGTH, started=started, prompt_logprobs=scored)
+            pooled = {handle: state_of(prompt).tobytes()} if params.pooling is not None else {}
+            told: dict[str, Any] = {"started": started, "prompt_logprobs": scored, "pooled": pooled}
+            if script.error:
+                told["errors"] = {handle: script.error}
+            self._deliver_one(handle, [-1], script.finish or Finish.LENGTH, **told)
             return
         text = script.text + (f" {handle}" if script.vary else "")
         ids = list(script.ids) if script.ids is not None else self.tokenizer.encode(text, add_special_tokens=False)
@@ -173,6 +179,11 @@ class Stub(Streams):
                 scores = {handle: logprobs(token, params.logprobs)}
                 self._deliver_one(handle, [token], end, logprobs=scores, **more)
                 more = {}
+
+
+def state_of(prompt: Sequence[int]) -> np.ndarray:
+    """`[HIDDEN]` float32: what stands for the hidden states of a prompt."""
+    return np.random.default_rng(list(prompt)).normal(size=HIDDEN).astype(np.float32)
 
 
 def logprobs(token: int, k: int) -> TokenLogprobs:

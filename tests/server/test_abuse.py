@@ -260,7 +260,7 @@ BAD_JSON = [
     ("path", "data"),
     [
         (path, data)
-        for path in (b"/v1/completions", b"/v1/chat/completions", b"/tokenize", b"/detokenize")
+        for path in (b"/v1/completions", b"/v1/chat/completions", b"/v1/embeddings", b"/tokenize", b"/detokenize")
         for data in BAD_JSON
         if b"max_tokens" not in data or path.startswith(b"/v1")  # no field of the others
     ],

@@ -154,7 +154,7 @@ async def test_a_wrong_key_ends_the_batch_instead_of_failing_every_line(tmp_path
         (b"{", "is not JSON"),
         (b"[]", "is not a JSON object"),
         (b'{"url": "/v1/completions", "body": {}}', "needs a custom_id"),
-        (b'{"custom_id": "a", "url": "/v1/embeddings", "body": {}}', "has the url /v1/embeddings, not"),
+        (b'{"custom_id": "a", "url": "/v1/images", "body": {}}', "has the url /v1/images, not"),
         (b'{"custom_id": "a", "url": "/v1/completions", "body": []}', "needs a body"),
         (b'{"custom_id": "a", "url": "/v1/completions", "method": "GET", "body": {}}', "method other than POST"),
         (b'{"custom_id": "a", "url": "/v1/completions", "body": {"stream": true}}', "asks for a stream"),

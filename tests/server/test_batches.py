@@ -196,7 +196,7 @@ async def test_a_wrong_file_fails_the_batch_by_its_line(kept: Server, content: b
     [
         ({"completion_window": "1y"}, "completion_window"),
         ({"completion_window": "99d"}, "completion_window"),
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/images"}, "endpoint"),
         ({"input_file_id": "file-none"}, "input_file_id"),
         ({"input_file_id": "../../etc/passwd"}, "input_file_id"),
         ({"metadata": {"a": "x" * 600}}, "metadata"),

@@ -100,3 +100,15 @@ def test_responses(daemon: Daemon) -> None:
     (call, *_) = model.bind_tools([add], tool_choice="required").invoke(QUESTION).tool_calls
     assert call["name"] == "add"
     assert isinstance(model.with_structured_output(Pet).invoke(QUESTION), Pet)
+
+
+def test_embeddings(daemon: Daemon) -> None:
+    """Texts as they are: what langchain would cut them by are OpenAI's tokens."""
+    model = langchain_openai.OpenAIEmbeddings(
+        base_url=f"{daemon.url}/v1", api_key="none", model="demo", check_embedding_ctx_length=False
+    )
+    texts = ["one", "two", "three"]
+    documents = model.embed_documents(texts)
+    assert [len(vector) for vector in documents] == [len(documents[0])] * 3
+    assert model.embed_query("two") == pytest.approx(documents[1], abs=1e-4)
+    assert asyncio.run(model.aembed_documents(texts))[2] == pytest.approx(documents[2], abs=1e-4)

@@ -94,3 +94,10 @@ def test_responses(litellm: Any, common: dict[str, Any]) -> None:
     tool = {"type": "function", **TOOL["function"]}
     (call, *_) = litellm.responses(input="What is 12 + 30?", tools=[tool], tool_choice="required", **common).output
     assert call.name == "now"
+
+
+def test_embeddings(litellm: Any, common: dict[str, Any]) -> None:
+    given = {name: common[name] for name in ("model", "api_base", "api_key") if name in common}
+    answer = litellm.embedding(input=["one", "two"], **given)
+    assert [entry["index"] for entry in answer.data] == [0, 1]
+    assert len(answer.data[0]["embedding"]) == len(answer.data[1]["embedding"]) > 0

@@ -199,3 +199,35 @@ def test_samples_of_one_prompt_compute_it_once(daemon: Daemon, api: openai.OpenA
         deadline -= 1
         httpx.get(daemon.url + "/health")
     assert hits() - before == 3 * 5 * page
+
+
+def test_embeddings_are_unit_vectors_in_either_encoding(api: openai.OpenAI) -> None:
+    texts = ["The capital of France is Paris.", "12 + 30", "x"]
+    coded = api.embeddings.create(model="demo", input=texts)  # base64, which the client decodes
+    plain = api.embeddings.create(model="demo", input=texts, encoding_format="float")
+    assert [entry.index for entry in coded.data] == [0, 1, 2]
+    for a, b in zip(coded.data, plain.data, strict=True):
+        assert a.embedding == pytest.approx(b.embedding, abs=1e-6)
+        assert sum(x * x for x in a.embedding) == pytest.approx(1.0, abs=1e-5)
+    assert coded.usage.prompt_tokens == coded.usage.total_tokens > 3
+    short = api.embeddings.create(model="demo", input=texts[0], dimensions=16)
+    assert len(short.data[0].embedding) == 16
+    with pytest.raises(openai.BadRequestError, match="dimensions"):
+        api.embeddings.create(model="demo", input="x", dimensions=10_000)
+
+
+def test_embeddings_and_answers_share_iterations(daemon: Daemon, api: openai.OpenAI) -> None:
+    alone = api.embeddings.create(model="demo", input=["one", "two"]).data
+
+    async def together() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{daemon.url}/v1", api_key="none") as other:
+            chat = asyncio.create_task(other.chat.completions.create(messages=QUESTION, **GREEDY))
+            made = await asyncio.gather(
+                *(other.embeddings.create(model="demo", input=["one", "two"]) for _ in range(6))
+            )
+            assert "42" in ((await chat).choices[0].message.content or "")
+        for one in made:
+            for a, b in zip(one.data, alone, strict=True):
+                assert a.embedding == pytest.approx(b.embedding, abs=1e-4)
+
+    asyncio.run(together())

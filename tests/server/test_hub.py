@@ -24,7 +24,7 @@ from weft.engine.demo import MODEL_PATH
 pytestmark = pytest.mark.slow
 
 NAME = "acme/tiny-model"
-TEMPLATE = "additional_chat_templates/rag.jinja"
+TEMPLATE, POOLING = "additional_chat_templates/rag.jinja", "1_Pooling/config.json"
 NOWHERE = "http://127.0.0.1:1"
 WEIGHTS = "model.safetensors"
 PIECE = 10 * 2**20
@@ -37,7 +37,7 @@ def there() -> Iterator[Hub]:
     files = {file.name: file.read_bytes() for file in MODEL_PATH.iterdir() if file.suffix != ".md"}
     more = dict.fromkeys(("pytorch_model.bin", "tiny.gguf", "consolidated.safetensors", "picture.png"), b"x" * 5000)
     more |= {"onnx/model.json": b"{}", "README.md": b"a model", f"{TEMPLATE}.md": b"no"}
-    files[TEMPLATE] = b"{{ documents }}"
+    files |= {TEMPLATE: b"{{ documents }}", POOLING: b"{}"}
     with hub() as fake:
         fake.repositories[NAME] = Repository(files | more)
         yield fake
@@ -75,7 +75,7 @@ def test_only_what_weft_reads_is_downloaded_and_only_once(there: Hub, tmp_path: 
     assert result.returncode == 0, result.stderr
     path = Path(result.stdout.strip().rpartition(": ")[2])
     own = {f.name for f in MODEL_PATH.iterdir() if f.suffix != ".md"}
-    assert {str(f.relative_to(path)) for f in path.rglob("*") if not f.is_dir()} == own | {TEMPLATE}
+    assert {str(f.relative_to(path)) for f in path.rglob("*") if not f.is_dir()} == own | {TEMPLATE, POOLING}
     assert (path / "model.safetensors").read_bytes() == (MODEL_PATH / "model.safetensors").read_bytes()
     assert EngineConfig(model=str(path)).model_name == NAME
     assert "downloading acme/tiny-model:" in result.stderr

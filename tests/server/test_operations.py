@@ -168,6 +168,7 @@ async def test_openapi_names_every_endpoint_and_error(server: Server) -> None:
         ("get", "/ping"),
         ("post", "/v1/messages"),
         ("post", "/v1/messages/count_tokens"),
+        ("post", "/v1/embeddings"),
         ("post", "/v1/responses"),
         ("post", "/v1/responses/input_tokens"),
         ("get", "/v1/responses/{id}"),

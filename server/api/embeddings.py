@@ -1,0 +1,122 @@
+"""`POST /v1/embeddings`: pooled hidden states, through the same queue, pages and prefix cache as everything else."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from weft.engine.errors import ModelError
+from weft.engine.wire.sampling import SamplingParams
+from weft.server.api.answer import Answer
+from weft.server.api.choice import Choice, Piece
+from weft.server.api.generate import Generation, Prompt
+from weft.server.api.protocol import EmbeddingBody, GenerationBody
+from weft.server.api.routing import JsonRoute, ServiceOf
+from weft.server.api.service import Service, too_long
+from weft.server.errors import ApiError, bad_request, clip
+from weft.server.text.pooling import Pooler, read_pooler
+
+router = APIRouter(route_class=JsonRoute)
+
+
+@router.post("/v1/embeddings", summary="Embeddings of texts: the model's hidden states, pooled")
+async def embeddings(body: EmbeddingBody, request: Request, service: ServiceOf) -> Response:
+    width = service.loaded.ready.hidden_size
+    model = service.model_name(body.model)
+    pooler = await _pooler(service)
+    if body.dimensions is not None and body.dimensions > width:
+        raise bad_request(f"dimensions: this model's embeddings have {width}.", "dimensions")
+    prompts = await _prompts(service, body, pooler)
+    params = SamplingParams(max_tokens=0, pooling=pooler.pooling)
+    shared = {name: getattr(body, name) for name in _SHARED if getattr(body, name) is not None}
+    generation = Generation(service, GenerationBody(**shared), prompts, [params] * len(prompts), request.scope)
+    return Answer(generation, Embeddings(generation, body, pooler, model))
+
+
+_SHARED = set(GenerationBody.model_fields) & set(EmbeddingBody.model_fields)
+
+
+async def _pooler(service: Service) -> Pooler:
+    """Raises `ApiError`."""
+    config = service.config
+    try:
+        pooler = await service.offload(partial(read_pooler, config.model_path, config.pooling))
+    except ModelError as error:
+        raise ApiError(501, f"This model's embeddings: {error}.", code="pooling_not_supported") from None
+    if pooler is None:
+        raise ApiError(404, "This server gives no embeddings (--pooling none).", code="embeddings_off")
+    return pooler
+
+
+async def _prompts(service: Service, body: EmbeddingBody, pooler: Pooler) -> list[Prompt]:
+    """The inputs, tokenized. Raises `ApiError`."""
+    limit = service.loaded.ready.max_model_len
+    texts = [text for text in body.input if isinstance(text, str)]
+    before = pooler.default
+    if (name := body.prompt_name) is not None:
+        if name not in pooler.prompts:
+            known = ", ".join(map(repr, pooler.prompts)) or "none"
+            raise bad_request(f"prompt_name: there is no prompt {clip(name)!r}; known: {known}.", "prompt_name")
+        if not texts:
+            raise bad_request("prompt_name goes with texts, not with token ids.", "prompt_name")
+        before = pooler.prompts[name]
+    if texts:
+        given = [before + text for text in texts]
+        ids = await service.encode(given, add_special_tokens=body.add_special_tokens, param="input")
+    else:
+        ids = [part for part in body.input if isinstance(part, list)]
+        for part in ids:
+            service.check_ids(part, "input")
+    for i, part in enumerate(ids):
+        if not part:
+            raise bad_request("input: must have at least one token.", "input")
+        if len(part) > limit:
+            raise too_long(limit, f"input {i} has {len(part)} tokens", "input")
+    return [Prompt(part) for part in ids]
+
+
+class Embeddings:
+    """The dialect of embeddings: a list, in the order of the inputs. It is never a stream."""
+
+    silence = b""
+    plain = False
+
+    def __init__(self, generation: Generation, body: EmbeddingBody, pooler: Pooler, model: str) -> None:
+        self._generation = generation
+        self._body = body
+        self._pooler = pooler
+        self._model = model
+
+    async def body(self, _wholes: Sequence[Piece]) -> bytes:
+        return await self._generation.service.offload(self._write)
+
+    def _write(self) -> bytes:
+        body, usage = self._body, self._generation.usage()
+        del usage["completion_tokens"]
+        states = [choice.pooled for choice in self._generation.choices]
+        assert all(state is not None for state in states)
+        vectors = (self._pooler.finish(state, body.dimensions) for state in states if state is not None)
+        code: Any = _base64 if body.encoding_format == "base64" else np.ascontiguousarray
+        data = [{"object": "embedding", "index": i, "embedding": code(v)} for i, v in enumerate(vectors)]
+        answer = {"object": "list", "data": data, "model": self._model, "usage": usage}
+        return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
+
+    def of(self, _choice: Choice, _piece: Piece) -> bytes:
+        raise NotImplementedError
+
+    async def end(self) -> bytes:
+        raise NotImplementedError
+
+    async def failed(self, error: ApiError) -> bytes:
+        return error.body()
+
+
+def _base64(vector: npt.NDArray[np.float32]) -> str:
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
