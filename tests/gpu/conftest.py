@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -34,3 +35,29 @@ def large(device: str) -> None:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(20)
+
+
+@pytest.fixture
+def rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted, numbers become bfloat16 and e4m3 as on a GPU: to the nearest. The interpreter cuts them off."""
+    if not INTERPRETED:
+        return
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    before = interpreter._convert_float
+    eight = torch.float8_e4m3fn
+
+    def convert(data: Any, given: Any, wanted: Any, rounding: Any) -> Any:
+        if given == tl.float32 and wanted in (tl.float8e4nv, tl.bfloat16):
+            x = torch.from_numpy(np.ascontiguousarray(data).view(np.float32))
+            y = x.clamp(-448, 448).to(eight) if wanted == tl.float8e4nv else x.to(torch.bfloat16)
+            bits = y.view(torch.uint8 if wanted == tl.float8e4nv else torch.uint16)
+            return bits.numpy().reshape(data.shape)
+        if given == tl.float8e4nv and wanted in (tl.float16, tl.float32):
+            y = torch.from_numpy(np.ascontiguousarray(data).view(np.uint8)).view(eight)
+            return y.to(torch.float16 if wanted == tl.float16 else torch.float32).numpy().reshape(data.shape)
+        return before(data, given, wanted, rounding)
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)

@@ -1,0 +1,288 @@
+"""The FP8 products of a layer against their twins."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from weft.kernels import fp8, fp8_projections, fp8_reference, fp8_rows, gemm_launch, pack
+from weft.kernels.fp8 import Fp8Rows, Fp8Weight
+from weft.kernels.gemm_config import GemmConfig
+
+pytestmark = pytest.mark.usefixtures("rounded")
+
+EPS = 1e-5
+FEW = GemmConfig(16, 128, 128, 3, 4, split=2, swap=True, per_sm=2)
+FEW_WIDE = GemmConfig(16, 256, 128, 3, 4, split=2, swap=True)
+MANY = GemmConfig(128, 128, 128, 3, 8)
+MANY_WIDE = GemmConfig(128, 256, 128, 3, 8)
+SPECIAL, SPECIAL_NARROW = GemmConfig(128, 256, 128, 4, 4, special=True), GemmConfig(128, 128, 128, 4, 4, special=True)
+EVERY = pytest.mark.parametrize(
+    ("config", "way"),
+    [(FEW_WIDE, ""), (MANY_WIDE, ""), (SPECIAL, "promoted"), (SPECIAL, "rescaled"), (None, "promoted")],
+    ids=["few", "many", "promoted", "rescaled", "chosen"],
+)  # fmt: skip
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """Relative error by norm; NaN never passes a comparison."""
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+class Case(NamedTuple):
+    x: Tensor
+    a: Fp8Rows
+    sumsq: Tensor
+    weight: Fp8Weight
+    bias: Tensor | None
+
+
+def case(tokens: int, features: int, depth: int, device: str, blocked: bool = False, bias: bool = False) -> Case:
+    """Activations with outlier channels, as trained models have them."""
+    x = torch.randn(tokens, depth).to(torch.bfloat16)
+    x[:, 3] *= 50
+    x[:, -1] *= 0.01
+    w = torch.randn(features, depth) / depth**0.5
+    weight = (fp8.quantize_weight_blocks if blocked else fp8.quantize_weight)(w)
+    a = fp8.quantize_rows(x)
+    squares = x.float().square().sum(-1)
+    sumsq = torch.stack((squares * 0.25, squares * 0.75))
+    return Case(
+        x.to(device), Fp8Rows(*(t.to(device) for t in a)), sumsq.to(device), Fp8Weight(*(t.to(device) for t in weight)),
+        torch.randn(features, device=device).to(torch.bfloat16) if bias else None,
+    )  # fmt: skip
+
+
+def poisoned(tokens: int, width: int, device: str) -> Fp8Rows:
+    rows = fp8_projections.rows_buffer(tokens, width, device)
+    rows.values.view(torch.uint8).fill_(127)  # NaN
+    rows.scale.fill_(float("nan"))
+    return rows
+
+
+def assert_same_rows(got: Fp8Rows, want: Fp8Rows) -> None:
+    """As good as the twin's: where the kernel's sum was rounded the other way a number may be one step off."""
+    assert error(fp8.row_values(got), fp8.row_values(want)) < 0.02
+    same = got.values.view(torch.uint8) == want.values.view(torch.uint8)
+    assert float(same.float().mean()) > 0.98
+    assert float((got.scale == want.scale).float().mean()) > 0.98
+
+
+def check_linear(tokens: int, features: int, depth: int, config: GemmConfig | None, way: str, device: str, num_sms: int,
+                 blocked: bool = False) -> None:  # fmt: skip
+    c = case(tokens, features, depth, device, blocked, bias=True)
+    want = fp8_reference.linear_project(
+        c.a, c.sumsq.sum(0), c.weight, EPS, activation="silu", bias=c.bias, dtype=torch.float32
+    )
+    space = gemm_launch.workspace(device)
+    first = torch.full((tokens, features), float("nan"), dtype=torch.bfloat16, device=device)
+    again = first.clone()
+    for out in (first, again):
+        fp8_projections.linear_project(
+            c.a, c.sumsq, c.weight, EPS, activation="silu", bias=c.bias, out=out, num_sms=num_sms, space=space,
+            config=config, way=way,
+        )  # fmt: skip
+    assert error(first, want) < 5e-3
+    assert torch.equal(first, again)
+    assert not int(space.arrived.abs().sum())
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+@pytest.mark.parametrize(("tokens", "features", "depth"), [(5, 200, 336), (17, 128, 512)])
+def test_few_tokens(tokens: int, features: int, depth: int, blocked: bool, device: str, num_sms: int) -> None:
+    check_linear(tokens, features, depth, FEW, "", device, num_sms, blocked)
+
+
+def test_tokens_as_rows_of_the_tile(device: str, num_sms: int) -> None:
+    check_linear(130, 192, 256, MANY, "", device, num_sms)
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+@pytest.mark.parametrize("tokens", [1, 16, 65, 128, 200, 777])
+@pytest.mark.parametrize(("features", "depth"), [(1536, 2048), (1000, 1040), (512, 14336)])
+@pytest.mark.parametrize(
+    ("config", "way"),
+    [(SPECIAL, "promoted"), (SPECIAL, "rescaled"), (SPECIAL_NARROW, "promoted"), (MANY_WIDE, ""), (None, "promoted")],
+)
+@pytest.mark.usefixtures("large")
+def test_every_way_to_cut_it(
+    config: GemmConfig | None, way: str, features: int, depth: int, tokens: int, blocked: bool, device: str,
+    num_sms: int,
+) -> None:  # fmt: skip
+    check_linear(tokens, features, depth, config, way, device, num_sms, blocked)
+
+
+@pytest.mark.parametrize("way", ["fast", "promoted"])
+@pytest.mark.usefixtures("large")
+def test_a_scale_for_each_token(way: str, device: str, num_sms: int) -> None:
+    c = case(300, 1024, 4096, device)
+    a = fp8.quantize_tokens(c.x)
+    want = fp8_reference.linear_project(a, None, c.weight, dtype=torch.float32)
+    out = torch.empty(300, 1024, dtype=torch.bfloat16, device=device)
+    fp8_projections.linear_project(a, None, c.weight, out=out, num_sms=num_sms, config=SPECIAL, way=way)
+    assert error(out, want) < 6e-3
+
+
+def test_a_scale_for_each_token_of_few(device: str, num_sms: int) -> None:
+    c = case(3, 128, 256, device)
+    a = fp8.quantize_tokens(c.x)
+    want = fp8_reference.linear_project(a, None, c.weight, dtype=torch.float32)
+    out = torch.empty(3, 128, dtype=torch.bfloat16, device=device)
+    config = GemmConfig(16, 128, 128, 3, 4, swap=True)
+    fp8_projections.linear_project(a, None, c.weight, out=out, num_sms=num_sms, config=config)
+    assert error(out, want) < 5e-3
+
+
+def check_residual(tokens: int, hidden: int, depth: int, config: GemmConfig | None, way: str, device: str, num_sms: int,
+                   norm: bool) -> None:  # fmt: skip
+    c = case(tokens, hidden, depth, device)
+    x = torch.randn(tokens, hidden, device=device).to(torch.bfloat16)
+    weight = torch.rand(hidden, device=device).to(torch.bfloat16) + 0.5 if norm else None
+    want, squares, rows = fp8_reference.residual_project(c.a, c.weight, x, next_norm=weight)
+    scratch = torch.full((-(-hidden // 64), tokens), float("nan"), device=device)
+    quantized = poisoned(tokens, hidden, device)
+    space = gemm_launch.workspace(device)
+    out, sumsq = fp8_projections.residual_project(
+        c.a, c.weight, x, out=torch.full_like(x, float("nan")), sumsq=scratch, quantized=quantized, next_norm=weight,
+        num_sms=num_sms, space=space, config=config, way=way,
+    )  # fmt: skip
+    assert error(out, want) < 5e-3
+    assert error(sumsq.sum(0), squares) < 5e-3
+    assert_same_rows(quantized, rows)
+    # what was quantised is what was stored, to the bit
+    exact = fp8.quantize_rows(out, weight)
+    assert torch.equal(quantized.scale, exact.scale)
+    assert torch.equal(quantized.values.view(torch.uint8), exact.values.view(torch.uint8))
+    same, _ = fp8_projections.residual_project(
+        c.a, c.weight, x, out=x, sumsq=scratch, num_sms=num_sms, space=space, config=config, way=way
+    )
+    assert torch.equal(same, out)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_residual_leaves_the_next_operand(norm: bool, device: str, num_sms: int) -> None:
+    check_residual(5, 256, 512, FEW, "", device, num_sms, norm)
+
+
+@EVERY
+@pytest.mark.parametrize("tokens", [1, 40, 129, 600])
+@pytest.mark.parametrize(("hidden", "depth"), [(4096, 1024), (896, 4864)])
+@pytest.mark.usefixtures("large")
+def test_residual(hidden: int, depth: int, tokens: int, config: GemmConfig | None, way: str, device: str,
+                  num_sms: int) -> None:  # fmt: skip
+    check_residual(tokens, hidden, depth, config, way, device, num_sms, tokens % 2 == 0)
+
+
+def check_gate_up(tokens: int, hidden: int, inter: int, config: GemmConfig | None, way: str, device: str, num_sms: int,
+                  activation: str = "silu", blocked: bool = False) -> None:  # fmt: skip
+    c = case(tokens, 2 * inter, hidden, device, blocked, bias=True)
+    want = fp8_reference.gate_up_project(c.a, c.sumsq.sum(0), c.weight, EPS, activation=activation, bias=c.bias)
+    got = fp8_projections.gate_up_project(
+        c.a, c.sumsq, c.weight, EPS, activation=activation, bias=c.bias, quantized=poisoned(tokens, inter, device),
+        num_sms=num_sms, space=gemm_launch.workspace(device), config=config, way=way,
+    )  # fmt: skip
+    assert_same_rows(got, want)
+
+
+@pytest.mark.parametrize(("inter", "activation"), [(128, "silu"), (192, "gelu_tanh")])
+def test_gate_up_leaves_the_next_operand(inter: int, activation: str, device: str, num_sms: int) -> None:
+    check_gate_up(5, 512, inter, FEW_WIDE, "", device, num_sms, activation)
+
+
+@EVERY
+@pytest.mark.parametrize("tokens", [1, 40, 129, 600])
+@pytest.mark.parametrize(("hidden", "inter"), [(1024, 3584), (896, 4864)])
+@pytest.mark.usefixtures("large")
+def test_gate_up(hidden: int, inter: int, tokens: int, config: GemmConfig | None, way: str, device: str,
+                 num_sms: int) -> None:  # fmt: skip
+    check_gate_up(tokens, hidden, inter, config, way, device, num_sms, blocked=tokens == 129)
+
+
+def check_qkv(tokens: int, heads: int, kv_heads: int, d: int, page: int, hidden: int, norm: bool, eight: bool,
+              config: GemmConfig | None, way: str, device: str, num_sms: int) -> None:  # fmt: skip
+    c = case(tokens, (heads + 2 * kv_heads) * d, hidden, device, bias=not norm)
+    qn, kn = (torch.rand(d, device=device).to(torch.bfloat16) + 0.5 for _ in range(2)) if norm else (None, None)
+    rotary = pack.rotary_table(10000.0 ** (-torch.arange(0, d, 2, device=device).float() / d), 3000)
+    positions = torch.randint(0, 3000, (tokens,), device=device)
+    pages, layers, layer = tokens // page + 3, 2, 1
+    slots = torch.randperm((pages - 1) * page, device=device)[:tokens] + page
+    scales = fp8.kv_scales(torch.rand(layers, 2, kv_heads, device=device) * 0.1 + 0.01) if eight else None
+    kv = torch.full((pages, layers, 2, page, kv_heads, d), float("nan"), dtype=torch.bfloat16, device=device)
+    if eight:
+        kv = kv.to(fp8.E4M3)
+    want_kv = kv.clone()
+    out = torch.full((tokens, heads, d), float("nan"), dtype=torch.bfloat16, device=device)
+    fp8_projections.qkv_project(
+        c.a, c.sumsq, c.weight, c.bias, EPS, rotary, positions, slots, kv, layer, heads, qn, kn, scales, out=out,
+        num_sms=num_sms, space=gemm_launch.workspace(device), config=config, way=way,
+    )  # fmt: skip
+    want = fp8_reference.qkv_project(
+        c.a, c.sumsq.sum(0), c.weight, c.bias, EPS, rotary, positions, slots, want_kv, layer, heads, qn, kn, scales,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    assert error(out, want) < 5e-3
+    assert torch.equal(kv.float().isnan(), want_kv.float().isnan())
+    assert error(kv.float().nan_to_num(), want_kv.float().nan_to_num()) < (0.02 if eight else 5e-3)
+
+
+@pytest.mark.parametrize(("norm", "eight"), [(False, True), (True, True), (False, False)])
+def test_qkv_of_few_tokens_writes_pages_of_either_format(norm: bool, eight: bool, device: str, num_sms: int) -> None:
+    check_qkv(7, 4, 2, 128 if norm else 64, 16, 256, norm, eight, FEW, "", device, num_sms)
+
+
+@EVERY
+@pytest.mark.parametrize("tokens", [1, 13, 128, 333])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "d", "page", "norm", "eight"),
+    [(32, 8, 128, 64, False, True), (16, 8, 128, 128, True, True), (14, 2, 64, 16, False, True),
+     (9, 3, 64, 32, True, False), (5, 5, 128, 64, False, False)],
+)  # fmt: skip
+@pytest.mark.usefixtures("large")
+def test_qkv(heads: int, kv_heads: int, d: int, page: int, norm: bool, eight: bool, tokens: int,
+             config: GemmConfig | None, way: str, device: str, num_sms: int) -> None:  # fmt: skip
+    if norm and d == 64 and config is not None and config.special:
+        pytest.skip("no whole head in its tile")
+    check_qkv(tokens, heads, kv_heads, d, page, 1024, norm, eight, config, way, device, num_sms)
+
+
+def test_rows_behind_the_count_in_device_memory_are_left_as_they_are(device: str, num_sms: int) -> None:
+    c = case(20, 128, 256, device)
+    out = torch.full((20, 128), float("nan"), dtype=torch.bfloat16, device=device)
+    count = torch.tensor([3], dtype=torch.int32, device=device)
+    fp8_projections.linear_project(
+        c.a, None, c.weight, out=out, num_sms=num_sms, num_tokens=count, space=gemm_launch.workspace(device), config=FEW
+    )
+    assert bool(out[3:].isnan().all())
+    assert error(out[:3], fp8_reference.linear_project(c.a, None, c.weight, dtype=torch.float32)[:3]) < 5e-3
+
+
+def test_operands_of_other_formats_are_refused(device: str, num_sms: int) -> None:
+    c = case(4, 128, 256, device)
+    out = torch.empty(4, 128, dtype=torch.bfloat16, device=device)
+    with pytest.raises(TypeError, match="e4m3"):
+        fp8_projections.linear_project(
+            Fp8Rows(c.x, c.a.scale), None, c.weight, out=out, num_sms=num_sms
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="scales of weights"):
+        fp8_projections.linear_project(
+            c.a, None, Fp8Weight(c.weight.values, c.weight.scale[:5]), out=out, num_sms=num_sms
+        )
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("tokens", "width"), [(3, 128), (5, 2096), (2, 14336)])
+def test_a_pass_over_rows_quantises_them_to_the_bit(tokens: int, width: int, norm: bool, device: str) -> None:
+    x = (torch.randn(tokens, width, device=device) * torch.logspace(-20, 20, width, device=device)).to(torch.bfloat16)
+    x[0, 5], x[-1, :128] = float("nan"), 0.0
+    weight = torch.rand(width, device=device).to(torch.bfloat16) if norm else None
+    want = fp8.quantize_rows(x, weight)
+    count = torch.tensor([tokens], dtype=torch.int32, device=device)
+    got = fp8_rows.quantize_rows(x, weight, out=poisoned(tokens + 1, width, device), num_tokens=count)
+    assert bool(got.values[tokens].float().isnan().all())
+    assert torch.equal(got.scale[1:, :tokens], want.scale[1:])
+    assert torch.equal(got.values[1:tokens].view(torch.uint8), want.values[1:].view(torch.uint8))
+    assert bool(fp8.row_values(Fp8Rows(got.values[:1], got.scale[:, :1]))[0, 5].isnan())
