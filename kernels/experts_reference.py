@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.kernels.reference import _normed, gated, row_sumsq
+from weft.kernels.fp8_matrix import Matrix
+from weft.kernels.reference import _linear, _normed, gated, row_sumsq
 
 
 class Routing(NamedTuple):
@@ -81,26 +82,31 @@ def experts_gate_up(
     x: Tensor,
     sumsq: Tensor | None,
     routing: Routing,
-    weight: Tensor,
+    weight: Matrix,
     eps: float,
     *,
     activation: str = "silu",
     bias: Tensor | None = None,
 ) -> Tensor:
     """Norm and the experts' gate-up matrices `[E, 2 I, H]` (rows alternate) -> `[T * K, I]`, sorted by expert."""
-    rows = _normed(x, sumsq, eps)[routing.order // routing.experts.shape[1]]
+    tokens = routing.order // routing.experts.shape[1]
+    # an FP8 matrix has the norm's weight beside it
+    sums = None if isinstance(weight, Tensor) or sumsq is None else sumsq[tokens]
+    rows = (_normed(x, sumsq, eps) if sums is None else x)[tokens]
     out = rows.new_empty(len(rows), weight.shape[1] // 2)
     at = 0
     for expert, count in enumerate(routing.counts):
         if count:
-            y = F.linear(rows[at : at + count], weight[expert], None if bias is None else bias[expert])
-            out[at : at + count] = gated(activation, y[:, 0::2], y[:, 1::2])
+            own = slice(at, at + count)
+            own_bias = None if bias is None else bias[expert]
+            y = _linear(rows[own], None if sums is None else sums[own], weight[expert], own_bias, eps)
+            out[own] = gated(activation, y[:, 0::2], y[:, 1::2])
             at += count
     return out
 
 
 def experts_residual(
-    h: Tensor, routing: Routing, weight: Tensor, x: Tensor, *, bias: Tensor | None = None, centred: bool = False
+    h: Tensor, routing: Routing, weight: Matrix, x: Tensor, *, bias: Tensor | None = None, centred: bool = False
 ) -> tuple[Tensor, Tensor]:
     """x plus the weighted sum of what the experts' matrices `[E, H, I]` make of h `[T * K, I]`; its sum of squares.
 
@@ -112,7 +118,8 @@ def experts_residual(
     for expert, count in enumerate(routing.counts):
         if count:
             own = slice(at, at + count)
-            y[own] = F.linear(h[own], weight[expert], None if bias is None else bias[expert]).float() * scale[own, None]
+            own_bias = None if bias is None else bias[expert]
+            y[own] = _linear(h[own], None, weight[expert], own_bias, 0.0).float() * scale[own, None]
             at += count
     placed = torch.empty_like(y)
     placed[routing.order] = y

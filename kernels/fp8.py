@@ -37,7 +37,8 @@ class Fp8Weight(NamedTuple):
     values: Tensor
     """`[out, in]` e4m3, contiguous; `in` is a multiple of 16"""
     scale: Tensor
-    """float32 `[out]`, or of blocks `[ceil(out / 128), ceil(in / 128)]`"""
+    """float32 `[out]`; of blocks `[ceil(out / 128), ceil(in / 128)]`; or those written out by rows,
+    `[out, ceil(in / 128)]`, where packing mixed rows of several blocks"""
 
     @property
     def blocked(self) -> bool:
@@ -92,8 +93,13 @@ def quantize_weight(weight: Tensor) -> Fp8Weight:
 
 
 def expanded(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """Scales of blocks `[ceil(rows / 128), ceil(columns / 128)]` -> `[rows, columns]`."""
-    return scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    """Scales of blocks `[ceil(rows / 128), ceil(columns / 128)]`, or by rows, -> `[rows, columns]`."""
+    return by_row(scale, rows).repeat_interleave(BLOCK, 1)[:, :columns]
+
+
+def by_row(scale: Tensor, rows: int) -> Tensor:
+    """Scales of blocks `[ceil(rows / 128), ...]`, or by rows already, -> `[rows, ...]`."""
+    return scale if len(scale) == rows else scale.repeat_interleave(BLOCK, 0)[:rows]
 
 
 def quantize_weight_blocks(weight: Tensor) -> Fp8Weight:
@@ -161,7 +167,7 @@ def product(a: Fp8Rows, weight: Fp8Weight) -> Tensor:
         if a_blocks:
             part *= a.scale[block][:, None]
         if w_blocks:
-            part *= weight.scale[:, block].repeat_interleave(BLOCK)[: total.shape[1]]
+            part *= by_row(weight.scale[:, block], total.shape[1])
         total += part
     if not a_blocks:
         total *= a.scale[0][:, None]

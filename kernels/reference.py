@@ -9,6 +9,8 @@ Shapes use T tokens, R requests, H hidden, Hq query heads, Hkv KV heads, D head_
 (`pack.fold_norm`), the RMS norm before a matrix is one scale per row. A LayerNorm is one too: the rows of its matrix
 have no mean (`pack.fold_norm`), and the squares are those of what a row has beyond its own (`centred`).
 
+Where a twin takes a `Matrix`, it may be in FP8 (`fp8_matrix`): the norm before it is then not folded in.
+
 The KV pool is `[pages, layers, 2, page_size, Hkv, D]`: a page is one extent that holds all layers.
 """
 
@@ -21,6 +23,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from weft.kernels import fp8_matrix
+from weft.kernels.fp8_matrix import Matrix
 
 OAI_LIMIT, OAI_ALPHA = 7.0, 1.702
 
@@ -62,6 +67,19 @@ def _normed(x: Tensor, sumsq: Tensor | None, eps: float) -> Tensor:
     if sumsq is None:
         return x
     return (x.float() * rms_scale(sumsq, x.shape[-1], eps)[:, None]).to(x.dtype)
+
+
+def _linear(x: Tensor, sumsq: Tensor | None, matrix: Matrix, bias: Tensor | None, eps: float) -> Tensor:
+    """Norm and product, in the dtype of x; no norm without `sumsq`."""
+    if isinstance(matrix, Tensor):
+        return F.linear(_normed(x, sumsq, eps), matrix, bias)
+    scale = None if sumsq is None else rms_scale(sumsq, x.shape[-1], eps)
+    return fp8_matrix.linear(x, scale, matrix, bias).to(x.dtype)
+
+
+def linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
+    """`[T, out]` in the dtype of x `[T, K]`, nothing before or behind it."""
+    return _linear(x, None, matrix, bias, 0.0)
 
 
 def embed(
@@ -119,7 +137,7 @@ def _all_heads_norm(q: Tensor, k: Tensor, weights: tuple[Tensor, Tensor], eps: f
 def qkv_project(
     x: Tensor,
     sumsq: Tensor | None,
-    weight: Tensor,
+    weight: Matrix,
     bias: Tensor | None,
     eps: float,
     rotary: Tensor,
@@ -141,7 +159,7 @@ def qkv_project(
     Returns q `[T, Hq, D]`.
     """
     num_kv_heads, head_dim = kv.shape[-2], kv.shape[-1]
-    qkv = F.linear(_normed(x, sumsq, eps), weight, bias).view(x.shape[0], -1, head_dim)
+    qkv = _linear(x, sumsq, weight, bias, eps).view(x.shape[0], -1, head_dim)
     qk, v = qkv.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
     if q_norm is not None and k_norm is not None:
         q, k = qk.split((num_heads, num_kv_heads), dim=1)
@@ -159,7 +177,7 @@ def qkv_project(
 
 def residual_project(
     a: Tensor,
-    weight: Tensor,
+    weight: Matrix,
     x: Tensor,
     *,
     post_norm: Tensor | None = None,
@@ -172,9 +190,11 @@ def residual_project(
     post_norm `[H]`: what is added goes through an RMS norm first, with its bias `[H]`.
     """
     if post_norm is not None:
-        h = F.linear(a, weight, bias).float()
+        h = _linear(a, None, weight, bias, eps).float()
         h = h * rms_scale(h.square().sum(-1), h.shape[-1], eps)[:, None] * post_norm.float()
         y = (x.float() + h).to(x.dtype)
+    elif not isinstance(weight, Tensor):
+        y = (x.float() + fp8_matrix.linear(a, None, weight, bias)).to(x.dtype)
     else:
         x = x if bias is None else x + bias
         y = torch.addmm(x, a, weight.t()) if x.dtype == torch.float32 else (x.float() + F.linear(a, weight)).to(x.dtype)
@@ -197,7 +217,7 @@ def add_reduced(
 def gate_up_project(
     x: Tensor,
     sumsq: Tensor | None,
-    weight: Tensor,
+    weight: Matrix,
     eps: float,
     *,
     activation: str = "silu",
@@ -208,18 +228,22 @@ def gate_up_project(
 
     gate `[1, H]`: of a shared expert (Qwen 2 MoE): the result times the sigmoid of this product.
     """
-    h = _normed(x, sumsq, eps)
-    # Two products of strided weights, so that what follows reads contiguous rows.
-    g = F.linear(h, weight[0::2], None if bias is None else bias[0::2])
-    y = gated(activation, g, F.linear(h, weight[1::2], None if bias is None else bias[1::2]))
-    return y if gate is None else y * torch.sigmoid(F.linear(h, gate))
+    if isinstance(weight, Tensor):
+        h = _normed(x, sumsq, eps)
+        # Two products of strided weights, so that what follows reads contiguous rows.
+        g = F.linear(h, weight[0::2], None if bias is None else bias[0::2])
+        y = gated(activation, g, F.linear(h, weight[1::2], None if bias is None else bias[1::2]))
+    else:
+        both = _linear(x, sumsq, weight, bias, eps)
+        y = gated(activation, both[:, 0::2], both[:, 1::2])
+    return y if gate is None else y * torch.sigmoid(F.linear(_normed(x, sumsq, eps), gate))
 
 
 def up_project(
-    x: Tensor, sumsq: Tensor | None, weight: Tensor, eps: float, *, activation: str, bias: Tensor | None = None
+    x: Tensor, sumsq: Tensor | None, weight: Matrix, eps: float, *, activation: str, bias: Tensor | None = None
 ) -> Tensor:
     """Norm, matrix `[I, H]` of an MLP without a gate, bias, activation -> `[T, I]`."""
-    return ACTIVATIONS[activation](F.linear(_normed(x, sumsq, eps), weight, bias))
+    return ACTIVATIONS[activation](_linear(x, sumsq, weight, bias, eps))
 
 
 def final_norm(

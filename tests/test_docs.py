@@ -37,6 +37,7 @@ NOT_OURS = {
     "model.safetensors",
     "config.json",
     "generation_config.json",
+    "hf_quant_config.json",
     "modules.json",
     "config_sentence_transformers.json",
 }

@@ -25,6 +25,8 @@ def model_id(config: EngineConfig, layout: KvLayout) -> str:
     path = config.model_path
     try:
         digest.update((path / "config.json").read_bytes())
+        if config.quantization is not None:
+            digest.update(f"as {config.quantization}".encode())
         if config.load_format == "dummy":
             digest.update(f"dummy {config.seed}".encode())
         else:

@@ -7,6 +7,7 @@ import pickle
 import re
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -63,9 +64,35 @@ class TensorSource(Protocol):
 
     def __call__(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Stored: ...
 
+    def shape_of(self, name: str) -> tuple[int, ...]: ...
+
     def refuse_further_layers(self, layer: str, num_layers: int) -> None: ...
 
     def surplus(self, harmless: Iterable[str]) -> list[str]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """The tensors of a model on their device."""
+
+    source: Callable[[str, tuple[int, ...], Part, torch.dtype], Tensor]
+    known: Callable[[str], bool] | None
+    """whether there is a name; None: whatever is asked for, in the plainest form"""
+    dtype: torch.dtype
+    """they are served in"""
+    shapes: Callable[[str], tuple[int, ...]] | None = None
+    """of a name that is known"""
+
+    def get(self, name: str, shape: tuple[int, ...], part: Part = WHOLE, dtype: torch.dtype | None = None) -> Tensor:
+        return self.source(name, shape, part, dtype or self.dtype)
+
+    def has(self, name: str) -> bool:
+        return self.known is not None and self.known(name)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """In the files, of a name that `has` knows."""
+        assert self.shapes is not None
+        return self.shapes(name)
 
 
 class Checkpoint:
@@ -134,6 +161,14 @@ class Checkpoint:
         except (OSError, SafetensorError) as error:
             raise ModelError(f"cannot read {name} from {self._path / file}: {error}") from None
         return Stored(tensor)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Of a tensor that is there."""
+        file = self._files[name]
+        try:
+            return tuple(self._open[file].get_slice(self._there.get(name, name)).get_shape())
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"cannot read {name} from {self._path / file}: {error}") from None
 
     def refuse_further_layers(self, layer: str, num_layers: int) -> None:
         """`layer`: the beginning of a layer's names, `{}` for its number. Raises `ModelError` when there are more."""

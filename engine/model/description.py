@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from weft.engine.model.broad.spec import BroadSpec
-from weft.engine.model.parts import Experts
+from weft.engine.model.parts import Experts, Quantization
 from weft.engine.model.rope import Rope
 from weft.engine.model.spec import ModelSpec
 
@@ -35,6 +35,8 @@ def describe(spec: ModelSpec) -> list[tuple[str, str]]:
         )
     biases = {"q, k, v": spec.qkv_bias, "o": spec.o_bias, "MLP": spec.mlp_bias, "vocabulary": spec.head_bias}
     rows.append(("biases", ", ".join(name for name, there in biases.items() if there) or "none"))
+    if spec.quantization is not None:
+        rows.append(("weights in FP8", _quantization(spec.quantization)))
     tied = "tied" if spec.tie_embeddings else "untied"
     rows.append(("vocabulary", f"{spec.vocab_size} tokens, {tied}{_scales(spec)}"))
     return rows
@@ -104,6 +106,14 @@ def _windows(spec: ModelSpec) -> str:
 def _experts(e: Experts) -> str:
     shared = f", {e.shared_size} shared columns" if e.shared_size else ""
     return f"{e.top} of {e.count} a token, {e.intermediate_size} columns each, router {e.router}{shared}"
+
+
+def _quantization(q: Quantization) -> str:
+    by = {"tensor": "tensor", "channel": "output channel", "block": "block of 128 x 128"}[q.weights]
+    made = "quantised while loading" if q.at_load else f"as {q.method} has them"
+    activations = {"none": "in 16 bits"}.get(q.activations, f"FP8, {q.activations}")
+    kept = f", {q.kept} entries of modules left in 16 bits" if q.kept else ""
+    return f"{made}, a scale for each {by}; activations {activations}{kept}"
 
 
 def _scales(spec: ModelSpec) -> str:

@@ -8,7 +8,11 @@ from typing import Any
 
 from weft.engine.errors import ModelError, refuse_pointer
 from weft.engine.model.families import family_of
+from weft.engine.model.quantization import of_modelopt_file
 from weft.engine.model.spec import ModelSpec
+
+MODELOPT = "hf_quant_config.json"
+"""where ModelOpt says how it quantised, if not in `config.json`"""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -47,6 +51,8 @@ def read_spec(path: Path) -> ModelSpec:
     Raises `ModelError`, one line, for a missing or malformed file, an unsupported architecture or option.
     """
     config = read_json(path / "config.json")
+    if not config.get("quantization_config") and (path / MODELOPT).is_file():
+        config["quantization_config"] = of_modelopt_file(read_json(path / MODELOPT))
     family = family_of((config.get("architectures") or ["(none)"])[0])
     try:
         return family.spec(config, eos_ids(path, config))

@@ -17,7 +17,11 @@ class FiniteCheck:
     def add(self, name: str, tensor: Tensor) -> None:
         """`tensor`: of any floating dtype, as it was converted for serving."""
         # Both are NaN or inf where a value is, and quick on a CPU. A sum of float32 weights cannot overflow.
-        figure = tensor.sum() if tensor.dtype == torch.float32 else tensor.abs().amax().float()
+        if tensor.dtype == torch.float8_e4m3fn:  # no number of its own: NaN is the code without a zero among its bits
+            spoilt = (tensor.view(torch.uint8) & 0x7F).amax() == 0x7F
+            figure = torch.where(spoilt, float("nan"), 0.0)
+        else:
+            figure = tensor.sum() if tensor.dtype == torch.float32 else tensor.abs().amax().float()
         self._figures.append((name, figure))
 
     def end(self, dtype: torch.dtype) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from weft.engine.config import EngineConfig, ModelImpl
@@ -9,6 +10,7 @@ from weft.engine.errors import ModelError, UnknownArchitecture
 from weft.engine.model.directory import eos_ids, read_json, read_spec
 from weft.engine.model.gguf.file import INDEX
 from weft.engine.model.known import architecture, refuse_undecodable
+from weft.engine.model.parts import Quantization
 from weft.engine.model.spec import ModelSpec
 
 
@@ -17,13 +19,17 @@ def choose_spec(config: EngineConfig) -> tuple[ModelSpec, str]:
     path = config.model_path
     if config.model_impl != "transformers":
         try:
-            return read_spec(path), "weft's own layers"
+            return _in_format(read_spec(path), config.quantization), "weft's own layers"
         except UnknownArchitecture:
             if config.model_impl == "native":
                 raise
     _refuse_gguf(path)
     raw = read_json(path / "config.json")
     name = architecture(raw)
+    if config.quantization is not None:
+        raise ModelError(
+            f"--quantization {config.quantization} needs weft's own layers, and transformers' code computes {name}"
+        )
     refuse_undecodable(raw, trusted=config.trust_remote_code)
     from weft.engine.model.broad.reading import read_broad
 
@@ -34,6 +40,13 @@ def choose_spec(config: EngineConfig) -> tuple[ModelSpec, str]:
     why = "as --model-impl asks" if config.model_impl == "transformers" else f"since weft has no layers of {name}"
     limit = f"; contexts of {spec.max_positions} at most: {spec.limit}" if spec.limit else ""
     return spec, f"transformers' code with weft's attention, {why}{limit}"
+
+
+def _in_format(spec: ModelSpec, quantization: str | None) -> ModelSpec:
+    """What the checkpoint has in FP8 stays as it is."""
+    if quantization is None or spec.quantization is not None:
+        return spec
+    return replace(spec, quantization=Quantization(quantization, at_load=True))
 
 
 def check_known(path: Path, impl: ModelImpl = "auto", *, trusted: bool = False) -> None:

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from weft.engine.model.checkpoint import WHOLE, Part
+from weft.engine.errors import ModelError
+from weft.engine.model import matrices
+from weft.engine.model.checkpoint import WHOLE, Part, Tensors
 from weft.engine.model.families.family import TensorNames
+from weft.engine.model.matrices import Quantised, Unpacked
 from weft.engine.model.parts import Experts
 from weft.engine.model.spec import ModelSpec
 from weft.kernels import pack
+from weft.kernels.fp8_matrix import Fp8Matrix, Matrix
 
 
 @dataclass(frozen=True, slots=True)
 class ProductWeights:
-    """What one operation of a layer reads, in the layout of `kernels.pack`; the norm before it is folded in."""
+    """What one operation of a layer reads, in the layout of `kernels.pack`; the norm before it is folded in, but for
+    quantised matrices (`fp8`)."""
 
     weight: Tensor
-    """[out, inner]; of experts `[experts, out, inner]`; of a router float32"""
+    """[out, inner]; of experts `[experts, out, inner]`; of a router float32; quantised e4m3"""
     bias: Tensor | None = None
     """[out]; of experts `[experts, out]`"""
     q_norm: Tensor | None = None
@@ -35,30 +41,24 @@ class ProductWeights:
     """[1, H] of a shared expert"""
     choice_bias: Tensor | None = None
     """[experts] float32 of a router"""
+    fp8: Fp8Matrix | None = None
+    """the same weight with its scales and the norm before it, where it is quantised"""
 
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return tuple(getattr(self, field.name) for field in fields(self))
+    @property
+    def matrix(self) -> Matrix:
+        """What a twin reads."""
+        return self.weight if self.fp8 is None else self.fp8
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that are there, each once."""
+        own = [getattr(self, field.name) for field in fields(self)]
+        if self.fp8 is not None:
+            own += [self.fp8.weight.scale, self.fp8.input_scale, self.fp8.norm, self.fp8.norm_bias]
+        return tuple(tensor for tensor in own if isinstance(tensor, Tensor))
 
 
 LayerWeights = Mapping[str, ProductWeights]
 """by operation"""
-
-
-@dataclass(frozen=True, slots=True)
-class Tensors:
-    """The tensors of a model on their device."""
-
-    source: Callable[[str, tuple[int, ...], Part, torch.dtype], Tensor]
-    known: Callable[[str], bool] | None
-    """whether there is a name; None: whatever is asked for, in the plainest form"""
-    dtype: torch.dtype
-    """they are served in"""
-
-    def get(self, name: str, shape: tuple[int, ...], part: Part = WHOLE, dtype: torch.dtype | None = None) -> Tensor:
-        return self.source(name, shape, part, dtype or self.dtype)
-
-    def has(self, name: str) -> bool:
-        return self.known is not None and self.known(name)
 
 
 def norm_weight(tensors: Tensors, spec: ModelSpec, name: str, width: int, part: Part = WHOLE) -> Tensor | None:
@@ -67,6 +67,10 @@ def norm_weight(tensors: Tensors, spec: ModelSpec, name: str, width: int, part: 
         return None
     weight = tensors.get(f"{name}.weight", (width,), part)
     return weight.float() + 1.0 if spec.norm.unit_offset else weight
+
+
+def _own_rows(begin: int, end: int, part: Part, together: Tensor) -> Tensor:
+    return _cut(together[begin:end], part)
 
 
 def _cut(whole: Tensor, part: Part) -> Tensor:
@@ -92,9 +96,13 @@ class _Layer:
         self.piecewise = own.ranks > 1 and tensors.known is not None
         """pieces of a tensor are read one by one; what is made up is cut from the whole"""
 
-    def matrix(self, name: str, out: int, inner: int, part: Part = WHOLE) -> Tensor:
+    def matrix(self, name: str, out: int, inner: int, part: Part = WHOLE) -> Unpacked:
         if not self.names.transposed:
-            return self.tensors.get(f"{self.prefix}{name}.weight", (out, inner), part)
+            given = self.spec.quantization
+            if given is None and (scale := matrices.stored_as(self.tensors, f"{self.prefix}{name}")) is not None:
+                raise ModelError(f"the checkpoint has {scale}, but its config.json has no quantization_config")
+            static = given is not None and given.activations == "static"
+            return matrices.read(self.tensors, f"{self.prefix}{name}", out, inner, part, static=static)
         turned = part._replace(dim=1 - part.dim)
         return self.tensors.get(f"{self.prefix}{name}.weight", (inner, out), turned).t().contiguous()
 
@@ -102,12 +110,26 @@ class _Layer:
         return self.tensors.get(f"{self.prefix}{name}.bias", (out,), part)
 
     def rows_of(
-        self, fused: str, names: tuple[str, ...], sizes: tuple[int, ...], parts: tuple[Part, ...], inner: int = 0
-    ) -> list[Tensor]:
-        """Matrices `[size, inner]`, or biases where `inner` is 0, that lie apart or in one tensor, in this order."""
+        self, fused: str, names: tuple[str, ...], sizes: tuple[int, ...], parts: tuple[Part, ...], inner: int
+    ) -> list[Unpacked]:
+        """Matrices `[size, inner]` that lie apart or in one tensor, in this order."""
 
-        def read(name: str, size: int, part: Part) -> Tensor:
-            return self.matrix(name, size, inner, part) if inner else self.bias(name, size, part)
+        def read(name: str, size: int, part: Part) -> Unpacked:
+            return self.matrix(name, size, inner, part)
+
+        return self._rows_of(read, fused, names, sizes, parts)
+
+    def biases_of(
+        self, fused: str, names: tuple[str, ...], sizes: tuple[int, ...], parts: tuple[Part, ...]
+    ) -> list[Tensor]:
+        """Biases `[size]` that lie apart or in one tensor, in this order."""
+        found = self._rows_of(self.bias, fused, names, sizes, parts)
+        return [bias for bias in found if isinstance(bias, Tensor)]
+
+    def _rows_of(
+        self, read: Callable[[str, int, Part], Unpacked], fused: str, names: tuple[str, ...], sizes: tuple[int, ...],
+        parts: tuple[Part, ...],
+    ) -> list[Unpacked]:  # fmt: skip
 
         if not fused:
             return [read(*each) for each in zip(names, sizes, parts, strict=True)]
@@ -116,7 +138,15 @@ class _Layer:
             firsts = [sum(whole[:i]) + part.part * sizes[i] for i, part in enumerate(parts)]
             spans = [Part.span(first, sum(whole)) for first in firsts]
             return [read(fused, size, span) for size, span in zip(sizes, spans, strict=True)]
-        return [_cut(t, part) for t, part in zip(read(fused, sum(whole), WHOLE).split(whole), parts, strict=True)]
+        together, ends = read(fused, sum(whole), WHOLE), [sum(whole[: i + 1]) for i in range(len(whole))]
+        return [
+            self.moved(partial(_own_rows, end - size, end, part), together)
+            for end, size, part in zip(ends, whole, parts, strict=True)
+        ]
+
+    def moved(self, change: Callable[..., Tensor], *of: Unpacked, keep: bool = False) -> Unpacked:
+        """See `matrices.rows`."""
+        return matrices.rows(change, *of, dtype=self.tensors.dtype, keep=keep)
 
     def norm(self, name: str) -> Tensor | None:
         return norm_weight(self.tensors, self.spec, f"{self.prefix}{name}", self.spec.hidden_size)
@@ -138,11 +168,38 @@ class _Layer:
             bias = (more if bias is None else bias.float() + more).to(weight.dtype)
         return pack.fold_norm(weight, self.norm(norm), centred=spec.norm.centred), bias
 
-    def product(self, weight: Tensor, bias: Tensor | None, *, post_norm: Tensor | None = None) -> ProductWeights:
+    def reading(self, weight: Unpacked, norm: str, bias: Tensor | None = None) -> ProductWeights:
+        """A product that reads the stream: with the norm before it folded in, or beside the quantised matrix."""
+        own = self.in_format(weight)
+        if isinstance(own, Tensor):
+            return ProductWeights(*self.folded(own, norm, bias))
+        before, spec = self.spec.placement.before, self.spec
+        shift = self.bias(norm, spec.hidden_size) if before and spec.norm.bias else None
+        matrix = self.fp8_matrix(own, self.norm(norm) if before else None, shift, before and spec.norm.centred)
+        return ProductWeights(own.weight.values, bias, fp8=matrix)
+
+    def product(self, weight: Unpacked, bias: Tensor | None, *, post_norm: Tensor | None = None) -> ProductWeights:
         """One that adds to the stream; its bias is once in the sum over ranks."""
         scale = self.spec.residual_scale
         bias = None if bias is None or not self.first else _times(bias, scale)
-        return ProductWeights(_times(weight, scale), bias, post_norm=post_norm)
+        own = matrices.times(self.in_format(weight), scale)
+        if isinstance(own, Tensor):
+            return ProductWeights(own, bias, post_norm=post_norm)
+        return ProductWeights(own.weight.values, bias, post_norm=post_norm, fp8=self.fp8_matrix(own))
+
+    def in_format(self, weight: Unpacked) -> Unpacked:
+        """Quantised, where that is asked for and the checkpoint has not done it."""
+        asked = self.spec.quantization
+        if asked is not None and asked.at_load and isinstance(weight, Tensor):
+            return matrices.quantize(weight)
+        return weight
+
+    def fp8_matrix(
+        self, own: Quantised, norm: Tensor | None = None, norm_bias: Tensor | None = None, centred: bool = False
+    ) -> Fp8Matrix:
+        asked = self.spec.quantization
+        assert asked is not None  # `matrix` has seen to it
+        return Fp8Matrix(matrices.packed(own.weight), asked.activations, own.input_scale, norm, norm_bias, centred)
 
     # -- attention
 
@@ -159,9 +216,9 @@ class _Layer:
         q, k, v = self.rows_of(names.qkv, apart, sizes, parts, spec.hidden_size)
         bias = None
         if spec.qkv_bias:
-            qb, kb, vb = self.rows_of(names.qkv, apart, sizes, parts)
+            qb, kb, vb = self.biases_of(names.qkv, apart, sizes, parts)
             bias = torch.cat((paired(qb), paired(kb), vb))
-        weight, bias = self.folded(torch.cat((paired(q), paired(k), v)), names.attention_norm, bias)
+        weight = self.moved(lambda q, k, v: torch.cat((paired(q), paired(k), v)), q, k, v)
         q_norm = k_norm = sinks = None
         if spec.qk_norm:
             # a norm over all heads is cut as the heads are
@@ -173,7 +230,8 @@ class _Layer:
             q_norm, k_norm = (None if n is None else paired(n) for n in (q_norm, k_norm))
         if spec.sinks:
             sinks = self.tensors.get(f"{self.prefix}{names.sinks}", (spec.num_heads,), self.rows)
-        return ProductWeights(weight, bias, q_norm, k_norm, sinks)
+        product = self.reading(weight, names.attention_norm, bias)
+        return replace(product, q_norm=q_norm, k_norm=k_norm, sinks=sinks)
 
     def o(self) -> ProductWeights:
         spec, names = self.spec, self.names
@@ -187,15 +245,15 @@ class _Layer:
     def mlp_norm(self) -> str:
         return self.names.attention_norm if self.spec.placement.norms == 1 else self.names.mlp_norm
 
-    def gate_up(self, fused: str, gate: str, up: str, inter: int) -> tuple[Tensor, Tensor | None]:
+    def gate_up(self, fused: str, gate: str, up: str, inter: int, switch: Tensor | None = None) -> ProductWeights:
         spec = self.spec
         parts, sizes = (self.rows, self.rows), (inter, inter)
         g, u = self.rows_of(fused, (gate, up), sizes, parts, spec.hidden_size)
         bias = None
         if spec.mlp_bias:
-            gb, ub = self.rows_of(fused, (gate, up), sizes, parts)
+            gb, ub = self.biases_of(fused, (gate, up), sizes, parts)
             bias = torch.stack((gb, ub), 1).flatten()
-        return self.folded(pack.interleave_gate_up(g, u), self.mlp_norm, bias)
+        return replace(self.reading(self.moved(pack.interleave_gate_up, g, u), self.mlp_norm, bias), gate=switch)
 
     def dense(self) -> dict[str, ProductWeights]:
         spec, names = self.spec, self.names
@@ -204,11 +262,11 @@ class _Layer:
             first = ("gate_up", self.gate_up(names.gate_up, names.gate, names.up, inter))
         else:
             bias = self.bias(names.up, inter, self.rows) if spec.mlp_bias else None
-            first = ("up", self.folded(self.matrix(names.up, inter, h, self.rows), self.mlp_norm, bias))
+            first = ("up", self.reading(self.matrix(names.up, inter, h, self.rows), self.mlp_norm, bias))
         down = self.matrix(names.down, h, inter, self.columns)
         bias = self.bias(names.down, h) if spec.mlp_bias else None
         return {
-            first[0]: ProductWeights(*first[1]),
+            first[0]: first[1],
             "down": self.product(down, bias, post_norm=self.post_norm(names.mlp_post_norm)),
         }
 
@@ -222,29 +280,37 @@ class _Layer:
         if e.choice_bias:
             choice = get(f"{self.prefix}{names.choice_bias}", (e.count,), dtype=torch.float32)
         weight, router_bias = self.folded(router, names.mlp_norm, router_bias)
+        gate_up: Unpacked
+        down: Unpacked
         if names.experts_gate_up:
             gate_up, gate_up_bias, down, down_bias = self.stacked(e)
         else:
             each = [name.format(i) for i in range(e.count) for name in (names.expert_gate, names.expert_up)]
-            halves = torch.stack([self.matrix(name, inter, h, self.rows) for name in each])
-            gate_up = pack.interleave_gate_up(halves[0::2], halves[1::2])
-            down = torch.stack(
+            halves = [self.matrix(name, inter, h, self.rows) for name in each]
+            pairs = zip(halves[0::2], halves[1::2], strict=True)
+            gate_up = self.stack([self.moved(pack.interleave_gate_up, *pair) for pair in pairs])
+            down = self.stack(
                 [self.matrix(names.expert_down.format(i), h, inter, self.columns) for i in range(e.count)]
             )
             gate_up_bias = down_bias = None
         out = {
             "router": ProductWeights(weight, router_bias, choice_bias=choice),
-            "experts_gate_up": ProductWeights(*self.folded(gate_up, names.mlp_norm, gate_up_bias)),
+            "experts_gate_up": self.reading(gate_up, names.mlp_norm, gate_up_bias),
             "experts_down": self.product(down, down_bias),
         }
         if e.shared_size:
-            shared, bias = self.gate_up(names.shared_gate_up, names.shared_gate, names.shared_up, e.shared_size)
             gate = None
             if e.shared_gate:
-                gate, _ = self.folded(self.matrix(names.shared_switch, 1, h), names.mlp_norm)
-            out["shared_gate_up"] = ProductWeights(shared, bias, gate=gate)
+                switch = matrices.plain(self.matrix(names.shared_switch, 1, h), self.tensors.dtype)
+                gate, _ = self.folded(switch, names.mlp_norm)
+            out["shared_gate_up"] = self.gate_up(
+                names.shared_gate_up, names.shared_gate, names.shared_up, e.shared_size, gate
+            )
             out["shared_down"] = self.product(self.matrix(names.shared_down, h, e.shared_size, self.columns), None)
         return out
+
+    def stack(self, of: list[Unpacked]) -> Unpacked:
+        return self.moved(lambda *each: torch.stack(each), *of, keep=True)
 
     def stacked(self, e: Experts) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """Gate-up matrices `[E, 2 I, H]` (rows alternate) and down matrices `[E, H, I]` with their biases, of experts

@@ -93,3 +93,19 @@ class Experts:
     """columns of an MLP that every token takes beside them; 0: there is none"""
     shared_gate: bool = False
     """what it gives is multiplied by the sigmoid of a product of its own"""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How the matrices of products are kept in FP8 (e4m3 with scales). Embedding, head, routers and norms are not."""
+
+    method: str
+    """as a `config.json` names it"""
+    activations: Literal["dynamic", "static", "none"] = "dynamic"
+    """what becomes of a product's input: see `kernels.fp8_matrix.Activations`"""
+    at_load: bool = False
+    """matrices that the checkpoint has in 16 bits become FP8, a scale for each output channel"""
+    weights: str = "channel"
+    """what has a scale of its own, in a word: tensor, channel or block"""
+    kept: int = 0
+    """modules that the config leaves in 16 bits"""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 from weft.engine.errors import ModelError
 from weft.engine.model.operations import Operation, Resource, Role, all_reduce, attention, product
 from weft.engine.model.operations import experts as _experts
-from weft.engine.model.parts import ACTIVATIONS, GATED_ACTIVATIONS, Experts, Layer, Norm, Placement
+from weft.engine.model.parts import ACTIVATIONS, GATED_ACTIVATIONS, Experts, Layer, Norm, Placement, Quantization
 from weft.engine.model.rope import Rope, inv_freq
 
 if TYPE_CHECKING:
@@ -79,6 +79,8 @@ class ModelSpec:
     logits_scale: float = 1.0
     logits_softcap: float = 0.0
     experts: Experts | None = None
+    quantization: Quantization | None = None
+    """of the matrices; None: they are in 16 or 32 bits"""
     shard_of: Shard = Shard()
 
     native: ClassVar[bool] = True
@@ -139,6 +141,14 @@ class ModelSpec:
         if self.learned_positions is not None:
             tables += self.max_positions + self.learned_positions
         return every + tables * self.hidden_size
+
+    def weight_bytes(self, itemsize: int) -> int:
+        """Of what `num_parameters` counts, where numbers take `itemsize` and those of quantised matrices one."""
+        small = 0
+        if self.quantization is not None:
+            operations = (op for i in range(self.num_layers) for op in self.layer_operations(i))
+            small = sum(op.parameters for op in operations if op.kernel != "router")
+        return self.num_parameters * itemsize - small * (itemsize - 1)
 
     @property
     def active_parameters(self) -> int:

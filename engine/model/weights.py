@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from weft.engine.model.checkpoint import WHOLE, Checkpoint, Dummy, Part, Stored, TensorSource
+from weft.engine.model import matrices
+from weft.engine.model.checkpoint import WHOLE, Checkpoint, Dummy, Part, Stored, Tensors, TensorSource
 from weft.engine.model.families import family_of
 from weft.engine.model.families.family import TensorNames
 from weft.engine.model.finite import FiniteCheck
 from weft.engine.model.gguf.checkpoint import GgufCheckpoint
 from weft.engine.model.gguf.file import INDEX
-from weft.engine.model.layer_weights import LayerWeights, ProductWeights, Tensors, norm_weight, pack_layer
+from weft.engine.model.layer_weights import LayerWeights, ProductWeights, norm_weight, pack_layer
 from weft.engine.model.shapes import ShapesAlone
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.staging import Staging
@@ -74,7 +75,9 @@ class _Wanted:
         self.tensors: list[tuple[str, Stored]] = []
 
     def __call__(self, name: str, shape: tuple[int, ...], part: Part, kind: torch.dtype) -> Tensor:
-        self.tensors.append((name, self._checkpoint(name, shape, part)))
+        stored = self._checkpoint(name, shape, part)
+        matrices.check_format(name, stored.raw.dtype, kind)
+        self.tensors.append((name, stored))
         return torch.empty(shape, dtype=kind, device="meta")
 
 
@@ -168,14 +171,16 @@ def load_weights(
         checkpoint.refuse_further_layers(names.layer, spec.num_layers + names.draft_layers)
         wanted = _Wanted(checkpoint)
         with ShapesAlone():
-            _pack(spec, names, Tensors(wanted, checkpoint.__contains__, dtype), tables, tied=tied)
+            _pack(spec, names, Tensors(wanted, checkpoint.__contains__, dtype, checkpoint.shape_of), tables, tied=tied)
         staging = None
         if device.type == "cuda" if staged is None else staged:
             staging = stack.enter_context(Staging([stored.raw for _, stored in wanted.tensors], device))
         reader = _Reader(wanted.tensors, device, progress, staging)
-        weights = _pack(spec, names, Tensors(reader, checkpoint.__contains__, dtype), tables, tied=tied)
+        weights = _pack(
+            spec, names, Tensors(reader, checkpoint.__contains__, dtype, checkpoint.shape_of), tables, tied=tied
+        )
         reader.finite.end(dtype)
-        harmless = (*HARMLESS, *names.harmless)
+        harmless = (*HARMLESS, *names.harmless, *matrices.HARMLESS)
         warn_of_surplus(checkpoint.surplus((*harmless, head) if tied else harmless))
     return weights
 
@@ -217,7 +222,10 @@ def _pack(spec: ModelSpec, names: TensorNames, tensors: Tensors, rotary: tuple[T
     if norm is None:
         norm = torch.ones(hidden, dtype=tensors.dtype, device=embedding.device)
     norm_bias = get(f"{names.norm}.bias", (hidden,)) if spec.norm.bias else None
-    head = embedding if tied else get(f"{names.lm_head}.weight", (len(own), hidden), rows)
+    head = embedding
+    if not tied:
+        # some checkpoints have it in FP8: here it stays in 16 bits
+        head = matrices.plain(matrices.read(tensors, names.lm_head, len(own), hidden, rows), tensors.dtype)
     head_bias = get(f"{names.lm_head}.bias", (len(own),), rows) if spec.head_bias else None
     places = None
     if (offset := spec.learned_positions) is not None:

@@ -77,7 +77,7 @@ def _own(it: _Iteration, op: Operation, layer: int) -> ProductWeights:
 def _qkv(it: _Iteration, op: Operation, layer: int) -> None:
     w, spec = _own(it, op, layer), it.executor.spec
     it.activations[op.target] = twins.qkv_project(
-        it.activations[op.source], it.stream_sums, w.weight, w.bias, spec.norm.eps,
+        it.activations[op.source], it.stream_sums, w.matrix, w.bias, spec.norm.eps,
         it.rotary[spec.rotary_table(layer)], slice(None), it.inputs.slot_mapping, it.executor.kv, layer,
         spec.num_heads, w.q_norm, w.k_norm, it.executor.means,
     )  # fmt: skip
@@ -102,12 +102,12 @@ def _prefill(it: _Iteration, op: Operation, layer: int) -> None:
 def _residual(it: _Iteration, op: Operation, layer: int) -> None:
     w, norm = _own(it, op, layer), it.executor.spec.norm
     if it.executor.collectives.ranks > 1:
-        part = F.linear(it.activations[op.source], w.weight, w.bias)
+        part = twins.linear(it.activations[op.source], w.matrix, w.bias)
         it.partial = part if it.partial is None else it.partial + part
         it.post_norm = w.post_norm
         return
     it.activations[op.target], it.sumsq = twins.residual_project(
-        it.activations[op.source], w.weight, it.activations[op.target], bias=w.bias, post_norm=w.post_norm,
+        it.activations[op.source], w.matrix, it.activations[op.target], bias=w.bias, post_norm=w.post_norm,
         eps=norm.eps, centred=norm.centred,
     )  # fmt: skip
 
@@ -115,7 +115,7 @@ def _residual(it: _Iteration, op: Operation, layer: int) -> None:
 def _gate_up(it: _Iteration, op: Operation, layer: int) -> None:
     w, spec = _own(it, op, layer), it.executor.spec
     it.activations[op.target] = twins.gate_up_project(
-        it.activations[op.source], it.stream_sums, w.weight, spec.norm.eps, activation=spec.activation, bias=w.bias,
+        it.activations[op.source], it.stream_sums, w.matrix, spec.norm.eps, activation=spec.activation, bias=w.bias,
         gate=w.gate,
     )  # fmt: skip
 
@@ -123,7 +123,7 @@ def _gate_up(it: _Iteration, op: Operation, layer: int) -> None:
 def _up(it: _Iteration, op: Operation, layer: int) -> None:
     w, spec = _own(it, op, layer), it.executor.spec
     it.activations[op.target] = twins.up_project(
-        it.activations[op.source], it.stream_sums, w.weight, spec.norm.eps, activation=spec.activation, bias=w.bias
+        it.activations[op.source], it.stream_sums, w.matrix, spec.norm.eps, activation=spec.activation, bias=w.bias
     )
 
 
@@ -142,7 +142,7 @@ def _experts_gate_up(it: _Iteration, op: Operation, layer: int) -> None:
     w, spec = _own(it, op, layer), it.executor.spec
     assert it.routing is not None
     it.activations[op.target] = expert_twins.experts_gate_up(
-        it.activations[op.source], it.stream_sums, it.routing, w.weight, spec.norm.eps, activation=spec.activation,
+        it.activations[op.source], it.stream_sums, it.routing, w.matrix, spec.norm.eps, activation=spec.activation,
         bias=w.bias,
     )  # fmt: skip
 
@@ -154,12 +154,12 @@ def _experts_residual(it: _Iteration, op: Operation, layer: int) -> None:
         x = it.activations[op.target]
         before = torch.zeros_like(x) if it.partial is None else it.partial
         it.partial, _ = expert_twins.experts_residual(
-            it.activations[op.source], it.routing, w.weight, before, bias=w.bias
+            it.activations[op.source], it.routing, w.matrix, before, bias=w.bias
         )
         it.post_norm = w.post_norm
         return
     it.activations[op.target], it.sumsq = expert_twins.experts_residual(
-        it.activations[op.source], it.routing, w.weight, it.activations[op.target], bias=w.bias, centred=centred
+        it.activations[op.source], it.routing, w.matrix, it.activations[op.target], bias=w.bias, centred=centred
     )
 
 

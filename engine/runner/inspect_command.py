@@ -66,7 +66,7 @@ def _devices(config: EngineConfig, spec: ModelSpec) -> dict[str, dict[str, Any]]
         except WeftError as error:
             found[name] = {"served": False, "why_not": str(error)}
             continue
-        weights = spec.num_parameters * resolved.weight_dtype.itemsize
+        weights = spec.weight_bytes(resolved.weight_dtype.itemsize)
         pages = resolved.num_pages
         if pages is None:  # the engine measures what is left; this is before its buffers
             room = memory_bytes(resolved.device) * resolved.gpu_memory_utilization - weights

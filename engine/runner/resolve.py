@@ -109,6 +109,10 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
             f"{sharers} engines on one GPU would each need their own copy of the weights, which weft does not "
             "share between them yet: leave --replicas out, or use --data-parallel-size for an engine per GPU"
         )
+    if cuda and spec.native and spec.quantization is not None:
+        # Wiring the GPU's products: `CudaExecutor` gets their scales in `ProductWeights.fp8`.
+        what = "--quantization fp8" if spec.quantization.at_load else f"an FP8 checkpoint ({spec.quantization.method})"
+        raise ConfigError(f"{what}: a GPU has no FP8 products yet; use a checkpoint in 16 bits, or --device cpu")
     device = gpu_device() if cuda else torch.device("cpu")
     if config.dtype != "auto":
         dtype = getattr(torch, config.dtype)
@@ -151,7 +155,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         raise ConfigError(f"--batch-invariant needs --max-num-batched-tokens {INVARIANT_CHUNK} or more")
     if cuda and spec.native:
         _check_kernels(spec)
-    weight_bytes = spec.num_parameters * dtype.itemsize
+    weight_bytes = spec.weight_bytes(dtype.itemsize)
     if device.type != "meta" and sharers * ranks * weight_bytes > 0.9 * memory_bytes(device):
         times = f" for each of {sharers} engines" if sharers > 1 else ""
         raise OutOfMemory(

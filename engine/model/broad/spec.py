@@ -62,6 +62,9 @@ class BroadSpec(ModelSpec):
     def active_parameters(self) -> int:
         return self.active
 
+    def weight_bytes(self, itemsize: int) -> int:
+        return self.parameters * itemsize
+
     @property
     def kv_heads(self) -> tuple[tuple[int, int], ...]:
         return tuple((call.kv_heads, call.width) for call in self.calls)

@@ -11,6 +11,7 @@ from typing import Any
 
 from weft.engine.errors import ModelError
 from weft.engine.model.parts import Layer, Norm
+from weft.engine.model.quantization import read_quantization
 from weft.engine.model.rope import read_rope
 from weft.engine.model.spec import ModelSpec
 
@@ -120,8 +121,8 @@ class Family:
         config = {**self.defaults, **config, **(config.get("text_config") or {})}
         config |= {here: config[there] for here, there in self.keys.items() if config.get(there) is not None}
         quantization = config.get("quantization_config")
-        if quantization and quantization.get("quant_method") not in self.quantizations:
-            raise ModelError("quantized checkpoints are not supported: use a bf16, fp16 or fp32 one")
+        if quantization and quantization.get("quant_method") in self.quantizations:
+            quantization = None
         if config.get("is_causal") is False or config.get("use_bidirectional_attention") is True:
             raise ModelError("its tokens attend to those behind them too: weft serves decoders alone")
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
@@ -145,6 +146,7 @@ class Family:
             "activation": ACTIVATIONS.get(activation, activation),
             "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
             "eos_token_ids": eos_token_ids,
+            "quantization": read_quantization(quantization) if quantization else None,
         }
         parts = self.parts(config)
         if "ropes" not in parts:

@@ -92,6 +92,13 @@ class GgufCheckpoint:
         raw = raw[(*rows, slice(begin * size, -(-last // per_block) * size))]
         return Stored(raw, partial(_numbers, kind, slice(first - begin * per_block, last - begin * per_block)))
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Of a tensor that is there."""
+        found = self._find(name)
+        assert found is not None
+        there, expert = found
+        return self._entries[there].shape[0 if expert is None else 1 :]
+
     def refuse_further_layers(self, layer: str, num_layers: int) -> None:
         """A file counts its own layers."""
 

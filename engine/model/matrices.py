@@ -1,0 +1,178 @@
+"""A matrix of a checkpoint in the number format that it is served in: a tensor, or `Quantised` (FP8 with scales).
+
+What a checkpoint has in FP8 stays so, and what it has in 16 bits stays in 16: the files decide, not the lists of
+modules in their config. Scales are written out by rows, because packing joins and reorders rows (`kernels.pack`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from weft.engine.errors import ModelError
+from weft.engine.model.checkpoint import WHOLE, Part, Tensors
+from weft.kernels import fp8
+from weft.kernels.fp8 import BLOCK, E4M3, Fp8Weight
+from weft.kernels.fp8_matrix import by_rows
+
+SCALES = ("weight_scale", "weight_scale_inv")
+"""a matrix' values are multiplied by it, whatever its name says"""
+INPUT_SCALES = ("input_scale", "activation_scale")
+
+
+HARMLESS = (".input_scale", ".activation_scale", ".input_scale_ub", ".q_scale", ".k_scale", ".v_scale", ".kv_scale")
+"""ends of names that quantised checkpoints carry and that not everyone needs"""
+
+
+class Quantised(NamedTuple):
+    """One matrix, or several."""
+
+    weight: Fp8Weight
+    """scale `[..., out, n]`: n is 1, or one for each `BLOCK` columns"""
+    input_scale: Tensor | None = None
+    """`[...]` float32: the static one of what it multiplies"""
+
+
+Unpacked = Tensor | Quantised
+
+
+def check_format(name: str, there: torch.dtype, asked: torch.dtype) -> None:
+    """That a tensor has numbers, or FP8 values where those are asked for. Raises `ModelError`."""
+    if asked == E4M3 != there:
+        raise ModelError(
+            f"{name} is {_word(there)}, but the checkpoint has a scale for it, as for matrices in float8_e4m3fn"
+        )
+    if there in _FP8 and asked != there:
+        module = name.removesuffix(".weight")
+        if there == E4M3 and module != name:
+            raise ModelError(f"{name} is in 8 bits ({_word(there)}), and the checkpoint has no {module}.{SCALES[0]}")
+        raise ModelError(f"{name} is {_word(there)}, which is not read here")
+
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def stored_as(tensors: Tensors, module: str) -> str | None:
+    """The name of a module's scale; None: its matrix is not quantised."""
+    return next((name for end in SCALES if tensors.has(name := f"{module}.{end}")), None)
+
+
+def read(tensors: Tensors, module: str, out: int, inner: int, part: Part = WHOLE, *, static: bool = False) -> Unpacked:
+    """The matrix `[out, inner]` of a module, or that part of it.
+
+    static: with the scale of its input. Raises `ModelError`, which names what is missing or has another shape.
+    """
+    name = stored_as(tensors, module)
+    if name is None:
+        return tensors.get(f"{module}.weight", (out, inner), part)
+    values = tensors.get(f"{module}.weight", (out, inner), part, E4M3)
+    scale = _scale(tensors, name, (out, inner), part)
+    input_scale = None
+    if static:
+        given = next((n for end in INPUT_SCALES if tensors.has(n := f"{module}.{end}")), None)
+        if given is None:
+            raise ModelError(
+                f"the checkpoint has no tensor {module}.{INPUT_SCALES[0]}, which its static activations need"
+            )
+        one = tensors.get(given, _one(tensors, given), WHOLE, torch.float32)
+        input_scale = _positive(given, one).reshape(())
+    return Quantised(Fp8Weight(values, scale), input_scale)
+
+
+def _one(tensors: Tensors, name: str) -> tuple[int, ...]:
+    shape = tensors.shape_of(name)
+    if any(n != 1 for n in shape):
+        raise ModelError(f"{name} has shape {shape}: one scale for all of a product's input is read, or none")
+    return shape
+
+
+def _scale(tensors: Tensors, name: str, shape: tuple[int, int], part: Part) -> Tensor:
+    """`[out, n]` float32 of that part of a matrix."""
+    out, inner = part.whole(shape)
+    there = tensors.shape_of(name)
+    blocks = (-(-out // BLOCK), -(-inner // BLOCK))
+    if all(n == 1 for n in there):
+        kind = "tensor"
+    elif there in ((out,), (out, 1)):
+        kind = "channel"
+    elif there == blocks:
+        kind = "block"
+    else:
+        raise ModelError(
+            f"{name} has shape {there}: a matrix of {out} x {inner} has one scale, {out} of them, or "
+            f"{blocks[0]} x {blocks[1]} of blocks of {BLOCK} x {BLOCK}"
+        )
+    scale = _positive(name, tensors.get(name, there, WHOLE, torch.float32))
+    rows, columns = part.of_whole(shape) if part.of > 1 else (slice(None), slice(None))
+    if kind == "tensor":
+        return scale.reshape(1, 1).expand(shape[0], 1).contiguous()
+    if kind == "channel":
+        return scale.reshape(out, 1)[rows].contiguous()
+    own = fp8.by_row(scale, out)[rows]
+    if columns == slice(None):
+        return own.contiguous()
+    if columns.start % BLOCK or (columns.stop % BLOCK and columns.stop != inner):
+        raise ModelError(
+            f"{name} has blocks of {BLOCK} columns, which {shape[1]} columns a rank would cut: "
+            "use fewer ranks (--tensor-parallel-size)"
+        )
+    return own[:, columns.start // BLOCK : -(-columns.stop // BLOCK)].contiguous()
+
+
+def _positive(name: str, scale: Tensor) -> Tensor:
+    if not scale.is_meta and not bool((scale > 0).all()):
+        raise ModelError(f"{name} has scales that are not above zero: the checkpoint is damaged")
+    return scale
+
+
+def quantize(weight: Tensor) -> Quantised:
+    """`[..., out, inner]` with a scale for each output channel."""
+    if weight.is_meta:
+        values = torch.empty(weight.shape, dtype=E4M3, device="meta")
+        return Quantised(Fp8Weight(values, torch.empty((*weight.shape[:-1], 1), device="meta")))
+    made = fp8.quantize_weight(weight.reshape(-1, weight.shape[-1]))
+    return Quantised(Fp8Weight(made.values.view(weight.shape), made.scale.view(*weight.shape[:-1], 1)))
+
+
+def plain(matrix: Unpacked, dtype: torch.dtype) -> Tensor:
+    """The numbers that a matrix `[out, inner]` stands for."""
+    if isinstance(matrix, Tensor):
+        return matrix
+    if matrix.weight.values.is_meta:
+        return torch.empty(matrix.weight.values.shape, dtype=dtype, device="meta")
+    return fp8.weight_values(packed(matrix.weight)).to(dtype)
+
+
+def packed(weight: Fp8Weight) -> Fp8Weight:
+    """With one scale a row, `[..., out]`, as products read it; or with those of blocks."""
+    return weight._replace(scale=weight.scale[..., 0]) if weight.scale.shape[-1] == 1 else weight
+
+
+def rows(change: Callable[..., Tensor], *matrices: Unpacked, dtype: torch.dtype, keep: bool = False) -> Unpacked:
+    """What `change`, which only moves rows, makes of matrices. Some of them quantised, or of different kinds: all in
+    `dtype`. Of several static scales the largest counts, as the product has one; with `keep`, each its own.
+    """
+    quantised = [m for m in matrices if isinstance(m, Quantised)]
+    if len(quantised) < len(matrices) or len({m.weight.scale.shape[-1] for m in quantised}) > 1:
+        return change(*(plain(m, dtype) for m in matrices))
+    given = [m.input_scale for m in quantised if m.input_scale is not None]
+    scale = None
+    if given:
+        stacked = torch.stack(given)
+        scale = stacked if keep or stacked.is_meta else stacked.amax(0)
+    return Quantised(by_rows(change, *(m.weight for m in quantised)), scale)
+
+
+def times(matrix: Unpacked, factor: float) -> Unpacked:
+    if factor == 1.0:
+        return matrix
+    if isinstance(matrix, Tensor):
+        return (matrix.float() * factor).to(matrix.dtype)
+    return matrix._replace(weight=matrix.weight._replace(scale=matrix.weight.scale * factor))

@@ -1,0 +1,275 @@
+"""FP8 weights: checkpoints are read as they are, 16 bits are quantised while loading, and what lacks is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fp8_files import FORMATS, INPUT_SCALE, write_fp8
+from harness import Harness
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import weft.engine.engine as engine_module
+from weft.engine.config import EngineConfig
+from weft.engine.demo import MODEL_PATH
+from weft.engine.engine import Engine
+from weft.engine.errors import ConfigError, ModelError
+from weft.engine.memory.kv_layout import KvLayout
+from weft.engine.memory.model_id import model_id
+from weft.engine.model.directory import read_spec
+from weft.engine.model.implementation import choose_spec
+from weft.engine.model.weights import load_weights
+from weft.engine.runner.resolve import resolve
+from weft.kernels import fp8, fp8_matrix
+
+Made = Callable[[str], Path]
+CPU: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, "max_positions": 64}
+
+
+def scores(path: Path, prompt: np.ndarray, **options: Any) -> torch.Tensor:
+    """Log-probabilities of the prompt's tokens but the first, as the engine has them."""
+    harness = Harness(path, page_size=8, num_pages=16, **options)
+    handle = harness.add(prompt, max_tokens=0, prompt_logprobs=1)
+    harness.run()
+    return torch.tensor([entry.values[0] for entry in harness.prompt_logprobs[handle]])
+
+
+def reference(path: Path, prompt: np.ndarray, change: Callable[[Any], None] = lambda _: None) -> torch.Tensor:
+    """The same by `transformers`, which `change` may alter."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    change(model)
+    ids = torch.from_numpy(prompt.astype(np.int64))
+    with torch.inference_mode():
+        return model(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+
+
+PROMPT = np.random.default_rng(5).integers(3, 199, 40)
+WIDE: dict[str, Any] = {"hidden_size": 160, "intermediate_size": 144, "num_attention_heads": 4, "head_dim": 64}
+"""matrices with several blocks, the last of them not full; rotary pairs and gate-up rows mix rows of several"""
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tiny import save_tiny
+
+    return save_tiny("llama2", tmp_path_factory.mktemp("wide"), **WIDE, num_hidden_layers=2, initializer_range=0.1)
+
+
+@pytest.fixture
+def unrounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activations are left as they are: what is tested is the reading of weights."""
+    chosen = engine_module.choose_spec
+
+    def choose(config: EngineConfig) -> Any:
+        spec, words = chosen(config)
+        assert spec.quantization is not None
+        return replace(spec, quantization=replace(spec.quantization, activations="none")), words
+
+    monkeypatch.setattr(engine_module, "choose_spec", choose)
+
+
+@pytest.mark.usefixtures("unrounded")
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_stands_for_the_numbers_that_its_writer_meant(wide: Path, tmp_path: Path, form: str) -> None:
+    there, meant = write_fp8(wide, tmp_path, form)
+    torch.testing.assert_close(scores(there, PROMPT), reference(meant, PROMPT), atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("unrounded")
+@pytest.mark.parametrize("family", ["mixtral", "qwen2", "phi3", "gemma2", "olmo2", "granite", "qwen2-moe", "opt"])
+def test_every_kind_of_layer_is_read(tiny_model: Made, tmp_path: Path, family: str) -> None:
+    form = "compressed-tensors, channel, dynamic" if family != "phi3" else "fp8, block"
+    there, meant = write_fp8(tiny_model(family), tmp_path, form)
+    torch.testing.assert_close(scores(there, PROMPT), reference(meant, PROMPT), atol=5e-4, rtol=1e-3)
+    (layer, *_) = load_weights(read_spec(there), there, **CPU).layers
+    assert {name for name, w in layer.items() if w.fp8 is None} <= {"router"}
+
+
+@pytest.mark.usefixtures("unrounded")
+def test_matrices_that_the_checkpoint_has_in_16_bits_stay_so(wide: Path, tmp_path: Path) -> None:
+    """Whole ones, and a part of one that is packed with quantised parts."""
+    keep = r"layers\.0\.(self_attn|mlp\.down)|layers\.1\.(self_attn\.k_proj|mlp\.up)"
+    there, meant = write_fp8(wide, tmp_path, "compressed-tensors, channel, dynamic", keep)
+    torch.testing.assert_close(scores(there, PROMPT), reference(meant, PROMPT), atol=2e-4, rtol=1e-4)
+    first, second = load_weights(read_spec(there), there, **CPU).layers
+    assert {name for name, w in first.items() if w.fp8} == {"gate_up"}
+    assert {name for name, w in second.items() if w.fp8} == {"o", "down"}
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors, tensor, static", "modelopt"])
+def test_static_activations_are_rounded_with_the_scale_of_the_checkpoint(wide: Path, tmp_path: Path, form: str) -> None:
+    there, meant = write_fp8(wide, tmp_path, form)
+
+    def round_inputs(model: Any) -> None:
+        def rounded(_module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            return ((inputs[0] / INPUT_SCALE).clamp(-448, 448).to(fp8.E4M3).float() * INPUT_SCALE,)
+
+        for name, module in model.named_modules():
+            if name.endswith("_proj"):
+                module.register_forward_pre_hook(rounded)
+
+    want = reference(meant, PROMPT, round_inputs)
+    got = scores(there, PROMPT)
+    # a value at a tie may fall to the other side
+    assert (got - want).abs().median() < 0.02
+    assert (got - want).abs().max() < 0.5 * (want - reference(meant, PROMPT)).abs().max() + 0.1
+
+
+def test_dynamic_activations_lose_little(wide: Path, tmp_path: Path) -> None:
+    there, meant = write_fp8(wide, tmp_path, "fbgemm_fp8")
+    got, want = scores(there, PROMPT), reference(meant, PROMPT)
+    assert 0 < (got - want).abs().mean() < 0.1 * want.std()
+
+
+def test_the_twin_multiplies_what_is_rounded_and_norms_behind() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, w = (torch.randn(n, 200, generator=generator) for n in (5, 24))
+    norm, bias = torch.rand(200, generator=generator), torch.randn(24, generator=generator)
+    weight = fp8.quantize_weight(w)
+    row_scale = torch.rand(5, generator=generator)
+    got = fp8_matrix.linear(x, row_scale, fp8_matrix.Fp8Matrix(weight, norm=norm), bias)
+    want = fp8.row_values(fp8.quantize_rows(x * norm)) @ fp8.weight_values(weight).T * row_scale[:, None] + bias
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+def test_a_norm_with_mean_and_bias_comes_before_the_rounding() -> None:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(5, 48, generator=generator) + 3
+    weight = fp8.quantize_weight(torch.randn(8, 48, generator=generator))
+    norm, shift = torch.rand(48, generator=generator), torch.randn(48, generator=generator)
+    centred = x - x.mean(-1, keepdim=True)
+    row_scale = torch.rsqrt(centred.square().mean(-1) + 1e-5)
+    got = fp8_matrix.linear(x, row_scale, fp8_matrix.Fp8Matrix(weight, norm=norm, norm_bias=shift, centred=True))
+    whole = torch.nn.functional.layer_norm(x, (48,), norm, shift)
+    want = fp8.row_values(fp8.quantize_rows(whole)) @ fp8.weight_values(weight).T
+    assert (got - want).abs().max() < 0.1 * want.std()
+
+
+@pytest.mark.parametrize("family", ["llama3.1", "gpt-oss", "mixtral", "opt", "glm4-moe", "gpt2"])
+def test_any_family_is_quantised_while_it_loads(tiny_model: Made, family: str) -> None:
+    path = tiny_model(family)
+    spec, _ = choose_spec(EngineConfig(model=str(path), quantization="fp8"))
+    plain, small = load_weights(read_spec(path), path, **CPU), load_weights(spec, path, **CPU)
+    for layer in small.layers:
+        for name, product in layer.items():
+            assert (product.fp8 is None) == (name == "router")
+            assert product.weight.dtype == (torch.float32 if name == "router" else fp8.E4M3)
+    for here, there in ((small.embedding, plain.embedding), (small.lm_head, plain.lm_head), (small.norm, plain.norm)):
+        torch.testing.assert_close(here, there, rtol=0, atol=0)
+    assert small.num_bytes < 0.75 * plain.num_bytes
+    harness = Harness(path, page_size=8, num_pages=16, quantization="fp8")
+    harness.add(PROMPT[:9], max_tokens=4)
+    harness.run()
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_ranks_have_the_parts_of_the_same_matrices(wide: Path, tmp_path: Path, ranks: int) -> None:
+    """Of blocks as well, whose rows a rank's part may begin inside."""
+    for form in ("compressed-tensors, channel, dynamic", "fp8, block"):
+        there, _ = write_fp8(wide, tmp_path / form, form)
+        spec = read_spec(there)
+        whole = load_weights(spec, there, **CPU).layers
+        if form == "fp8, block":
+            with pytest.raises(ModelError, match=r"o_proj|down_proj.*blocks of 128 columns.*fewer ranks"):
+                load_weights(spec.shard(1, 4), there, **CPU)
+            continue
+        parts = [load_weights(spec.shard(rank, ranks), there, **CPU).layers for rank in range(ranks)]
+        for layer in range(spec.num_layers):
+            own = [part[layer]["gate_up"].fp8 for part in parts]
+            together = torch.cat([fp8.weight_values(m.weight) for m in own])
+            assert torch.equal(together, fp8.weight_values(whole[layer]["gate_up"].fp8.weight))
+
+
+def test_what_lacks_and_what_is_wrong_is_named(wide: Path, tmp_path: Path) -> None:
+    there, _ = write_fp8(wide, tmp_path, "compressed-tensors, tensor, static")
+    tensors = load_file(there / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj"
+
+    def refusal(**changes: torch.Tensor | None) -> str:
+        changed = {**tensors, **{f"{name}.{end}": t for end, t in changes.items()}}
+        save_file({n: t for n, t in changed.items() if t is not None}, there / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ModelError) as error:
+            load_weights(read_spec(there), there, **CPU)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    assert f"{name}.weight is in 8 bits" in (said := refusal(weight_scale=None))
+    assert said.endswith(f"no {name}.weight_scale")
+    assert f"{name}.input_scale" in refusal(input_scale=None)
+    assert f"{name}.weight_scale has shape (3,)" in refusal(weight_scale=torch.ones(3))
+    assert "not above zero" in refusal(weight_scale=torch.tensor(0.0))
+    assert f"{name}.weight_scale" in refusal(weight_scale=torch.tensor(float("nan")))
+    assert "is bfloat16, but the checkpoint has a scale" in refusal(weight=torch.zeros(160, 144, dtype=torch.bfloat16))
+    spoilt = tensors[f"{name}.weight"].clone()
+    spoilt.view(torch.uint8)[3, 4] = 0x7F
+    assert f"{name}.weight" in refusal(weight=spoilt)
+    assert "float8_e5m2" in refusal(weight=torch.zeros(160, 144).to(torch.float8_e5m2))
+
+
+def test_fp8_without_a_config_that_says_so_is_refused(wide: Path, tmp_path: Path) -> None:
+    there, plain = write_fp8(wide, tmp_path, "fbgemm_fp8")
+    shutil.copy(plain / "config.json", there / "config.json")
+    with pytest.raises(ModelError, match="quantization_config"):
+        load_weights(read_spec(there), there, **CPU)
+
+
+def test_modelopt_may_say_it_in_a_file_of_its_own(wide: Path, tmp_path: Path) -> None:
+    there, plain = write_fp8(wide, tmp_path, "modelopt")
+    shutil.copy(plain / "config.json", there / "config.json")
+    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    (there / "hf_quant_config.json").write_text(json.dumps(said))
+    spec = read_spec(there)
+    assert spec.quantization is not None
+    assert (spec.quantization.method, spec.quantization.activations) == ("modelopt", "static")
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"),
+        ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"\[64, 64\]"),
+        ({"quant_method": "fp8", "activation_scheme": "magic"}, "magic"),
+        ({"quant_method": "compressed-tensors"}, "config_groups"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": {
+            "weights": {"num_bits": 4, "type": "int", "strategy": "group"}}}}, "int4"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": {
+            "weights": {"num_bits": 8, "type": "float", "strategy": "group"}}}}, "strategy group"),
+    ],
+)  # fmt: skip
+def test_other_quantization_is_named(wide: Path, tmp_path: Path, config: dict[str, Any], named: str) -> None:
+    raw = json.loads((wide / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "quantization_config": config}))
+    with pytest.raises(ModelError, match=named) as error:
+        read_spec(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_pages_of_quantised_weights_are_others() -> None:
+    configs = [EngineConfig(quantization=q) for q in (None, "fp8")]
+    layout = KvLayout.of(read_spec(MODEL_PATH), 16, torch.float32)
+    assert model_id(configs[0], layout) != model_id(configs[1], layout)
+
+
+def test_transformers_code_refuses_the_option(tiny_model: Made) -> None:
+    with pytest.raises(ModelError, match=r"--quantization fp8 needs weft's own layers"):
+        Engine(EngineConfig(model=str(tiny_model("llama2")), model_impl="transformers", quantization="fp8"))
+
+
+def test_a_gpu_refuses_fp8_weights_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import weft.engine.runner.resolve as resolve_module
+    from weft.kernels.gpu import KNOWN
+
+    monkeypatch.setattr(resolve_module, "gpu", lambda: KNOWN["h200"])
+    config = EngineConfig(quantization="fp8")
+    spec, _ = choose_spec(config)
+    with pytest.raises(ConfigError, match=r"--quantization fp8: a GPU has no FP8 products yet.*--device cpu"):
+        resolve(config, spec)
