@@ -242,9 +242,9 @@ class EngineConfig(BaseModel):
         "or 'auto': a shipped one that fits the model and the GPU",
     )
     wait_for_plan: bool = Field(
-        True,
-        description="serve once all pipelines of the plan are there; --no-wait-for-plan: as soon as the serial plan "
-        "is, while they are compiled and captured beside it (not tried on a GPU yet)",
+        False,
+        description="serve only once all pipelines of the plan are there, not as soon as the serial plan is, "
+        "while they are compiled and captured beside it",
     )
     cpu_threads: int | None = Field(None, ge=1, description="threads for CPU execution [all cores but one]")
     seed: int = Field(0, ge=0, lt=2**63, description="seed of dummy weights and of requests that bring none")
@@ -326,6 +326,10 @@ class EngineConfig(BaseModel):
         if self.kv_events_replay_endpoint is not None and self.kv_events_endpoint is None:
             raise ValueError("kv_events_replay_endpoint needs kv_events_endpoint")
         return self
+
+    def for_measuring(self) -> EngineConfig:
+        """The same, for an engine that is ready only when nothing is left to be done beside its work."""
+        return self.model_copy(update={"wait_for_plan": True})
 
     @property
     def adapts(self) -> bool:

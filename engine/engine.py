@@ -36,7 +36,7 @@ from weft.engine.runner.batch import Batch
 from weft.engine.runner.budget import memory_budget
 from weft.engine.runner.compile_job import CompileJob
 from weft.engine.runner.energy_meter import EnergyMeter, energy_counter
-from weft.engine.runner.make import make_runner
+from weft.engine.runner.make import grow_in_place, make_runner
 from weft.engine.runner.resolve import resolve
 from weft.engine.runner.runner import InFlight, Runner
 from weft.engine.runner.work import Work
@@ -116,6 +116,8 @@ class Engine:
 
         def load() -> Weights | BroadModule:
             torch.set_num_threads(resolved.cpu_threads)
+            if resolved.device.type == "cuda":
+                grow_in_place()
             if isinstance(self.spec, BroadSpec):
                 from weft.engine.runner.broad_load import load_tested
 
@@ -253,6 +255,7 @@ class Engine:
             memory=self._memory,
             energy_source=self.energy.source if self.energy is not None else "",
             energy_missing=self._why_unmetered,
+            plan=self._plan(),
             threads=resolved.cpu_threads if resolved.device.type == "cpu" else 0,
             model_id=self.scheduler.pool.index.model_id,
         )
@@ -427,7 +430,6 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """The scheduler's state and the last committed iteration's figures."""
-        preparation = self.runner.preparation
         return EngineStats(
             scheduler=self.scheduler.stats(compiling=self.grammars.num_compiling),
             iteration=self._last,
@@ -437,9 +439,13 @@ class Engine:
             iterations_idle_seconds=self._idle_seconds,
             log_lines_dropped=dropped_lines(),
             energy=self.energy.stats() if self.energy is not None else None,
-            plan=preparation.stats if preparation is not None else PlanStats(),
+            plan=self._plan(),
             pages=self._page_ledger.take() if self._page_ledger is not None else PageNews(),
         )
+
+    def _plan(self) -> PlanStats:
+        preparation = self.runner.preparation
+        return preparation.stats if preparation is not None else PlanStats()
 
     def _outputs(self, events: Events, stats: EngineStats, joules: dict[int, float] | None = None) -> Outputs:
         refused, self._refused, self._plan_news = self._refused, [], False

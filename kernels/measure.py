@@ -33,6 +33,7 @@ class Meter:
     def __init__(self) -> None:
         query = [
             "nvidia-smi",
+            f"--id=GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}",
             "--query-gpu=clocks.sm,power.draw.instant",
             "--format=csv,noheader,nounits",
             "-lms",

@@ -94,7 +94,7 @@ def measured(config: EngineConfig, lengths: Lengths, arguments: argparse.Namespa
 
     file: Path | None = arguments.points
     with ProgressBar() as start:
-        engine = Engine(config.model_copy(update={"slo": []}), start)
+        engine = Engine(config.for_measuring().model_copy(update={"slo": []}), start)
     with SearchBar(arguments.budget_seconds, command="weft advise") as bar:
         bench = EngineBench(engine, lengths, arguments.point_seconds, config.seed, lambda: bar.ended)
         prompt, output = means(lengths)

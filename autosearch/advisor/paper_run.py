@@ -41,7 +41,7 @@ def measure_model(arguments: Namespace) -> None:
     pair = workload_pair(arguments.workload)
     config = EngineConfig.model_validate_json(arguments.config)
     with ProgressBar() as start:
-        engine = Engine(config, start)
+        engine = Engine(config.for_measuring(), start)
     with SearchBar(budget, command=f"weft bench batching: {name}") as bar:
         bench = EngineBench(engine, [pair], arguments.point_seconds, ended=lambda: bar.ended)
         prompt, output = means([pair])

@@ -101,7 +101,7 @@ def main() -> int:
     told: IO[str] = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else prints is no answer
     try:
-        engine = Engine(EngineConfig.model_validate_json(order["config"]))
+        engine = Engine(EngineConfig.model_validate_json(order["config"]).for_measuring())
     except WeftError as error:
         print(f"weft advise: {error}", file=sys.stderr, flush=True)
         return 1

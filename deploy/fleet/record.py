@@ -130,7 +130,7 @@ def run(config: EngineConfig, arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--out {arguments.out}: there is no directory {arguments.out.parent}")
     config = config.model_copy(update={"prefix_caching": False})
     with ProgressBar() as bar:
-        engine = Engine(config, bar)
+        engine = Engine(config.for_measuring(), bar)
     cpu = engine.resolved.device.type == "cpu"
     threads = engine.resolved.cpu_threads if cpu else 0
     if arguments.processor_time and threads != 1:

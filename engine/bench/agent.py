@@ -76,7 +76,7 @@ def run_agent(config: EngineConfig, arguments: argparse.Namespace) -> int:
     if min(context, new, output, arguments.restores) < 1 or turns < 2:
         raise ConfigError("--turns must be at least 2; --context-tokens, --turn-tokens, --output-tokens, --restores 1")
     tiers = ("host", "ssd")[: (config.host_kv_gib > 0) + (config.ssd_kv_path is not None)]
-    engine = Engine(config.model_copy(update={"wait_for_plan": True}))
+    engine = Engine(config.for_measuring())
     longest = context + (turns + len(tiers) * arguments.restores) * (new + output)
     if longest > engine.resolved.max_model_len:
         engine.close()

@@ -27,9 +27,10 @@ class PowerMonitor:
 
     def __enter__(self) -> PowerMonitor:
         query = ["--query-gpu=power.draw.instant,clocks.sm", "--format=csv,noheader,nounits", f"-lms={self._period_ms}"]
-        index = str(torch.cuda.current_device())
+        # its number here is not the driver's where some are hidden
+        here = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
         with contextlib.suppress(FileNotFoundError):
-            self._process = subprocess.Popen(["nvidia-smi", "-i", index, *query], stdout=subprocess.PIPE, text=True)
+            self._process = subprocess.Popen(["nvidia-smi", "-i", here, *query], stdout=subprocess.PIPE, text=True)
         self._begin = time.perf_counter()
         return self
 

@@ -173,8 +173,8 @@ def run_multiround(config: EngineConfig, arguments: argparse.Namespace) -> int:
     count: int | None = arguments.conversations
     for name in ("tiers",) if arguments.no_baseline else ("tiers", "plain"):
         plain = {"host_kv_gib": 0.0, "ssd_kv_path": None}
-        options = {"wait_for_plan": True} | ({} if name == "tiers" else plain)
-        engine = Engine(config.model_copy(update=options))
+        options = {} if name == "tiers" else plain
+        engine = Engine(config.for_measuring().model_copy(update=options))
         if longest > engine.resolved.max_model_len:
             raise ConfigError(
                 f"the longest history has {longest} tokens, a request takes {engine.resolved.max_model_len}"

@@ -198,7 +198,7 @@ def run_offline(config: EngineConfig, arguments: argparse.Namespace) -> int:
         raise ConfigError("--baseline needs real weights, not --load-format dummy")
     imported = _process_age()
     with ProgressBar() as bar:
-        engine = Engine(config.model_copy(update={"wait_for_plan": True}), bar)
+        engine = Engine(config.for_measuring(), bar)
     longest = max(a + b for a, b in lengths)
     if longest > engine.resolved.max_model_len:
         raise ConfigError(

@@ -98,6 +98,14 @@ class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
         return self.weights + self.kv_pages + self.host_pages + self.working
 
 
+class PlanStats(msgspec.Struct, frozen=True, array_like=True):
+    """The pipelines of the plan; those that neither serve nor are left out are still compiled, loaded or captured."""
+
+    pipelines: int = 0
+    serving: int = 0
+    left_out: int = 0
+
+
 class EngineReady(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     """Sent to every client, once the model is loaded and the pool is sized."""
 
@@ -123,6 +131,8 @@ class EngineReady(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     """whose counter says what is drawn: nvml, rapl; empty: nobody's"""
     energy_missing: str = ""
     """why nobody's"""
+    plan: PlanStats = PlanStats()
+    """how far it is at first"""
     threads: int = 0
     """that compute, on a CPU"""
     model_id: str = ""
@@ -219,14 +229,6 @@ class PageNews(msgspec.Struct, frozen=True, array_like=True):
 
     entered: bytes = b""
     left: bytes = b""
-
-
-class PlanStats(msgspec.Struct, frozen=True, array_like=True):
-    """The pipelines of the plan; those that neither serve nor are left out are still compiled, loaded or captured."""
-
-    pipelines: int = 0
-    serving: int = 0
-    left_out: int = 0
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

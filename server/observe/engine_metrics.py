@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from msgspec.structs import replace
+
 from weft import __version__
 from weft.engine.wire.messages import EnergyStats, EngineReady, EngineStats, PlanStats, SchedulerStats, TierStats
 from weft.server.observe.exposition import head, labelled
@@ -46,6 +48,7 @@ class EngineFigures:
 
     def loaded(self, model: str, ready: EngineReady) -> None:
         self.model, self.ready, self.up = model, ready, True
+        self.stats = replace(self.stats, plan=ready.plan)
 
     def hear(self, stats: EngineStats) -> None:
         """What the gauges show. Called for every message of the engine, in every process that answers /metrics."""

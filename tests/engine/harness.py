@@ -21,7 +21,7 @@ class Harness:
     """An engine with everything it said, by handle."""
 
     def __init__(self, model: Any, **options: Any) -> None:
-        self.engine = Engine(EngineConfig(model=str(model), **{"dtype": "float32", **options}))
+        self.engine = Engine(EngineConfig(model=str(model), **{"dtype": "float32", "wait_for_plan": True, **options}))
         self.tokens: dict[int, list[int]] = {}
         self.finish: dict[int, Finish] = {}
         self.cached: dict[int, int] = {}

@@ -119,7 +119,7 @@ def test_interpreted_pipelines_that_come_meanwhile_change_no_token(
 
 SMALL: dict[str, Any] = {
     "device": "cuda", "dtype": "bfloat16", "max_num_seqs": 64, "max_num_batched_tokens": 256, "page_size": 16,
-    "prefix_caching": False, "gpu_memory_utilization": 0.3,
+    "prefix_caching": False, "kv_cache_gib": 0.5,
 }  # fmt: skip
 PATIENCE_SECONDS = 240
 on_a_gpu = pytest.mark.skipif(not HERE, reason="needs a CUDA device")
@@ -240,6 +240,8 @@ def test_from_an_empty_cache_to_the_whole_plan_no_token_changes(
     assert harness.engine.stats().plan == PlanStats(3, 3, 0)
     assert talk.ask(harness) == before
     harness.engine.close()
+    del harness
+    give_memory_back()
     assert serial_answers(talk) == before
 
 
@@ -275,7 +277,7 @@ def test_a_capture_that_breaks_off_leaves_its_pipeline_out_and_the_others_come(
 def test_pages_leave_and_come_back_while_graphs_are_captured(plan: str, tmp_path: Path) -> None:
     talk = Talk()
     right = serial_answers(talk)
-    options = SMALL | {"prefix_caching": True, "host_kv_gib": 0.3, "num_pages": 300}
+    options = SMALL | {"prefix_caching": True, "host_kv_gib": 0.3, "kv_cache_gib": None, "num_pages": 300}
     harness = Harness("demo", **options, plan=plan, wait_for_plan=False, cache_dir=str(tmp_path))
     harness.poison_pages()
     talk.until_done(harness, right, 0.8)  # what is found in pages is no part of a chunk: sums of bf16 in another order

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from stub import Server, serving
 
 from weft import __version__
@@ -54,6 +55,13 @@ async def test_ready_tells_of_a_plan_that_is_still_made() -> None:
         assert await told(12, 3, 0) == {"status": "ready", "plan": "3 of 12 pipelines"}
         assert await told(12, 11, 1) == {"status": "ready", "plan": "11 of 12 pipelines, 1 left out"}
         assert await told(12, 12, 0) == {"status": "ready"}
+
+
+async def test_ready_tells_of_a_plan_before_the_engine_has_said_anything_else() -> None:
+    async with serving() as server:
+        ready = replace(server.engine.describe(), plan=PlanStats(3, 0, 0))
+        server.service.metrics.engines[0].loaded("m", ready)
+        assert (await server.http.get("/ready")).json()["plan"] == "0 of 3 pipelines"
 
 
 async def test_metrics_by_get_and_head(server: Server) -> None:
