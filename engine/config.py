@@ -184,6 +184,13 @@ class EngineConfig(BaseModel):
     )
     num_pages: int | None = Field(None, ge=2, lt=2**31, description="KV pages, instead of --kv-cache-gib")
     prefix_caching: bool = Field(True, description="reuse the KV pages of shared prefixes")
+    pinned_cache_share: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="share of the KV pages that requests may have kept for a time (cache_control, prompt_cache_key); "
+        "these are evicted last; 0 for none",
+    )
     host_kv_gib: float = Field(
         0.0, ge=0, description="pinned host memory in GiB that keeps KV pages beyond the GPU's; 0 for none"
     )

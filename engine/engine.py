@@ -170,7 +170,7 @@ class Engine:
         self._memory = memory_budget(own, weights, resolved, host_bytes // own.shard_of.ranks)
         index = PrefixIndex(model)
         self._events = IndexEvents(index, publisher, config.page_size) if publisher is not None else None
-        pool = PagePool(num_pages, config.page_size, index)
+        pool = PagePool(num_pages, config.page_size, index, config.pinned_cache_share)
         self.tiers = make_tiers(
             config, resolved.kv, pool, store, self.runner.copy_engine, make_store, own.shard_of.ranks
         )
@@ -297,6 +297,7 @@ class Engine:
             leader=message.leader,
             tenant=message.tenant,
             metered=message.metered,
+            promises=message.promises,
         )
         if params.allowed_token_ids is not None:
             request.allowed = only(params.allowed_token_ids, self.spec.vocab_size)

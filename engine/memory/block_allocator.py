@@ -12,7 +12,8 @@ class BlockAllocator:
     """A place is free, cached (an entry's, evictable) or held (a transfer reads or writes it).
 
     `spared(entry)` says whether the tier may lose its copy; `lose(entry)` takes the place away from the entry. Victims
-    come least recently used first, from a heap of candidates that is corrected when it is read.
+    come least recently used first, those that were promised to be kept after all others, from heaps of candidates that
+    are corrected when they are read.
     """
 
     def __init__(
@@ -26,9 +27,8 @@ class BlockAllocator:
         """a stack that any place can be taken out of; low numbers are handed out first"""
         self._entries: dict[int, PrefixEntry] = {}
         self._pins: dict[int, int] = {}
-        self._candidates: list[tuple[int, int]] = []
-        """(last use, place)"""
-        self._queued: set[int] = set()
+        self._candidates = _Candidates()
+        self._promised = _Candidates()
 
     @property
     def num_free(self) -> int:
@@ -94,24 +94,23 @@ class BlockAllocator:
             self._reconsider(place)
 
     def _reconsider(self, place: int) -> None:
-        if place not in self._queued:
-            self._queued.add(place)
-            heapq.heappush(self._candidates, (self._entries[place].used, place))
+        entry = self._entries[place]
+        (self._promised if entry.promised else self._candidates).push(entry.used, place)
 
     def _evict(self) -> None:
-        while self._candidates:
-            used, place = heapq.heappop(self._candidates)
-            self._queued.discard(place)
-            entry = self._entries.get(place)
-            # Stale: held now, or a parent. It comes back when it is let go, or when its last child leaves.
-            if entry is None or place in self._pins or not self._spared(entry):
-                continue
-            if entry.used != used:
-                self._reconsider(place)
-                continue
-            self.evictions += 1
-            self._lose(entry)
-            return
+        for candidates in (self._candidates, self._promised):
+            while candidates.heap:
+                used, place = candidates.pop()
+                entry = self._entries.get(place)
+                # Stale: held now, or a parent. It comes back when it is let go, or when its last child leaves.
+                if entry is None or place in self._pins or not self._spared(entry):
+                    continue
+                if entry.used != used or (entry.promised and candidates is self._candidates):
+                    self._reconsider(place)
+                    continue
+                self.evictions += 1
+                self._lose(entry)
+                return
 
     def evict_all(self) -> None:
         """Lose every place that the tier can do without."""
@@ -127,3 +126,22 @@ class BlockAllocator:
         assert not free & held, "a held place is free"
         assert not free & cached, "a cached place is free"
         assert len(free) + len(cached) + len(held) == self.capacity, "a place is lost"
+
+
+class _Candidates:
+    """Places that may be evicted, least recently used first."""
+
+    def __init__(self) -> None:
+        self.heap: list[tuple[int, int]] = []
+        """(last use, place)"""
+        self._queued: set[int] = set()
+
+    def push(self, used: int, place: int) -> None:
+        if place not in self._queued:
+            self._queued.add(place)
+            heapq.heappush(self.heap, (used, place))
+
+    def pop(self) -> tuple[int, int]:
+        used, place = heapq.heappop(self.heap)
+        self._queued.discard(place)
+        return used, place

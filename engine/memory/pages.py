@@ -8,12 +8,14 @@ padding and is never handed out.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
 from weft.engine.memory.prefix_index import NOWHERE, PrefixEntry, PrefixIndex
+from weft.engine.memory.promises import Promises
 
 Pages = npt.NDArray[np.int32]
 DUMMY_PAGE = 0
@@ -28,7 +30,8 @@ class PagePool:
     the copy's event has passed.
     """
 
-    def __init__(self, num_pages: int, page_size: int, index: PrefixIndex) -> None:
+    def __init__(self, num_pages: int, page_size: int, index: PrefixIndex, promised_share: float = 0.5) -> None:
+        """`promised_share`: of the pages, that may be promised to be kept."""
         self.num_pages = num_pages
         self.page_size = page_size
         self.index = index
@@ -36,6 +39,10 @@ class PagePool:
         self._entries: dict[int, PrefixEntry] = {}
         self._idle: OrderedDict[int, PrefixEntry] = OrderedDict()
         """cached pages that nobody references, least recently used first"""
+        self._promised: OrderedDict[int, PrefixEntry] = OrderedDict()
+        """those of them that are evicted last"""
+        self.promises = Promises(int(promised_share * (num_pages - 1)), self._lapsed)
+        index.on_broken = self.promises.gone
         self.ref = np.zeros(num_pages, np.int32)
         self._free = np.arange(num_pages - 1, 0, -1, dtype=np.int32)  # a stack; low ids are handed out first
         self._num_free = num_pages - 1
@@ -50,16 +57,16 @@ class PagePool:
 
     @property
     def num_cached(self) -> int:
-        return len(self._idle)
+        return len(self._idle) + len(self._promised)
 
     @property
     def num_available(self) -> int:
         """Pages that `allocate` can give now: free ones and cached ones that nobody references."""
-        return self._num_free + len(self._idle)
+        return self._num_free + self.num_cached
 
     @property
     def num_held(self) -> int:
-        return self.capacity - self._num_free - len(self._idle)
+        return self.capacity - self.num_available
 
     def allocate(self, count: int) -> Pages:
         """Take `count` pages (reference count 1), evicting cached ones as needed; check `num_available` first."""
@@ -87,7 +94,7 @@ class PagePool:
     def hold(self, page: int) -> None:
         """One more reference to a page that is cached or held."""
         if self.ref[page] == 0:
-            del self._idle[page]
+            del self._idle_with(self._entries[page])[page]
         self.ref[page] += 1
 
     def release(self, pages: Pages) -> None:
@@ -102,20 +109,38 @@ class PagePool:
                     self._push(page)
                 else:
                     entry.used = self.index.clock
-                    self._idle[page] = entry
+                    self._idle_with(entry)[page] = entry
+
+    def _idle_with(self, entry: PrefixEntry) -> OrderedDict[int, PrefixEntry]:
+        return self._promised if entry.promised else self._idle
+
+    def promise(self, chain: Sequence[PrefixEntry], until: Sequence[float]) -> int:
+        """As `Promises.make`."""
+        for entry in reversed(chain[: self.promises.limit]):
+            if entry.page in self._idle:
+                self._promised[entry.page] = self._idle.pop(entry.page)
+        return self.promises.make(chain, until)
+
+    def _lapsed(self, entry: PrefixEntry) -> None:
+        """The entry's promise is over."""
+        if entry.page in self._promised:
+            self._idle[entry.page] = self._promised.pop(entry.page)
+        self.index.on_spared(entry)
 
     def forget(self) -> None:
         """No cached page is an entry's any more (the index was cleared). Pages in use stay with their requests."""
-        for page in self._idle:
+        for page in (*self._idle, *self._promised):
             self._push(page)
         for entry in self._entries.values():
             entry.page = NOWHERE
         self._idle.clear()
+        self._promised.clear()
+        self.promises.clear()
         self._entries.clear()
 
     def evict_all(self) -> None:
         """Drop every page that nobody references; what lower tiers hold stays there."""
-        while self._idle:
+        while self.num_cached:
             self._evict()
 
     def _evict(self) -> None:
@@ -125,11 +150,12 @@ class PagePool:
         a state in which none can be spared: then the oldest goes, and its children wait for it to be computed again.
         """
         # Of a model whose layers all have windows, the oldest are the beginnings of requests that still run.
-        oldest = islice(self._idle.items(), EVICTION_SCAN)
+        idle = self._idle or self._promised
+        oldest = islice(idle.items(), EVICTION_SCAN)
         page = next((p for p, e in oldest if e.spared_by_gpu()), None)
         if page is None:
-            page = next(iter(self._idle))
-        del self._idle[page]
+            page = next(iter(idle))
+        del idle[page]
         self.evictions += 1
         self.index.set_page(self._entries.pop(page), NOWHERE)
         self._push(page)
@@ -144,7 +170,9 @@ class PagePool:
         assert len(np.unique(free)) == self._num_free, "a page is free twice"
         assert DUMMY_PAGE not in free, "the dummy page is free"
         assert not self.ref[free].any(), "a free page is referenced"
-        idle = np.array(list(self._idle), np.int32)
+        idle = np.array([*self._idle, *self._promised], np.int32)
+        assert not any(e.promised for e in self._idle.values()), "a promised page is among the others"
+        assert all(e.promised for e in self._promised.values()), "a page is kept without a promise"
         assert not self.ref[idle].any(), "an idle page is referenced"
         assert not np.intersect1d(free, idle).size, "a page is free and cached"
         held = np.flatnonzero(self.ref)
@@ -154,5 +182,6 @@ class PagePool:
             assert entry.page == page, "an entry lies under another page"
             assert self.index.contains(entry), "a page belongs to an entry that is gone"
         assert sum(e.page >= 0 for e in self.index.entries()) == len(self._entries), "an entry's page is lost"
-        assert self._idle.keys() <= self._entries.keys(), "an idle page is not indexed"
+        assert self._idle.keys() | self._promised.keys() <= self._entries.keys(), "an idle page is not indexed"
+        self.promises.check()
         self.index.check()

@@ -23,7 +23,7 @@ class PrefixEntry:
     """One full page. `parent` is the entry of the page before it, None for a first page."""
 
     __slots__ = (
-        "children", "extent", "host", "key", "on_ssd", "page", "parent", "salt", "stored", "tokens", "used",
+        "children", "extent", "host", "key", "on_ssd", "page", "parent", "promised", "salt", "stored", "tokens", "used",
     )  # fmt: skip
 
     def __init__(self, key: bytes, parent: PrefixEntry | None, tokens: bytes, salt: str) -> None:
@@ -39,6 +39,8 @@ class PrefixEntry:
         """extent of the SSD store"""
         self.used = 0
         """the index's clock at the last use of its chain"""
+        self.promised = 0.0
+        """monotonic seconds until which a client was promised that it is evicted last; 0: none was"""
         self.children = 0
         self.stored = 0
         """children that are in a lower tier"""
@@ -110,6 +112,8 @@ class PrefixIndex:
         """of entries' copies, in order, for whoever takes them away; None in it: all was forgotten. None: not noted"""
         self.on_key: Callable[[bytes, bool], None] = lambda _key, _entered: None
         """told of a key that entered the index (True) or left it"""
+        self.on_broken: Callable[[PrefixEntry], None] = lambda _entry: None
+        """told of an entry that left the index although it was promised"""
         self.clock = 0
 
     def __len__(self) -> int:
@@ -221,6 +225,8 @@ class PrefixIndex:
         while not entry.anywhere and not entry.children and self.contains(entry):
             del self._entries[entry.key]
             self.on_key(entry.key, False)
+            if entry.promised:
+                self.on_broken(entry)
             parent = entry.parent
             if parent is None:
                 return

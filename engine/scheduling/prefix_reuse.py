@@ -138,3 +138,24 @@ class Prefixes:
                 if self._tiers is not None:
                     self._tiers.published(entry)
                 request.last_entry, request.last_key = entry, key
+
+    def promise(self, request: Request, now: float) -> None:
+        """The request's prompt is computed: keep the beginning of it for as long as it asked. `now`: monotonic."""
+        page_size, index = self._pool.page_size, self._pool.index
+        chain = chain_of(request.last_entry)[: request.prompt_len // page_size]
+        # Of a model whose layers all have windows the beginning may be gone.
+        chain = chain[: next((i for i, entry in enumerate(chain) if not index.contains(entry)), len(chain))]
+        until: list[float] = []
+        for promise in sorted(request.promises, key=lambda promise: promise.tokens):
+            seconds = max(p.seconds for p in request.promises if p.tokens >= promise.tokens)
+            until += [now + seconds] * (min(promise.tokens // page_size, len(chain)) - len(until))
+        request.promised_tokens = self._pool.promise(chain[: len(until)], until) * self._pool.page_size
+
+
+def chain_of(entry: PrefixEntry | None) -> list[PrefixEntry]:
+    """The entries of the pages up to this one, first page first."""
+    chain: list[PrefixEntry] = []
+    while entry is not None:
+        chain.append(entry)
+        entry = entry.parent
+    return chain[::-1]

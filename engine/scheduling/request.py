@@ -14,6 +14,7 @@ from weft.engine.memory.prefix_index import NO_HITS, Hits, PrefixEntry
 from weft.engine.scheduling.bad_words import BadWords
 from weft.engine.scheduling.grammar import Grammar, Mask
 from weft.engine.scheduling.thinking import ThinkingBound
+from weft.engine.wire.messages import Promise
 from weft.engine.wire.sampling import SamplingParams
 
 TokenIds = npt.NDArray[np.int32]
@@ -60,6 +61,10 @@ class Request:
     """requests that wait for this one's prompt; none once it has begun"""
     metered: bool = False
     """whoever sent it wants to know what it was charged"""
+    promises: tuple[Promise, ...] = ()
+    """how long the beginning of its prompt is to be kept"""
+    promised_tokens: int = 0
+    """prompt tokens that are"""
     joules: float = 0.0
     """charged before it last lost its slot"""
     held: bool = False

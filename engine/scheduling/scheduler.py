@@ -132,6 +132,7 @@ class Scheduler:
     def schedule(self, step: int) -> Batch | None:
         """The batch of iteration `step`, or None when nothing can run now."""
         self._take_loaded()
+        self.pool.promises.expire(time.monotonic())
         self._make_seats()
         decodes = self._schedule_decodes()
         budget = self.max_num_batched_tokens - len(decodes)
@@ -308,9 +309,9 @@ class Scheduler:
         logprobs = token_logprobs(s, result, sampled)
         spoilt_slots = batch.slots[spoilt]
         ends_spoilt = self._spoil(spoilt_slots, token_slots[bad], scored_prompts, errors)
-        started = [self._start(int(slot)) for slot in token_slots[index == s.prompt_len.take(token_slots)]]
         if self.prefix_caching:
             self.prefixes.publish(slots)
+        started = [self._start(int(slot)) for slot in token_slots[index == s.prompt_len.take(token_slots)]]
         for slot in s.outgrown(slots):
             self.fences.release_behind(int(s.last_step[slot]), -1, s.give_back(slot))
         for slot in token_slots[(finish != 0) & ~bad].tolist():
@@ -374,8 +375,14 @@ class Scheduler:
         request.begun = True
         self._waiting.release_siblings(request)
         now = time.monotonic()
+        if request.promises and self.prefix_caching:
+            self.prefixes.promise(request, now)
         return Started(
-            request.handle, request.cached_tokens, request.scheduled_at - request.arrival, now - request.scheduled_at
+            request.handle,
+            request.cached_tokens,
+            request.scheduled_at - request.arrival,
+            now - request.scheduled_at,
+            request.promised_tokens,
         )
 
     def _finish(self, slot: int) -> None:
@@ -420,6 +427,8 @@ class Scheduler:
             pages_held=pool.num_held,
             pages_cached=pool.num_cached,
             pages_total=pool.capacity,
+            promised_pages=len(pool.promises),
+            promises_displaced=pool.promises.displaced,
             prefix_queried_tokens=self.prefixes.stats.queried,
             prefix_hit_tokens=sum(self.prefixes.stats.hits),
             tiers=self.prefixes.stats.tiers(pool, self.tiers),

@@ -48,6 +48,15 @@ class ClientGone(msgspec.Struct, tag="client_gone", frozen=True):
     client: int
 
 
+class Promise(msgspec.Struct, frozen=True, array_like=True):
+    """The beginning of a prompt is to be kept."""
+
+    tokens: int
+    """of the prompt, from its first one on"""
+    seconds: float
+    """from when the prompt is computed"""
+
+
 class AddRequest(msgspec.Struct, tag="add", frozen=True, kw_only=True):
     """One sequence to generate. `handle` is chosen by the sender, among its own, and unique among its open requests."""
 
@@ -63,6 +72,8 @@ class AddRequest(msgspec.Struct, tag="add", frozen=True, kw_only=True):
     """number of the API key it came with: those of one priority take turns"""
     metered: bool = False
     """tell what it was charged (`Outputs.joules`)"""
+    promises: tuple[Promise, ...] = ()
+    """where they say different times of a page, the longest counts"""
 
 
 class AbortRequests(msgspec.Struct, tag="abort", frozen=True):
@@ -181,6 +192,10 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     pages_held: int = 0
     pages_cached: int = 0
     pages_total: int = 0
+    promised_pages: int = 0
+    """that are evicted last, because clients asked for it"""
+    promises_displaced: int = 0
+    """pages that lost this before their time, for others"""
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
     tiers: dict[str, TierStats] = {}
@@ -261,6 +276,8 @@ class Started(msgspec.Struct, frozen=True, array_like=True):
     """from arrival in the engine to the first schedule"""
     prefill_seconds: float
     """from the first schedule to the first token"""
+    promised_tokens: int = 0
+    """prompt tokens whose pages are kept for it, as it asked"""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

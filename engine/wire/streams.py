@@ -18,6 +18,7 @@ from weft.engine.wire.messages import (
     Finish,
     Outputs,
     Profile,
+    Promise,
     ResetPrefixCache,
     Started,
     ToEngine,
@@ -143,6 +144,7 @@ class Streams:
         leader: int = -1,
         tenant: int = 0,
         metered: bool = False,
+        promises: tuple[Promise, ...] = (),
     ) -> TokenStream:
         """Queue one sequence; options as in `AddRequest`. Raises `EngineDead` when there is no engine."""
         if self.dead is not None:
@@ -161,6 +163,7 @@ class Streams:
                 leader=leader,
                 tenant=tenant,
                 metered=metered,
+                promises=promises,
             )
         )
         self._tell_open()

@@ -61,6 +61,8 @@ class Choice:
         self.stream = stream
         self.num_tokens = 0
         self.cached_tokens = 0
+        self.promised_tokens = 0
+        """of the prompt, that are kept as it asked"""
         self.reasoning_tokens: int | None = None
         """of them that are thinking; None: it is not told apart"""
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -101,6 +103,7 @@ class Choice:
             raise ApiError(500, delta.error or "The engine ended this request.", code="engine_error")
         if delta.started is not None:
             self.cached_tokens = delta.started.cached_tokens
+            self.promised_tokens = delta.started.promised_tokens
         self.prompt_logprobs += delta.prompt_logprobs
         self.pooled = delta.pooled or self.pooled
         piece, self._left = self._left or Piece(), None

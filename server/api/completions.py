@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from weft.engine.wire.messages import Promise
 from weft.server.api.answer import Answer
 from weft.server.api.choice import Choice, Piece
 from weft.server.api.choices import Choices
@@ -63,6 +65,8 @@ async def prompts_of(service: Service, body: CompletionBody) -> list[Prompt]:
             service.check_ids(prompt.token_ids, "prompt")
     if not all(prompt.token_ids for prompt in prompts):
         raise bad_request("prompt: must have at least one token.", "prompt")
+    if seconds := body.kept_seconds:
+        prompts = [replace(prompt, promises=(Promise(len(prompt.token_ids), seconds),)) for prompt in prompts]
     return prompts
 
 

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope
 
 from weft.engine.errors import EngineDead
+from weft.engine.wire.messages import Promise
 from weft.engine.wire.sampling import SamplingParams
 from weft.engine.wire.streams import Delta
 from weft.server.api.choice import Choice, Piece
@@ -21,6 +22,7 @@ from weft.server.api.protocol import GenerationBody
 from weft.server.api.service import Service, too_long
 from weft.server.replicas.replicas import Look, Ticket
 from weft.server.text.stops import StopStrings
+from weft.server.tools.cache_control import HOUR
 from weft.server.tools.structured import Grammar, Writer, write_grammar
 
 RETRIES = 1
@@ -33,6 +35,8 @@ class Prompt:
 
     token_ids: Sequence[int]
     text: str | None = None
+    promises: tuple[Promise, ...] = ()
+    """how long its beginning is to be kept"""
 
 
 class Generation:
@@ -120,6 +124,7 @@ class Generation:
             leader=leader,
             tenant=self._tenant,
             metered=body.include_energy,
+            promises=prompt.promises if leader < 0 else (),
         )
         self._tickets[index:] = [ticket, *self._tickets[index + 1 :]]
         self._prefilling[index] = len(prompt.token_ids)
@@ -279,6 +284,16 @@ class Generation:
             joules = sum(choice.stream.joules for choice in self.choices)
             usage["energy_joules"] = round(joules, 6) if self._loaded.ready.energy_source else None
         return usage
+
+    def created(self) -> tuple[int, int]:
+        """Prompt tokens that this request put into the cache, to be kept as it asked: for minutes, for an hour or more.
+
+        Those that were found there are none of them. Of one prompt.
+        """
+        choice, promises = self.choices[0], self.prompts[0].promises
+        kept, found = choice.promised_tokens, choice.cached_tokens
+        hour = min(kept, max((p.tokens for p in promises if p.seconds >= HOUR), default=0))
+        return max(0, kept - max(found, hour)), max(0, hour - found)
 
 
 async def _pump(choice: Choice, queue: asyncio.Queue[tuple[Choice, Delta | Exception]]) -> None:

@@ -33,7 +33,7 @@ async def messages(body: MessagesBody, request: Request, service: ServiceOf) -> 
     chat = _chat(body)
     chat.stop = body.stop_sequences
     # What the context does not leave is not an error here: clients ask for as much as their models can.
-    turn = await begin_turn(chat, request, service, at_most=max(1, body.max_tokens))
+    turn = await begin_turn(chat, request, service, at_most=max(1, body.max_tokens), keeps_by_key=False)
     return Answer(turn.generation, MessagesDialect(turn, body.max_tokens))
 
 
@@ -202,13 +202,15 @@ class MessagesDialect:
         return sum(choice.num_tokens for choice in self._generation.choices)
 
     def _usage(self) -> dict[str, Any]:
-        """What was found in the cache is told apart, as Anthropic does; what will be found there next time is not."""
+        """What was found in the cache is told apart, and what was put there because the client asked for that."""
         usage = self._generation.usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
+        minutes, hour = self._generation.created()
         return {
-            "input_tokens": usage["prompt_tokens"] - cached,
-            "cache_creation_input_tokens": 0,
+            "input_tokens": usage["prompt_tokens"] - cached - minutes - hour,
+            "cache_creation_input_tokens": minutes + hour,
             "cache_read_input_tokens": cached,
+            "cache_creation": {"ephemeral_5m_input_tokens": minutes, "ephemeral_1h_input_tokens": hour},
             "output_tokens": usage["completion_tokens"] if self._max_tokens else 0,
         }
 

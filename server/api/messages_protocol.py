@@ -23,6 +23,7 @@ from pydantic_core import CoreSchema
 from weft.server.api.protocol import INT32, MAX_MESSAGES, MAX_PARTS, MAX_STOP_CHARS
 from weft.server.bodies import Body
 from weft.server.errors import bad_request, clip
+from weft.server.tools.cache_control import CacheControl
 from weft.server.tools.tools import MAX_TOOLS, FunctionName
 
 MAX_STOP_SEQUENCES = 16
@@ -65,7 +66,12 @@ def _bounded(blocks: list[Any]) -> list[Any]:
     return blocks
 
 
-class TextBlock(Body):
+class Marked(Body):
+    cache_control: CacheControl | None = None
+    """keep everything up to here in the cache"""
+
+
+class TextBlock(Marked):
     type: Literal["text"]
     text: str
 
@@ -77,28 +83,28 @@ class TextSource(Body):
     data: str
 
 
-class DocumentBlock(Body):
+class DocumentBlock(Marked):
     type: Literal["document"]
     source: TextSource
     title: str | None = None
     context: str | None = None
 
 
-class SearchResultBlock(Body):
+class SearchResultBlock(Marked):
     type: Literal["search_result"]
     source: str
     title: str
     content: Annotated[list[TextBlock], AfterValidator(_bounded)]
 
 
-class ToolReferenceBlock(Body):
+class ToolReferenceBlock(Marked):
     """A tool that a search has found; it was among the tools all along."""
 
     type: Literal["tool_reference"]
     tool_name: str
 
 
-class ToolUseBlock(Body):
+class ToolUseBlock(Marked):
     type: Literal["tool_use"]
     id: str
     name: FunctionName
@@ -145,7 +151,7 @@ def _text_or(blocks: Any) -> Any:
     return Annotated[Annotated[str, Tag("text")] | several, look, _AnyOf()]
 
 
-class ToolResultBlock(Body):
+class ToolResultBlock(Marked):
     type: Literal["tool_result"]
     tool_use_id: str
     content: _text_or(Shown) = ""  # type: ignore[valid-type]
@@ -180,7 +186,7 @@ _SEARCHES = "tool_search_tool_"
 """types of tools that find others: here all tools are known to the model from the start"""
 
 
-class MessagesTool(Body):
+class MessagesTool(Marked):
     name: FunctionName
     input_schema: dict[str, Any]
     description: str | None = None
@@ -251,6 +257,8 @@ class CountTokensBody(Body):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     mcp_servers: SkipJsonSchema[Any] = None
+    cache_control: CacheControl | None = None
+    """keep the whole prompt in the cache"""
 
     def as_chat(self) -> dict[str, Any]:
         """The fields of the `ChatBody` that this one stands for. Raises `ApiError`."""
@@ -258,10 +266,10 @@ class CountTokensBody(Body):
             raise bad_request("mcp_servers are called by Anthropic's servers; this one calls none.", "mcp_servers")
         messages = list(_chat_messages(self.messages))
         if system := _text(self.system):
-            messages.insert(0, {"role": "system", "content": system})
+            messages.insert(0, {"role": "system", "content": system, **_mark(self.system)})
         if not messages:
             raise bad_request("messages: there is nothing in them.", "messages")
-        fields: dict[str, Any] = {"model": self.model, "messages": messages}
+        fields: dict[str, Any] = {"model": self.model, "messages": messages, "cache_control": self.cache_control}
         if messages[-1]["role"] == "assistant":  # the answer goes on with it
             fields |= {"add_generation_prompt": False, "continue_final_message": True}
         if self.tools:
@@ -327,7 +335,7 @@ def _function(tool: MessagesTool) -> dict[str, Any]:
     function["parameters"] = tool.input_schema
     if tool.strict is not None:
         function["strict"] = tool.strict
-    return {"type": "function", "function": function}
+    return {"type": "function", "function": function, **_mark([tool])}
 
 
 def _chat_messages(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
@@ -337,9 +345,13 @@ def _chat_messages(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
         if isinstance(blocks, str):
             blocks = [TextBlock(type="text", text=blocks)]
         if message.role == "assistant":
-            yield _assistant(blocks)
+            yield {**_assistant(blocks), **_mark(blocks)}
         elif message.role == "system":
-            yield {"role": "system", "content": _text(block for block in blocks if isinstance(block, _SHOWN))}
+            yield {
+                "role": "system",
+                "content": _text(block for block in blocks if isinstance(block, _SHOWN)),
+                **_mark(blocks),
+            }
         else:
             yield from _user(blocks)
 
@@ -370,15 +382,30 @@ def _user(blocks: Sequence[Body]) -> Iterator[dict[str, Any]]:
     for block in blocks:
         if isinstance(block, ToolResultBlock):
             if run:
-                yield {"role": "user", "content": _text(run)}
+                yield {"role": "user", "content": _text(run), **_mark(run)}
                 run = []
             text = _text(block.content)
             content = f"Error: {text}" if block.is_error else text
-            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+            yield {
+                "role": "tool",
+                "tool_call_id": block.tool_use_id,
+                "content": content,
+                **_mark([block, *_blocks(block.content)]),
+            }
         elif isinstance(block, _SHOWN):
             run.append(block)
     if run or not blocks:
-        yield {"role": "user", "content": _text(run)}
+        yield {"role": "user", "content": _text(run), **_mark(run)}
+
+
+def _blocks(content: Any) -> Sequence[Any]:
+    return () if isinstance(content, str) else content
+
+
+def _mark(blocks: Any) -> dict[str, Any]:
+    """The longest mark of these, if one of them has one."""
+    marks = [block.cache_control for block in _blocks(blocks) if getattr(block, "cache_control", None)]
+    return {"cache_control": max(marks, key=lambda mark: mark.seconds)} if marks else {}
 
 
 def _text(content: Any) -> str:

@@ -15,6 +15,7 @@ from weft.server.bodies import Body
 from weft.server.errors import bad_request, clip
 from weft.server.text.tokenizer import Tokenizer
 from weft.server.text.truncation import Side, Truncation
+from weft.server.tools.cache_control import MINUTES, CacheControl, longest_mark
 from weft.server.tools.structured import (
     Grammar,
     LegacyConstraints,
@@ -42,6 +43,8 @@ MAX_PARTS = 8192
 MAX_CALLS = 1024
 REQUEST_ID = r"^[!-~]{1,128}$"
 INT32 = 2**31 - 1
+DAY = 86400.0
+"""seconds"""
 
 
 class ErrorDetail(BaseModel):
@@ -271,6 +274,17 @@ class ChatMessage(Body):
     """what the assistant thought before: some templates show it again"""
     refusal: str | None = Field(None, exclude=True)
     """what the assistant said instead of content"""
+    cache_control: CacheControl | None = Field(None, exclude=True)
+    """keep the conversation up to here; it may stand in a part of the content, too"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _marked(cls, data: Any) -> Any:
+        """A mark on a part counts for the message."""
+        if not isinstance(data, dict) or not isinstance(parts := data.get("content"), list):
+            return data
+        mark = longest_mark((data, *parts[:MAX_PARTS]))
+        return data if mark is None else {**data, "cache_control": mark}
 
     @model_validator(mode="before")
     @classmethod
@@ -326,9 +340,18 @@ class SamplingFields(Body):
     cache_salt: str = Field("", max_length=128)
     prompt_cache_key: str | None = Field(None, max_length=1024)
     """requests with the same one go to the same engine, of several, where load and kept prefixes leave a choice"""
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    """how long the prompt is kept in the cache: five minutes, also where there is a `prompt_cache_key`, or a day"""
     user: str | None = None
     request_id: str | None = Field(None, pattern=REQUEST_ID)
     """what X-Request-Id is where that header is not given"""
+
+    @property
+    def kept_seconds(self) -> float:
+        """How long the prompt is to be kept in the cache; 0: nobody asks."""
+        if self.prompt_cache_retention == "24h":
+            return DAY
+        return MINUTES if self.prompt_cache_retention is not None or self.prompt_cache_key is not None else 0.0
 
 
 class GenerationBody(SamplingFields, LegacyConstraints):
@@ -465,6 +488,8 @@ class Reasoning(Body):
 
 class ChatBody(GenerationBody, TemplateBody):
     messages: Messages
+    cache_control: CacheControl | None = None
+    """keep the whole prompt in the cache"""
     include_reasoning: bool = True
     """false: what the model thinks is not sent"""
     max_thinking_tokens: int | None = Field(

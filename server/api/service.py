@@ -58,6 +58,12 @@ class OpenAnswer(Protocol):
         ...
 
 
+class EncodedChat(NamedTuple):
+    ids: list[int]
+    text: str
+    """for `Tokenizer.without_seams`"""
+
+
 class LoadedModel(NamedTuple):
     """Everything that exists only once an engine is ready."""
 
@@ -251,8 +257,8 @@ class Service:
         *,
         add_special_tokens: bool,
         truncation: Truncation | None = None,
-    ) -> list[int]:
-        """Token ids of a conversation. The template writes the special tokens itself. Raises `ApiError`.
+    ) -> EncodedChat:
+        """A conversation as tokens. The template writes the special tokens itself. Raises `ApiError`.
 
         `arguments`: of the template.
         """
@@ -264,7 +270,7 @@ class Service:
         (ids,) = await self.encode(
             [text], add_special_tokens=add_special_tokens, param="messages", truncation=truncation
         )
-        return ids
+        return EncodedChat(ids, text)
 
     async def _in_time(self, render: Callable[[], str]) -> str:
         """Run this in a worker thread. Raises `ApiError` 400 when it takes long, not counting the wait for a thread."""

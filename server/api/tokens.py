@@ -24,7 +24,7 @@ async def tokenize(body: TokenizeBody, service: ServiceOf) -> dict[str, Any]:
     service.model_name(body.model)
     body.check_template()
     if body.messages is not None and body.prompt is None:
-        ids = await service.encode_chat(
+        ids, _ = await service.encode_chat(
             *conversation(body, body.messages, body.tools, service), add_special_tokens=bool(body.add_special_tokens)
         )
     elif body.prompt is not None and body.messages is None:

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 import msgspec
 from starlette.requests import Request
 
+from weft.engine.wire.messages import Promise
 from weft.engine.wire.thinking import Thinking, ThoughtCount
+from weft.server.api.cache_marks import marks_of, promises_of
 from weft.server.api.choice import Choice, Piece
 from weft.server.api.generate import Generation, Prompt, constrain, output_limit
 from weft.server.api.protocol import ChatBody, ChatMessage
-from weft.server.api.service import Service
+from weft.server.api.service import EncodedChat, Service
 from weft.server.errors import ApiError, bad_request
 from weft.server.text.tokenizer import Tokenizer
 from weft.server.tools.lasting import lasting
@@ -196,10 +198,13 @@ class Turn:
     tokenizer: Tokenizer
 
 
-async def begin_turn(body: ChatBody, request: Request, service: Service, *, at_most: int | None = None) -> Turn:
+async def begin_turn(
+    body: ChatBody, request: Request, service: Service, *, at_most: int | None = None, keeps_by_key: bool = True
+) -> Turn:
     """Check a request, make its prompt and its constraint. Raises `ApiError`.
 
-    `at_most`: tokens of output where the body sets no limit and the context leaves more.
+    `at_most`: tokens of output where the body sets no limit and the context leaves more. `keeps_by_key`: who gives a
+    `prompt_cache_key` wants the prompt kept.
     """
     loaded = service.loaded
     model = service.model_name(body.model)
@@ -208,7 +213,7 @@ async def begin_turn(body: ChatBody, request: Request, service: Service, *, at_m
     tools = offered(body)
     form = _tool_format(service, body) if tools else None
     forced = form is not None and body.tool_choice != "auto"
-    ids = await prompt_ids(body, tools, service)
+    ids, text = await _prompt(body, tools, service)
     thoughts = thoughts_of(service, ids)
     try:
         grammar = await constrain(_constraint(body, tools, form, thoughts, loaded.tokenizer), request, service)
@@ -227,10 +232,14 @@ async def begin_turn(body: ChatBody, request: Request, service: Service, *, at_m
         bound = thoughts.bound(budget, loaded.tokenizer, tools=form is not None)
         params = msgspec.structs.replace(params, thinking=bound)
     markers = (*(form.markers if form is not None else ()), *(thoughts.form.markers if thoughts is not None else ()))
+    marks = marks_of(body, by_key=keeps_by_key)
+    promises: tuple[Promise, ...] = ()
+    if marks:
+        promises = await service.offload(lambda: promises_of(marks, body, text, ids, loaded.tokenizer))
     generation = Generation(
         service,
         body,
-        [Prompt(ids)],
+        [Prompt(ids, promises=promises)],
         [params],
         request.scope,
         show=_marker_ids(markers, loaded.tokenizer),
@@ -258,14 +267,18 @@ def offered(body: ChatBody) -> list[Tool]:
 
 async def prompt_ids(body: ChatBody, tools: list[Tool], service: Service) -> list[int]:
     """Token ids of the conversation, with these tools. Raises `ApiError`."""
-    ids = await service.encode_chat(
+    return (await _prompt(body, tools, service)).ids
+
+
+async def _prompt(body: ChatBody, tools: list[Tool], service: Service) -> EncodedChat:
+    prompt = await service.encode_chat(
         *conversation(body, body.messages, tools, service),
         add_special_tokens=bool(body.add_special_tokens),
         truncation=body.truncation(service.loaded.ready.max_model_len, body.output_limit),
     )
-    if not ids:
+    if not prompt.ids:
         raise bad_request("messages: nothing is left of them.", "truncate_prompt_tokens")
-    return ids
+    return prompt
 
 
 def _constraint(

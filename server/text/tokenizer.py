@@ -9,6 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from jinja2 import TemplateError, TemplateSyntaxError
 from pydantic import BaseModel
 
@@ -52,6 +54,7 @@ class Tokenizer:
         self._token_bytes = TokenBytes.of(self._backend)
         self.token_text: Callable[[int], str] = _Spellings(self.token_bytes).__getitem__
         """a token's bytes as a string, see `spell`"""
+        self._byte_sizes = _Sizes(self.token_bytes)
         self.longest_token = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
         """characters that one token can stand for at most"""
         self._template_fault = self._find_template_fault()
@@ -270,6 +273,11 @@ class Tokenizer:
             return self._token_bytes[token_id]
         return self._decode([token_id]).encode()
 
+    def byte_sizes(self, token_ids: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Bytes of each of the tokens, as far as tokens have bytes of their own."""
+        sizes = self._byte_sizes
+        return np.fromiter((sizes[token_id] for token_id in token_ids), np.int64, len(token_ids))
+
     def token_id(self, name: str) -> int | None:
         """The id of a token by its own spelling."""
         token_id: int | None = self._backend.token_to_id(name)
@@ -316,6 +324,18 @@ class _Spellings(dict[int, str]):
     def __missing__(self, token_id: int) -> str:
         text = self[token_id] = spell(self._token_bytes(token_id))
         return text
+
+
+class _Sizes(dict[int, int]):
+    """Token id to its number of bytes, filled as ids are asked for."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._token_bytes = token_bytes
+
+    def __missing__(self, token_id: int) -> int:
+        size = self[token_id] = len(self._token_bytes(token_id))
+        return size
 
 
 def spell(data: bytes) -> str:

@@ -20,6 +20,7 @@ from pydantic.json_schema import SkipJsonSchema
 from weft.engine.wire import grammar_text
 from weft.server.bodies import Body
 from weft.server.text.tokenizer import Tokenizer
+from weft.server.tools.cache_control import CacheControl, longest_mark
 from weft.server.tools.structured import Writer
 from weft.server.tools.tool_format import Marker, ToolFormat
 
@@ -56,6 +57,8 @@ class Tool(Body):
     type: Literal["function"] = "function"
     function: Function
     custom: SkipJsonSchema[bool] = Field(False, exclude=True)
+    cache_control: CacheControl | None = Field(None, exclude=True)
+    """keep tools and instructions in the cache; no template sees it"""
     _sent: dict[str, Any] | None = PrivateAttr(None)
 
     def for_template(self) -> dict[str, Any]:
@@ -63,10 +66,7 @@ class Tool(Body):
         sent = self._sent
         if sent is None or not isinstance(sent.get("function"), dict):
             return self.model_dump(exclude_none=True)
-        function = {key: value for key, value in sent["function"].items() if value is not None}
-        return {"type": self.type, **{key: value for key, value in sent.items() if value is not None}} | {
-            "function": function
-        }
+        return {"type": self.type, **_shown(sent)} | {"function": _shown(sent["function"])}
 
     @model_validator(mode="wrap")
     @classmethod
@@ -81,13 +81,19 @@ class Tool(Body):
     def _as_function(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        mark = longest_mark((data, data.get("function"), data.get("custom")))
         if data.get("type") != "custom":
-            return {key: value for key, value in data.items() if key != "custom"}
+            return {**{key: value for key, value in data.items() if key != "custom"}, "cache_control": mark}
         about = data.get("custom")
         if not isinstance(about, dict):
             raise ValueError("a custom tool needs an object 'custom' with its name")
         given = {key: about[key] for key in ("name", "description") if key in about}
-        return {"function": {**given, "parameters": _input_of(about.get("format"))}, "custom": True}
+        function = {**given, "parameters": _input_of(about.get("format"))}
+        return {"function": function, "custom": True, "cache_control": mark}
+
+
+def _shown(sent: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in sent.items() if value is not None and key != "cache_control"}
 
 
 def _input_of(form: Any) -> dict[str, Any]:

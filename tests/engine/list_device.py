@@ -22,6 +22,7 @@ from weft.engine.scheduling.fairness import Fairness
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.slots import SlotTable
+from weft.engine.wire.messages import Promise
 from weft.engine.wire.sampling import SamplingParams
 
 VOCAB = 23
@@ -127,6 +128,7 @@ class ListEngine:
         stop: int | None = None,
         leader: int = -1,
         tenant: int = 0,
+        promises: tuple[Promise, ...] = (),
         **params: Any,
     ) -> Request:
         handle = len(self.requests)
@@ -144,6 +146,7 @@ class ListEngine:
             seed=0,
             leader=leader,
             tenant=tenant,
+            promises=promises,
         )
         self.requests.append(request)
         self.output[handle] = []

@@ -117,6 +117,7 @@ async def test_an_answer(server: Server) -> None:
             "input_tokens": prompt - 2,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 2,
+            "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
             "output_tokens": output,
         },
     }
@@ -142,7 +143,7 @@ async def test_an_answer_ends_at_its_limit_or_at_that_of_the_context(server: Ser
     server.engine.script = Script("hello " * 1000)
     answer = await both(server, max_tokens=10**6)
     assert answer["stop_reason"] == "model_context_window_exceeded"
-    assert sum(answer["usage"].values()) == 512
+    assert answer["usage"]["input_tokens"] + answer["usage"]["output_tokens"] == 512
 
 
 async def test_no_tokens_but_a_prompt_that_is_kept(server: Server) -> None:

@@ -161,7 +161,6 @@ class ResponseBody(SamplingFields):
     metadata: Metadata = Field({})
     service_tier: str | None = Field(None, max_length=64)
     safety_identifier: str | None = Field(None, max_length=512)
-    prompt_cache_retention: str | None = Field(None, max_length=64)
     chat_template_kwargs: dict[str, Any] = Field({}, max_length=64)
     """variables of the template, such as `enable_thinking`"""
     prompt: SkipJsonSchema[Any] = None

@@ -6,10 +6,14 @@ import base64
 import json
 from binascii import Error as Base64Error
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
+
+from pydantic import ValidationError
 
 from weft.server.api.protocol import MAX_MESSAGES, MAX_PARTS, ChatMessage, ToolCall, ToolFunction
 from weft.server.errors import ApiError, bad_request, clip
+from weft.server.tools.cache_control import CacheControl, longest_mark
 
 Item = dict[str, Any]
 """as JSON; checked by `read_input`"""
@@ -71,10 +75,17 @@ def read_item(value: Any, path: str) -> Item:
             item = {"type": kind}
         case _:
             raise _wrong(path, f"an item of type {clip(kind)!r} is not supported")
+    if (mark := longest_mark((given, *_parts(given)))) is not None:
+        item["cache_control"] = mark
     for name in ("id", "status"):
         if isinstance(given.get(name), str):
             item[name] = given[name]
     return item
+
+
+def _parts(given: dict[str, Any]) -> Iterable[Any]:
+    parts = given.get("content", given.get("output"))
+    return parts if isinstance(parts, list) else ()
 
 
 def _message(role: str, content: list[dict[str, Any]]) -> Item:
@@ -188,10 +199,12 @@ def messages_of(instructions: str | None, items: Sequence[Item]) -> list[ChatMes
         if kind == "message" and item["role"] != "assistant":
             ours = None
             _add(out, item["role"], _text(item["content"]))
+            _mark(out[-1], item)
             continue
         if kind in _OUTPUTS:
             ours = None
             out.append(_said("tool", _text(item["output"]), tool_call_id=item["call_id"]))
+            _mark(out[-1], item)
             continue
         said = ours is not None and (ours.content is not None or bool(ours.tool_calls))
         if ours is None or (said and kind in ("message", "reasoning")):
@@ -203,7 +216,15 @@ def messages_of(instructions: str | None, items: Sequence[Item]) -> list[ChatMes
             ours.reasoning_content = (ours.reasoning_content or "") + _thought(item)
         else:
             ours.tool_calls = [*(ours.tool_calls or ()), _call(item)]
+        _mark(ours, item)
     return [message for message in out if message.role != "assistant" or _says(message)]
+
+
+def _mark(message: ChatMessage, item: Item) -> None:
+    """Keep the conversation up to here, if the item says so."""
+    with suppress(ValidationError):  # of a form that nobody here knows: then it is kept as others are
+        if "cache_control" in item:
+            message.cache_control = CacheControl.model_validate(item["cache_control"])
 
 
 def _add(out: list[ChatMessage], role: str, text: str) -> None:
