@@ -164,11 +164,29 @@ class Checkpoint:
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Of a tensor that is there."""
-        file = self._files[name]
+        return self._read(self.inside(name), self._files[name], lambda f, inside: f.get_slice(inside).get_shape())
+
+    def inside(self, name: str) -> str:
+        """Its name in the files."""
+        return self._there.get(name, name)
+
+    def shards(self) -> dict[str, list[str]]:
+        """The files, and the names inside each of them."""
+        return {file: sorted(opened.keys()) for file, opened in self._open.items()}
+
+    def whole(self, inside: str, file: str) -> Tensor:
+        """The tensor of a name inside a file."""
+        return self._read(inside, file, lambda f, name: f.get_tensor(name))
+
+    def inside_shape(self, inside: str, file: str) -> tuple[int, ...]:
+        return self._read(inside, file, lambda f, name: f.get_slice(name).get_shape())
+
+    def _read(self, inside: str, file: str, how: Callable[[Any, str], Any]) -> Any:
         try:
-            return tuple(self._open[file].get_slice(self._there.get(name, name)).get_shape())
+            found = how(self._open[file], inside)
+            return tuple(found) if isinstance(found, list) else found
         except (OSError, SafetensorError) as error:
-            raise ModelError(f"cannot read {name} from {self._path / file}: {error}") from None
+            raise ModelError(f"cannot read {inside} from {self._path / file}: {error}") from None
 
     def refuse_further_layers(self, layer: str, num_layers: int) -> None:
         """`layer`: the beginning of a layer's names, `{}` for its number. Raises `ModelError` when there are more."""

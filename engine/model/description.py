@@ -112,7 +112,7 @@ def _quantization(q: Quantization) -> str:
     by = {"tensor": "tensor", "channel": "output channel", "block": "block of 128 x 128"}[q.weights]
     made = "quantised while loading" if q.at_load else f"as {q.method} has them"
     activations = {"none": "in 16 bits"}.get(q.activations, f"FP8, {q.activations}")
-    kept = f", {q.kept} entries of modules left in 16 bits" if q.kept else ""
+    kept = f"; its list of modules in 16 bits has {q.kept}" if q.kept else ""
     return f"{made}, a scale for each {by}; activations {activations}{kept}"
 
 

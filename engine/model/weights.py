@@ -210,6 +210,13 @@ def _made_up(
     return get
 
 
+def ask(spec: ModelSpec, tensors: Tensors) -> None:
+    """Ask for all tensors of a model, with shapes alone (see `ShapesAlone`)."""
+    names = family_of(spec.architecture).names
+    tied = spec.tie_embeddings or not tensors.has(f"{names.lm_head}.weight")
+    _pack(spec, names, tensors, (), tied=tied)
+
+
 def _pack(spec: ModelSpec, names: TensorNames, tensors: Tensors, rotary: tuple[Tensor, ...], *, tied: bool) -> Weights:
     """All tensors of a model, asked for in one order."""
     get, hidden = tensors.get, spec.hidden_size

@@ -132,6 +132,12 @@ COMMANDS = (
         "weft.engine.runner.inspect_command:add_inspect_flags",
     ),
     Command(
+        "quantize",
+        "write a model's matrices in FP8 (compressed-tensors), and say what each layer loses",
+        "weft.engine.model.quantize_command:run",
+        "weft.engine.model.quantize_command:add_quantize_flags",
+    ),
+    Command(
         "doctor",
         "check this machine: Python, torch, GPU, kernels, ports, disk, the hub; exits 1 if something is bad",
         "weft.server.commands.doctor:run",
