@@ -71,15 +71,16 @@ def grammar(text: str) -> str:
 def either(texts: Sequence[str]) -> str:
     """What any of these grammars allows; each keeps its own names for its rules."""
     first = "start: " + " | ".join(f"@weft_part_{i}" for i in range(len(texts)))
-    return _join(first, {f"weft_part_{i}": text for i, text in enumerate(texts)})
+    return joined(first, {f"weft_part_{i}": text for i, text in enumerate(texts)})
 
 
 def within(lark: str, rest: str) -> str:
     """A Lark grammar that refers to another grammar as `@weft_rest`."""
-    return _join(lark, {"weft_rest": rest})
+    return joined(lark, {"weft_rest": rest})
 
 
-def _join(lark: str, named: dict[str, str]) -> str:
+def joined(lark: str, named: dict[str, str]) -> str:
+    """A Lark grammar that refers to others by their names, as `@name`. The names are of one place in the code alone."""
     parts = [{"name": "start", "lark_grammar": lark}]
     for name, text in named.items():
         parts += _parts(text, name)
@@ -91,7 +92,7 @@ def _parts(text: str, name: str) -> list[dict[str, Any]]:
     if not text.lstrip().startswith("{"):
         return [{"name": name, "lark_grammar": text}]
     parts = [{k: v for k, v in part.items() if v is not None} for part in json.loads(text)["grammars"]]
-    names = [part["name"] for part in parts[1:]]  # those of `_join`, which has put them here
+    names = [part["name"] for part in parts[1:]]  # those of `joined`, which has put them here
     for part in parts:
         for inner in names:
             if "lark_grammar" in part:

@@ -20,6 +20,7 @@ from weft.server.api.service import Service
 from weft.server.errors import bad_request
 from weft.server.text.logprobs import CompletionLogprobs, prompt_logprobs
 from weft.server.text.tokenizer import Tokenizer
+from weft.server.tools.tools import marker_of
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -35,7 +36,7 @@ async def completions(body: CompletionBody, request: Request, service: ServiceOf
     prompts = await prompts_of(service, body)
     scored = body.logprobs if body.echo else None
     asked = [k for k in (scored, body.prompt_logprobs, 0 if body.max_tokens == 0 else None) if k is not None]
-    grammar = await constrain(body.constraint(), request, service)
+    grammar = await constrain(body.constraint(marker_of(loaded.tokenizer)), request, service)
     params = [
         body.sampling(
             max_tokens=output_limit(service, body.max_tokens, DEFAULT_MAX_TOKENS, len(prompt.token_ids), "prompt"),

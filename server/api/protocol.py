@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
+from weft.engine.wire.grammar_text import literal
 from weft.engine.wire.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS, SamplingParams
 from weft.server.bodies import Body
 from weft.server.errors import bad_request, clip
@@ -27,6 +28,7 @@ from weft.server.tools.structured import (
     of_structured_outputs,
 )
 from weft.server.tools.template import TemplateBody
+from weft.server.tools.tool_format import Marker
 from weft.server.tools.tools import AllowedTools, NamedToolChoice, ToolChoice, names_of
 
 MAX_PROMPTS = 1024
@@ -403,16 +405,21 @@ class GenerationBody(SamplingFields, LegacyConstraints):
         self.include_stop_str_in_output |= self.no_stop_trim
         if self.stream and self.prompt_logprobs is not None:
             raise bad_request("prompt_logprobs cannot be streamed.", "prompt_logprobs")
-        if len(self._writers()) > 1:
+        if len(asked := self._writers(literal)) > 1:
             raise bad_request(
-                f"Give one constraint of the output, not {' and '.join(field for field, _ in self._writers())}.",
+                f"Give one constraint of the output, not {' and '.join(field for field, _ in asked)}.",
                 "structured_outputs",
             )
 
-    def constraint(self) -> Writer | None:
-        """What writes the grammar of the output, if one was asked for."""
-        writers = self._writers()
+    def constraint(self, marker: Marker) -> Writer | None:
+        """What writes the grammar of the output, if one was asked for. `marker`: how grammars for the model name
+        marks."""
+        writers = self._writers(marker)
         return writers[0] if writers else None
+
+    @property
+    def asks_for_structure(self) -> bool:
+        return bool(self._writers(literal))
 
     def truncation(self, max_model_len: int, output: int | None) -> Truncation | None:
         """How prompts are to be shortened, beside `output` tokens of output, if at all."""
@@ -426,10 +433,10 @@ class GenerationBody(SamplingFields, LegacyConstraints):
         """How tokens are named beside their log-probabilities."""
         return "token_id:{}".format if self.return_tokens_as_token_ids else tokenizer.token_text
 
-    def _writers(self) -> list[Writer]:
-        asked = [of_response_format(self.response_format)] if self.response_format is not None else []
+    def _writers(self, marker: Marker) -> list[Writer]:
+        asked = [of_response_format(self.response_format, marker)] if self.response_format is not None else []
         if self.structured_outputs is not None:
-            asked.append(of_structured_outputs(self.structured_outputs))
+            asked.append(of_structured_outputs(self.structured_outputs, marker))
         return [writer for writer in asked if writer is not None] or self.legacy_writers()
 
     def sampling(

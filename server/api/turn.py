@@ -219,7 +219,7 @@ async def begin_turn(
         grammar = await constrain(_constraint(body, tools, form, thoughts, loaded.tokenizer), request, service)
     except ApiError as error:
         # Strict tools alone: clients set that by themselves, and many tools are more than a grammar can be.
-        if error.code != "invalid_grammar" or forced or form is None or body.constraint() is not None:
+        if error.code != "invalid_grammar" or forced or form is None or body.asks_for_structure:
             raise
         grammar = None
     params = body.sampling(
@@ -287,7 +287,7 @@ def _constraint(
     """What the answer must be, behind the thinking: a call where one is required; else what was asked for, or a call;
     else text and calls, where a tool is strict."""
     parallel, marker = body.parallel_tool_calls, marker_of(tokenizer)
-    asked = body.constraint()
+    asked = body.constraint(marker)
     if asked is not None and thoughts is not None:
         field, write, final = *asked, thoughts.form.final
         asked = field, lambda: final(write(), marker)

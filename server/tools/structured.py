@@ -11,11 +11,13 @@ from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from weft.engine.errors import RequestError
 from weft.engine.wire import grammar_text
-from weft.engine.wire.grammar_text import MAX_GRAMMAR_CHARS
+from weft.engine.wire.grammar_text import MAX_GRAMMAR_CHARS, literal
 from weft.engine.wire.sampling import MAX_BAD_WORDS
 from weft.server.bodies import Body, parse_json
 from weft.server.errors import bad_request, clip
 from weft.server.tools.grammar_compiler import GrammarCompiler
+from weft.server.tools.structural import structural_tag
+from weft.server.tools.tool_format import Marker
 
 MAX_CHOICES = 1024
 
@@ -51,8 +53,18 @@ class JsonSchemaFormat(Body):
     strict: bool = False
 
 
+class Structure(Body):
+    begin: str = Field(min_length=1)
+    schema_: Schema = Field(alias="schema")
+    end: str
+
+
 class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    structures: list[Structure] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
+    triggers: list[Annotated[str, Field(min_length=1)]] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
+    format: dict[str, Any] | None = None
+    """of a structural tag: either `structures` and `triggers`, or a tree of formats (`structural`)"""
     json_schema: JsonSchemaFormat | None = None
     schema_: Schema | None = Field(None, alias="schema")
     """beside either type of JSON: how llama.cpp and others are told it"""
@@ -63,7 +75,30 @@ class ResponseFormat(Body):
             raise ValueError("type json_schema needs json_schema")
         if self.type != "json_schema" and self.json_schema is not None:
             raise ValueError("json_schema goes with type json_schema only")
+        if self.type == "structural_tag" and self.format is None and not (self.structures and self.triggers):
+            raise ValueError("type structural_tag needs format, or structures and triggers")
         return self
+
+    @property
+    def structural_tag(self) -> dict[str, Any]:
+        """As `structural` takes it."""
+        if self.format is not None:
+            return {"format": self.format}
+        structures = [{"begin": s.begin, "schema": s.schema_, "end": s.end} for s in self.structures or ()]
+        return {"structures": structures, "triggers": self.triggers}
+
+
+def _parse_tag(value: Any) -> ResponseFormat:
+    """An object, or its text."""
+    value = parse_json(value) if isinstance(value, str) else value
+    if not isinstance(value, dict):
+        raise ValueError("must be a structural tag: an object, or its text")
+    return ResponseFormat.model_validate({**value, "type": "structural_tag"})
+
+
+StructuralTag = Annotated[
+    ResponseFormat, PlainValidator(_parse_tag), WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}]})
+]
 
 
 class StructuredOutputs(Body):
@@ -74,14 +109,15 @@ class StructuredOutputs(Body):
     regex: GrammarText | None = None
     choice: Choices | None = None
     grammar: GrammarText | None = None
+    structural_tag: StructuralTag | None = None
 
     @model_validator(mode="after")
     def _is_one(self) -> StructuredOutputs:
-        if len(self.given()) != 1:
-            raise ValueError("give exactly one of json, json_object, regex, choice and grammar")
+        if len(self.given(literal)) != 1:
+            raise ValueError("give exactly one of json, json_object, regex, choice, grammar and structural_tag")
         return self
 
-    def given(self) -> list[Callable[[], str]]:
+    def given(self, marker: Marker) -> list[Callable[[], str]]:
         """What writes the grammar, for each constraint that is there."""
         out: list[Callable[[], str]] = []
         if (schema := self.json_) is not None:
@@ -94,6 +130,8 @@ class StructuredOutputs(Body):
             out.append(lambda: grammar_text.choice(choices))
         if (text := self.grammar) is not None:
             out.append(lambda: grammar_text.grammar(text))
+        if (tag := self.structural_tag) is not None:
+            out.append(lambda: structural_tag(tag.structural_tag, marker))
         return out
 
 
@@ -101,17 +139,20 @@ Writer = tuple[str, Callable[[], str]]
 """(field of the request, what writes its grammar)"""
 
 
-def of_response_format(asked: ResponseFormat) -> Writer | None:
+def of_response_format(asked: ResponseFormat, marker: Marker) -> Writer | None:
+    """`marker`: how grammars for the model name marks."""
     if asked.type == "text":
         return None
+    if asked.type == "structural_tag":
+        return "response_format", lambda: structural_tag(asked.structural_tag, marker)
     if (given := asked.json_schema) is not None:
         return "response_format", lambda: grammar_text.json_schema(given.schema_, lenient=not given.strict)
     schema: dict[str, Any] | bool = {"type": "object"} if asked.schema_ is None else asked.schema_
     return "response_format", lambda: grammar_text.json_schema(schema, lenient=True)
 
 
-def of_structured_outputs(asked: StructuredOutputs) -> Writer:
-    (write,) = asked.given()
+def of_structured_outputs(asked: StructuredOutputs, marker: Marker) -> Writer:
+    (write,) = asked.given(marker)
     return "structured_outputs", write
 
 
