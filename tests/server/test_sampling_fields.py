@@ -42,7 +42,7 @@ def test_every_field_arrives_under_its_name(body: type[GenerationBody], required
         "bad_words": ("x y",),
     }
     assert params == SamplingParams(**expected, max_tokens=9, logprobs=1, prompt_logprobs=2)
-    others = {"max_tokens", "logprobs", "prompt_logprobs", "grammar", "grammar_bytes", "thinking"}
+    others = {"max_tokens", "logprobs", "prompt_logprobs", "grammar", "grammar_bytes", "thinking", "pooling"}
     assert set(SamplingParams.__struct_fields__) == set(FIELDS) | others, "a field that this test does not send"
 
 
