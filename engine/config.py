@@ -151,6 +151,11 @@ class EngineConfig(BaseModel):
         "auto",
         description="weights and KV; 'auto' is the checkpoint's on a GPU; on a CPU bfloat16 if native",
     )
+    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+        "auto",
+        description="K and V in their pages: 'auto' as --dtype; 'fp8' in e4m3, half of bfloat16's bytes, with the "
+        "checkpoint's scales, or 1. On a CPU so far",
+    )
     quantization: Literal["fp8"] | None = Field(
         None,
         description="'fp8': a checkpoint in 16 bits becomes FP8 while it loads (e4m3, a scale for each output channel; "

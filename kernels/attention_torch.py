@@ -102,8 +102,10 @@ class TorchAttention(HostAttention[TorchStep]):
         out: Tensor,
         num_sms: int | None = None,  # noqa: ARG002 - the library knows no such thing
         sinks: Tensor | None = None,
+        kv_scale: Tensor | None = None,
     ) -> Tensor:
-        return self._attend(q, kv, layer, step[self._shape.window(layer)].decode, out, sinks)
+        """kv_scale: see `reference.paged_attention`."""
+        return self._attend(q, kv, layer, step[self._shape.window(layer)].decode, out, sinks, kv_scale)
 
     def prefill(
         self,
@@ -115,16 +117,25 @@ class TorchAttention(HostAttention[TorchStep]):
         out: Tensor,
         num_sms: int | None = None,  # noqa: ARG002
         sinks: Tensor | None = None,
+        kv_scale: Tensor | None = None,
     ) -> Tensor:
-        return self._attend(q, kv, layer, step[self._shape.window(layer)].prefill, out, sinks)
+        return self._attend(q, kv, layer, step[self._shape.window(layer)].prefill, out, sinks, kv_scale)
 
     def _attend(
-        self, q: Tensor, kv: Tensor, layer: int, work: AttentionWork, out: Tensor, sinks: Tensor | None
+        self,
+        q: Tensor,
+        kv: Tensor,
+        layer: int,
+        work: AttentionWork,
+        out: Tensor,
+        sinks: Tensor | None,
+        kv_scale: Tensor | None,
     ) -> Tensor:
         shape = self._shape
         return paged_attention(
-            q, kv, layer, work, out=out, scale=shape.scale, softcap=shape.softcap, sinks=sinks if shape.sinks else None
-        )
+            q, kv, layer, work, out=out, scale=shape.scale, softcap=shape.softcap,
+            sinks=sinks if shape.sinks else None, kv_scale=kv_scale,
+        )  # fmt: skip
 
     def _parts(
         self, requests: AttentionRequests, rows: NDArray[np.intp], num_pages: NDArray[np.int32]

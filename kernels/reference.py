@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.kernels import fp8_matrix
+from weft.kernels.fp8 import quantize_kv
 from weft.kernels.fp8_matrix import Matrix
 
 OAI_LIMIT, OAI_ALPHA = 7.0, 1.702
@@ -149,6 +150,7 @@ def qkv_project(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     means: Means | None = None,
+    kv_inverse: Tensor | None = None,
 ) -> Tensor:
     """Norm, QKV matrix, bias, q/k norm, rotary embedding; K and V go into the pages. No norm without `sumsq`.
 
@@ -156,6 +158,7 @@ def qkv_project(
     `slice(None)` when the caller picked the tokens' rows of rotary already; slot_mapping `[T]` int: page * page_size +
     offset of each token (padding points into page 0). means: where heads are spread over ranks and one norm is over all
     of them: makes of the mean squares `[T, 2]` of this rank's q and k those of all ranks.
+    kv_inverse `[2, Hkv]` float32: where pages are in FP8, what K and V are multiplied by (`fp8.KvScales`).
     Returns q `[T, Hq, D]`.
     """
     num_kv_heads, head_dim = kv.shape[-2], kv.shape[-1]
@@ -170,8 +173,12 @@ def qkv_project(
     q, k = _rotate(qk, rotary[positions]).split((num_heads, num_kv_heads), dim=1)
     page_size = kv.shape[3]
     page, offset = slot_mapping // page_size, slot_mapping % page_size
-    kv[page, layer, 0, offset] = k.to(kv.dtype)
-    kv[page, layer, 1, offset] = v.to(kv.dtype)
+    if kv_inverse is None:
+        k, v = k.to(kv.dtype), v.to(kv.dtype)
+    else:
+        k, v = (quantize_kv(t, inverse) for t, inverse in zip((k, v), kv_inverse, strict=True))
+    kv[page, layer, 0, offset] = k
+    kv[page, layer, 1, offset] = v
     return q
 
 
@@ -365,10 +372,12 @@ def paged_attention(
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    kv_scale: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of q `[T, Hq, D]` over each request's pages; K and V of this layer are already written.
 
-    scale is of the scores; None: head_dim ** -0.5. See `_scored` for softcap and sinks.
+    scale is of the scores; None: head_dim ** -0.5. See `_scored` for softcap and sinks. kv_scale `[2, Hkv]` float32: of
+    pages in FP8, whose numbers become those of q's dtype exactly before they are multiplied by it; None: by 1.
 
     Writes the requests' rows of `out [T, Hq * D]` and returns it. Whatever lies in a page past the request's last token
     (NaN included) cannot reach a result.
@@ -386,10 +395,12 @@ def paged_attention(
         gathered = work.scratch[:, : len(k_rows) * flat.shape[1]].view(2, len(k_rows), -1)
         torch.index_select(flat, 0, k_rows, out=gathered[0])
         torch.index_select(flat, 0, k_rows + 1, out=gathered[1])
-        k, v = gathered.view(2, -1, num_kv_heads * head_dim).unbind(0)
+        k, v = (t.to(q.dtype) for t in gathered.view(2, -1, num_kv_heads * head_dim).unbind(0))
         k.index_fill_(0, group.stale, 0.0)
         v.index_fill_(0, group.stale, 0.0)
-        k, v = k.to(q.dtype), v.to(q.dtype)
+        if kv_scale is not None:
+            for t, own in zip((k, v), kv_scale.to(q.dtype), strict=True):
+                t.view(-1, num_kv_heads, head_dim).mul_(own[:, None])
         if plain and queries == 1 and num_kv_heads <= MAX_DIAGONAL_HEADS:
             heads[group.rows] = _decode(
                 q[group.rows], k.view(size, -1, k.shape[1]), v.view(size, -1, v.shape[1]), group, scale

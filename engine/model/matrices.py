@@ -14,6 +14,8 @@ from torch import Tensor
 
 from weft.engine.errors import ModelError
 from weft.engine.model.checkpoint import WHOLE, Part, Tensors
+from weft.engine.model.families.family import TensorNames
+from weft.engine.model.spec import ModelSpec
 from weft.kernels import fp8
 from weft.kernels.fp8 import BLOCK, E4M3, Fp8Weight
 from weft.kernels.fp8_matrix import by_rows
@@ -130,6 +132,44 @@ def _positive(name: str, scale: Tensor) -> Tensor:
     if not scale.is_meta and not bool((scale > 0).all()):
         raise ModelError(f"{name} has scales that are not above zero: the checkpoint is damaged")
     return scale
+
+
+def kv_scales(tensors: Tensors, spec: ModelSpec, names: TensorNames) -> Tensor | None:
+    """`[layers, 2, Hkv]` float32 of this rank's KV heads: what K and V in FP8 are multiplied by; None where the
+    checkpoint has none. Raises `ModelError` for one of another shape, or not above zero.
+    """
+    attention = names.o.rpartition(".")[0]
+    layers = []
+    for i in range(spec.num_layers):
+        prefix = f"{names.layer.format(i)}{attention}"
+        planes = []
+        for plane, projection in (("k", names.k), ("v", names.v)):
+            known = (
+                f"{prefix}.{plane}_scale",
+                f"{names.layer.format(i)}{projection}.{plane}_scale",
+                f"{prefix}.kv_scale",
+            )
+            name = next((name for name in known if tensors.has(name)), None)
+            planes.append(None if name is None else _head_scales(tensors, name, spec))
+        layers.append(planes)
+    given = [scale for planes in layers for scale in planes if scale is not None]
+    if not given or given[0].is_meta:
+        return None
+    one = torch.ones(spec.num_kv_heads, device=given[0].device)
+    every = [one if scale is None else scale for planes in layers for scale in planes]
+    return torch.stack(every).view(spec.num_layers, 2, -1)
+
+
+def _head_scales(tensors: Tensors, name: str, spec: ModelSpec) -> Tensor:
+    own, there = spec.shard_of, tensors.shape_of(name)
+    scale = _positive(name, tensors.get(name, there, WHOLE, torch.float32)).reshape(-1)
+    if scale.numel() == 1:
+        return scale.expand(spec.num_kv_heads)
+    if scale.numel() != spec.num_kv_heads * own.kv_parts:
+        raise ModelError(
+            f"{name} has shape {there}: K and V have one scale, or {spec.num_kv_heads * own.kv_parts} for their heads"
+        )
+    return scale.view(own.kv_parts, -1)[own.kv_part]
 
 
 def quantize(weight: Tensor) -> Quantised:

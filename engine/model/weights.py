@@ -47,11 +47,13 @@ class Weights:
     """[V]"""
     places: Tensor | None = None
     """[positions, H], learned: added to the embedding"""
+    kv_scales: Tensor | None = None
+    """[layers, 2, Hkv] float32, for K and V in FP8, where the checkpoint has them"""
 
     @property
     def num_bytes(self) -> int:
         products = (product for layer in self.layers for product in layer.values())
-        own = (self.embedding, self.norm, self.lm_head, self.norm_bias, self.head_bias, self.places)
+        own = (self.embedding, self.norm, self.lm_head, self.norm_bias, self.head_bias, self.places, self.kv_scales)
         tensors = (*own, *self.rotary, *(tensor for product in products for tensor in product.tensors()))
         return sum({t.data_ptr(): t.nbytes for t in tensors if t is not None}.values())
 
@@ -237,4 +239,5 @@ def _pack(spec: ModelSpec, names: TensorNames, tensors: Tensors, rotary: tuple[T
     places = None
     if (offset := spec.learned_positions) is not None:
         places = get(f"{names.positions}.weight", (spec.max_positions + offset, hidden))[offset:]
-    return Weights(embedding, layers, norm, head, rotary, norm_bias, head_bias, places)
+    kv_scales = matrices.kv_scales(tensors, spec, names)
+    return Weights(embedding, layers, norm, head, rotary, norm_bias, head_bias, places, kv_scales)

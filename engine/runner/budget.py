@@ -45,7 +45,9 @@ def _cpu_buffers(spec: ModelSpec, config: ResolvedConfig) -> int:
     logits = 8 * 4 * rows * spec.vocab_size  # and what sampling makes of them
     penalties = 5 * seqs * spec.vocab_size
     row = spec.num_kv_heads * spec.head_dim
-    gathered = 2 * config.kv.dtype.itemsize * min(GROUP_ELEMENTS, rows * length * row)
+    # as they lie in pages, and once more where that is not what is computed with
+    each = config.kv.dtype.itemsize + config.compute_dtype.itemsize * (config.kv.dtype != config.compute_dtype)
+    gathered = 2 * each * min(GROUP_ELEMENTS, rows * length * row)
     # Lengths in a group differ by less than a factor of two; float32, and once more in the computation's dtype.
     masks = (4 + config.compute_dtype.itemsize) * min(GROUP_ELEMENTS, 2 * tokens * spec.heads_per_kv * length)
     slots = 4 * seqs * length

@@ -19,6 +19,7 @@ from weft.engine.runner.batch import Batch
 from weft.engine.runner.collectives import Alone, Collectives
 from weft.engine.runner.launchers import launchers_of
 from weft.kernels import experts_reference as expert_twins
+from weft.kernels import fp8
 from weft.kernels import reference as twins
 from weft.kernels.attention import HostAttention
 
@@ -79,24 +80,25 @@ def _qkv(it: _Iteration, op: Operation, layer: int) -> None:
     it.activations[op.target] = twins.qkv_project(
         it.activations[op.source], it.stream_sums, w.matrix, w.bias, spec.norm.eps,
         it.rotary[spec.rotary_table(layer)], slice(None), it.inputs.slot_mapping, it.executor.kv, layer,
-        spec.num_heads, w.q_norm, w.k_norm, it.executor.means,
+        spec.num_heads, w.q_norm, w.k_norm, it.executor.means, it.executor.kv_inverse(layer),
     )  # fmt: skip
 
 
-def _sinks(it: _Iteration, layer: int) -> dict[str, Any]:
-    """The attention's argument, where the model has sinks."""
-    sinks = it.executor.weights.layers[layer]["qkv"].sinks
-    return {} if sinks is None else {"sinks": sinks}
+def _parts(it: _Iteration, layer: int) -> dict[str, Any]:
+    """The attention's arguments where the model has sinks, or its pages scales."""
+    sinks, scales = it.executor.weights.layers[layer]["qkv"].sinks, it.executor.kv_scales
+    parts = {} if sinks is None else {"sinks": sinks}
+    return parts if scales is None or it.executor.unit_scales else {**parts, "kv_scale": scales.scale[layer]}
 
 
 def _decode(it: _Iteration, op: Operation, layer: int) -> None:
     q, out = it.activations[op.source], it.activations[op.target]
-    it.executor.attention.decode(q, it.executor.kv, layer, it.inputs.attention, out=out, **_sinks(it, layer))
+    it.executor.attention.decode(q, it.executor.kv, layer, it.inputs.attention, out=out, **_parts(it, layer))
 
 
 def _prefill(it: _Iteration, op: Operation, layer: int) -> None:
     q, out = it.activations[op.source], it.activations[op.target]
-    it.executor.attention.prefill(q, it.executor.kv, layer, it.inputs.attention, out=out, **_sinks(it, layer))
+    it.executor.attention.prefill(q, it.executor.kv, layer, it.inputs.attention, out=out, **_parts(it, layer))
 
 
 def _residual(it: _Iteration, op: Operation, layer: int) -> None:
@@ -206,6 +208,13 @@ class CpuExecutor:
     ) -> None:
         self.spec, self.weights, self.kv, self.attention = spec, weights, kv, attention
         self.collectives = collectives or Alone()
+        self.kv_scales: fp8.KvScales | None = None
+        """of pages in FP8"""
+        if kv.dtype == fp8.E4M3:
+            given = weights.kv_scales
+            shape = spec.num_layers, spec.num_kv_heads
+            self.kv_scales = fp8.unit_kv_scales(*shape, kv.device) if given is None else fp8.kv_scales(given)
+        self.unit_scales = self.kv_scales is not None and bool((self.kv_scales.scale == 1).all())
         self.means: twins.Means | None = None
         if self.collectives.ranks > 1 and spec.qk_norm == "projection":
             self.means = self._means
@@ -216,6 +225,10 @@ class CpuExecutor:
         self._steps = [
             (launchers[op.name], op, layer) for layer in range(spec.num_layers) for op in spec.layer_operations(layer)
         ]
+
+    def kv_inverse(self, layer: int) -> Tensor | None:
+        """`[2, Hkv]`: what K and V are multiplied by on their way into pages in FP8."""
+        return None if self.kv_scales is None else self.kv_scales.inverse[layer]
 
     def inputs(self, batch: Batch, token_ids: Tensor) -> CpuInputs:
         """Of an iteration. token_ids `[T]` int64: the batch's, with those that decodes read on the device."""

@@ -22,6 +22,7 @@ from weft.engine.runner.broad_shapes import kinds_of_calls, refuse_on_gpu
 from weft.kernels import attention_backends
 from weft.kernels.attention import AttentionShape, AttentionUnavailable
 from weft.kernels.attention_backends import TRITON_HEAD_DIMS, BackendName
+from weft.kernels.fp8 import E4M3
 from weft.kernels.gpu import gpu, gpu_device
 from weft.kernels.work_lists import tokens_of_whole_tiles
 
@@ -135,6 +136,11 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         )
     if isinstance(spec, BroadSpec) and config.batch_invariant:
         raise ConfigError("--batch-invariant needs weft's own layers: transformers' code has none; leave it out")
+    pages_dtype = dtype if config.kv_cache_dtype == "auto" else E4M3
+    if pages_dtype == E4M3 and isinstance(spec, BroadSpec):
+        raise ConfigError("--kv-cache-dtype fp8 needs weft's own layers: transformers' code has none; leave it out")
+    if pages_dtype == E4M3 and cuda:
+        raise ConfigError("--kv-cache-dtype fp8: a GPU's attention reads no pages in FP8 yet; leave it out")
     shapes: Sequence[AttentionShape]
     if isinstance(spec, BroadSpec):
         kv = KvLayout.of(spec, config.page_size, dtype, TRITON_HEAD_DIMS if cuda else ())
@@ -143,7 +149,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         if cuda:
             refuse_on_gpu(spec, kinds, config.attention_backend)
     else:
-        kv = KvLayout.of(spec, config.page_size, dtype)
+        kv = KvLayout.of(spec, config.page_size, pages_dtype)
         shapes = [_attention_shape(spec, kv, dtype, device, max_model_len)]
     (backend,) = {_attention(config, shape) for shape in shapes}
     if not cuda or not spec.native:

@@ -1,0 +1,163 @@
+"""K and V in FP8 (`--kv-cache-dtype fp8`): half the bytes, computed exactly from what the pages say, nobody else's."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import GREEDY, Harness
+from paged import LAYER, assert_attention, empty_out, iteration
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
+from weft.engine.config import EngineConfig
+from weft.engine.demo import MODEL_PATH
+from weft.engine.demo.corpus import prompt_ids
+from weft.engine.demo.skills import held_out
+from weft.engine.engine import Engine
+from weft.engine.errors import ConfigError, ModelError
+from weft.engine.model.broad.spec import BroadSpec
+from weft.engine.model.implementation import choose_spec
+from weft.engine.runner.resolve import resolve
+from weft.kernels import fp8
+from weft.kernels.attention import AttentionShape
+from weft.kernels.attention_torch import TorchAttention
+from weft.kernels.gpu import KNOWN, compiling_for
+
+FP8: dict[str, Any] = {"kv_cache_dtype": "fp8", "page_size": 16, "num_pages": 24}
+TOKENIZER = Tokenizer.from_file(str(MODEL_PATH / "tokenizer.json"))
+QUESTION = held_out("recall", 1, 9, context_tokens=100)[0]
+PROMPT = np.array(prompt_ids(TOKENIZER, QUESTION))
+"""of which the model is sure: no rounding turns its answer"""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (12, 6)])
+def test_attention_is_that_of_the_numbers_in_the_pages(heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+    """To the bit: e4m3 is exact in 16 bits. Poisoned beyond the requests' tokens."""
+    it = iteration([1, 16, 90], [(0, 5), (20, 33)], heads, kv_heads, 16, 16, dtype)
+    pages = fp8.saturated(it.kv.float())
+    shape = AttentionShape(heads, kv_heads, 16, 16, dtype, it.kv.device, fp8.E4M3)
+    small, large = TorchAttention(shape), TorchAttention(shape._replace(kv_dtype=dtype))
+    got = small.attend(it.q, pages, LAYER, small.prepare(it.requests), out=empty_out(it))
+    want = large.attend(it.q, pages.to(dtype), LAYER, large.prepare(it.requests), out=empty_out(it))
+    assert torch.equal(got[: it.num_tokens], want[: it.num_tokens])
+
+
+def test_scales_of_heads_multiply_what_pages_hold() -> None:
+    it = iteration([1, 16, 90], [(0, 5), (20, 33)], 4, 2, 16, 16)
+    scale = torch.tensor([[0.5, 3.0], [2.0, 0.1]])
+    pages = fp8.saturated(it.kv.float())
+    meant = pages.float() * scale[:, None, :, None]
+    small = TorchAttention(AttentionShape(4, 2, 16, 16, torch.float32, it.kv.device, fp8.E4M3))
+    step, out = small.prepare(it.requests), empty_out(it)
+    small.decode(it.q, pages, LAYER, step, out=out, kv_scale=scale)
+    small.prefill(it.q, pages, LAYER, step, out=out, kv_scale=scale)
+    assert_attention(out, it._replace(kv=meant), 1e-5)
+
+
+def with_scales(folder: Path, scales: dict[str, torch.Tensor]) -> Path:
+    path = Path(shutil.copytree(MODEL_PATH, folder))
+    save_file({**load_file(path / "model.safetensors"), **scales}, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("names", "scale"),
+    [
+        (("self_attn.k_scale", "self_attn.v_scale"), torch.tensor([0.05])),
+        (("self_attn.k_scale", "self_attn.v_scale"), torch.tensor([0.02, 0.11])),
+        (("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"), torch.tensor(0.07)),
+    ],
+)
+def test_pages_hold_keys_and_values_over_the_scales_of_the_checkpoint(
+    tmp_path: Path, names: tuple[str, str], scale: torch.Tensor
+) -> None:
+    every = {f"model.layers.{i}.{name}": scale.clone() for i in range(7) for name in names}
+    small, plain = Harness(with_scales(tmp_path / "m", every), **FP8), Harness(MODEL_PATH, page_size=16, num_pages=24)
+    for harness in (small, plain):
+        harness.add(PROMPT[:16], max_tokens=1, **GREEDY)
+        harness.run()
+    # the first layer reads the same in both: what it wrote differs by its rounding alone
+    (page,) = (plain.engine.runner.kv[:, 0].flatten(1).abs().amax(1) > 0).nonzero()[1:2, 0].tolist() or [1]
+    got = small.engine.runner.kv[page, 0].float() * scale.view(-1, 1)
+    want = plain.engine.runner.kv[page, 0]
+    assert small.engine.runner.kv.dtype == fp8.E4M3
+    assert ((got - want).abs() <= want.abs() / 16 + scale.max() * 2.0**-10).all()
+
+
+def test_scales_that_are_wrong_are_named(tmp_path: Path) -> None:
+    for number, (scale, words) in enumerate([(torch.ones(3), "shape"), (torch.tensor(0.0), "not above zero")]):
+        path = with_scales(tmp_path / str(number), {"model.layers.2.self_attn.v_scale": scale})
+        with pytest.raises(ModelError, match=rf"layers\.2\.self_attn\.v_scale.*{words}"):
+            Engine(EngineConfig(model=str(path), **FP8))
+
+
+def test_answers_do_not_depend_on_chunks_neighbours_or_the_cache() -> None:
+    def answer(**options: Any) -> tuple[list[int], Harness]:
+        harness = Harness(MODEL_PATH, **{**FP8, **options})
+        harness.poison_pages()
+        handle = harness.add(PROMPT, max_tokens=12, **GREEDY)
+        if options.get("max_num_batched_tokens") == 40:
+            harness.add(PROMPT[::-1], max_tokens=12, **GREEDY)
+        harness.run()
+        return harness.tokens[handle], harness
+
+    once, harness = answer()
+    assert TOKENIZER.decode(once, skip_special_tokens=True) == QUESTION.answer
+    assert answer(max_num_batched_tokens=40)[0] == once
+    again = harness.add(PROMPT, max_tokens=12, **GREEDY)
+    harness.run()
+    assert harness.cached[again] == (len(PROMPT) - 1) // 16 * 16
+    assert harness.tokens[again] == once
+    invariant = answer(batch_invariant=True, max_num_batched_tokens=128)[0]
+    assert len(invariant) == len(once)
+
+
+def test_a_page_takes_half_the_bytes_of_16_bits() -> None:
+    spec, _ = choose_spec(EngineConfig())
+    sizes = {"kv_cache_gib": 0.01, "device": "cpu", "dtype": "bfloat16", "page_size": 64}
+    whole = resolve(EngineConfig(**sizes), spec)
+    half = resolve(EngineConfig(**sizes, kv_cache_dtype="fp8"), spec)
+    assert 2 * half.kv.page_bytes == whole.kv.page_bytes
+    assert whole.num_pages is not None
+    assert half.num_pages in (2 * whole.num_pages, 2 * whole.num_pages + 1)
+
+
+def test_a_store_of_other_pages_is_not_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Through both tiers: what was kept in FP8 comes back as FP8, to the same answer; what was in bf16 does not."""
+    tiers = {"host_kv_gib": 0.01, "ssd_kv_path": str(tmp_path / "kv"), "ssd_kv_gib": 0.01, "dtype": "bfloat16"}
+
+    def answer(kind: str) -> tuple[list[int], int, str]:
+        harness = Harness(MODEL_PATH, **{**FP8, **tiers, "kv_cache_dtype": kind})
+        pages = harness.engine.tiers
+        assert pages is not None
+        pages.speeds.worthwhile = lambda entries, *_: len(entries)  # type: ignore[method-assign]
+        handle = harness.add(PROMPT, max_tokens=8, **GREEDY)
+        harness.run()
+        pages.sink(60)
+        harness.engine.close()
+        return harness.tokens[handle], harness.cached[handle], capfd.readouterr().err
+
+    _, cached, _ = answer("auto")
+    assert cached == 0
+    first, cached, said = answer("fp8")
+    assert cached == 0
+    assert "begins anew" in said
+    second, cached, said = answer("fp8")
+    assert (second, cached) == (first, (len(PROMPT) - 1) // 16 * 16)
+    assert "begins anew" not in said
+
+
+def test_what_cannot_have_it_refuses_in_one_line() -> None:
+    spec, _ = choose_spec(EngineConfig())
+    broad = BroadSpec(**{field.name: getattr(spec, field.name) for field in fields(spec)})
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8 needs weft's own layers"):
+        resolve(EngineConfig(kv_cache_dtype="fp8", device="cpu"), broad)
+    with compiling_for(KNOWN["h200"]), pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8: a GPU"):
+        resolve(EngineConfig(kv_cache_dtype="fp8"), spec)
