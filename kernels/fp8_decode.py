@@ -137,7 +137,7 @@ def _join(
     even = gl.zeros([WIDTH, GP], gl.float32, layout=MMA)
     odd = gl.zeros([WIDTH, GP], gl.float32, layout=MMA)
     for part in range(parts):
-        at = base + part.to(gl.int64) * (HKV * (2 * WIDTH + 2) * GP)
+        at = base + part.to(gl.int64) * (HKV * (2 * WIDTH + 2) * GP)  # type: ignore[attr-defined]
         m_other = gl.load(at + 2 * WIDTH * GP + column, cache_modifier=".cg")
         norm_other = gl.load(at + (2 * WIDTH + 1) * GP + column, cache_modifier=".cg")
         even_other = gl.load(at + block, mask=mask, other=0.0, cache_modifier=".cg")
