@@ -199,6 +199,12 @@ class EngineConfig(BaseModel):
     host_kv_gib: float = Field(
         0.0, ge=0, description="pinned host memory in GiB that keeps KV pages beyond the GPU's; 0 for none"
     )
+    idle_spill_seconds: float = Field(
+        30.0,
+        ge=0,
+        le=86400,
+        description="pages that nobody used for so long are copied to the tiers below in the background; 0 for never",
+    )
     ssd_kv_path: str | None = Field(
         None, min_length=1, description="directory that keeps KV pages beyond the host's, across restarts; one daemon's"
     )

@@ -68,6 +68,8 @@ if TYPE_CHECKING:
 
 TIER_WAIT_SECONDS = 0.005
 """while nothing can be computed: how long to wait for a load before looking for messages again"""
+LOAD_POLL_SECONDS = 0.002
+"""while pages are fetched for a request that is on its way"""
 REST_SECONDS = 1.0
 """between messages of an engine that has nothing to do"""
 NONFINITE_LINE_SECONDS = 60.0
@@ -258,6 +260,7 @@ class Engine:
             plan=self._plan(),
             threads=resolved.cpu_threads if resolved.device.type == "cpu" else 0,
             model_id=self.scheduler.pool.index.model_id,
+            prefetches=self.tiers is not None,
         )
 
     def pages(self) -> bytes:
@@ -298,6 +301,7 @@ class Engine:
             tenant=message.tenant,
             metered=message.metered,
             promises=message.promises,
+            names=message.names,
         )
         if params.allowed_token_ids is not None:
             request.allowed = only(params.allowed_token_ids, self.spec.vocab_size)
@@ -320,6 +324,10 @@ class Engine:
         if (request := self.grammars.take(handle)) is not None:
             self.scheduler.add(request)
         self.scheduler.abort(handle)
+
+    def prefetch(self, names: tuple[bytes, ...]) -> None:
+        """The next turn of a conversation is on its way: load its pages from the tiers, as far as there is room."""
+        self.scheduler.prefetch(names)
 
     def reset_prefix_cache(self) -> None:
         self.scheduler.reset_cache()
@@ -394,7 +402,9 @@ class Engine:
     def pause(self) -> float | None:
         """Seconds without work after which `step` still wants to be called; None: any number."""
         preparation = self.runner.preparation
-        return None if preparation is None else preparation.pause
+        pause = None if preparation is None else preparation.pause
+        loads = self.tiers is not None and self.tiers.num_loading > 0
+        return min(pause or LOAD_POLL_SECONDS, LOAD_POLL_SECONDS) if loads else pause
 
     def rest(self) -> Outputs | None:
         """While there is no work: once a second what was drawn, if that is counted."""

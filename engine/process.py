@@ -39,6 +39,7 @@ from weft.engine.wire.messages import (
     EngineFailed,
     Hello,
     Outputs,
+    Prefetch,
     Profile,
     ResetPrefixCache,
     ToEngine,
@@ -175,6 +176,8 @@ class _Loop:
             case ResetPrefixCache():
                 engine.reset_prefix_cache()
                 self._clients.send_all(Outputs(stats=engine.stats()))
+            case Prefetch():
+                engine.prefetch(message.names)
             case Profile():
                 self._end_profiling()
                 self._begin_profiling(message)

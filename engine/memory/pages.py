@@ -36,6 +36,8 @@ class PagePool:
         self.page_size = page_size
         self.index = index
         self.evictions = 0
+        self.idle_clock = -1
+        """pages used last at this time of the index's clock, or before, lie idle: those with a copy below go first"""
         self._entries: dict[int, PrefixEntry] = {}
         self._idle: OrderedDict[int, PrefixEntry] = OrderedDict()
         """cached pages that nobody references, least recently used first"""
@@ -152,7 +154,15 @@ class PagePool:
         # Of a model whose layers all have windows, the oldest are the beginnings of requests that still run.
         idle = self._idle or self._promised
         oldest = islice(idle.items(), EVICTION_SCAN)
-        page = next((p for p, e in oldest if e.spared_by_gpu()), None)
+        page = None
+        for candidate, entry in oldest:
+            if entry.lower and (page is None or entry.used <= self.idle_clock):
+                page = candidate
+                break
+            if page is None and entry.spared_by_gpu():
+                page = candidate
+            if page is not None and entry.used > self.idle_clock:
+                break
         if page is None:
             page = next(iter(idle))
         del idle[page]

@@ -23,7 +23,8 @@ class PrefixEntry:
     """One full page. `parent` is the entry of the page before it, None for a first page."""
 
     __slots__ = (
-        "children", "extent", "host", "key", "on_ssd", "page", "parent", "promised", "salt", "stored", "tokens", "used",
+        "children", "extent", "host", "key", "on_ssd", "page", "parent", "promised", "salt", "spilled", "stored",
+        "tokens", "used",
     )  # fmt: skip
 
     def __init__(self, key: bytes, parent: PrefixEntry | None, tokens: bytes, salt: str) -> None:
@@ -39,6 +40,8 @@ class PrefixEntry:
         """extent of the SSD store"""
         self.used = 0
         """the index's clock at the last use of its chain"""
+        self.spilled = -1
+        """the clock of the use after which it was last stored for lying idle"""
         self.promised = 0.0
         """monotonic seconds until which a client was promised that it is evicted last; 0: none was"""
         self.children = 0

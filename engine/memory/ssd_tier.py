@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import NamedTuple
 
 from weft.engine.memory.block_allocator import BlockAllocator
@@ -21,6 +22,8 @@ from weft.engine.wire.messages import TierStats
 
 MAX_READS, MAX_WRITES = 32, 32
 """jobs under way at once, but no more than a quarter of the host pool: each holds a slot"""
+SPILL_WRITES, SPILL_SCAN = 8, 256
+"""writes of pages that lie idle: at once, and looked at in one iteration"""
 IO_TIMEOUT_SECONDS = 10.0
 
 
@@ -36,6 +39,8 @@ class _Write(NamedTuple):
     entry: PrefixEntry
     extent: int
     slot: int
+    idle: bool
+    """it is written because it lies idle"""
 
 
 class SsdTier:
@@ -209,28 +214,53 @@ class SsdTier:
         tries = 2 * MAX_WRITES
         while tries > 0 and self.unwritten and len(self._writes) < self._most(MAX_WRITES):
             tries -= 1
-            on_both = self.host.num_cached - len(self.unwritten)
-            if not everything and self.host.num_free + on_both >= reserve:
+            if not everything and self.host.num_free + self.num_on_both >= reserve:
                 return
             entry = next(iter(self.unwritten))
-            del self.unwritten[entry]
-            parent = entry.parent
-            record = Record(entry.key, parent.key if parent else self.index.root(entry.salt), entry.tokens, entry.salt)
-            if not record.storable:
-                continue
-            if parent is not None and parent.extent == NOWHERE and parent not in self._writing:
-                # Behind its parent, which the SSD may have evicted.
-                if parent.host >= 0:
-                    self.unwritten[parent] = None
-                self.unwritten[entry] = None
-                continue
-            extent = self.places.take()
-            if extent is None:
-                self.unwritten[entry] = None
+            if not self._write(entry):
                 return
-            self.host.pin(entry.host)
-            self._writing.add(entry)
-            self._writes.append(_Write(store.write(extent, record, entry.host), entry, extent, entry.host))
+
+    @property
+    def num_on_both(self) -> int:
+        """Pages that are on the host and on the SSD."""
+        return self.host.num_cached - len(self.unwritten) if self.store is not None else 0
+
+    def spill(self, idle: int) -> None:
+        """Write some of what lies idle, used last at this time of the index's clock or before, where there is room."""
+        if self.store is None or self.num_reading:
+            return
+        for entry in list(islice(self.unwritten, SPILL_SCAN)):
+            if len(self._writes) >= self._most(SPILL_WRITES) or not self.places.num_free:
+                return
+            if entry.used <= idle:
+                self._write(entry, idle=True)
+            elif entry in self.unwritten:
+                del self.unwritten[entry]
+                self.unwritten[entry] = None
+
+    def _write(self, entry: PrefixEntry, *, idle: bool = False) -> bool:
+        """Begin to write an entry that is on the host; False when no extent can be spared."""
+        store = self.store
+        assert store is not None
+        self.unwritten.pop(entry, None)
+        parent = entry.parent
+        record = Record(entry.key, parent.key if parent else self.index.root(entry.salt), entry.tokens, entry.salt)
+        if not record.storable:
+            return True
+        if parent is not None and parent.extent == NOWHERE and parent not in self._writing:
+            # Behind its parent, which the SSD may have evicted.
+            if parent.host >= 0:
+                self.unwritten[parent] = None
+            self.unwritten[entry] = None
+            return True
+        extent = self.places.take()
+        if extent is None:
+            self.unwritten[entry] = None
+            return False
+        self.host.pin(entry.host)
+        self._writing.add(entry)
+        self._writes.append(_Write(store.write(extent, record, entry.host), entry, extent, entry.host, idle))
+        return True
 
     def _end_writes(self) -> None:
         if any(self._overdue(w.job) for w in self._writes):
@@ -249,6 +279,7 @@ class SsdTier:
                 and (entry.parent is None or entry.parent.extent >= 0)
             ):
                 self.stats.bytes_in += self.page_bytes
+                self.stats.spilled += write.idle
                 self.places.settle(write.extent, entry)
                 self.index.set_extent(entry, write.extent)
             self.host.unpin(write.slot)

@@ -88,7 +88,8 @@ def make_tiers(
         )
     copies = copy_engine(slots)
     store = make_store(file, copies.host) if file is not None else None
-    tiers = Tiers(pool, copies, slots, store, asked_for_ssd=config.ssd_kv_path is not None)
+    asked = config.ssd_kv_path is not None
+    tiers = Tiers(pool, copies, slots, store, asked_for_ssd=asked, idle_seconds=config.idle_spill_seconds)
     if store is not None:
         store.on_done = tiers.ssd.wake
     return tiers

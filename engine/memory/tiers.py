@@ -13,11 +13,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
 from weft.engine.memory.block_allocator import BlockAllocator
+from weft.engine.memory.idle import IdleClock
 from weft.engine.memory.loads import Loading, LoadSpeeds, PageLoad
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import NOWHERE, PrefixEntry
@@ -27,6 +29,8 @@ from weft.engine.memory.transfer import Copy, CopyEngine
 from weft.engine.wire.messages import TierStats
 
 FLUSH_SECONDS = 3.0
+SPILL_PAGES, SPILL_SCAN = 16, 256
+"""pages that lie idle: stored together, and looked at, in one iteration"""
 
 
 class _Out(NamedTuple):
@@ -47,8 +51,16 @@ class Tiers:
     """Single-threaded, like the scheduler that owns it. `store` None: no SSD, though perhaps one was asked for."""
 
     def __init__(
-        self, pool: PagePool, copies: CopyEngine, num_slots: int, store: Store | None, *, asked_for_ssd: bool = False
+        self,
+        pool: PagePool,
+        copies: CopyEngine,
+        num_slots: int,
+        store: Store | None,
+        *,
+        asked_for_ssd: bool = False,
+        idle_seconds: float = 0.0,
     ) -> None:
+        """`idle_seconds`: pages unused for so long are stored by themselves; 0: none are."""
         self.pool, self.index, self.copies = pool, pool.index, copies
         self.speeds = LoadSpeeds(copies.page_bytes, pool.page_size)
         self.host = BlockAllocator(num_slots, PrefixEntry.spared_by_host, self._lose_host)
@@ -61,6 +73,9 @@ class Tiers:
         self._fresh: deque[PrefixEntry] = deque()
         """to be written through, parents first"""
         self._storing: set[PrefixEntry] = set()
+        self._alone: dict[PrefixEntry, None] = {}
+        """on the GPU and in no tier below it; some of them no more"""
+        self._idle = IdleClock(idle_seconds)
         self._outs: deque[_Out] = deque()
         self._backs: deque[_Back] = deque()
         self._finished: list[Loading] = []
@@ -89,6 +104,11 @@ class Tiers:
                 self.ssd.load(load)
         self._copy_back(ready)
 
+    def fetched(self, entries: Sequence[PrefixEntry]) -> None:
+        """These are being loaded ahead of a request: count them."""
+        for entry in entries:
+            (self._stats if entry.host >= 0 else self.ssd.stats).prefetched += 1
+
     def coming(self, entry: PrefixEntry) -> PageLoad | None:
         """The load that is bringing the entry to the GPU."""
         return self._coming.get(entry)
@@ -103,6 +123,7 @@ class Tiers:
         self._end_outs()
         self.ssd.pump_ends()
         self._end_backs()
+        self._spill(time.monotonic())
         self.begin_stores()
         staged, self.ssd.staged = self.ssd.staged, []
         self._copy_back(staged)
@@ -117,6 +138,7 @@ class Tiers:
                 entry.host = entry.extent = NOWHERE
                 places.forget(place)
         self._fresh.clear()
+        self._alone.clear()
         self.ssd.forget()
 
     # -- GPU to host
@@ -136,6 +158,35 @@ class Tiers:
             self._fresh.popleft()
         if moves:
             self._outs.append(_Out(self.copies.out([(page, slot) for _, page, slot in moves]), moves))
+
+    def _spill(self, now: float) -> None:
+        """Store what lies idle, a little at a time, while nothing else is moved: once it has a copy, nothing is lost
+        when somebody needs the room. Each page is tried once after each use, so that full tiers do not swap."""
+        idle = self.pool.idle_clock = self._idle.idle(now, self.index.clock)
+        if idle < 0 or self._backs or self._outs or self.ssd.num_reading:
+            return
+        # Places that are free, or whose page the SSD has as well.
+        room = self.host.num_free + max(0, self.ssd.num_on_both - self.host.capacity // 4)
+        for entry in list(islice(self._alone, SPILL_SCAN)):
+            chain: list[PrefixEntry] = []
+            above: PrefixEntry | None = entry
+            while above is not None and above.page >= 0 and not above.lower and above.used <= idle:
+                chain.append(above)
+                above = above.parent
+            if not chain or entry.spilled == entry.used:
+                # In use, or gone, or tried: the others come first.
+                del self._alone[entry]
+                if entry.page >= 0 and not entry.lower:
+                    self._alone[entry] = None
+                continue
+            for one in reversed(chain):
+                if room and one.spilled != one.used:
+                    room -= 1
+                    one.spilled = one.used
+                    self._fresh.append(one)
+            if len(self._fresh) >= SPILL_PAGES or not room:
+                break
+        self.ssd.spill(idle)
 
     def _wants_slot(self, entry: PrefixEntry) -> bool:
         parent = entry.parent
@@ -157,6 +208,7 @@ class Tiers:
                     stats.failures += 1
                 elif reachable and entry.host == NOWHERE and self.index.contains(entry):
                     stats.bytes_in += self.copies.page_bytes
+                    stats.spilled += entry.spilled == entry.used
                     self._keep_on_host(entry, slot)
                 self.host.unpin(slot)
             self.pool.release(np.array([page for _, page, _ in out.moves], np.int32))
@@ -216,6 +268,10 @@ class Tiers:
     # -- both
 
     def _reconsider(self, entry: PrefixEntry) -> None:
+        if entry.page >= 0 and not entry.lower:
+            self._alone[entry] = None
+        else:
+            self._alone.pop(entry, None)
         if entry.host >= 0:
             self.host.reconsider(entry, entry.host)
         if entry.extent >= 0:
@@ -224,6 +280,11 @@ class Tiers:
     @property
     def num_transfers(self) -> int:
         return len(self._outs) + len(self._backs) + self.ssd.num_reading + self.ssd.num_writing
+
+    @property
+    def num_loading(self) -> int:
+        """Pages on their way to the GPU."""
+        return len(self._coming)
 
     def transfer_pages(self) -> list[int]:
         """GPU pages that transfers hold, once for each reference."""

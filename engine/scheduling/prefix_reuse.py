@@ -10,6 +10,7 @@ from weft.engine.memory.loads import Loading, PageLoad
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import NOWHERE, Hits, PrefixEntry
 from weft.engine.memory.prefix_stats import PrefixStats
+from weft.engine.memory.recall import Recall
 from weft.engine.memory.tiers import Tiers
 from weft.engine.runner.batch import I32
 from weft.engine.scheduling.fences import Fences
@@ -32,6 +33,7 @@ class Prefixes:
         self._slots, self._pool, self._fences, self._tiers = slots, pool, fences, tiers
         self._enabled = enabled
         self.stats = PrefixStats()
+        self.recall = Recall(pool.index)
 
     def reusable(self, request: Request) -> bool:
         """Can another request's pages be of use to this one?"""
@@ -96,6 +98,25 @@ class Prefixes:
             request.loading = waiting
             self._slots.phase[slot] = Phase.LOADING
         return slot
+
+    def fetch(self, entries: list[PrefixEntry]) -> None:
+        """Bring a chain to the GPU ahead of a request: as far as half of the pages that could be had now hold it.
+
+        Nobody waits for it. Its pages are cached when they have come, and the most recently used.
+        """
+        pool, tiers = self._pool, self._tiers
+        if tiers is None or all(e.page != NOWHERE for e in entries):
+            return
+        entries = entries[: tiers.speeds.worthwhile(entries, tiers.busy_pages(), self._busy_tokens())]
+        pool.index.use(entries)
+        there = pool.pin([e for e in entries if e.page != NOWHERE])
+        away = [e for e in entries if e.page == NOWHERE and tiers.coming(e) is None][: pool.num_available // 2]
+        if away:
+            pages = pool.allocate(len(away))
+            tiers.fetched(away)
+            tiers.load(away, pages.tolist(), Loading(-1, away))
+            pool.release(pages)
+        pool.release(there)
 
     def loaded(self, request: Request, waiting: Loading) -> None:
         """All loads that the request waited for have succeeded."""

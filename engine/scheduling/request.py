@@ -65,6 +65,10 @@ class Request:
     """how long the beginning of its prompt is to be kept"""
     promised_tokens: int = 0
     """prompt tokens that are"""
+    names: tuple[bytes, ...] = ()
+    """that the next turn of its conversation may be known by"""
+    fetched: bool = False
+    """its pages were sent for while it waited"""
     joules: float = 0.0
     """charged before it last lost its slot"""
     held: bool = False

@@ -29,7 +29,7 @@ from weft.engine.scheduling.events import (
 from weft.engine.scheduling.fairness import Fairness
 from weft.engine.scheduling.fences import Fences
 from weft.engine.scheduling.prefills import Prefills
-from weft.engine.scheduling.prefix_reuse import Found, Prefixes
+from weft.engine.scheduling.prefix_reuse import Found, Prefixes, chain_of
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.slots import Phase, SlotTable
 from weft.engine.scheduling.waiting import WaitingQueue
@@ -82,6 +82,11 @@ class Scheduler:
             self._waiting.hold(request, leader)
         else:
             self._waiting.push(request)
+
+    def prefetch(self, names: tuple[bytes, ...]) -> None:
+        """The next turn of a conversation with one of these names is on its way: send for its pages."""
+        if self.prefix_caching:
+            self.prefixes.fetch(self.prefixes.recall.chain(names))
 
     def abort(self, handle: int) -> None:
         """End a request. Idempotent; an unknown handle is ignored. Its pages are freed behind the fence."""
@@ -137,10 +142,18 @@ class Scheduler:
         decodes = self._schedule_decodes()
         budget = self.max_num_batched_tokens - len(decodes)
         chunks = self._prefills.schedule(budget)
+        self._fetch_for_head()
         if not len(decodes) and not chunks:
             return None
         resets, self._count_resets = self._count_resets, []
         return build_batch(self.slots, self.pool.page_size, step, decodes, chunks, resets)
+
+    def _fetch_for_head(self) -> None:
+        """What the next request will need comes while it waits for something else than memory."""
+        head = self._waiting.head() if self.tiers is not None else None
+        if head is not None and not head.fetched and self._waiting.blocked != "pages":
+            head.fetched = True
+            self.prefixes.fetch(self.prefixes.find(head).entries)
 
     def _schedule_decodes(self) -> I32:
         """Slots that decode one token each, their pages grown; preempts when memory is short."""
@@ -408,6 +421,8 @@ class Scheduler:
         if request.loading is not None:
             # What is on its way goes on: the transfers hold their pages themselves.
             request.loading.slot, request.loading = -1, None
+        if request.names and request.last_entry is not None:
+            self.prefixes.recall.remember(request.names, chain_of(request.last_entry))
         step = int(self.slots.last_step[slot])
         self._count_resets = [r for r in self._count_resets if r.slot != slot]
         self.fences.release_behind(step, slot, self.slots.retire(slot))
@@ -431,6 +446,7 @@ class Scheduler:
             promises_displaced=pool.promises.displaced,
             prefix_queried_tokens=self.prefixes.stats.queried,
             prefix_hit_tokens=sum(self.prefixes.stats.hits),
+            prefix_lengths=self.prefixes.stats.by_length,
             tiers=self.prefixes.stats.tiers(pool, self.tiers),
             preemptions=self.preemptions,
             displaced=self.fairness.displaced,

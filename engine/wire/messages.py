@@ -74,6 +74,8 @@ class AddRequest(msgspec.Struct, tag="add", frozen=True, kw_only=True):
     """tell what it was charged (`Outputs.joules`)"""
     promises: tuple[Promise, ...] = ()
     """where they say different times of a page, the longest counts"""
+    names: tuple[bytes, ...] = ()
+    """that the next turn of its conversation may be known by, 16 bytes each"""
 
 
 class AbortRequests(msgspec.Struct, tag="abort", frozen=True):
@@ -84,6 +86,13 @@ class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache", frozen=True):
     pass
 
 
+class Prefetch(msgspec.Struct, tag="prefetch", frozen=True):
+    """The next turn of a conversation is on its way: have its pages on the device when it comes."""
+
+    names: tuple[bytes, ...]
+    """that it may be known by (`AddRequest.names`), the one that says most first"""
+
+
 class Profile(msgspec.Struct, tag="profile", frozen=True):
     """Record what the engine process does for some seconds, as a Chrome trace in a new file."""
 
@@ -91,7 +100,7 @@ class Profile(msgspec.Struct, tag="profile", frozen=True):
     seconds: float
 
 
-ToEngine = Hello | ClientGone | AddRequest | AbortRequests | ResetPrefixCache | Profile
+ToEngine = Hello | ClientGone | AddRequest | AbortRequests | ResetPrefixCache | Prefetch | Profile
 
 
 class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,6 +159,8 @@ class EngineReady(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     """of the root of its pages' keys (`page_keys.root`)"""
     pages: bytes = b""
     """brief keys of the pages in its prefix index, for clients that asked"""
+    prefetches: bool = False
+    """it has tiers from which pages can be fetched ahead (`Prefetch`)"""
 
 
 class EngineFailed(msgspec.Struct, tag="failed", frozen=True):
@@ -172,8 +183,25 @@ class TierStats(msgspec.Struct, kw_only=True):
     bytes_in: int = 0
     bytes_out: int = 0
     evictions: int = 0
+    spilled: int = 0
+    """pages stored here because they lay idle"""
+    prefetched: int = 0
+    """pages loaded from here before their request could run"""
     failures: int = 0
     """pages that could not be stored or loaded, and the failure that switched the tier off"""
+
+
+LENGTHS = {"1k": 1024, "4k": 4096, "16k": 16384, "64k": 65536}
+"""prompts of fewer tokens, by name; longer ones are "more"."""
+
+
+class LengthHits(msgspec.Struct, kw_only=True):
+    """Tokens of prompts of some length that were looked up, by where they were found; totals since start."""
+
+    gpu: int = 0
+    host: int = 0
+    ssd: int = 0
+    missed: int = 0
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,6 +226,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """pages that lost this before their time, for others"""
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
+    prefix_lengths: dict[str, LengthHits] = {}
+    """by the name of the prompt's length (`LENGTHS`)"""
     tiers: dict[str, TierStats] = {}
     """by name: gpu, host, ssd, as far as they are on"""
     preemptions: int = 0

@@ -17,6 +17,7 @@ from weft.engine.wire.messages import (
     EngineStats,
     Finish,
     Outputs,
+    Prefetch,
     Profile,
     Promise,
     ResetPrefixCache,
@@ -145,6 +146,7 @@ class Streams:
         tenant: int = 0,
         metered: bool = False,
         promises: tuple[Promise, ...] = (),
+        names: tuple[bytes, ...] = (),
     ) -> TokenStream:
         """Queue one sequence; options as in `AddRequest`. Raises `EngineDead` when there is no engine."""
         if self.dead is not None:
@@ -164,10 +166,15 @@ class Streams:
                 tenant=tenant,
                 metered=metered,
                 promises=promises,
+                names=names,
             )
         )
         self._tell_open()
         return stream
+
+    def prefetch(self, names: tuple[bytes, ...]) -> None:
+        """The next turn of this conversation is on its way."""
+        self._send(Prefetch(names))
 
     def reset_prefix_cache(self) -> None:
         self._send(ResetPrefixCache())

@@ -54,11 +54,12 @@ class Generation:
         grammar: Grammar | None = None,
         stops: Sequence[str] | None = None,
         markup: tuple[str, str | None] | None = None,
+        names: tuple[bytes, ...] = (),
     ) -> None:
         """`params`: one per prompt. `scope`: of the request, with what `middleware` put into it.
 
         `show`: special tokens that are text in this answer. `stops`: instead of the body's stop strings.
-        `markup`: marks between which there are none.
+        `markup`: marks between which there are none. `names`: of the conversation.
         """
         if body.request_id is not None and not scope["weft.named"]:
             scope["weft.request_id"] = body.request_id
@@ -72,6 +73,7 @@ class Generation:
         self._params = params
         self._stops = body.stop if stops is None else stops
         self._markup = markup
+        self._names = names
         self._salt: str = scope["weft.salt"]
         self._constraint = grammar.field if grammar is not None else None
         self._loaded = service.loaded
@@ -125,6 +127,7 @@ class Generation:
             tenant=self._tenant,
             metered=body.include_energy,
             promises=prompt.promises if leader < 0 else (),
+            names=self._names if leader < 0 else (),
         )
         self._tickets[index:] = [ticket, *self._tickets[index + 1 :]]
         self._prefilling[index] = len(prompt.token_ids)

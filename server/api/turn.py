@@ -15,6 +15,7 @@ from weft.engine.wire.messages import Promise
 from weft.engine.wire.thinking import Thinking, ThoughtCount
 from weft.server.api.cache_marks import marks_of, promises_of
 from weft.server.api.choice import Choice, Piece
+from weft.server.api.conversation_names import is_later_turn, names_of
 from weft.server.api.generate import Generation, Prompt, constrain, output_limit
 from weft.server.api.protocol import ChatBody, ChatMessage
 from weft.server.api.service import EncodedChat, Service
@@ -210,6 +211,9 @@ async def begin_turn(
     model = service.model_name(body.model)
     body.check()
     service.check_sampled_ids(body)
+    names = names_of(body, request.scope["weft.salt"] + body.cache_salt)
+    if is_later_turn(body):
+        loaded.replicas.prefetch(names)  # while the prompt is written
     tools = offered(body)
     form = _tool_format(service, body) if tools else None
     forced = form is not None and body.tool_choice != "auto"
@@ -247,6 +251,7 @@ async def begin_turn(
         # Every character of a forced call is markup: there is no text for stop strings to end.
         stops=() if forced else body.stop,
         markup=form.markup if form is not None else None,
+        names=names,
     )
     parser = TurnParser(
         form,

@@ -7,7 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec.structs import replace
 
 from weft import __version__
-from weft.engine.wire.messages import EnergyStats, EngineReady, EngineStats, PlanStats, SchedulerStats, TierStats
+from weft.engine.wire.messages import (
+    LENGTHS,
+    EnergyStats,
+    EngineReady,
+    EngineStats,
+    LengthHits,
+    PlanStats,
+    SchedulerStats,
+    TierStats,
+)
 from weft.server.observe.exposition import head, labelled
 from weft.server.observe.totals import plus, summed
 
@@ -22,6 +31,8 @@ _TIER_COUNTERS = (
     ("weft_kv_tier_bytes_in", "bytes_in", "KV bytes stored in a tier"),
     ("weft_kv_tier_bytes_out", "bytes_out", "KV bytes loaded from a tier"),
     ("weft_kv_tier_evictions", "evictions", "KV pages that a tier dropped for others"),
+    ("weft_kv_tier_idle_spilled_pages", "spilled", "KV pages stored in a tier because they lay idle"),
+    ("weft_kv_tier_prefetched_pages", "prefetched", "KV pages loaded from a tier before their request could run"),
     ("weft_kv_tier_failures", "failures", "KV pages that could not be stored or loaded"),
 )
 _TIER_GAUGES = (
@@ -114,6 +125,10 @@ class EngineMetrics:
         yield _gauge("weft_kv_cache_usage_ratio", "KV pages held / all", usage)
         yield _counter(queried, "Prompt tokens looked up", stats.prefix_queried_tokens)
         yield from self._tiers(stats)
+        yield _by_length(stats)
+        yield _gauge("weft_pinned_pages", "KV pages that are evicted last, as requests asked", stats.promised_pages)
+        lost = "KV pages that were to be kept longer, and had to stand back for others that were"
+        yield _counter("weft_pins_displaced", lost, stats.promises_displaced)
         yield _counter("weft_prompt_tokens", "Prompt tokens of started requests", stats.prompt_tokens)
         yield _counter("weft_generation_tokens", "Tokens generated", stats.generation_tokens)
         yield _counter("weft_preemptions", "Requests that lost their pages", stats.preemptions)
@@ -200,6 +215,16 @@ def _counter(name: str, help: str, value: float) -> str:
 def _family(name: str, kind: str, help: str, label: str, figures: Mapping[str, float]) -> str:
     lines = [f"{name}{labelled({label: value})} {float(figure)}\n" for value, figure in figures.items()]
     return head(name, kind, help) + "".join(lines)
+
+
+def _by_length(stats: SchedulerStats) -> str:
+    name = "weft_prefix_cache_tokens_by_length_total"
+    lines = [head(name, "counter", "Prompt tokens looked up, by the prompt's length and where they were found")]
+    for length in (*LENGTHS, "more"):
+        of = stats.prefix_lengths.get(length, LengthHits())
+        for found in (*TIERS, "missed"):
+            lines.append(f"{name}{labelled({'length': length, 'found': found})} {float(getattr(of, found))}\n")
+    return "".join(lines)
 
 
 def _info(name: str, help: str, labels: dict[str, str]) -> str:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from weft.engine.wire.messages import EnergyStats, EngineStats, TierStats
+from weft.engine.wire.messages import EnergyStats, EngineStats, LengthHits, TierStats
 
 Stats = TypeVar("Stats", bound=Struct)
 
@@ -17,6 +17,7 @@ _ENGINE = ("iterations", "iterations_pipelined", "iterations_idle_seconds")
 _SCHEDULER = (
     "prefix_queried_tokens",
     "prefix_hit_tokens",
+    "promises_displaced",
     "preemptions",
     "prompt_tokens",
     "generation_tokens",
@@ -27,7 +28,8 @@ _SCHEDULER = (
     "overtaken",
 )
 _ENERGY = ("joules", "at_rest", "charged")
-_TIER = ("hit_tokens", "missed_tokens", "bytes_in", "bytes_out", "evictions", "failures")
+_TIER = ("hit_tokens", "missed_tokens", "bytes_in", "bytes_out", "evictions", "spilled", "prefetched", "failures")
+_LENGTH = ("gpu", "host", "ssd", "missed")
 
 
 def plus(before: EngineStats, now: EngineStats) -> EngineStats:
@@ -36,10 +38,15 @@ def plus(before: EngineStats, now: EngineStats) -> EngineStats:
     for name, tier in before.scheduler.tiers.items():
         # One that this engine has not told of yet: what it has done stays, what it holds is gone.
         tiers = {**tiers, name: _raised(tiers.get(name, TierStats()), tier, _TIER)}
+    lengths = now.scheduler.prefix_lengths
+    for name, of in before.scheduler.prefix_lengths.items():
+        lengths = {**lengths, name: _raised(lengths.get(name, LengthHits()), of, _LENGTH)}
     changes = {**now.scheduler.seat_changes}
     for reason, count in before.scheduler.seat_changes.items():
         changes[reason] = changes.get(reason, 0) + count
-    scheduler = replace(_raised(now.scheduler, before.scheduler, _SCHEDULER), tiers=tiers, seat_changes=changes)
+    scheduler = replace(
+        _raised(now.scheduler, before.scheduler, _SCHEDULER), tiers=tiers, seat_changes=changes, prefix_lengths=lengths
+    )
     energy = now.energy
     if before.energy is not None:
         source = energy or EnergyStats(source=before.energy.source)

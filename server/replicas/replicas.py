@@ -160,6 +160,12 @@ class Replicas:
             pages=b"",
         )
 
+    def prefetch(self, names: tuple[bytes, ...]) -> None:
+        """The next turn of a conversation is on its way, to whichever engine has its pages."""
+        for replica in self._by_engine.values():
+            if replica.ready.prefetches and replica.client.alive:
+                replica.client.prefetch(names)
+
     def look(self, tokens: Sequence[int], salt: str) -> Look:
         """Everything about a prompt that does not depend on the moment."""
         readies = [] if self._alone else [replica.ready for replica in self._by_engine.values()]

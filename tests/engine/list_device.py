@@ -129,6 +129,7 @@ class ListEngine:
         leader: int = -1,
         tenant: int = 0,
         promises: tuple[Promise, ...] = (),
+        names: tuple[bytes, ...] = (),
         **params: Any,
     ) -> Request:
         handle = len(self.requests)
@@ -147,6 +148,7 @@ class ListEngine:
             leader=leader,
             tenant=tenant,
             promises=promises,
+            names=names,
         )
         self.requests.append(request)
         self.output[handle] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -186,13 +187,25 @@ def test_places_of_promised_entries_can_be_had_when_there_are_no_others() -> Non
 
 
 class PromiseMachine(TierMachine):
-    """The tier machine, whose requests have their prompts kept."""
+    """The tier machine, whose requests have their prompts kept, whose pages lie idle and are fetched ahead."""
 
     seen: ClassVar[Counter[str]] = Counter()
 
     def make_tiers(self, pool: PagePool) -> Tiers | None:
         pool.promises.limit = 3
-        return super().make_tiers(pool)
+        tiers = super().make_tiers(pool)
+        assert tiers is not None
+        self.idle_after = 99
+        tiers._idle = SimpleNamespace(idle=lambda _now, clock: max(-1, clock - self.idle_after))  # type: ignore[assignment]
+        return tiers
+
+    @rule(uses=st.sampled_from([99, 3, 0]))
+    def pages_are_idle_after_so_many_uses_of_others(self, uses: int) -> None:
+        self.idle_after = uses
+
+    @rule(handle=SchedulerMachine.requests)
+    def a_next_turn_is_announced(self, handle: int) -> None:
+        self.scheduler.prefetch((str(handle).encode(),))
 
     @rule(
         target=SchedulerMachine.requests,
@@ -227,6 +240,9 @@ class PromiseMachine(TierMachine):
         assert len(pool.promises) <= 3
         self.seen["promised"] += len(pool.promises) > 0
         self.seen["displaced"] += pool.promises.displaced > 0
+        stats = self.tiers.stats()
+        self.seen["spilled"] += stats["ssd"].spilled + stats["host"].spilled > 0
+        self.seen["prefetched"] += stats["ssd"].prefetched + stats["host"].prefetched > 0
         self.seen["full"] += pool.num_free == 0
 
     def teardown(self) -> None:
@@ -236,7 +252,7 @@ class PromiseMachine(TierMachine):
 
 class TestPromiseMachine(PromiseMachine.TestCase):  # type: ignore[misc]
     settings = settings(
-        max_examples=80,
+        max_examples=50,
         stateful_step_count=50,
         deadline=None,
         derandomize=True,
@@ -245,5 +261,9 @@ class TestPromiseMachine(PromiseMachine.TestCase):  # type: ignore[misc]
 
     def runTest(self) -> None:
         super().runTest()
-        few = [kind for kind in ("promised", "displaced", "full") if PromiseMachine.seen[kind] < 10]
+        few = [
+            kind
+            for kind in ("promised", "displaced", "full", "spilled", "prefetched")
+            if PromiseMachine.seen[kind] < 10
+        ]
         assert not few, f"hardly ever {few}: {PromiseMachine.seen}"

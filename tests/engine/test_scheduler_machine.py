@@ -114,6 +114,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             leader=leader,
             tenant=tenant,
             promises=promises,
+            names=(str(handle).encode(),),
         )
         self.scheduler.add(request)
         return handle

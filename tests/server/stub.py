@@ -22,6 +22,7 @@ from weft.engine.wire.messages import (
     Finish,
     IterationStats,
     Outputs,
+    Prefetch,
     ResetPrefixCache,
     SchedulerStats,
     Started,
@@ -72,6 +73,8 @@ class Stub(Streams):
     added: list[AddRequest] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
     resets: int = 0
+    fetched: list[tuple[bytes, ...]] = field(default_factory=list)
+    """names of conversations whose pages were sent for"""
     max_num_seqs: int = 256
     running: int = 0
     energy_source: str = ""
@@ -98,6 +101,7 @@ class Stub(Streams):
             load_seconds=0.0,
             hidden_size=HIDDEN,
             energy_source=self.energy_source,
+            prefetches=True,
         )
 
     def prompt(self, i: int = -1) -> list[int]:
@@ -112,6 +116,8 @@ class Stub(Streams):
                 task.add_done_callback(self.tasks.discard)
             case AbortRequests():
                 self.aborted += message.handles
+            case Prefetch():
+                self.fetched.append(message.names)
             case ResetPrefixCache():
                 self.resets += 1
 

@@ -192,3 +192,26 @@ async def test_bytes_of_tokens_add_up_to_the_text() -> None:
     text = "<|im_start|>user\nZürich 北京 'q' \n\n x<|im_end|>"
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert np.cumsum(tokenizer.byte_sizes(ids))[-1] == len(text.encode())
+
+
+async def test_pages_are_sent_for_before_the_prompt_is_written(server: Server) -> None:
+    engine = server.engine
+    engine.fetched.clear()
+    await chat(server, messages=TALK[:2], prompt_cache_key="k")
+    first = engine.added[-1].names
+    assert not engine.fetched, "there was no turn before"
+    await chat(server, messages=TALK)
+    assert engine.fetched[-1] == engine.added[-1].names == first[:1], "known by how it begins"
+    await chat(server, messages=[{"role": "user", "content": "other"}, *TALK[2:]], prompt_cache_key="k")
+    assert engine.fetched[-1][0] != first[0]
+    assert engine.fetched[-1][1] == first[1], "known by its key"
+    await chat(server, messages=TALK, cache_salt="mine")
+    assert engine.fetched[-1][0] != first[0], "nobody else's"
+    sent = len(engine.fetched)
+    system = [{"type": "text", "text": f"x-anthropic-billing-header: cch={i}\nBe brief."} for i in range(2)]
+    for nonce in system:
+        body = {"model": "stub", "max_tokens": 5, "system": [nonce], "messages": TALK[1:]}
+        assert (await server.post("/v1/messages", body)).status_code == 200
+    assert engine.fetched[sent] == engine.fetched[sent + 1]
+    assert (await server.post("/v1/responses", {"model": "stub", "input": TALK})).status_code == 200
+    assert engine.fetched[-1] == first[:1]

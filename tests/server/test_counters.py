@@ -15,7 +15,16 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from weft import __version__
-from weft.engine.wire.messages import EnergyStats, EngineReady, EngineStats, IterationStats, SchedulerStats, TierStats
+from weft.engine.wire.messages import (
+    LENGTHS,
+    EnergyStats,
+    EngineReady,
+    EngineStats,
+    IterationStats,
+    LengthHits,
+    SchedulerStats,
+    TierStats,
+)
 from weft.server.observe.board import Board
 from weft.server.observe.counters import Counter, Histogram, Store
 from weft.server.observe.engine_metrics import SEAT_REASONS
@@ -184,7 +193,12 @@ def test_every_total_of_the_engine_goes_on() -> None:
         plain = {f.name: 1 for f in msgspec.structs.fields(kind) if f.type in (int, float)}
         return kind(**{**plain, **more})
 
-    scheduler = ones(SchedulerStats, tiers={"gpu": ones(TierStats)}, seat_changes=dict.fromkeys(SEAT_REASONS, 1))
+    scheduler = ones(
+        SchedulerStats,
+        tiers={"gpu": ones(TierStats)},
+        seat_changes=dict.fromkeys(SEAT_REASONS, 1),
+        prefix_lengths={name: ones(LengthHits) for name in (*LENGTHS, "more")},
+    )
     stats = ones(EngineStats, scheduler=scheduler, energy=ones(EnergyStats))
     metrics = Metrics()
     metrics.engines[0].begins(stats)

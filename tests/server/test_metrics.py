@@ -29,7 +29,12 @@ NAMES = {
     "weft_kv_tier_bytes_in": "counter",
     "weft_kv_tier_bytes_out": "counter",
     "weft_kv_tier_evictions": "counter",
+    "weft_kv_tier_idle_spilled_pages": "counter",
+    "weft_kv_tier_prefetched_pages": "counter",
     "weft_kv_tier_failures": "counter",
+    "weft_prefix_cache_tokens_by_length": "counter",
+    "weft_pinned_pages": "gauge",
+    "weft_pins_displaced": "counter",
     "weft_kv_tier_used_pages": "gauge",
     "weft_kv_tier_capacity_pages": "gauge",
     "weft_kv_tier_up": "gauge",
@@ -121,6 +126,7 @@ async def test_labels_are_pinned(server: Server) -> None:
     assert labels["weft_cache_config_info"] == {"page_size", "num_pages"}
     assert labels["vllm:cache_config_info"] == {"block_size", "num_gpu_blocks"}
     assert labels["weft_prefix_cache_hit_tokens_total"] == {"tier"}
+    assert labels["weft_prefix_cache_tokens_by_length_total"] == {"length", "found"}
     assert labels["weft_requests_total"] == {"endpoint", "status"}
     assert labels["weft_finished_total"] == {"reason"}
     assert all(found == {"engine"} for name, found in labels.items() if name.startswith("weft_engine_"))
