@@ -1,54 +1,155 @@
-"""What stands around an engine: HTTP, text, routing and sockets, measured at a daemon that has nothing else to do."""
+"""What stands around an engine, and what engines cost each other, measured at a daemon that has nothing else to do.
+
+Alone, one stream tells the time between its tokens and to the first one; what these have beyond the profile's
+iterations stands around the engine. Where a CPU's engines share cores, streams on more and more of them tell how much
+longer both take beside others: with all that works for a stream, load generator included.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
-from weft.deploy.fleet.profile import Features, IterationProfile
+from weft.deploy.fleet.profile import Features, IterationProfile, SideBySide
 from weft.engine.errors import ConfigError
 from weft.loadgen.client import Client, Target
-from weft.loadgen.connection import Address
+from weft.loadgen.connection import Address, ConnectionBroken
 from weft.loadgen.errors import LoadError
-from weft.loadgen.preflight import prepare
+from weft.loadgen.preflight import get, prepare
 from weft.loadgen.prompts import PromptMaker
 from weft.loadgen.record import Record
 
-REQUESTS = 40
 PROMPT_TOKENS = 32
-OUTPUT_TOKENS = 4
-"""some of a demo's first tokens are no text yet"""
+STREAM_TOKENS = 64
+FIRST_TOKENS = 4
+"""of a request whose first token is timed: some of a demo's are no text yet"""
+STREAMS, STREAMS_SECONDS = 2, 4.0
+"""one after the other, for the time between tokens: at least so many, for so long"""
+FIRSTS, FIRSTS_SECONDS = 10, 3.0
+PAUSE_SECONDS = 0.02
 ANSWER_SHARE = 0.25
-"""of that time, on the way back: a client cannot tell the two apart"""
+"""of what stands around a first token, on the way back: a client cannot tell the two apart"""
 
 
-def measure(url: str, profile: IterationProfile) -> tuple[float, float]:
-    """Milliseconds of a request's way to the engine, and of a token's back: what the median time to the first token
-    has beyond the iteration that computes it. Raises `ConfigError`."""
-    maker = PromptMaker("ids", 1)
-    target = Target("", Address.parse(url), "", False, None, {}, {}, 60.0, True)
+class Around(NamedTuple):
+    """Times in milliseconds: of a request's way to the engine, of a token's back, between two iterations."""
+
+    request_ms: float
+    answer_ms: float
+    gap_ms: float
+    side_by_side: SideBySide | None
+
+    def put_into(self, profile: IterationProfile) -> IterationProfile:
+        return msgspec.structs.replace(profile, **self._asdict())
+
+
+class Seen(NamedTuple):
+    """By the number of engines that compute, from one: mean seconds from one token to the next, and to the first one of
+    a request that comes to the last of these engines while the others have a stream each."""
+
+    between: tuple[float, ...]
+    first: tuple[float, ...]
+
+
+def measure(url: str, profile: IterationProfile) -> Around:
+    """Raises `ConfigError`."""
+    return derive(watch(url, shared=profile.threads > 0), profile)
+
+
+def watch(url: str, *, shared: bool) -> Seen:
+    """shared: the engines share a machine's cores, so it matters how many compute. Raises `ConfigError`."""
     try:
-        ready = asyncio.run(prepare(target, maker))
-        seconds = asyncio.run(_ask(ready.target, maker))
+        return asyncio.run(_watch(url, shared))
     except LoadError as error:
         raise ConfigError(f"--server {url}: {error}") from None
-    iteration = profile.seconds(Features(PROMPT_TOKENS, 0, 0, PROMPT_TOKENS * (PROMPT_TOKENS + 1) // 2, 1))
-    around = max(0.0, 1e3 * (seconds - iteration) - profile.gap_ms - profile.host_ms)
-    return around * (1 - ANSWER_SHARE), around * ANSWER_SHARE
+    except (OSError, ConnectionBroken, msgspec.DecodeError) as error:
+        raise ConfigError(f"--server {url}: {error or type(error).__name__}") from None
 
 
-async def _ask(target: Target, maker: PromptMaker) -> float:
-    """Median seconds to the first token of short requests, one after the other."""
+def derive(seen: Seen, profile: IterationProfile) -> Around:
+    """From what was seen to what a profile has."""
+    decode = profile.seconds(Features(1, 1, PROMPT_TOKENS + STREAM_TOKENS // 2, 0, 0))
+    prefill = profile.seconds(Features(PROMPT_TOKENS, 0, 0, PROMPT_TOKENS * (PROMPT_TOKENS + 1) // 2, 1))
+    gap_ms = max(0.0, 1e3 * (seen.between[0] - decode))
+    around = max(0.0, 1e3 * (seen.first[0] - prefill) - gap_ms - profile.host_ms)
+    side_by_side = None
+    if len(seen.between) > 1:
+        cores = len(os.sched_getaffinity(0))
+        side_by_side = SideBySide(cores, _slowdown(seen.between), _slowdown(seen.first))
+    return Around(around * (1 - ANSWER_SHARE), around * ANSWER_SHARE, gap_ms, side_by_side)
+
+
+def mean(runs: Sequence[Seen]) -> Seen:
+    """Of runs at the same daemon."""
+    between, first = (np.mean([run[i] for run in runs], axis=0) for i in range(2))
+    return Seen(tuple(between.tolist()), tuple(first.tolist()))
+
+
+def _slowdown(seconds: Sequence[float]) -> tuple[float, ...]:
+    """More beside it make none faster."""
+    slower = np.maximum.accumulate(np.array(seconds) / seconds[0])
+    return tuple(float(x) for x in slower)
+
+
+async def _watch(url: str, shared: bool) -> Seen:
+    maker = PromptMaker("ids", time.time_ns())  # an engine may still have the pages of an earlier watch
+    target = Target("", Address.parse(url), "", False, None, {}, {}, 60.0, True)
+    target = (await prepare(target, maker)).target
+    engines = await _engines(target.address) if shared else 1
     loop = asyncio.get_running_loop()
     client = Client(target, loop.time())
-    taken = []
-    for i in range(REQUESTS):
-        record = Record(i, 0.0, PROMPT_TOKENS, OUTPUT_TOKENS)
-        await client.send(record, target.body(maker.prompt(i, PROMPT_TOKENS), OUTPUT_TOKENS))
+    asked = 0
+
+    async def ask(output_tokens: int) -> Record:
+        nonlocal asked
+        asked += 1
+        record = Record(asked, 0.0, PROMPT_TOKENS, output_tokens)
+        await client.send(record, target.body(maker.prompt(asked, PROMPT_TOKENS), output_tokens))
         if not record.ok:
             raise LoadError(record.error or f"status {record.status}")
-        taken.append(record.first - record.start)
-        await asyncio.sleep(0.02)
+        return record
+
+    async def go_on(seconds: float) -> None:
+        """Streams, one after the other."""
+        await asyncio.sleep(seconds)
+        while True:
+            await ask(STREAM_TOKENS)
+
+    between, first = [], []
+    for computing in range(1, engines + 1):
+        gaps: list[float] = []
+        firsts: list[float] = []
+        end = loop.time() + STREAMS_SECONDS
+        while len(gaps) < STREAMS * computing or loop.time() < end:
+            records = await asyncio.gather(*(ask(STREAM_TOKENS) for _ in range(computing)))
+            gaps += [(r.end - r.first) / (r.completion_tokens - 1) for r in records]
+            await asyncio.sleep(PAUSE_SECONDS)
+        # Each begins a little later than the one before, or their prompts would always be computed together.
+        beside = [asyncio.create_task(go_on(0.1 * i)) for i in range(computing - 1)]
+        await asyncio.sleep(0.1 * computing)
+        end = loop.time() + FIRSTS_SECONDS
+        while len(firsts) < FIRSTS or loop.time() < end:
+            record = await ask(FIRST_TOKENS)
+            firsts.append(record.first - record.start)
+            await asyncio.sleep(PAUSE_SECONDS)
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
+        between.append(float(np.mean(gaps)))
+        first.append(float(np.mean(firsts)))
     client.close()
-    return float(np.median(taken))
+    return Seen(tuple(between), tuple(first))
+
+
+async def _engines(address: Address) -> int:
+    """How many the daemon has."""
+    status, body = await get(address, "/health", {})
+    if status != 200:
+        raise LoadError(f"/health says {status}")
+    return max(1, len(msgspec.json.decode(body).get("engines", ())))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 Action = Callable[[], None]
 
@@ -34,42 +36,73 @@ class Clock:
                 on_progress(self.now)
 
 
-class Processor:
-    """`cores` that all its jobs share in equal parts, a core at most each thread of a job.
+class Slowdown(NamedTuple):
+    """How many times as long a job takes beside others, by the number of all that compute.
 
-    None: as many as there are jobs, as GPUs are each engine's own.
+    `known`: from one; beyond it, and where nothing is known, `cores` are shared in equal parts, a core at most each
+    thread of a job.
     """
 
-    def __init__(self, clock: Clock, cores: float | None = None, threads: int = 1) -> None:
-        """threads: of each job."""
+    cores: float
+    threads: int = 1
+    known: tuple[float, ...] = ()
+
+    def of(self, jobs: int) -> float:
+        if not self.known:
+            return self._equal(jobs)
+        if jobs <= len(self.known):
+            return self.known[max(jobs, 1) - 1]
+        return self.known[-1] * self._equal(jobs) / self._equal(len(self.known))
+
+    def _equal(self, jobs: int) -> float:
+        return max(1.0, jobs * self.threads / self.cores)
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    left: float
+    """seconds, were it alone"""
+    slowdown: Slowdown
+    counts: bool
+    done: Action
+
+
+class Sharing(NamedTuple):
+    """What slows jobs of a processor: iterations that only decode, and all that prompts wait for."""
+
+    decodes: Slowdown
+    prompts: Slowdown
+
+
+class Processor:
+    """Cores that jobs share; without `sharing` each job has its own, as a GPU is each engine's."""
+
+    def __init__(self, clock: Clock, sharing: Sharing | None = None) -> None:
         self._clock = clock
-        self._cores = cores
-        self._threads = max(1, threads)
-        self._jobs: dict[int, tuple[float, Action]] = {}
-        """seconds left of each, as of `_since`, were it alone"""
+        self._sharing = sharing
+        self._jobs: list[_Job] = []
         self._since = 0.0
-        self._numbers = count()
         self._version = 0
 
-    def start(self, seconds: float, done: Action) -> None:
-        """A job that takes so long alone."""
-        if self._cores is None:
+    def start(self, seconds: float, done: Action, *, prompt: bool = False, counts: bool = True) -> None:
+        """A job that takes so long alone. counts: it slows the others; else they alone slow it."""
+        if self._sharing is None:
             self._clock.after(seconds, done)
             return
         self._advance()
-        self._jobs[next(self._numbers)] = (seconds, done)
+        slowdown = self._sharing.prompts if prompt else self._sharing.decodes
+        self._jobs.append(_Job(seconds, slowdown, counts, done))
         self._expect()
 
     @property
-    def _speed(self) -> float:
-        assert self._cores is not None
-        return min(1.0, self._cores / (len(self._jobs) * self._threads))
+    def _computing(self) -> int:
+        return sum(job.counts for job in self._jobs)
 
     def _advance(self) -> None:
         """Take off what was computed since the last look."""
-        if self._jobs:
-            worked = (self._clock.now - self._since) * self._speed
-            self._jobs = {i: (left - worked, done) for i, (left, done) in self._jobs.items()}
+        passed, computing = self._clock.now - self._since, self._computing
+        for job in self._jobs:
+            job.left -= passed / job.slowdown.of(computing)
         self._since = self._clock.now
 
     def _expect(self) -> None:
@@ -77,14 +110,16 @@ class Processor:
         self._version += 1
         if not self._jobs:
             return
-        version, first = self._version, min(self._jobs, key=lambda i: (self._jobs[i][0], i))
+        version, computing = self._version, self._computing
+        ends = [max(0.0, job.left) * job.slowdown.of(computing) for job in self._jobs]
+        first = self._jobs[ends.index(min(ends))]
 
         def look() -> None:
             if version != self._version:
                 return
             self._advance()
-            _, done = self._jobs.pop(first)
+            self._jobs.remove(first)
             self._expect()
-            done()
+            first.done()
 
-        self._clock.after(max(0.0, self._jobs[first][0]) / self._speed, look)
+        self._clock.after(min(ends), look)

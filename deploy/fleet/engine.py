@@ -261,10 +261,11 @@ class SimulatedEngine:
             self._begin()
 
     def _begin(self) -> None:
-        seconds = self._queue[0].seconds
+        batch, seconds = self._queue[0].batch, self._queue[0].seconds
         self.busy_seconds += seconds
-        self.computed_tokens += self._queue[0].batch.num_tokens
-        self._processor.start(seconds + self._profile.gap_ms / 1e3, self._end)
+        self.computed_tokens += batch.num_tokens
+        prompt = batch.num_requests > batch.num_decodes
+        self._processor.start(seconds + self._profile.gap_ms / 1e3, self._end, prompt=prompt)
 
     def _end(self) -> None:
         self._queue.popleft().done = True

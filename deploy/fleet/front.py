@@ -114,7 +114,9 @@ class Front:
         """An engine is ready, with nothing in its pages."""
 
         def heard(heard: Heard) -> None:
-            self._clock.after(self._profile.answer_ms / 1e3, lambda: self._hear(client, heard))
+            # Its engine computes already what comes next.
+            seconds = self._profile.answer_ms / 1e3
+            self._processor.start(seconds, lambda: self._hear(client, heard), prompt=True, counts=False)
 
         engine = SimulatedEngine(self._clock, self._processor, self._profile, self._engine, heard)
         client = self._clients[number] = _Client(engine)
@@ -167,7 +169,8 @@ class Front:
         """A client sends this now. `on_end` gets the tokens of the answer, as far as they came."""
         record.start = self._clock.now
         record.prompt_tokens = len(prompt)
-        self._clock.after(self._profile.request_ms / 1e3, lambda: self._admit(record, prompt, output_tokens, on_end))
+        seconds = self._profile.request_ms / 1e3
+        self._processor.start(seconds, lambda: self._admit(record, prompt, output_tokens, on_end), prompt=True)
 
     def _admit(
         self, record: Record, prompt: npt.NDArray[np.int32], output_tokens: int, on_end: Callable[[list[int]], None]

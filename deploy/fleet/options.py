@@ -22,7 +22,7 @@ def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
         help="how many, each on a GPU of its own [with --slo: the fewest that keep it; else 1]")  # fmt: skip
     fleet("--max-engines", metavar="N", default="64", help="where the search for the fewest ends [64]")
     fleet("--rates", metavar="LIST", help="try each, instead of --rate")
-    fleet("--cores", metavar="N", help="engines of a CPU share so many cores [each has its own]")
+    fleet("--cores", metavar="N", help="engines of a CPU share so many cores [as recorded, else each has its own]")
     fleet("--fail", metavar="ENGINE:AT:FOR", action="append", default=[],
         help="that engine ends at this time and is away for so long, such as 0:30s:20s; repeat it")  # fmt: skip
     engine = parser.add_argument_group("each engine").add_argument

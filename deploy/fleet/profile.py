@@ -65,6 +65,17 @@ class Energy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     per_pair: float = 0.0
 
 
+class SideBySide(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Engines that share a machine's cores: how many times as long things take, by the number of engines that compute,
+    from one."""
+
+    cores: int
+    decodes: tuple[float, ...]
+    """an iteration without prompts, and what follows from it"""
+    prompts: tuple[float, ...]
+    """the way to a first token"""
+
+
 class Error(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of the fit over what was recorded: |fitted - recorded| / recorded, per iteration, and of all their sum."""
 
@@ -105,6 +116,7 @@ class IterationProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """from the engine to a client"""
     threads: int = 0
     """cores that an iteration keeps busy; 0: it runs on a device of its own"""
+    side_by_side: SideBySide | None = None
     energy: Energy | None = None
     error: Error | None = None
 

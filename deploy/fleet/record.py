@@ -164,8 +164,7 @@ def run(config: EngineConfig, arguments: argparse.Namespace) -> int:
     if arguments.server is not None:
         from weft.deploy.fleet.around import measure
 
-        request_ms, answer_ms = measure(arguments.server, profile)
-        profile = _replace(profile, request_ms=request_ms, answer_ms=answer_ms)
+        profile = measure(arguments.server, profile).put_into(profile)
     profile.save(arguments.out)
     e = profile.error
     assert e is not None

@@ -84,7 +84,7 @@ def read(a: argparse.Namespace) -> Settings:
         rates,
         tuple(_configurations(a, profile)),
         _front(a),
-        None if a.cores is None else number(a.cores, "--cores", exclusive=True),
+        _cores(a, profile),
         failures,
         arrival,
         content,
@@ -96,6 +96,12 @@ def read(a: argparse.Namespace) -> Settings:
         _file(a.png, "--png"),
         a.quiet,
     )
+
+
+def _cores(a: argparse.Namespace, profile: IterationProfile) -> float | None:
+    if a.cores is not None:
+        return number(a.cores, "--cores", exclusive=True)
+    return None if profile.side_by_side is None else profile.side_by_side.cores
 
 
 def _list(text: str, option: str) -> Iterator[int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from weft.deploy.fleet.clock import Clock, Processor
+from weft.deploy.fleet.clock import Clock, Processor, Sharing, Slowdown
 from weft.deploy.fleet.engine import EngineOptions
 from weft.deploy.fleet.front import Front, FrontOptions
 from weft.deploy.fleet.profile import IterationProfile
@@ -40,6 +40,17 @@ class Fleet:
     @property
     def engines(self) -> int:
         return self.front.engines
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """As it was recorded on so many cores; else in equal parts."""
+        if self.cores is None:
+            return None
+        equal = Slowdown(self.cores, max(1, self.profile.threads))
+        known = self.profile.side_by_side
+        if known is None or known.cores != self.cores:
+            return Sharing(equal, equal)
+        return Sharing(equal._replace(known=known.decodes), equal._replace(known=known.prompts))
 
 
 @dataclass(frozen=True)
@@ -153,7 +164,7 @@ def simulate(
 ) -> Result:
     """`on_progress` is told the time in the simulation now and then."""
     clock = Clock()
-    processor = Processor(clock, fleet.cores, fleet.profile.threads)
+    processor = Processor(clock, fleet.sharing)
     front = Front(clock, processor, fleet.profile, fleet.engine, fleet.front)
     traffic = Traffic(clock, front, workload, fleet.engine.max_model_len)
     for failure in fleet.failures:
@@ -167,7 +178,7 @@ def simulate(
         computed[number] += engine.computed_tokens
         busy[number] += engine.busy_seconds
     schedulers = [engine.scheduler for _, engine in front.all_engines]
-    known = fleet.profile.energy is not None
+    metered = fleet.profile.energy is not None
     return Result(
         fleet,
         Measures(records),
@@ -183,5 +194,5 @@ def simulate(
         front.retried,
         sum(r.prompt_tokens for r in records if r.ok),
         sum(max(r.cached_tokens, 0) for r in records if r.ok),
-        sum(engine.joules for _, engine in front.all_engines) if known else None,
+        sum(engine.joules for _, engine in front.all_engines) if metered else None,
     )

@@ -3,8 +3,8 @@
     python tests/fleet/beside_real.py               # the demo model: wants a machine with nothing else to do
     python tests/fleet/beside_real.py --paced       # engines that sleep what a profile says: any machine
 
-It records a profile of the demo model first (`--profile` takes one), then runs `weft load` and `weft fleet` with the
-same flags, several times, and prints what each says.
+It records a profile of the demo model first (`--profile` takes one) and measures what stands around its engines, then
+runs `weft load` and `weft fleet` with the same flags, several times, and prints what each says.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ import msgspec
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "server"))
 
-from live import Daemon, running  # noqa: E402
+from live import running  # noqa: E402
 
-from weft.deploy.fleet.profile import IterationProfile, Limits  # noqa: E402
+from weft.deploy.fleet.around import Around, derive, mean, measure, watch  # noqa: E402
+from weft.deploy.fleet.profile import IterationProfile, Limits, load_profile  # noqa: E402
 
 ENGINES = 3
 BOUND = 0.10
@@ -76,13 +77,20 @@ def weft(*arguments: str, ok: Sequence[int] = (0,)) -> str:
     return done.stdout
 
 
-def compare(url: str, profile: Path, load: Sequence[str], folder: Path, *more: str) -> list[Figure]:
-    """One run of each with the same flags. `more`: of the simulation."""
-    real, simulated = folder / "real.json", folder / "simulated.json"
-    weft("load", "--server", url, *load, "--quiet", "--json", str(real))
-    weft(
-        "fleet", "--profile", str(profile), "--engines", str(ENGINES), *load, *more, "--quiet", "--json", str(simulated)
-    )
+def loaded(url: str, load: Sequence[str], out: Path) -> Path:
+    """What `weft load` saw."""
+    weft("load", "--server", url, *load, "--quiet", "--json", str(out))
+    return out
+
+
+def simulated(profile: Path, load: Sequence[str], out: Path) -> Path:
+    """What `weft fleet` makes of the same flags."""
+    weft("fleet", "--profile", str(profile), "--engines", str(ENGINES), *load, "--quiet", "--json", str(out))
+    return out
+
+
+def compared(real: Path, simulated: Path) -> list[Figure]:
+    """One run of each."""
     a, b = json.loads(real.read_text())["runs"][0], json.loads(simulated.read_text())["points"][0]
     assert a["outcomes"] == b["outcomes"], (a["outcomes"], b["outcomes"])
     figures = [
@@ -105,17 +113,6 @@ def show(title: str, figures: Sequence[Figure]) -> None:
     sys.stdout.flush()
 
 
-def around(daemon: Daemon, profile: Path) -> None:
-    """Put what stands around the engine into the profile."""
-    from weft.deploy.fleet.around import measure
-    from weft.deploy.fleet.profile import load_profile
-
-    known = load_profile(str(profile))
-    request_ms, answer_ms = measure(daemon.url, known)
-    msgspec.structs.replace(known, request_ms=request_ms, answer_ms=answer_ms).save(profile)
-    print(f"around the engine: {request_ms:.1f} ms before, {answer_ms:.1f} ms behind")
-
-
 def paced_env(profile: Path) -> dict[str, str]:
     """Of a daemon whose engines sleep."""
     path = os.pathsep.join([str(HERE / "paced"), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -129,31 +126,52 @@ def paced(folder: Path, rounds: int) -> list[list[Figure]]:
     found = []
     options = ("--device", "cpu", "--data-parallel-size", str(ENGINES), *LIMITS)
     with running(folder, *options, env=paced_env(profile)) as daemon:
-        around(daemon, profile)
+        measure(daemon.url, PACED).put_into(PACED).save(profile)
         for i in range(rounds):
             for title, load in (("requests", PACED_LOAD), ("conversations", CONVERSATIONS)):
-                found.append(compare(daemon.url, profile, (*load, "--seed", str(i)), folder))
+                flags = (*load, "--seed", str(i))
+                real = loaded(daemon.url, flags, folder / "real.json")
+                found.append(compared(real, simulated(profile, flags, folder / "simulated.json")))
                 show(f"{title}, paced, round {i + 1}", found[-1])
     return found
 
 
 def real(folder: Path, rounds: int, profile: Path | None, seconds: float) -> list[list[Figure]]:
-    """With the demo model."""
+    """With the demo model. What stands around the engines, and what they cost each other, is measured before and after
+    every round, and the mean of both taken: this machine may become slower or faster meanwhile."""
     if profile is None:
         profile = folder / "recorded.json"
-        # Where other work runs, the clock tells of that.
-        clock = ("--processor-time",) if os.getloadavg()[0] > BUSY else ()
-        record = ("--device", "cpu", "--cpu-threads", "1", *LIMITS, "--seconds", str(seconds), *clock)
+        record = ("--device", "cpu", "--cpu-threads", "1", *LIMITS, "--seconds", str(seconds), "--processor-time")
         print(weft("bench", "iterations", "--out", str(profile), *record).strip())
-    found = []
-    cores = str(len(os.sched_getaffinity(0)))
+    known, found = load_profile(str(profile)), []
     options = ("--device", "cpu", "--data-parallel-size", str(ENGINES), "--cpu-threads", "1", *LIMITS)
     with running(folder, *options) as daemon:
-        around(daemon, profile)
+        seen = [watch(daemon.url, shared=True)]
         for i in range(rounds):
-            found.append(compare(daemon.url, profile, (*REAL_LOAD, "--seed", str(i)), folder, "--cores", cores))
+            flags = (*REAL_LOAD, "--seed", str(i))
+            real = loaded(daemon.url, flags, folder / f"real-{i}.json")
+            seen.append(watch(daemon.url, shared=True))
+            (folder / "seen.json").write_bytes(msgspec.json.encode(seen))
+            around, now = derive(mean(seen[-2:]), known), folder / f"profile-{i}.json"
+            around.put_into(known).save(now)
+            print(told(around))
+            found.append(compared(real, simulated(now, flags, folder / f"simulated-{i}.json")))
             show(f"demo model, round {i + 1}", found[-1])
     return found
+
+
+def told(around: Around) -> str:
+    beside = around.side_by_side
+    assert beside is not None
+    slower = "; ".join(
+        f"{name} {', '.join(f'{x:.2f}' for x in curve)}"
+        for name, curve in (("decodes", beside.decodes), ("prompts", beside.prompts))
+    )
+    return (
+        f"around the engine: {around.request_ms:.1f} ms before, {around.answer_ms:.1f} ms behind, "
+        f"{around.gap_ms:.1f} ms between iterations\n"
+        f"times as long, by the number of engines that compute on {beside.cores} cores: {slower}"
+    )
 
 
 class Routed(NamedTuple):
@@ -208,10 +226,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--profile", type=Path, help="of the demo model, recorded before")
     parser.add_argument("--seconds", type=float, default=60.0, help="to record one [60]")
+    parser.add_argument("--keep", type=Path, help="an empty folder for profiles and figures")
     a = parser.parse_args()
-    print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    print(f"load average {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores")
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder = a.keep or Path(name)
+        folder.mkdir(exist_ok=True)
         if a.routing:
             one, three = routing(folder)
             return 0 if three.hit_share >= 0.9 * one.hit_share and three.imbalance <= 1.3 else 1

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from fleets import ENGINE, at, drawn, profile, run
 
-from weft.deploy.fleet.clock import Clock, Processor
+from weft.deploy.fleet.around import PROMPT_TOKENS, Seen, derive
+from weft.deploy.fleet.clock import Clock, Processor, Sharing, Slowdown
 from weft.deploy.fleet.engine import Asked, EngineOptions, SimulatedEngine
 from weft.deploy.fleet.profile import Features, load_profile
 from weft.deploy.fleet.simulation import Failure
@@ -93,7 +94,7 @@ def test_the_same_seed_gives_the_same_figures() -> None:
 
 def test_engines_on_few_cores_share_them() -> None:
     clock, ends = Clock(), {}
-    processor = Processor(clock, 2.0)
+    processor = Processor(clock, Sharing(Slowdown(2.0), Slowdown(2.0)))
     for i, (begin, seconds) in enumerate([(0.0, 3.0), (0.0, 3.0), (1.5, 1.0)]):
         clock.at(begin, lambda i=i, s=seconds: processor.start(s, lambda: ends.update({i: clock.now})))  # type: ignore[misc]
     clock.run()
@@ -101,6 +102,47 @@ def test_engines_on_few_cores_share_them() -> None:
     assert ends == pytest.approx({2: 3.0, 0: 3.5, 1: 3.5})
     assert run(at([0.0] * 3, 20, 10), 3).span == pytest.approx(0.1)
     assert run(at([0.0] * 3, 20, 10), 3, cores=1.0, of=profile(threads=1)).span == pytest.approx(0.3, rel=0.2)
+
+
+def test_beyond_what_was_recorded_cores_are_shared_in_equal_parts() -> None:
+    assert [Slowdown(2.0).of(n) for n in (0, 1, 2, 3, 4)] == [1, 1, 1, 1.5, 2]
+    assert [Slowdown(2.0, threads=2).of(n) for n in (1, 2)] == [1, 2]
+    assert [Slowdown(2.0, known=(1.0, 1.2, 1.8)).of(n) for n in (0, 1, 2, 3, 6)] == pytest.approx([1, 1, 1.2, 1.8, 3.6])
+    assert [Slowdown(8.0, known=(1.0, 1.1)).of(n) for n in (2, 8, 16)] == pytest.approx([1.1, 1.1, 2.2])
+
+
+def test_what_does_not_compute_slows_nobody() -> None:
+    clock, ends = Clock(), {}
+    curve = Slowdown(1.0, known=(1.0, 2.0))
+    processor = Processor(clock, Sharing(curve, curve._replace(known=(1.0, 3.0))))
+    processor.start(1.0, lambda: ends.update(engine=clock.now))
+    processor.start(0.5, lambda: ends.update(answer=clock.now), counts=False, prompt=True)
+    clock.run()
+    assert ends == {"engine": 1.0, "answer": 0.5}
+    processor.start(1.0, lambda: ends.update(engine=clock.now - 1))
+    processor.start(1.0, lambda: ends.update(prompt=clock.now - 1), prompt=True)
+    clock.run()
+    # Both until 2.0, when the engine is done and the prompt a third of a second short of two.
+    assert ends == pytest.approx({"engine": 2.0, "prompt": 2.0 + 1 / 3, "answer": 0.5})
+
+
+def test_what_was_watched_at_a_daemon_is_what_its_simulation_shows() -> None:
+    seen = Seen(between=(0.012, 0.013, 0.018), first=(0.030, 0.036, 0.060))
+    made = profile(threads=1)
+    around = derive(seen, made)
+    assert around.side_by_side is not None
+    made, cores = around.put_into(made), float(around.side_by_side.cores)
+    for engines in (1, 2, 3):
+        load = at([0.0] * (engines - 1) + [0.5, 5.0], PROMPT_TOKENS, [100] * engines + [1])
+        *streams, alone = run(load, 3, cores=cores, of=made).everything.records
+        assert alone.first - alone.start == pytest.approx(seen.first[0])
+        first = streams[-1]
+        assert first.first - first.start == pytest.approx(seen.first[engines - 1], rel=0.02)
+        together = np.diff(first.times[:40])
+        assert together == pytest.approx([seen.between[engines - 1]] * 39, rel=0.02)
+    # On other cores it was not seen.
+    apart = run(at([0.0] * 3, PROMPT_TOKENS, 20), 3, cores=64.0, of=made).everything.records
+    assert np.diff(apart[0].times) == pytest.approx([seen.between[0]] * 19)
 
 
 def test_an_engine_that_ends_takes_what_had_begun_and_no_more() -> None:
