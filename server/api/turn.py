@@ -301,7 +301,7 @@ def _constraint(
         writer = call or asked
     elif asked is not None:
         writer = either([asked, call_of(tools, form, tokenizer, parallel=parallel)])
-    elif any(tool.function.strict for tool in tools):
+    elif any(tool.strict for tool in tools):
         writer = call_of(tools, form, tokenizer, parallel=parallel, free=True)
     else:
         writer = None

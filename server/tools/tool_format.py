@@ -105,5 +105,11 @@ def argument_rules(tools: Sequence[tuple[str, Schema]]) -> str:
     return "\n".join(f"arguments_{i}: {json_value(schema)}" for i, (_, schema) in enumerate(tools))
 
 
+INPUT_GRAMMAR = "x-weft-input-grammar"
+"""in a schema of arguments that are one text, `input`: the name of the grammar of what it may be, in a JSON string"""
+
+
 def json_value(schema: Schema) -> str:
+    if (name := schema.get(INPUT_GRAMMAR)) is not None:
+        return f'/\\{{[ \\n]{{0,8}}"input"[ \\n]{{0,8}}:[ \\n]{{0,8}}"/ @{name} /"[ \\n]{{0,8}}\\}}/'
     return f"%json {orjson.dumps(json_options(schema, lenient=True)).decode()}"

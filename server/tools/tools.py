@@ -21,8 +21,9 @@ from weft.engine.wire import grammar_text
 from weft.server.bodies import Body
 from weft.server.text.tokenizer import Tokenizer
 from weft.server.tools.cache_control import CacheControl, longest_mark
+from weft.server.tools.lark_in_json import in_json_string
 from weft.server.tools.structured import Writer
-from weft.server.tools.tool_format import Marker, ToolFormat
+from weft.server.tools.tool_format import INPUT_GRAMMAR, Marker, ToolFormat
 
 MAX_TOOLS = 128
 
@@ -57,6 +58,8 @@ class Tool(Body):
     type: Literal["function"] = "function"
     function: Function
     custom: SkipJsonSchema[bool] = Field(False, exclude=True)
+    grammar: SkipJsonSchema[str | None] = Field(None, exclude=True)
+    """Lark: what the text of a custom tool must be"""
     cache_control: CacheControl | None = Field(None, exclude=True)
     """keep tools and instructions in the cache; no template sees it"""
     _sent: dict[str, Any] | None = PrivateAttr(None)
@@ -67,6 +70,11 @@ class Tool(Body):
         if sent is None or not isinstance(sent.get("function"), dict):
             return self.model_dump(exclude_none=True)
         return {"type": self.type, **_shown(sent)} | {"function": _shown(sent["function"])}
+
+    @property
+    def strict(self) -> bool:
+        """Its calls are held to their form although none is required: it says so, or its input has a grammar."""
+        return bool(self.function.strict) or (self.custom and self.function.parameters != _INPUT)
 
     @model_validator(mode="wrap")
     @classmethod
@@ -83,34 +91,32 @@ class Tool(Body):
             return data
         mark = longest_mark((data, data.get("function"), data.get("custom")))
         if data.get("type") != "custom":
-            return {**{key: value for key, value in data.items() if key != "custom"}, "cache_control": mark}
+            own = {key: value for key, value in data.items() if key not in ("custom", "grammar")}
+            return {**own, "cache_control": mark}
         about = data.get("custom")
         if not isinstance(about, dict):
             raise ValueError("a custom tool needs an object 'custom' with its name")
         given = {key: about[key] for key in ("name", "description") if key in about}
-        function = {**given, "parameters": _input_of(about.get("format"))}
-        return {"function": function, "custom": True, "cache_control": mark}
+        parameters, grammar = _input_of(about.get("format"))
+        function = {**given, "parameters": parameters}
+        return {"function": function, "custom": True, "grammar": grammar, "cache_control": mark}
 
 
 def _shown(sent: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in sent.items() if value is not None and key != "cache_control"}
 
 
-def _input_of(form: Any) -> dict[str, Any]:
-    """The arguments of a custom tool whose input has this format.
-
-    A regex is enforced where calls are. A Lark grammar is told to the model, no more: inside a call the text is a JSON
-    string, whose escapes the grammar does not know.
-    """
+def _input_of(form: Any) -> tuple[dict[str, Any], str | None]:
+    """The arguments of a custom tool whose input has this format, and its Lark grammar, which the model is told too."""
     if not isinstance(form, dict) or form.get("type", "text") == "text":
-        return _INPUT
+        return _INPUT, None
     grammar = form.get("grammar", form)
     if isinstance(grammar, dict) and isinstance(definition := grammar.get("definition"), str):
         if grammar.get("syntax") == "regex":
-            return {**_INPUT, "properties": {"input": {"type": "string", "pattern": f"^(?:{definition})$"}}}
+            return {**_INPUT, "properties": {"input": {"type": "string", "pattern": f"^(?:{definition})$"}}}, None
         if grammar.get("syntax") == "lark":
             about = f"Text that follows this Lark grammar:\n{definition}"
-            return {**_INPUT, "properties": {"input": {"type": "string", "description": about}}}
+            return {**_INPUT, "properties": {"input": {"type": "string", "description": about}}}, definition
     raise ValueError("the format of a custom tool must be text, or a grammar of syntax regex or lark with a definition")
 
 
@@ -217,9 +223,22 @@ def call_of(
     tools: Sequence[Tool], form: ToolFormat, tokenizer: Tokenizer, *, parallel: bool, free: bool = False
 ) -> Writer:
     """What writes the grammar of answers that call these tools. `free`: of text too, in front of calls or alone."""
-    schemas = [(tool.function.name, tool.function.schema_) for tool in tools]
     marker = marker_of(tokenizer)
-    return "tools", lambda: grammar_text.lark(form.grammar(schemas, marker, several=parallel, free=free))
+
+    def write() -> str:
+        schemas, inputs = list[tuple[str, dict[str, Any]]](), dict[str, str]()
+        for tool in tools:
+            schema = tool.function.schema_
+            if tool.grammar is not None:
+                inputs[name := f"weft_input_{len(inputs)}"] = tool.grammar
+                schema = {**schema, INPUT_GRAMMAR: name}
+            schemas.append((tool.function.name, schema))
+        lark = form.grammar(schemas, marker, several=parallel, free=free)
+        # forms with tags or Python literals pass it over
+        named = {name: grammar_text.lark(in_json_string(text)) for name, text in inputs.items() if f"@{name} " in lark}
+        return grammar_text.joined(lark, named) if named else grammar_text.lark(lark)
+
+    return "tools", write
 
 
 def marker_of(tokenizer: Tokenizer) -> Marker:
