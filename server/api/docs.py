@@ -57,6 +57,7 @@ _HEADERS = {
     "x-content-type-options": "nosniff",
 }
 EXAMPLES: dict[str, Any] = {
+    "/v1/embeddings": {"input": ["The capital of France is Paris.", "12 + 30"]},
     "/v1/completions": {"model": "MODEL", "prompt": "1 2 3 4", "max_tokens": 16},
     "/v1/chat/completions": {
         "model": "MODEL",

@@ -89,7 +89,7 @@ COMMON = [
     ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice[0]"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
     ({"structured_outputs": {"grammar": "root ::= ("}}, "structured_outputs"),
-    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
     ({"use_beam_search": True}, "use_beam_search"),
     ({"logits_processors": ["numpy.exp"]}, "logits_processors"),
     ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
