@@ -229,8 +229,8 @@ class EngineConfig(BaseModel):
         1,
         ge=1,
         le=8,
-        description="ranks: processes that share one model, each with a part of its weights and KV; on CPUs so far. "
-        "Sizes of memory and disk are for all of them together",
+        description="ranks: processes that share one model, each with a part of its weights and KV; on GPUs one each, "
+        "experimental. Sizes of memory and disk are for all of them together",
     )
     batch_invariant: bool = Field(
         False,

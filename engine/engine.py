@@ -150,7 +150,9 @@ class Engine:
                 self.runner = make_runner(self.spec, weights, config, resolved, phases, compiling)
             else:
                 assert isinstance(weights, Weights)
-                leading = lead(self.ranks.links, own, weights, resolved, model, store=store is not None)
+                leading = lead(
+                    self.ranks.links, own, weights, config, resolved, model, phases, compiling, store=store is not None
+                )
                 self.runner, make_store = leading, leading.make_store
                 if not leading.stores:
                     store = None
@@ -223,6 +225,8 @@ class Engine:
         """Who charges requests for energy, or why nobody does."""
         if self.config.share.sharers > 1:
             return None, "several engines work on this device: its counter does not tell whose work it was"
+        if self.ranks is not None and self.resolved.device.type == "cuda":
+            return None, "several GPUs work on one iteration: the counter of one does not tell what it took"
         try:
             meter = EnergyMeter(energy_counter(self.resolved.device))
         except (OSError, ValueError, ImportError) as error:

@@ -169,6 +169,6 @@ def logprobs_of(logits: Tensor, shard: Shard, tokens: Tensor, top: int) -> tuple
         everything[..., 3 : 3 + top].transpose(0, 1).flatten(1), dim=-1, descending=True, stable=True
     )
     ids = everything[..., 3 + top :].transpose(0, 1).flatten(1).gather(-1, places)
-    known = min(top, int(shard.gather(torch.tensor([size])).sum()))
+    known = min(top, int(shard.gather(torch.tensor([size], device=logits.device)).sum()))
     best = torch.cat((value[:, None], values[:, :known]), 1) - norm[:, None]
     return better + 1, torch.cat((tokens[:, None], ids[:, :known].long()), 1), best.float()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -25,9 +26,14 @@ from weft.engine.ranks.scans import agreed
 from weft.engine.runner.batch import Batch
 from weft.engine.runner.collectives import Collectives
 from weft.engine.runner.cpu_runner import CpuRunner
+from weft.engine.runner.runner import InFlight, Runner
 from weft.engine.wire.beat import BEAT_SECONDS
 
 _OF_JOB = {Outcome.PENDING: PENDING, Outcome.DONE: DONE, Outcome.LOST: LOST, Outcome.BROKEN: BROKEN}
+
+
+AHEAD = 1
+"""iterations launched behind the one that is waited for, as on rank 0"""
 
 
 class _Act(NamedTuple):
@@ -47,7 +53,7 @@ def _outcome(what: Copy | Job) -> int:
 
 class Follower:
     def __init__(
-        self, links: Links, runner: CpuRunner, collectives: Collectives, file: StoreFile | None, threads: int
+        self, links: Links, runner: Runner, collectives: Collectives, file: StoreFile | None, threads: int
     ) -> None:
         """file: of this rank's SSD tier. threads: of iterations."""
         self._links, self._runner, self._collectives, self._file = links, runner, collectives, file
@@ -59,6 +65,7 @@ class Follower:
         self._copies: CopyEngine | None = None
         self._store: SsdStore | None = None
         self._error: BaseException | None = None
+        self._launched: deque[InFlight] = deque()
 
     def run(self, beat: Callable[[], None]) -> None:
         """Until rank 0 says so. `beat` is called with each round of the loop. Raises what went wrong."""
@@ -67,7 +74,11 @@ class Follower:
         listener.start()
         with torch.inference_mode():
             while (batch := self._next(beat)) is not None:
-                self._runner.run(batch)
+                if isinstance(self._runner, CpuRunner):
+                    self._runner.run(batch)
+                else:
+                    self._launched.append(self._runner.launch(batch))
+                    self._wait_for_launched(AHEAD)
         if self._error is not None:
             raise self._error
         listener.join()
@@ -79,7 +90,12 @@ class Follower:
             try:
                 return self._batches.get(timeout=BEAT_SECONDS)
             except queue.Empty:
-                pass
+                self._wait_for_launched(0)
+
+    def _wait_for_launched(self, but: int) -> None:
+        """Of a GPU: for all but so many iterations. Raises what went wrong with them."""
+        while len(self._launched) > but:
+            self._launched.popleft().wait()
 
     def _listen(self) -> None:
         try:

@@ -16,8 +16,9 @@ from weft.engine.errors import ConfigError, RankLost
 from weft.engine.model.directory import read_spec
 from weft.engine.progress import Progress
 from weft.engine.ranks.links import Descriptors, Links
+from weft.engine.runner.compile_job import has_gpu
 from weft.engine.wire.beat import ENGINE, Beats
-from weft.engine.wire.blank import environment
+from weft.engine.wire.blank import VISIBLE, environment, gpus
 from weft.engine.wire.child import Stacks
 from weft.engine.wire.cores import cores, nodes_here, shares, threads
 
@@ -30,6 +31,17 @@ WATCH_MS = 500
 def _not_started(config: EngineConfig, error: OSError) -> ConfigError:
     why = error.strerror or error
     return ConfigError(f"--tensor-parallel-size {config.tensor_parallel_size}: no rank can be started: {why}")
+
+
+def _gpus(config: EngineConfig) -> list[str]:
+    """Those that ranks are spread over, as far as files tell; empty on a CPU."""
+    return gpus() if config.device != "cpu" and has_gpu() else []
+
+
+def sees(config: EngineConfig, rank: int) -> dict[str, str]:
+    """Variables of a rank's process: its own GPU is the first that it sees, then come those of the others."""
+    here = _gpus(config)
+    return {VISIBLE: ",".join(here[rank:] + here[:rank])} if here else {}
 
 
 class Ranks:
@@ -77,7 +89,7 @@ class Ranks:
             stdin=subprocess.PIPE,
             pass_fds=(*self._shared.fds, beats.fd, stacks_fd),
             start_new_session=True,  # Ctrl-C reaches rank 0 alone
-            env=environment(),
+            env={**environment(), **sees(self.config, rank)},
         )
         self._ends[rank] = os.pidfd_open(process.pid)
         beat.begin(beats.start_timeout, process.pid)
@@ -110,8 +122,16 @@ class Ranks:
         if config.model_impl == "transformers":
             raise ConfigError("--tensor-parallel-size needs weft's own layers: leave out --model-impl transformers")
         read_spec(config.model_path).shard(0, config.tensor_parallel_size)
-        if (here := cores()) < config.tensor_parallel_size:
-            told = f"{config.tensor_parallel_size} ranks share {here} core(s): fewer would be quicker"
+        if (here := _gpus(config)) and len(here) < config.tensor_parallel_size:
+            raise ConfigError(
+                f"--tensor-parallel-size {config.tensor_parallel_size}: a rank has a GPU, and there are {len(here)} "
+                "here; lower it, or use --device cpu"
+            )
+        if here:
+            told = "it has not run on any GPU yet; --device cpu has been tried"
+            print(f"weft: --tensor-parallel-size on GPUs is experimental: {told}", file=sys.stderr, flush=True)
+        if not here and (there := cores()) < config.tensor_parallel_size:
+            told = f"{config.tensor_parallel_size} ranks share {there} core(s): fewer would be quicker"
             print(f"weft: --tensor-parallel-size: {told}", file=sys.stderr, flush=True)
         each = config.cpu_threads or threads(cores(), config.tensor_parallel_size)
         config = config.model_copy(update={"cpu_threads": each})
@@ -129,6 +149,7 @@ class Ranks:
             if ended and not self._stopping:
                 self._why = f"rank {ended[0]}: {self._ended(ended[0])}"
                 os.eventfd_write(self._lost, 1)
+                self.links.on_lost()
 
     def _ended(self, rank: int) -> str:
         if why := self.links.state(rank).why:

@@ -14,20 +14,23 @@ from contextlib import suppress
 
 import numpy as np
 
+from weft.engine.config import EngineConfig
 from weft.engine.errors import RankLost
 from weft.engine.memory.extent import Record
 from weft.engine.memory.ssd_store import Job, Outcome, SsdStore, StoreFile
 from weft.engine.memory.transfer import Bytes, Copy, CopyEngine, Pairs
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
+from weft.engine.progress import Progress
 from weft.engine.ranks.batches import arrays_of
 from weft.engine.ranks.links import OPERATIONS, Links
 from weft.engine.ranks.ring import Kind, RingWriter
+from weft.engine.ranks.runners import rank_runner
 from weft.engine.ranks.scans import agree, agreed
 from weft.engine.ranks.shared_collectives import SharedCollectives
 from weft.engine.runner.batch import Batch
 from weft.engine.runner.collectives import Collectives
-from weft.engine.runner.cpu_runner import CpuRunner
+from weft.engine.runner.compile_job import CompileJob
 from weft.engine.runner.preparation import Preparation
 from weft.engine.runner.resolve import ResolvedConfig
 from weft.engine.runner.runner import InFlight, Runner
@@ -57,17 +60,27 @@ class Operations:
 
 
 def lead(
-    links: Links, spec: ModelSpec, weights: Weights, config: ResolvedConfig, model: str, *, store: bool
+    links: Links,
+    spec: ModelSpec,
+    weights: Weights,
+    options: EngineConfig,
+    config: ResolvedConfig,
+    model: str,
+    progress: Progress | None = None,
+    compiling: CompileJob | None = None,
+    *,
+    store: bool,
 ) -> LeadingRunner:
     """Rank 0's runner, once all ranks have come so far and agree. store: it has a file of the SSD tier.
 
-    Raises `RankLost` or `OutOfMemory`.
+    Raises `RankLost`, `ConfigError` or `OutOfMemory`.
     """
     collectives = SharedCollectives(links)
     config, stores = agree(collectives, config, model, store=store)
     if store and not stores:
         print("weft: no SSD tier: not every rank has one; serving goes on without it", file=sys.stderr, flush=True)
-    return LeadingRunner(CpuRunner(spec, weights, config, collectives), links, collectives, stores=stores)
+    runner = rank_runner(links, spec, weights, options, config, collectives, progress, compiling)
+    return LeadingRunner(runner, links, collectives, stores=stores)
 
 
 class LeadingRunner:

@@ -137,6 +137,8 @@ class Links:
         self.doorbells = {r: Bell(fd, lost) for r, fd in enumerate(shared.doorbells) if fd >= 0}
         self.check: Callable[[], None] = lambda: None
         """called while another rank is waited for; raises `RankLost` when one has ended"""
+        self.on_lost: Callable[[], None] = lambda: None
+        """called on a thread, once, when a rank has ended"""
         self.moved: Callable[[], None] = lambda: None
         """called with every exchange, and while one is waited for: a sign of life"""
 

@@ -15,6 +15,7 @@ import traceback
 from weft.engine.config import EngineConfig
 from weft.engine.errors import WeftError
 from weft.engine.ranks.links import Descriptors, Links
+from weft.engine.runner.compile_job import use_cache
 from weft.engine.wire.beat import Beats, RankBeat
 from weft.engine.wire.child import settle, write_stacks_to
 from weft.engine.wire.log_sink import install, last_lines
@@ -28,6 +29,7 @@ def _end_with_stdin() -> None:
 
 def _serve(config: EngineConfig, links: Links, beat: RankBeat, start_timeout: float) -> None:
     beat.stage(start_timeout)
+    use_cache(config)
     import torch
 
     from weft.engine.memory.model_id import model_id
@@ -35,9 +37,9 @@ def _serve(config: EngineConfig, links: Links, beat: RankBeat, start_timeout: fl
     from weft.engine.model.directory import read_spec
     from weft.engine.model.weights import load_weights
     from weft.engine.ranks.follower import Follower
+    from weft.engine.ranks.runners import rank_runner
     from weft.engine.ranks.scans import agree
     from weft.engine.ranks.shared_collectives import SharedCollectives
-    from weft.engine.runner.cpu_runner import CpuRunner
     from weft.engine.runner.resolve import resolve
 
     spec = read_spec(config.model_path).shard(links.rank, links.ranks)
@@ -60,7 +62,7 @@ def _serve(config: EngineConfig, links: Links, beat: RankBeat, start_timeout: fl
     if file is not None and not stores:
         file.close()
         file = None
-    runner = CpuRunner(spec, weights, resolved, collectives)
+    runner = rank_runner(links, spec, weights, config, resolved, collectives)
     links.moved = beat
     Follower(links, runner, collectives, file, resolved.cpu_threads).run(beat)
 

@@ -32,7 +32,7 @@ SOURCES = (HERE, HERE.parent / "plans", HERE.parent / "model", HERE.parents[1] /
 """whose code decides which kernels there are"""
 MATTERS = {
     "device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "attention_backend",
-    "batch_invariant", "tuning_seconds", "plan", "model_impl", "trust_remote_code",
+    "batch_invariant", "tuning_seconds", "plan", "model_impl", "trust_remote_code", "tensor_parallel_size",
 }  # fmt: skip
 """options that decide it too"""
 DRIVER = Path("/proc/driver/nvidia/gpus")

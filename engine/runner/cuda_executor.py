@@ -7,6 +7,7 @@ a captured run serves every iteration of its token bucket.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,17 +16,19 @@ from torch import Tensor
 
 from weft.engine.errors import ConfigError
 from weft.engine.model.layer_weights import ProductWeights
-from weft.engine.model.operations import Operation
+from weft.engine.model.operations import ALL_REDUCE, Operation
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import TOKEN_STEP, Edge, NanoOperation
+from weft.engine.runner.collectives import DeviceCollectives, Graph
 from weft.engine.runner.cuda_experts import ExpertLayers
 from weft.engine.runner.cuda_inputs import DeviceInputs
 from weft.engine.runner.launchers import launchers_of
-from weft.kernels import reference, resident
+from weft.kernels import reference, resident, sampling_shards
 from weft.kernels.attention import AttentionBackend
 from weft.kernels.attention_triton import TritonStep
+from weft.kernels.collectives import embed_part
 from weft.kernels.decode_workspace import decode_workspace
 from weft.kernels.dependent_launch import dependent_launch
 from weft.kernels.embedding import embed, final_norm
@@ -43,7 +46,7 @@ from weft.kernels.projections import (
     residual_project,
     sumsq_buffer,
 )
-from weft.kernels.rows import row_sumsq
+from weft.kernels.rows import add_normed, row_sumsq
 from weft.kernels.sampler import sample, sample_scratch
 
 
@@ -93,8 +96,11 @@ class CudaExecutor:
         attention: AttentionBackend[Any],
         *,
         invariant: bool = False,
+        collectives: DeviceCollectives | None = None,
     ) -> None:
+        """collectives: of a rank of several; its products then leave partial sums."""
         self.spec, self.weights, self.inputs = spec, weights, inputs
+        self._collectives = collectives
         self.attention, self.invariant = attention, invariant
         self._launchers = launchers_of(spec, TABLE, "a GPU")
         heads_normed = weights.layers[0]["qkv"].q_norm is not None
@@ -112,16 +118,38 @@ class CudaExecutor:
 
         self.last_token = buffer(s, kind=torch.int64)
         """[slots] the token that each slot's request sampled last"""
-        self.x = buffer(t, spec.hidden_size)
+
+        def shared(*shape: int) -> Tensor:
+            """What other ranks reach, where there are any."""
+            return buffer(*shape) if collectives is None else collectives.take(shape, dtype)
+
+        self.x = shared(t, spec.hidden_size)
         """[T, H] the residual stream; after a run, that of the last layer"""
         # rows of whole 16 bytes, which the copy engine asks for
-        self.logits = buffer(s, -(-spec.vocab_size // 4) * 4, kind=torch.float32)[:, : spec.vocab_size]
+        vocabulary = len(spec.vocabulary)
+        self.logits = buffer(s, -(-vocabulary // 4) * 4, kind=torch.float32)[:, :vocabulary]
         self.sampled = buffer(2, s, kind=torch.int64)
         """[2, rows] what `sample` drew, and 1 for rows whose logits were no numbers"""
         self.tokens, self._bad = self.sampled
         self._candidates = sample_scratch(s, device)
         self._ids = buffer(t, kind=torch.int32)
+        self._rows_in_order = torch.arange(t, dtype=torch.int32, device=device)
         self._sumsq = sumsq_buffer(spec.hidden_size, t, device)
+        self._partials: list[Tensor] = []
+        """[T, H] each: what this rank's products shall add to the stream, until ranks add up theirs; they take turns"""
+        self._summed: Tensor | None = None
+        """[T, H] a sum of all ranks that something else follows"""
+        if collectives is not None:
+            # each rank adds up the squares of its part of a row
+            self._sumsq = collectives.take((max(len(self._sumsq), collectives.ranks), t), torch.float32)
+            self._partials = [shared(t, spec.hidden_size) for _ in range(2)]
+            self._summed = shared(t, spec.hidden_size)
+            self._other_sums = sumsq_buffer(spec.hidden_size, t, device)
+        self._turn = 0
+        self._open = False
+        """the partial sums whose turn it is have something in them"""
+        self._post_norm: Tensor | None = None
+        """behind the product that left them"""
         self._activations = {
             "x": self.x,
             "q": buffer(t, spec.num_heads, spec.head_dim),
@@ -136,7 +164,7 @@ class CudaExecutor:
             name: buffer(t, width) if needed else None
             for name, width, needed in (
                 ("qkv", spec.qkv_size, not self._fuses_heads(weights)),
-                ("residual", spec.hidden_size, spec.placement.behind),
+                ("residual", spec.hidden_size, spec.placement.behind and collectives is None),
             )
         }
         """what a product leaves for a pass over its rows, where one follows"""
@@ -180,8 +208,13 @@ class CudaExecutor:
 
     def forward(self, pipeline: Pipeline, kv: Tensor, num_rows: int) -> None:
         """From the slab to `logits[:num_rows]` of the rows that sample."""
-        self._embed(pipeline)
-        self._head(self.layers(pipeline, kv), pipeline, num_rows)
+        with self._inside(Graph.MODEL):
+            self._embed(pipeline)
+            self._head(self.layers(pipeline, kv), pipeline, num_rows)
+
+    def _inside(self, graph: Graph) -> AbstractContextManager[None]:
+        """Around all launches of a graph."""
+        return nullcontext() if self._collectives is None else self._collectives.inside(graph)
 
     def touch(self, pipeline: Pipeline, kv: Tensor, num_rows: int) -> None:
         """Every kernel of such a run once, one behind the other: loaded, and compiled if need be. Computes nothing."""
@@ -190,28 +223,56 @@ class CudaExecutor:
 
     def touches(self, pipeline: Pipeline, kv: Tensor, num_rows: int) -> Iterator[Callable[[], None]]:
         """The launches of `touch`, in this order. Each computes nothing as long as the inputs are of no tokens."""
-        yield partial(self._embed, pipeline)
-        # the second layer reads sums of squares that the first one wrote
-        parts = _one_part(pipeline)
+        with self._inside(Graph.MODEL):
+            yield partial(self._embed, pipeline)
+            # the second layer reads sums of squares that the first one wrote
+            parts = _one_part(pipeline)
 
-        def launch_one(layer: int, i: int) -> None:
-            with dependent_launch(len(pipeline.lanes) == 1):
-                launch = self._launch_of(pipeline, i, layer, kv, parts)
-                self._launchers[launch.operation.name](self, launch)
+            def launch_one(layer: int, i: int) -> None:
+                with dependent_launch(len(pipeline.lanes) == 1):
+                    launch = self._launch_of(pipeline, i, layer, kv, parts)
+                    self._launchers[launch.operation.name](self, launch)
 
-        for layer, i in pipeline.unrolled(num_layers=2 if pipeline.alike else None):
-            yield partial(launch_one, layer, i)
-        yield partial(self._head, parts, pipeline, num_rows)
+            for layer, i in pipeline.unrolled(num_layers=2 if pipeline.alike else None):
+                yield partial(launch_one, layer, i)
+            yield partial(self._head, parts, pipeline, num_rows)
 
     def sample(self, num_rows: int) -> None:
-        """A token for each of the first rows of `logits` into `tokens`; the slots' requests keep it as their last."""
+        """A token for each of the first rows of `logits` into `tokens`; the slots' requests keep it as their last.
+
+        Where each rank has a part of the logits, the best token, whatever was asked: see `keep`.
+        """
         tokens = self.tokens[:num_rows]
-        sample(
-            self.logits[:num_rows], **self.inputs.sampler_arguments(num_rows), out=tokens, bad=self._bad[:num_rows],
-            scratch=self._candidates[:num_rows],
+        if self._collectives is not None:
+            with self._inside(Graph.SAMPLE):
+                best = sampling_shards.best_of(self.logits[:num_rows], self._shard)
+            tokens.copy_(best.token)
+            self._bad[:num_rows].copy_(~best.value.isfinite())
+        else:
+            sample(
+                self.logits[:num_rows], **self.inputs.sampler_arguments(num_rows), out=tokens,
+                bad=self._bad[:num_rows], scratch=self._candidates[:num_rows],
+            )  # fmt: skip
+        self._remember(num_rows)
+
+    def keep(self, tokens: Tensor, bad: Tensor) -> None:
+        """As `sample`, of rows that were sampled elsewhere: tokens `[S]` int64; rows without numbers `[S]` bool."""
+        rows = len(tokens)
+        self.tokens[:rows].copy_(tokens)
+        self._bad[:rows].copy_(bad)
+        if rows:
+            self._remember(rows)
+
+    def _remember(self, rows: int) -> None:
+        slots = self.inputs.column["slots"][:rows]
+        resident.remember(self.tokens[:rows], slots, self.inputs.count["sampled"], self.last_token)
+
+    @property
+    def _shard(self) -> sampling_shards.Shard:
+        assert self._collectives is not None
+        return sampling_shards.Shard(
+            self.spec.vocabulary.start, self._collectives.rank, self._collectives.all_gather
         )  # fmt: skip
-        slots = self.inputs.column["slots"][:num_rows]
-        resident.remember(tokens, slots, self.inputs.count["sampled"], self.last_token)
 
     def _embed(self, pipeline: Pipeline) -> None:
         column, count, tokens = self.inputs.column, self.inputs.count, pipeline.tokens
@@ -220,8 +281,19 @@ class CudaExecutor:
             column["token_ids"], column["token_slots"], self.last_token, self.inputs.page_table, column["update_at"],
             column["update_page"], count["updates"], out=ids,
         )  # fmt: skip
+        table = self.weights.embedding
+        if self._collectives is not None:
+            assert self._summed is not None
+            self._turn, self._open = 0, False
+            part, table = self._partials[0][:tokens], self._summed[:tokens]
+            embed_part(ids, self.weights.embedding, self.spec.vocabulary.start, out=part)
+            self._collectives.reduce(
+                part, table, self._sumsq[:, :tokens], live=count["tokens"], add=False, num_sms=self.num_sms
+            )
+            self._turn = 1
+            ids = self._rows_in_order[:tokens]
         embed(
-            ids, self.weights.embedding, scale=self.spec.embedding_scale, places=self.weights.places,
+            ids, table, scale=self.spec.embedding_scale, places=self.weights.places,
             positions=column["positions"], centred=self.spec.norm.centred, out=self.x[:tokens],
             sumsq=self._sumsq[:, :tokens],
         )  # fmt: skip
@@ -324,6 +396,9 @@ class CudaExecutor:
         )  # fmt: skip
 
     def _residual(self, it: Launch) -> None:
+        if self._collectives is not None:
+            self._leave_partial(it)
+            return
         own, w, norm = it.tokens, it.product, self.spec.norm
         x = self._activations[it.operation.target][own]
         _, sums = residual_project(
@@ -335,6 +410,36 @@ class CudaExecutor:
             # the parts follow the tiles of the product, and these the token count
             sums = row_sumsq(x, out=self._sumsq[:1, own])
         it.parts[it.blocks] = [sums.shape[0]] * len(it.parts[it.blocks])
+
+    def _leave_partial(self, it: Launch) -> None:
+        """A product whose sum over all ranks goes to the stream."""
+        source, w = self._activations[it.operation.source][it.tokens], it.product
+        part = self._partials[self._turn][it.tokens]
+        if self._open:
+            residual_project(
+                source, w.weight, part, out=part, sumsq=self._other_sums[:, it.tokens], bias=w.bias,
+                **self._common(it),
+            )  # fmt: skip
+        else:
+            linear_project(source, None, w.weight, self.spec.norm.eps, bias=w.bias, out=part, **self._common(it))
+        self._open, self._post_norm = True, w.post_norm
+
+    def _all_reduce(self, it: Launch) -> None:
+        assert self._collectives is not None
+        assert self._summed is not None
+        own, norm, post_norm = it.tokens, self.spec.norm, self._post_norm
+        x, sumsq, part = self.x[own], self._sumsq[:, own], self._partials[self._turn][own]
+        options: dict[str, Any] = {"live": self._live(it), "num_sms": it.nano.sms}
+        if post_norm is None:
+            sums = self._collectives.reduce(part, x, sumsq, add=True, **options)
+        else:
+            total, sums = self._summed[own], sumsq[:1]
+            self._collectives.reduce(part, total, sumsq, add=False, **options)
+            add_normed(x, total, post_norm, norm.eps, sumsq=sumsq)
+        if norm.centred:
+            sums = row_sumsq(x, out=sumsq[:1], centred=True)
+        it.parts[it.blocks] = [sums.shape[0]] * len(it.parts[it.blocks])
+        self._turn, self._open = 1 - self._turn, False
 
     def _gate_up(self, it: Launch) -> None:
         gate_up_project(
@@ -366,6 +471,15 @@ class CudaExecutor:
     def _experts_residual(self, it: Launch) -> None:
         assert self.expert_layers is not None
         own = it.tokens
+        if self._collectives is not None:
+            part = self._partials[self._turn][own]
+            if not self._open:
+                part.zero_()
+            self.expert_layers.residual(
+                it.product, part, self._other_sums[:, own], it.nano, self._live(it), it.pipeline
+            )
+            self._open, self._post_norm = True, it.product.post_norm
+            return
         sums = self.expert_layers.residual(
             it.product, self.x[own], self._sumsq[:, own], it.nano, self._live(it), it.pipeline
         )
@@ -422,4 +536,5 @@ TABLE: Mapping[str, Callable[[CudaExecutor, Launch], None]] = {
     "router": CudaExecutor._router,
     "experts_gate_up": CudaExecutor._experts_gate_up,
     "experts_residual": CudaExecutor._experts_residual,
+    ALL_REDUCE: CudaExecutor._all_reduce,
 }

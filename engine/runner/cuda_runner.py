@@ -7,6 +7,7 @@ batches that ask for them, logit biases, penalties and log-probabilities. A requ
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,6 +24,7 @@ from weft.engine.model.weights import Weights
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.progress import Progress
 from weft.engine.runner.batch import Batch, PromptLogprobs, StepResult
+from weft.engine.runner.collectives import Several
 from weft.engine.runner.compile_job import CompileJob
 from weft.engine.runner.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda_inputs import INVARIANT_PART_TOKENS, device_inputs
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 
 RESERVE_BYTES = GIB
 """left free beside the KV pool: graphs, and the workspaces of batches with penalties or log-probabilities"""
+LOOK_SECONDS = 2e-5
+"""between looks at an iteration that waits for other ranks: who waits for the device itself hears of nothing else"""
 PIPELINE_BYTES = 64 << 20
 """left free beside that for each pipeline whose kernels are loaded once the pool is there"""
 
@@ -59,8 +63,13 @@ class _Graphs(NamedTuple):
 class CudaInFlight:
     """An iteration on the GPU's stream: an event and the pinned buffers that its results arrive in."""
 
-    def __init__(self, batch: Batch, before: torch.cuda.Event | None, nano_batches: int, num_slots: int) -> None:
+    def __init__(
+        self, batch: Batch, before: torch.cuda.Event | None, nano_batches: int, num_slots: int,
+        check: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        """check: of a rank of several, see `Several`."""
         self.batch = batch
+        self._check = check
         self.nano_batches = nano_batches
         self.sampled = torch.empty(2, num_slots, dtype=torch.int64, pin_memory=True)
         """tokens, and 1 for rows whose logits were no numbers; the first rows are the batch's"""
@@ -71,10 +80,20 @@ class CudaInFlight:
         self.end = torch.cuda.Event(enable_timing=True)
         self._before = before
 
-    def ends_within(self, _seconds: float) -> bool:
-        return True  # asking again and again would take a core and the interpreter's lock
+    def ends_within(self, seconds: float) -> bool:
+        if self._check is None:
+            return True  # asking again and again would take a core and the interpreter's lock
+        end = time.monotonic() + seconds
+        while not self.end.query():
+            self._check()
+            if time.monotonic() > end:
+                return False
+            time.sleep(LOOK_SECONDS)
+        return True
 
     def wait(self) -> StepResult:
+        while self._check is not None and not self.ends_within(1.0):
+            pass
         self.end.synchronize()
         tokens, bad = self.sampled[:, : len(self.batch.sampled_rows)].numpy()
         return StepResult(
@@ -100,9 +119,13 @@ class CudaRunner:
         config: ResolvedConfig,
         progress: Progress | None = None,
         compiling: CompileJob | None = None,
+        several: Several | None = None,
     ) -> None:
-        """compiling: where the kernels of pipelines come from that are not waited for; None: they are in the cache."""
+        """compiling: where the kernels of pipelines come from that are not waited for; None: they are in the cache.
+        several: of a rank of several; all of them do this at once, and launch the same iterations in the same order.
+        """
         self.spec, self.weights, self.config = spec, weights, config
+        self._several = several
         report = progress or _no_progress
         device = config.device
         self._device = device
@@ -119,7 +142,9 @@ class CudaRunner:
             """why the model runs as ordinary launches; "" where it is captured"""
             self._executor = self._make_executor(here.sms)
             self._last_end: torch.cuda.Event | None = None
-            self._sampling = Sampling(device, config.max_num_seqs, spec.vocabulary)
+            self._sampling = Sampling(
+                device, config.max_num_seqs, spec.vocabulary, None if several is None else several.device
+            )
             # A pool of two pages serves the warm-up, which loads every kernel; what is left then is measured.
             self.kv = self._allocate(2)
             behind = [] if config.wait_for_plan else self._pipelines.planned
@@ -159,8 +184,9 @@ class CudaRunner:
                 config.attention, shape, batch_invariant=config.batch_invariant
             )
         return CudaExecutor(
-            spec, weights, self._inputs, config.compute_dtype, attention, invariant=config.batch_invariant
-        )
+            spec, weights, self._inputs, config.compute_dtype, attention, invariant=config.batch_invariant,
+            collectives=None if self._several is None else self._several.device,
+        )  # fmt: skip
 
     @property
     def num_pages(self) -> int:
@@ -189,6 +215,8 @@ class CudaRunner:
         room = int(total * config.gpu_memory_utilization) - (total - free) - self._reserve
         # Pages that the running requests could never fill are of use as prefix cache alone; they are kept all the same.
         pages = config.num_pages or room // page_bytes
+        if self._several is not None:  # a page has a part on every rank
+            room, free, pages = self._several.host.all_gather(torch.tensor([room, free, pages])).amin(0).tolist()
         if pages < 2 or pages * page_bytes > free:
             raise OutOfMemory(
                 f"after weights and buffers {max(room, 0) / GIB:.1f} GiB are left for KV pages of "
@@ -277,7 +305,8 @@ class CudaRunner:
         graphs, s, logits = self._graphs[id(pipeline)], batch.sampling, self._executor.logits
         tokens = self._executor.tokens
         with torch.cuda.stream(self.stream), torch.inference_mode():
-            in_flight = CudaInFlight(batch, self._last_end, len(pipeline.nano_batches), len(tokens))
+            check = None if self._several is None else self._several.check
+            in_flight = CudaInFlight(batch, self._last_end, len(pipeline.nano_batches), len(tokens), check)
             in_flight.begin.record()
             assigned = self._inputs.send(
                 batch, pipeline, num_kv_heads=self.spec.num_kv_heads, group=self.spec.heads_per_kv, per_sm=PER_SM,
@@ -297,7 +326,10 @@ class CudaRunner:
                 (in_flight.pooled,) = self._sampling.down([states])
             raw = self._sampling.asked(logits, s)
             self._sampling.adjust(logits, batch)
-            graphs.sample.replay()
+            if self._several is not None and s.columns["temperature"].any():
+                self._executor.keep(*self._sampling.draw(logits[: len(s.slots)], s))
+            else:
+                graphs.sample.replay()
             self._sampling.count(tokens, s)
             in_flight.sampled.copy_(self._executor.sampled, non_blocking=True)
             in_flight.scores = self._sampling.scores(tokens, s, raw)

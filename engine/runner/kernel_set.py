@@ -18,6 +18,7 @@ from weft.engine.model.weights import load_weights
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.runner.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda_inputs import device_inputs
+from weft.engine.runner.peer_collectives import Imagined, PeerCollectives, Sizes
 from weft.engine.runner.pipelines import Pipelines
 from weft.engine.runner.products import tuning_launches
 from weft.engine.runner.resolve import ResolvedConfig, resolve
@@ -42,6 +43,7 @@ def kernel_parts(config: EngineConfig, gpu: Gpu) -> list[list[Kernel]]:
     spec, _ = choose_spec(config)
     if not spec.native:
         return []
+    spec = spec.shard(0, config.tensor_parallel_size)
     with compiling_for(gpu), torch.inference_mode():
         resolved = resolve(config, spec)
         if resolved.attention != "triton":
@@ -58,9 +60,14 @@ def _parts(spec: ModelSpec, config: ResolvedConfig, gpu: Gpu) -> list[list[Kerne
         spec, Path(), device=config.device, dtype=config.weight_dtype, max_positions=config.max_model_len, dummy_seed=0
     )
     pipelines = Pipelines(spec, config.max_num_batched_tokens, gpu.sms, config.plan)
+    collectives = None
+    if (ranks := spec.shard_of.ranks) > 1:
+        sizes = Sizes(spec, config.max_num_batched_tokens, config.max_num_seqs, config.compute_dtype)
+        collectives = PeerCollectives(Imagined(sizes.total, ranks), 0, ranks, sizes)
     executor = CudaExecutor(
         spec, weights, device_inputs(spec, config, pipelines.nano_batches), config.compute_dtype,
         TritonAttention(config.attention_shape(spec), gpu.sms), invariant=config.batch_invariant,
+        collectives=collectives,
     )  # fmt: skip
     kv = torch.empty(config.kv.shape(2), dtype=config.kv.dtype, device=config.device)
 

@@ -15,6 +15,7 @@ from weft.engine.model.broad.spec import BroadSpec
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.progress import Progress
+from weft.engine.runner.collectives import Several
 from weft.engine.runner.compile_job import CompileJob, is_compiled
 from weft.engine.runner.products import prepare_products
 from weft.engine.runner.resolve import ResolvedConfig
@@ -40,10 +41,12 @@ def make_runner(
     config: ResolvedConfig,
     progress: Progress | None = None,
     compiling: CompileJob | None = None,
+    several: Several | None = None,
 ) -> Runner:
     """The runner for the configuration's device, its KV pool allocated. Raises `OutOfMemory`.
 
     options: what `config` was resolved from. compiling: a job begun for them; it ends here or belongs to the runner.
+    several: of a rank of several, on a GPU; the first one tunes and compiles, the others find what it found.
     """
     if config.device.type == "cuda":
         try:
@@ -54,16 +57,21 @@ def make_runner(
             raise ConfigError(f"a GPU needs Triton: {install_hint('gpu')}, or use --device cpu") from None
         if isinstance(spec, BroadSpec):
             return _tested(spec, weights, config, CudaRunner(spec, weights, config, progress))
-        prepare_products(
-            spec, config.device, config.max_num_batched_tokens, config.cache_dir, config.tuning_seconds, progress
-        )
-        compiling = CompileJob.renewed(compiling, options)  # tiles that were just found are other kernels
+        if first := several is None or several.host.rank == 0:
+            prepare_products(
+                spec, config.device, config.max_num_batched_tokens, config.cache_dir, config.tuning_seconds, progress
+            )
+            compiling = CompileJob.renewed(compiling, options)  # tiles that were just found are other kernels
         try:
             if compiling is not None:
                 compiling.wait(progress)
             elif not is_compiled(options):  # nobody compiles apart here
                 config = replace(config, wait_for_plan=True)
-            return CudaRunner(spec, weights, config, progress, compiling)
+            if several is not None:
+                several.host.all_gather(torch.tensor([1]))
+            if not first:
+                prepare_products(spec, config.device, config.max_num_batched_tokens, config.cache_dir, 0.0)
+            return CudaRunner(spec, weights, config, progress, compiling, several)
         except BaseException:
             if compiling is not None:
                 compiling.stop()
@@ -77,8 +85,6 @@ def make_runner(
 
 def _tested(spec: BroadSpec, weights: Weights | BroadModule, config: ResolvedConfig, runner: CudaRunner) -> CudaRunner:
     """The runner, if what it computes is right. Raises `ModelError`."""
-    import torch
-
     from weft.engine.model.broad.module import BroadModule
     from weft.engine.runner.self_test import pages_needed, self_test
 

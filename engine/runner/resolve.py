@@ -101,10 +101,6 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         raise ConfigError("--device cuda: no CUDA device is visible; use --device cpu")
     cuda = config.device != "cpu" and here is not None
     ranks, sharers = spec.shard_of.ranks, config.share.sharers
-    if cuda and ranks > 1:
-        raise ConfigError(
-            f"--tensor-parallel-size {ranks}: a model is not spread over GPUs yet; leave it out, or use --device cpu"
-        )
     if cuda and sharers > 1:
         raise ConfigError(
             f"{sharers} engines on one GPU would each need their own copy of the weights, which weft does not "
@@ -152,9 +148,10 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         kv = KvLayout.of(spec, config.page_size, pages_dtype)
         shapes = [_attention_shape(spec, kv, dtype, device, max_model_len)]
     (backend,) = {_attention(config, shape) for shape in shapes}
-    if not cuda or not spec.native:
+    planned = cuda and spec.native and ranks == 1
+    if not planned:
         _check_plan(config)
-    plan = _plan(config, spec, device, dtype, backend) if cuda and spec.native else None
+    plan = _plan(config, spec, device, dtype, backend) if planned else None
     dense = plan.dense_batch if plan is not None else 0
     max_num_batched_tokens = config.max_num_batched_tokens or dense or (2048 if cuda else 512)
     if config.batch_invariant and max_num_batched_tokens < INVARIANT_CHUNK:
@@ -162,10 +159,11 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     if cuda and spec.native:
         _check_kernels(spec)
     weight_bytes = spec.weight_bytes(dtype.itemsize)
-    if device.type != "meta" and sharers * ranks * weight_bytes > 0.9 * memory_bytes(device):
+    here_bytes = weight_bytes * (1 if cuda else ranks)  # ranks of a CPU share its memory
+    if device.type != "meta" and sharers * here_bytes > 0.9 * memory_bytes(device):
         times = f" for each of {sharers} engines" if sharers > 1 else ""
         raise OutOfMemory(
-            f"the weights need {ranks * weight_bytes / GIB:.1f} GiB in {str(dtype).removeprefix('torch.')}{times}, "
+            f"the weights need {here_bytes / GIB:.1f} GiB in {str(dtype).removeprefix('torch.')}{times}, "
             f"the {'GPU' if cuda else 'machine'} has {memory_bytes(device) / GIB:.1f} GiB: "
             "use a smaller model or --dtype bfloat16"
         )
@@ -227,7 +225,7 @@ def _check_plan(config: EngineConfig) -> None:
     """A CPU runs no plan, nor does transformers' code; one that is named must still be one. Raises `ConfigError`."""
     if config.plan not in ("auto", "serial"):
         load_plan(Path(config.plan).expanduser())
-        log.warning("the plan %s is not used: plans are for GPUs and weft's own layers", config.plan)
+        log.warning("the plan %s is not used: plans are for one GPU and weft's own layers", config.plan)
 
 
 def _plan(config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype, backend: str) -> Plan | None:
@@ -288,6 +286,7 @@ def _beyond_gpu(spec: ModelSpec) -> dict[str, bool]:
     return {
         f"experts with norms placed {spec.placement.value}": e is not None and spec.placement is not Placement.PRE,
         "experts with LayerNorm": e is not None and spec.norm.centred,
+        "norm over all heads on several ranks": spec.qk_norm == "projection" and spec.shard_of.ranks > 1,
         f"activation {spec.activation} of experts": e is not None and spec.activation not in EXPERT_ACTIVATIONS,
         "activation swiglu_oai outside experts": spec.activation == "swiglu_oai" and not _experts_alone(spec),
     }

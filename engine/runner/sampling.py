@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.engine.runner.batch import PROMPT_LOGPROB_ROWS, Batch, CountReset, Logprobs, PromptLogprobs, SamplingInputs
-from weft.engine.runner.collectives import Alone, Collectives
+from weft.engine.runner.collectives import Alone, Collectives, DeviceCollectives
 from weft.kernels import sampling, sampling_shards
 
 
@@ -44,7 +44,11 @@ class Sampling:
     """
 
     def __init__(
-        self, device: torch.device, num_slots: int, vocabulary: range, collectives: Collectives | None = None
+        self,
+        device: torch.device,
+        num_slots: int,
+        vocabulary: range,
+        collectives: Collectives | DeviceCollectives | None = None,
     ) -> None:
         """`vocabulary`: the ids of the columns of the logits."""
         collectives = collectives or Alone()

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 PRIMITIVE_CACHES = {"LRU_CACHE_CAPACITY": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 """On a CPU ideep and oneDNN keep a compiled primitive for each shape they have met, a thousand each if let: hundreds of
@@ -29,6 +30,14 @@ def environment() -> dict[str, str]:
     """Of the engine process: this one's, and what bounds its memory."""
     own = {name: value for name, value in os.environ.items() if name not in SYSTEMD}
     return {**PRIMITIVE_CACHES, **own, "PYTHONUNBUFFERED": "1"}
+
+
+def gpus() -> list[str]:
+    """The GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` names them. Asks no driver."""
+    named = os.environ.get(VISIBLE)
+    if named is not None:
+        return [name.strip() for name in named.split(",") if name.strip()]
+    return [str(i) for i, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
 
 
 class Blank:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from weft.engine.errors import ConfigError, WeftError
 from weft.engine.wire.beat import Beats, Watch
+from weft.engine.wire.blank import gpus
 from weft.engine.wire.cores import nodes_here
 from weft.engine.wire.spawn import EngineProcess
 from weft.server.config import ServeConfig
@@ -35,7 +36,7 @@ from weft.server.daemon.control import (
 )
 from weft.server.daemon.engine_keeper import STOP_SECONDS, EngineKeeper
 from weft.server.daemon.front import Front
-from weft.server.daemon.placement import described, gpus, place
+from weft.server.daemon.placement import described, place
 from weft.server.daemon.restarts import Restarts
 from weft.server.daemon.rollout import Rollout
 from weft.server.daemon.signals import handle, own_stacks

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from weft.engine.config import EngineConfig, Share
 from weft.engine.errors import ConfigError
-from weft.engine.wire.blank import VISIBLE
 from weft.engine.wire.cores import shares
 from weft.server.config import ServeConfig
-
-
-def gpus() -> list[str]:
-    """The GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` names them. Asks no driver."""
-    named = os.environ.get(VISIBLE)
-    if named is not None:
-        return [name.strip() for name in named.split(",") if name.strip()]
-    return [str(i) for i, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
 
 
 def place(config: ServeConfig, gpus: Sequence[str], cpus: set[int], nodes: Mapping[int, int]) -> list[EngineConfig]:

@@ -19,11 +19,9 @@ from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError, ModelError, RankLost
 from weft.engine.memory.ssd_store import StoreFile
-from weft.engine.model.directory import read_spec
-from weft.engine.ranks import batches
+from weft.engine.ranks import batches, group
 from weft.engine.ranks.links import SLOT_BYTES, Descriptors, Links
 from weft.engine.ranks.ring import Kind, RingReader, RingWriter
-from weft.engine.runner import resolve
 from weft.engine.runner.batch import Batch, CountReset, PromptLogprobs, SamplingInputs
 from weft.engine.wire import cores
 from weft.engine.wire.sampling import COLUMNS
@@ -174,11 +172,19 @@ def test_what_cannot_be_is_one_line(model: Path, ranks: int, what: str) -> None:
         Engine(EngineConfig(model=str(model), tensor_parallel_size=ranks))
 
 
-def test_a_gpu_refuses_ranks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = read_spec(model).shard(0, 2)
-    monkeypatch.setattr(resolve, "gpu", lambda: object())
-    with pytest.raises(ConfigError, match="--tensor-parallel-size 2: a model is not spread over GPUs yet"):
-        resolve.resolve(EngineConfig(model=str(model), tensor_parallel_size=2), spec)
+def test_ranks_without_a_gpu_each_are_refused_before_any_starts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "has_gpu", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 2: a rank has a GPU, and there are 1 here"):
+        Engine(EngineConfig(model=str(model), tensor_parallel_size=2))
+
+
+def test_each_rank_sees_its_own_gpu_first(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "has_gpu", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-7,6")
+    sees = [group.sees(EngineConfig(model=str(model), tensor_parallel_size=3), rank) for rank in range(3)]
+    assert [found["CUDA_VISIBLE_DEVICES"] for found in sees] == ["4,GPU-7,6", "GPU-7,6,4", "6,4,GPU-7"]
+    assert group.sees(EngineConfig(model=str(model), tensor_parallel_size=3, device="cpu"), 1) == {}
 
 
 # -- without processes

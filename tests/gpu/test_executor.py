@@ -27,6 +27,7 @@ from weft.engine.model.weights import Weights, load_weights
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import NanoOperation, Period, serial_period
 from weft.engine.runner.batch import Batch
+from weft.engine.runner.collectives import DeviceCollectives
 from weft.engine.runner.cpu_executor import CpuExecutor, CpuInputs
 from weft.engine.runner.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda_inputs import DeviceInputs, Layout
@@ -73,8 +74,12 @@ def streams(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Machine:
     """Two layers with random weights, and one iteration whose last token of every request is sampled."""
 
-    def __init__(self, spec: ModelSpec, load: Load, device: str, *, bucket: int = 0, invariant: bool = False) -> None:
-        """bucket: of the longest period that is run, where that is more than the load's tokens."""
+    def __init__(
+        self, spec: ModelSpec, load: Load, device: str, *, bucket: int = 0, invariant: bool = False,
+        collectives: DeviceCollectives | None = None, whole: ModelSpec | None = None,
+    ) -> None:  # fmt: skip
+        """bucket: of the longest period that is run, where that is more than the load's tokens. whole: what `spec` is
+        a rank's part of."""
         here = gpu()
         assert here is not None
         self.spec, self.load, self.sms, self.device = spec, load, here.sms, device
@@ -90,10 +95,15 @@ class Machine:
             sinks=spec.sinks)  # fmt: skip
         self.weights = weights
         self.executor = CudaExecutor(
-            spec, weights, inputs, dtype, TritonAttention(shape, self.sms), invariant=invariant
+            spec, weights, inputs, dtype, TritonAttention(shape, self.sms), invariant=invariant,
+            collectives=collectives,
         )  # fmt: skip
-        pool = (int(self.batch.page_table.max()) + 1, spec.num_layers, 2, PAGE, spec.num_kv_heads, spec.head_dim)
-        self._kv = torch.randn(pool, device=device).to(dtype)
+        whole = whole or spec
+        pool = (int(self.batch.page_table.max()) + 1, spec.num_layers, 2, PAGE, whole.num_kv_heads, spec.head_dim)
+        first = spec.shard_of.kv_part * spec.num_kv_heads
+        torch.manual_seed(20)
+        kv = torch.randn(pool, device=device)[..., first : first + spec.num_kv_heads, :]
+        self._kv = kv.to(dtype).contiguous()
         self.executor.last_token.copy_(torch.arange(load.tokens) % spec.vocab_size)
 
     def logits(self, period: Period, part_tokens: int = 2048) -> Tensor:

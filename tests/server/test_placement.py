@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from weft.engine.config import Share
 from weft.engine.errors import ConfigError
-from weft.engine.wire.blank import VISIBLE
+from weft.engine.wire.blank import VISIBLE, gpus
 from weft.server.config import ServeConfig
-from weft.server.daemon.placement import described, gpus, place
+from weft.server.daemon.placement import described, place
 
 EIGHT = set(range(8))
 

@@ -1,0 +1,113 @@
+"""Collectives of GPUs and the layers between them: processes that interpret the kernels over memory that they share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():  # which has no memory that a process would just map
+    pytest.skip("GPUs are tried by test_ranks.py", allow_module_level=True)
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
+
+from interpreted import streams_in_order
+from interpreted_rank import ARENA, SUMS, logits, models, partial_sums
+
+from weft.kernels.collectives import part_width
+
+Found = list[dict[str, list[Tensor]]]
+HERE = Path(__file__).parent
+BY_DAY = ("sandwich", "experts")
+
+
+def ranks_of(count: int, folder: Path, *names: str) -> Found:
+    """What each of so many ranks comes to, of these models too."""
+    memory = folder / "memory"
+    with open(memory, "wb") as file:
+        file.truncate(8 * count * ARENA)
+    script, paths = HERE / "interpreted_rank.py", os.pathsep.join(sys.path)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), str(count), memory, folder / f"{rank}", *names],
+            env={**os.environ, "PYTHONPATH": paths},
+        )
+        for rank in range(count)
+    ]
+    try:
+        assert [process.wait(240) for process in processes] == [0] * count
+    finally:
+        for process in processes:
+            process.kill()
+    return [torch.load(folder / f"{rank}") for rank in range(count)]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return ranks_of(2, tmp_path_factory.mktemp("two"), *BY_DAY)
+
+
+def check_sums(found: Found) -> None:
+    ranks = len(found)
+    tokens, hidden = SUMS
+    width = part_width(hidden, ranks)
+    for shots in (1, 2):
+        every = [of_rank[f"sums in {shots}"] for of_rank in found]
+        for launch in range(3):
+            x = partial_sums(0)[1]
+            for _ in range(2):
+                total = torch.zeros(SUMS)
+                for rank in range(ranks):
+                    total += (partial_sums(rank)[0] * (launch + 1)).float()
+                x[: tokens - 2] = (total + x.float()).half()[: tokens - 2]
+            squares = torch.stack([x[:, p * width : (p + 1) * width].float().square().sum(1) for p in range(ranks)])
+            for of_rank in every:
+                got, sumsq = of_rank[2 * launch : 2 * launch + 2]
+                assert torch.equal(got, x)
+                assert torch.equal(sumsq, every[0][2 * launch + 1])
+                torch.testing.assert_close(sumsq[:, : tokens - 2], squares[:, : tokens - 2])
+        for of_rank in every:
+            for gathered in of_rank[6:9]:
+                assert torch.equal(gathered, torch.stack([partial_sums(r)[0].double() for r in range(ranks)]))
+            assert of_rank[9].tolist() == [[100 * r + i for i in range(6)] for r in range(ranks)]
+    for once, twice in zip(*(found[0][f"sums in {shots}"] for shots in (1, 2)), strict=True):
+        assert torch.equal(once, twice), "in how many steps a sum is made must change no bit"
+
+
+def test_sums_are_in_rank_order_and_the_same_bits_on_all_ranks_in_one_step_and_in_two(two: Found) -> None:
+    check_sums(two)
+
+
+@pytest.mark.nightly
+def test_sums_of_three_ranks(tmp_path: Path) -> None:
+    check_sums(ranks_of(3, tmp_path))
+
+
+@pytest.mark.parametrize("name", BY_DAY)
+def test_ranks_give_the_logits_of_one(two: Found, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_logits(two, name, monkeypatch)
+
+
+@pytest.mark.nightly
+def test_ranks_give_the_logits_of_one_with_other_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = sorted(set(models()) - set(BY_DAY))
+    found = ranks_of(2, tmp_path, *others)
+    for name in others:
+        check_logits(found, name, monkeypatch)
+
+
+def check_logits(two: Found, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with streams_in_order(monkeypatch):
+        want = logits(name, None, 0, 1)
+    for step in (0, 2):
+        got = torch.cat([of_rank[name][step] for of_rank in two], 1)
+        assert want[step].std() > 0.01
+        assert float((got - want[step]).norm() / want[step].norm()) < 2e-2
+        for of_rank in two:  # the best of all ranks' logits, and the same everywhere
+            assert torch.equal(of_rank[name][step + 1], got.argmax(1))
