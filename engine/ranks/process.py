@@ -40,6 +40,7 @@ def _serve(config: EngineConfig, links: Links, beat: RankBeat, start_timeout: fl
     from weft.engine.ranks.runners import rank_runner
     from weft.engine.ranks.scans import agree
     from weft.engine.ranks.shared_collectives import SharedCollectives
+    from weft.engine.runner.make import grow_in_place
     from weft.engine.runner.resolve import resolve
 
     spec = read_spec(config.model_path).shard(links.rank, links.ranks)
@@ -47,6 +48,8 @@ def _serve(config: EngineConfig, links: Links, beat: RankBeat, start_timeout: fl
     model = model_id(config, resolved.kv)
     file = open_store(config, resolved.kv, model, spec.shard_of)
     torch.set_num_threads(resolved.cpu_threads)
+    if resolved.device.type == "cuda":
+        grow_in_place()
     weights = load_weights(
         spec,
         config.model_path,

@@ -24,7 +24,7 @@ from weft.kernels.collectives import part_width
 
 Found = list[dict[str, list[Tensor]]]
 HERE = Path(__file__).parent
-BY_DAY = ("sandwich", "experts")
+BY_DAY = ("sandwich",)
 
 
 def ranks_of(count: int, folder: Path, *names: str) -> Found:
