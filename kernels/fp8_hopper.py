@@ -35,6 +35,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from weft.kernels.dependent_launch import pdl_options
 from weft.kernels.fp8 import Fp8Rows, Fp8Weight
+from weft.kernels.fp8_triton import weight_blocks
 from weft.kernels.gemm_hopper import (
     _activate,
     _gate_with,
@@ -146,7 +147,7 @@ def _fast(
 
 @gluon.jit
 def _promoted(
-    a_smem, w_smem, full, empty, sa, stride_sa, sw, stride_sw, rows, live, block_n, blocks_n, count, steps,
+    a_smem, w_smem, full, empty, sa, stride_sa, sw, stride_sw, rows, lane, live, block_n, blocks_n, N, count, steps,
     WG: gl.constexpr, BN: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr, A_BLOCKS: gl.constexpr,
     W_BLOCKS: gl.constexpr,
 ):  # fmt: skip
@@ -162,7 +163,7 @@ def _promoted(
             following = gl.load(sa + at + rows, mask=rows < live, other=1.0)
         mine = scale if A_BLOCKS else gl.full([64], 1.0, gl.float32, layout=gl.SliceLayout(1, HALF))
         second = mine
-        if W_BLOCKS:
+        if W_BLOCKS == 1:
             first_at = sw + block_n.to(gl.int64) * stride_sw + step
             mine = mine * gl.load(first_at)
             second = second * gl.load(first_at + gl.where(block_n + 1 < blocks_n, stride_sw, 0))
@@ -174,11 +175,15 @@ def _promoted(
         part = warpgroup_mma_wait(0, deps=[part])
         if BN == 128:
             mbarrier.arrive(empty.index(stage), count=1)
+        if W_BLOCKS == 2:
+            part = part * gl.load(sw + gl.minimum(block_n * 128 + lane, N - 1) * stride_sw + step)[None, :]
         left = left + part * mine[:, None]
         if BN == 256:
             part = warpgroup_mma(a_mine, w_mine.slice(128, 128).permute((1, 0)), zeros, use_acc=False, is_async=True)
             part = warpgroup_mma_wait(0, deps=[part])
             mbarrier.arrive(empty.index(stage), count=1)
+            if W_BLOCKS == 2:
+                part = part * gl.load(sw + gl.minimum(block_n * 128 + 128 + lane, N - 1) * stride_sw + step)[None, :]
             right = right + part * second[:, None]
         scale = following
         count += 1
@@ -193,7 +198,7 @@ def _finished(y, row_scale, sw, bias, col, N, W_BLOCKS: gl.constexpr, NORMED: gl
               HALF: gl.constexpr):  # fmt: skip
     """Columns `col ..` of a product with their channels' scales, the norm's factor of each row, and their bias."""
     at = col + gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, HALF))
-    if not W_BLOCKS:
+    if W_BLOCKS == 0:
         y = y * gl.load(sw + at, mask=at < N, other=0.0)[None, :]
     if NORMED:
         y = y * row_scale[:, None]
@@ -208,7 +213,7 @@ def _leave_quantized(z, q_smem, q_desc, q_scale, stride_q, row0, col, rows, live
     scale, inverse = _power_of_two(gl.max(gl.abs(z), axis=1))
     gl.store(q_scale + (col // 128).to(gl.int64) * stride_q + rows, scale, mask=(rows < live) & (col < N))
     q = (z * inverse[:, None]).to(gl.float8e4nv)
-    tma.store_wait(0)
+    tma.store_wait(1)  # the block before has left `q_smem`; the tile that was stored since may be on its way
     q_smem.store(q)
     fence_async_shared()
     store_tile(q_desc, [row0, col], q_smem)
@@ -279,8 +284,8 @@ def _consume(
             scale = _row_scale(sumsq, rows, live, stride_sumsq, K, eps, PARTS)
         if WAY == "promoted":
             left, right, count = _promoted(
-                a_smem, w_smem, full, empty, sa, stride_sa, sw, stride_sw, rows, live, tile_n * PIECES,
-                gl.cdiv(N, 128), count, steps, WG, BN, HALF, STAGES, A_BLOCKS, W_BLOCKS,
+                a_smem, w_smem, full, empty, sa, stride_sa, sw, stride_sw, rows, lane, live, tile_n * PIECES,
+                gl.cdiv(N, 128), N, count, steps, WG, BN, HALF, STAGES, A_BLOCKS, W_BLOCKS,
             )  # fmt: skip
         else:
             wide_rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
@@ -464,6 +469,6 @@ def launch_product(
         STAGES=stages_of(kind, features), GROUP=group, HAS_BIAS=fields.get("bias") is not None,
         HAS_NORM=fields.get("q_norm") is not None, HAS_COUNT=num_tokens is not None,
         QUANTIZED=quantized is not None, WEIGHTED=fields.get("next_norm") is not None,
-        KV8=kv is not None and kv.element_size() == 1, A_BLOCKS=a.scale.shape[0] > 1, W_BLOCKS=weight.blocked,
+        KV8=kv is not None and kv.element_size() == 1, A_BLOCKS=a.scale.shape[0] > 1, W_BLOCKS=weight_blocks(weight),
         DTYPE={torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype], num_warps=4, **pdl_options(),
     )  # fmt: skip

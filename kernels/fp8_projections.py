@@ -63,7 +63,8 @@ def check_operands(a: Fp8Rows, weight: Fp8Weight) -> None:
     blocks = -(-k // BLOCK)
     if a.scale.shape[0] not in (1, blocks) or a.scale.shape[1] < m or a.scale.stride(1) != 1:
         raise ValueError(f"scales of activations must be [{blocks}, {m}] or [1, {m}], not {tuple(a.scale.shape)}")
-    if tuple(weight.scale.shape) not in ((n,), (-(-n // BLOCK), blocks)) or not weight.scale.is_contiguous():
+    shapes = ((n,), (-(-n // BLOCK), blocks), (n, blocks))
+    if tuple(weight.scale.shape) not in shapes or not weight.scale.is_contiguous():
         raise ValueError(f"scales of weights must be [{n}] or of blocks of 128 x 128, not {tuple(weight.scale.shape)}")
 
 
@@ -75,6 +76,8 @@ def _product(
     check_operands(a, weight)
     (m, k), n = a.values.shape, weight.values.shape[0]
     launch = launch_of(kind, m, n, k, config, num_sms)
+    if weight.blocked and launch.config.special and kind != "gate_up":  # no registers for the scales of two blocks
+        launch = launch._replace(config=launch.config._replace(features=128))
     if launch.config.special and on_gpu(a.values.device):
         from weft.kernels import fp8_hopper
 

@@ -61,7 +61,10 @@ def _accumulate(
     a, w, sa, stride_sa, sw, stride_sw, row, col, live, N, first, last,
     BM: tl.constexpr, BN: tl.constexpr, SWAP: tl.constexpr, A_BLOCKS: tl.constexpr, W_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Sum of steps [first, last) of one tile, scales of blocks included: `[BM, BN]` float32, or transposed."""
+    """Sum of steps [first, last) of one tile, scales of blocks included: `[BM, BN]` float32, or transposed.
+
+    W_BLOCKS: scales of the weight are 0 a channel's, 1 of blocks of 128 x 128, 2 such blocks' by rows.
+    """
     rows = row + tl.arange(0, BM)
     cols = col + tl.arange(0, BN)
     acc = tl.zeros([BN, BM], tl.float32) if SWAP else tl.zeros([BM, BN], tl.float32)
@@ -72,8 +75,9 @@ def _accumulate(
         if A_BLOCKS:
             scale = tl.load(sa + step * stride_sa + rows, mask=rows < live, other=0.0)
             part *= scale[None, :] if SWAP else scale[:, None]
-        if W_BLOCKS:
-            scale = tl.load(sw + (cols // 128).to(tl.int64) * stride_sw + step, mask=cols < N, other=0.0)
+        if W_BLOCKS > 0:
+            place = (cols // 128 if W_BLOCKS == 1 else cols).to(tl.int64) * stride_sw
+            scale = tl.load(sw + place + step, mask=cols < N, other=0.0)
             part *= scale[:, None] if SWAP else scale[None, :]
         acc += part
     return acc
@@ -83,7 +87,7 @@ def _accumulate(
 def _finished(y, scale, sw, bias, col, N, W: tl.constexpr, W_BLOCKS: tl.constexpr):
     """`y [BM, W]` with its channels' scales, the factor of each row and its bias."""
     at = col + tl.arange(0, W)
-    if not W_BLOCKS:
+    if W_BLOCKS == 0:
         y = y * tl.load(sw + at, mask=at < N, other=0.0)[None, :]
     y = y * scale[:, None]
     if bias is not None:
@@ -214,6 +218,11 @@ def product_kernel(
     release(PDL)
 
 
+def weight_blocks(weight: Fp8Weight) -> int:
+    """`W_BLOCKS` of the kernels."""
+    return 0 if not weight.blocked else 2 if len(weight.scale) == len(weight.values) else 1
+
+
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -236,7 +245,7 @@ def launch_product(
         weight.scale, weight.scale.stride(0), ws.partial if ws else None, ws.arrived if ws else None, num_tokens, m, n,
         k, x, out, None if quantized is None else quantized.values, None if quantized is None else quantized.scale,
         0 if quantized is None else quantized.scale.stride(0), KIND=kind, BM=c.tokens, BN=c.features, GROUP=c.group,
-        SPLIT=launch.split, SWAP=c.swap, OUT=_DTYPES[dtype], A_BLOCKS=a.scale.shape[0] > 1, W_BLOCKS=weight.blocked,
-        KV8=kv is not None and kv.element_size() == 1, AHEAD=c.ahead if early["PDL"] else 0, num_warps=c.warps,
-        num_stages=c.stages, **fields, **early,
+        SPLIT=launch.split, SWAP=c.swap, OUT=_DTYPES[dtype], A_BLOCKS=a.scale.shape[0] > 1,
+        W_BLOCKS=weight_blocks(weight), KV8=kv is not None and kv.element_size() == 1,
+        AHEAD=c.ahead if early["PDL"] else 0, num_warps=c.warps, num_stages=c.stages, **fields, **early,
     )  # fmt: skip

@@ -41,13 +41,17 @@ class Case(NamedTuple):
     bias: Tensor | None
 
 
-def case(tokens: int, features: int, depth: int, device: str, blocked: bool = False, bias: bool = False) -> Case:
-    """Activations with outlier channels, as trained models have them."""
+def case(tokens: int, features: int, depth: int, device: str, blocked: bool | str = False, bias: bool = False) -> Case:
+    """Activations with outlier channels, as trained models have them. blocked: "rows" mixes rows of several blocks."""
     x = torch.randn(tokens, depth).to(torch.bfloat16)
     x[:, 3] *= 50
     x[:, -1] *= 0.01
     w = torch.randn(features, depth) / depth**0.5
     weight = (fp8.quantize_weight_blocks if blocked else fp8.quantize_weight)(w)
+    if blocked == "rows":
+        order = torch.randperm(features)
+        by_row = fp8.by_row(weight.scale, features)[order].contiguous()
+        weight = Fp8Weight(weight.values.view(torch.uint8)[order].view(fp8.E4M3), by_row)
     a = fp8.quantize_rows(x)
     squares = x.float().square().sum(-1)
     sumsq = torch.stack((squares * 0.25, squares * 0.75))
@@ -73,7 +77,7 @@ def assert_same_rows(got: Fp8Rows, want: Fp8Rows) -> None:
 
 
 def check_linear(tokens: int, features: int, depth: int, config: GemmConfig | None, way: str, device: str, num_sms: int,
-                 blocked: bool = False) -> None:  # fmt: skip
+                 blocked: bool | str = False) -> None:  # fmt: skip
     c = case(tokens, features, depth, device, blocked, bias=True)
     want = fp8_reference.linear_project(
         c.a, c.sumsq.sum(0), c.weight, EPS, activation="silu", bias=c.bias, dtype=torch.float32
@@ -91,9 +95,11 @@ def check_linear(tokens: int, features: int, depth: int, config: GemmConfig | No
     assert not int(space.arrived.abs().sum())
 
 
-@pytest.mark.parametrize("blocked", [False, True])
-@pytest.mark.parametrize(("tokens", "features", "depth"), [(5, 200, 336), (17, 128, 512)])
-def test_few_tokens(tokens: int, features: int, depth: int, blocked: bool, device: str, num_sms: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "features", "depth", "blocked"),
+    [(5, 200, 336, False), (5, 200, 336, True), (5, 200, 336, "rows"), (17, 128, 512, True)],
+)
+def test_few_tokens(tokens: int, features: int, depth: int, blocked: bool | str, device: str, num_sms: int) -> None:
     check_linear(tokens, features, depth, FEW, "", device, num_sms, blocked)
 
 
@@ -101,7 +107,7 @@ def test_tokens_as_rows_of_the_tile(device: str, num_sms: int) -> None:
     check_linear(130, 192, 256, MANY, "", device, num_sms)
 
 
-@pytest.mark.parametrize("blocked", [False, True])
+@pytest.mark.parametrize("blocked", [False, True, "rows"])
 @pytest.mark.parametrize("tokens", [1, 16, 65, 128, 200, 777])
 @pytest.mark.parametrize(("features", "depth"), [(1536, 2048), (1000, 1040), (512, 14336)])
 @pytest.mark.parametrize(
@@ -110,7 +116,7 @@ def test_tokens_as_rows_of_the_tile(device: str, num_sms: int) -> None:
 )
 @pytest.mark.usefixtures("large")
 def test_every_way_to_cut_it(
-    config: GemmConfig | None, way: str, features: int, depth: int, tokens: int, blocked: bool, device: str,
+    config: GemmConfig | None, way: str, features: int, depth: int, tokens: int, blocked: bool | str, device: str,
     num_sms: int,
 ) -> None:  # fmt: skip
     check_linear(tokens, features, depth, config, way, device, num_sms, blocked)
@@ -178,7 +184,7 @@ def test_residual(hidden: int, depth: int, tokens: int, config: GemmConfig | Non
 
 
 def check_gate_up(tokens: int, hidden: int, inter: int, config: GemmConfig | None, way: str, device: str, num_sms: int,
-                  activation: str = "silu", blocked: bool = False) -> None:  # fmt: skip
+                  activation: str = "silu", blocked: bool | str = False) -> None:  # fmt: skip
     c = case(tokens, 2 * inter, hidden, device, blocked, bias=True)
     want = fp8_reference.gate_up_project(c.a, c.sumsq.sum(0), c.weight, EPS, activation=activation, bias=c.bias)
     got = fp8_projections.gate_up_project(
@@ -199,7 +205,9 @@ def test_gate_up_leaves_the_next_operand(inter: int, activation: str, device: st
 @pytest.mark.usefixtures("large")
 def test_gate_up(hidden: int, inter: int, tokens: int, config: GemmConfig | None, way: str, device: str,
                  num_sms: int) -> None:  # fmt: skip
-    check_gate_up(tokens, hidden, inter, config, way, device, num_sms, blocked=tokens == 129)
+    check_gate_up(
+        tokens, hidden, inter, config, way, device, num_sms, blocked={129: True, 600: "rows"}.get(tokens, False)
+    )
 
 
 def check_qkv(tokens: int, heads: int, kv_heads: int, d: int, page: int, hidden: int, norm: bool, eight: bool,
