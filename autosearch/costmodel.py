@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from weft.autosearch.accelerators import Accelerator
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.operations import Resource, Role
 from weft.engine.model.parts import Layer
-from weft.engine.model.spec import ModelSpec
+from weft.engine.model.spec import ModelSpec, Shard
 
 
 class Usage(NamedTuple):
@@ -110,13 +111,28 @@ def _kinds(spec: ModelSpec) -> Counter[int]:
     return Counter(first.setdefault(spec.layer(i), i) for i in range(spec.num_layers))
 
 
+def collective_costs(spec: ModelSpec, tokens: float, itemsize: int = 2) -> list[Cost]:
+    """Every collective of an iteration over all layers and ranks. spec: of one rank, with the collectives it asks for.
+
+    What a GPU sends, another one reads from its memory, and adds up where it is a partial sum.
+    """
+    found: dict[str, Cost] = {}
+    for layer, layers in _kinds(spec).items():
+        for op in spec.layer_operations(layer):
+            if op.role is Role.NETWORK:
+                numbers = spec.shard_of.ranks * layers * tokens / 1e9
+                before = found.get(op.name, Cost(op.name, 0.0, 0.0, 0.0))
+                sent = before.net_gb + op.sent * numbers * itemsize
+                found[op.name] = Cost(op.name, before.gflop + op.flops * numbers, sent, sent)
+    return list(found.values())
+
+
 def operation_costs(spec: ModelSpec, usage: Usage, gpus: int = 1, itemsize: int = 2) -> list[Cost]:
-    """Table 2: every operation of an iteration over all layers. `gpus` > 1 adds the collectives.
+    """Table 2: every operation of an iteration over all layers. `gpus` > 1 adds the collectives, as one row.
 
     A product reads its weights and its input once and writes its output once; one with experts reads all of theirs.
     Attention reads keys and values, reads queries, writes outputs, and writes the new keys and values. Prompts attend
-    to all of their tokens (not to half of them), as in the paper's table. Collectives move the activations of two all-
-    reduces to every other GPU, and half of what they move is added up.
+    to all of their tokens (not to half of them), as in the paper's table.
     """
     tokens = usage.dense_batch
     kv_bytes = KvLayout.of(spec, 1, torch.bfloat16).token_values * itemsize / spec.num_layers
@@ -138,14 +154,14 @@ def operation_costs(spec: ModelSpec, usage: Usage, gpus: int = 1, itemsize: int 
                     gflop = op.flops * usage.prefills * prompt
                     moved = usage.prefills * (op.moved * itemsize + kv_bytes)
                 case Role.NETWORK:
-                    continue  # all collectives of a layer are one row of the table, below
+                    continue  # one row of the table, below
             before = found.get(op.name, Cost(op.name, 0.0, 0.0, 0.0))
             gflop, moved = gflop * layers / 1e9, moved * layers / 1e9
             found[op.name] = Cost(op.name, before.gflop + gflop, before.mem_gb + moved, 0.0)
     out = list(found.values())
     if gpus > 1:
-        traffic = 4 * (gpus - 1) * tokens * spec.hidden_size * itemsize * spec.num_layers / 1e9
-        out.append(Cost("network", traffic / itemsize / 2, traffic, traffic))
+        shared = replace(spec, shard_of=Shard(ranks=gpus))  # sums are as wide, however the matrices are cut
+        out.append(total(collective_costs(shared, tokens, itemsize))._replace(name="network"))
     return out
 
 

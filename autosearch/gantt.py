@@ -5,17 +5,25 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from weft.engine.plans.plan import NanoOperation, Period, Plan
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-LANES = ("compute", "memory", "network")
+LANES = ("compute", "memory", "network", "copies")
+"""rows: those of a plan, and the copy engine's"""
 COLORS = {
     "qkv": "#4c78a8", "o": "#72b7b2", "gate_up": "#f2a65a", "down": "#d1725b", "prefill": "#9d83c4",
     "decode": "#5aa469",
 }  # fmt: skip
-NETWORK_COLOR = "#8fa3bf"
+COLLECTIVES = {
+    "_reduce": ("all-reduce", "#5b7fb0"), "_scatter": ("reduce-scatter", "#a97fb5"),
+    "_gather": ("all-gather", "#7fb0c9"), "_gather_in": ("all-gather", "#7fb0c9"),
+}  # fmt: skip
+"""end of an operation's name -> what it is, and its colour"""
+OTHER_COLOR = "#8fa3bf"
 
 
 class Bar(NamedTuple):
@@ -56,7 +64,22 @@ def picture(period: Period) -> Picture:
 def _offload(period: Period, bars: list[Bar]) -> list[Bar]:
     """Where pages leave for the host: beside the first part of the operation that the plan names."""
     gate = period.gate
-    return [b._replace(op=NanoOperation("offload", b.op.begin, b.op.end, 0, "network")) for b in bars if b.op is gate]
+    copies = NanoOperation("offload", 0, 0, 0)
+    return [
+        Bar(b.start, b.ms, msgspec.structs.replace(copies, begin=b.op.begin, end=b.op.end))
+        for b in bars if b.op is gate
+    ]  # fmt: skip
+
+
+def lane_of(op: NanoOperation) -> str:
+    """The row that it is drawn in."""
+    return op.lane if op.sms else "copies"
+
+
+def legend(picture: Picture) -> list[tuple[str, str]]:
+    """(what, colour) of everything in the picture, collectives by what they do."""
+    found = {_kind(bar.op.operation): _color(bar.op.operation) for bar in picture.bars}
+    return list(found.items())
 
 
 def wrapped(picture: Picture) -> list[Bar]:
@@ -79,6 +102,7 @@ def summary(plan: Plan) -> str:
     kind = "measured" if any("measured_ms" in p.figures for p in plan.periods) else "predicted"
     count = len(plan.periods)
     text = f"{count} pipeline{'s' if count > 1 else ''}"
+    text += "".join(f", {name} as {way.replace('_', ' ')}" for name, way in plan.sums.items())
     return f"{text}, {kind} gain over the serial plan {min(gains):.3f}-{max(gains):.3f}" if gains else text
 
 
@@ -98,7 +122,7 @@ def draw(period: Period, console: Console, title: str = "") -> None:
         console.print(times, highlight=False)
     bars = wrapped(shown)
     for lane in LANES:
-        own = sorted((b for b in bars if b.op.lane == lane), key=lambda b: b.start)
+        own = sorted((b for b in bars if lane_of(b.op) == lane), key=lambda b: b.start)
         if not own:
             continue
         text, at = Text(f"{lane:8} "), 0
@@ -111,6 +135,10 @@ def draw(period: Period, console: Console, title: str = "") -> None:
             at = max(at, end)
         text.append("·" * max(0, width - at), style="dim")
         console.print(text, no_wrap=True, overflow="crop")
+    key = Text(f"{'':8} ")
+    for what, color in legend(shown):
+        key.append(f" {what} ", style=f"black on {color}").append(" ")
+    console.print(key)
     table = Table(box=None, pad_edge=False)
     for name in ("#", "operation", "tokens", "SMs", "lane", "layer", f"start {unit}", unit, "kernel"):
         table.add_column(name, justify="right" if name in ("#", "SMs", f"start {unit}", unit) else "left")
@@ -120,7 +148,7 @@ def draw(period: Period, console: Console, title: str = "") -> None:
             f"{config.tokens}x{config.features}x{config.depth}{' special' if config.special else ''}" if config else ""
         )
         table.add_row(
-            str(i), op.operation, f"{op.begin}-{op.end}", str(op.sms or "-"), op.lane,
+            str(i), op.operation, f"{op.begin}-{op.end}", str(op.sms or "-"), lane_of(op),
             "next" if op.next_layer else "this",
             f"{bar.start:.3f}" if shown.timed else f"{bar.start:.0f}",
             f"{bar.ms:.3f}" if shown.timed else f"{bar.ms:.0f}", kernel,
@@ -157,8 +185,13 @@ def _times(period: Period) -> str:
     return "; ".join(parts)
 
 
+def _kind(operation: str) -> str:
+    return next((kind for end, (kind, _) in COLLECTIVES.items() if operation.endswith(end)), operation)
+
+
 def _color(operation: str) -> str:
-    return COLORS.get(operation, NETWORK_COLOR)
+    known = COLORS.get(operation.removesuffix("_columns"))
+    return known or next((color for end, (_, color) in COLLECTIVES.items() if operation.endswith(end)), OTHER_COLOR)
 
 
 # -- SVG
@@ -170,7 +203,7 @@ def svg(period: Period, title: str = "") -> str:
     """A self-contained SVG document. Times run to the right; the height of a bar is its share of the SMs."""
     shown = picture(period)
     bars = wrapped(shown)
-    lanes = [lane for lane in LANES if any(b.op.lane == lane for b in bars)]
+    lanes = [lane for lane in LANES if any(lane_of(b.op) == lane for b in bars)]
     serial_ms = sum(ms for _, ms in shown.serial)
     scale = (WIDTH - LEFT - 24) / max(shown.ms, serial_ms, 1e-9)
     sms = max(op.sms for op in period.operations)
@@ -181,7 +214,7 @@ def svg(period: Period, title: str = "") -> str:
         out.append(_rect(LEFT, y, shown.ms * scale, LANE_HEIGHT, "#f3f4f6"))
         out.append(_text(LEFT - 10, y + LANE_HEIGHT / 2 + 4, lane, "end", 13, bold=True))
         for bar in bars:
-            if bar.op.lane == lane:
+            if lane_of(bar.op) == lane:
                 height = max(10.0, LANE_HEIGHT * bar.op.sms / sms)
                 out += _bar(bar, LEFT + bar.start * scale, y + LANE_HEIGHT - height, bar.ms * scale, height, starts)
         y += LANE_HEIGHT + GAP
@@ -197,7 +230,8 @@ def svg(period: Period, title: str = "") -> str:
     out += _axis(max(shown.ms, serial_ms), scale, y, "ms" if shown.timed else "tokens")
     end = LEFT + shown.ms * scale
     out.append(f'<line x1="{end:.1f}" y1="{TOP - 6}" x2="{end:.1f}" y2="{y}" stroke="#222" stroke-dasharray="4 3"/>')
-    height = y + 44
+    out += _legend(shown, y + 40, len(starts) > 1)
+    height = y + 66
     head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
         'font-family="Helvetica, Arial, sans-serif">',
@@ -207,6 +241,16 @@ def svg(period: Period, title: str = "") -> str:
         _text(LEFT, 61, _times(period), "start", 12),
     ]
     return "\n".join([*head, *out, "</svg>", ""])
+
+
+def _legend(picture: Picture, y: float, shaded: bool) -> list[str]:
+    out, x = [], float(LEFT)
+    for what, color in legend(picture):
+        out += [_rect(x, y, 14, 14, color, what), _text(x + 19, y + 11, what, "start", 11)]
+        x += 34 + 6.4 * len(what)
+    rules = "height: share of the SMs" + ("; paler: later token ranges" if shaded else "")
+    out.append(_text(x, y + 11, rules, "start", 11))
+    return out
 
 
 def _bar(bar: Bar, x: float, y: float, width: float, height: float, starts: list[int]) -> list[str]:

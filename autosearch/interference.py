@@ -24,6 +24,8 @@ class Sample(NamedTuple):
     """time beside the partner / time alone on the same SMs"""
     performance: float
     """P: time alone on all SMs / time beside the partner"""
+    beside: Resource
+    """what the partner is short of"""
 
 
 class Row(NamedTuple):
@@ -39,36 +41,65 @@ class Row(NamedTuple):
 
 
 class Interference:
-    """Slowdowns by resource and SM count, measured in pairs."""
+    """Slowdowns by resource and SM count, measured in pairs; what holds for pairs is taken to hold for three."""
 
     def __init__(self, profile: Profile, curves: Curves, resources: dict[str, Resource]) -> None:
-        """resources: operation -> what it is short of."""
+        """resources: operation -> what it is short of. Pairs with an operation that is not there are left out."""
         self.num_sms = curves.num_sms
         self._samples: dict[Resource, list[Sample]] = {r: [] for r in Resource}
         self._pairs: list[tuple[Resource, float, float]] = []
-        for pair in profile.pairs:
-            sides = (
-                (pair.compute, pair.compute_work, pair.compute_sms, pair.compute_ms),
-                (pair.guest, pair.guest_work, pair.guest_sms, pair.guest_ms),
+        sides = [
+            (
+                (p.compute, p.compute_work, p.compute_sms, p.compute_ms),
+                (p.guest, p.guest_work, p.guest_sms, p.guest_ms),
             )
+            for p in profile.pairs
+        ]
+        sides += [
+            (
+                (p.memory, p.memory_work, p.memory_sms, p.memory_ms),
+                (p.network, p.network_work, p.network_sms, p.network_ms),
+            )
+            for p in profile.guest_pairs
+        ]
+        for pair in sides:
+            if any(side[0] not in resources for side in pair):
+                continue
             performance: list[float] = []
-            for name, work, sms, ms in sides:
-                kept = curves.ms(name, work, self.num_sms) / ms
+            for (name, work, sms, ms), other in zip(pair, reversed(pair), strict=True):
+                kept, own = curves.ms(name, work, self.num_sms) / ms, resources[name]
                 performance.append(kept)
-                self._samples[resources[name]].append(Sample(name, sms, ms / curves.ms(name, work, sms), kept))
-            self._pairs.append((resources[pair.guest], performance[0], performance[1]))
-        self._curve = {r: _means([(s.sms, s.slowdown) for s in samples]) for r, samples in self._samples.items()}
+                slowdown = ms / curves.ms(name, work, sms)
+                self._samples[own].append(Sample(name, sms, slowdown, kept, resources[other[0]]))
+            if resources[pair[0][0]] is Resource.COMPUTE:
+                self._pairs.append((resources[pair[1][0]], performance[0], performance[1]))
+        self._curve = {r: _means([(s.sms, s.slowdown) for s in self._in_lanes(r)]) for r in Resource}
+        beside_network = {r: [s for s in self._samples[r] if s.beside is Resource.NETWORK] for r in Resource}
+        self._beside_network = {r: _means([(s.sms, s.slowdown) for s in own]) for r, own in beside_network.items()}
 
     def slowdown(self, resource: Resource, sms: int) -> float:
-        """How much longer an operation takes beside a partner than alone on the same SMs; 1 with no pair measured."""
-        counts, means = self._curve[resource]
-        return max(1.0, float(np.interp(sms, counts, means))) if len(counts) else 1.0
+        """How much longer an operation takes beside a partner than alone on the same SMs; 1 with no pair measured.
+
+        What a collective costs its partner is not in it: see `drag`.
+        """
+        return _at(self._curve[resource], sms)
+
+    def drag(self, resource: Resource, sms: int) -> float:
+        """How much longer still, while a collective runs beside it.
+
+        Collectives are short: a product that lasts ten times as long is not slowed down by one all of its time.
+        """
+        return max(1.0, _at(self._beside_network[resource], sms) / self.slowdown(resource, sms))
+
+    def _in_lanes(self, resource: Resource) -> list[Sample]:
+        own = self._samples[resource]
+        return [s for s in own if resource is Resource.NETWORK or s.beside is not Resource.NETWORK]
 
     def table(self, resource: Resource) -> list[Row]:
-        """R -> P with its spread, by rising share."""
+        """R -> P with its spread, by rising share. What is slowed down by collectives is left out, they are not."""
         rows = []
-        for sms in sorted({s.sms for s in self._samples[resource]}):
-            kept = [s.performance for s in self._samples[resource] if s.sms == sms]
+        for sms in sorted({s.sms for s in self._in_lanes(resource)}):
+            kept = [s.performance for s in self._in_lanes(resource) if s.sms == sms]
             mean = statistics.fmean(kept)
             spread = statistics.stdev(kept) / mean if len(kept) > 1 else 0.0
             rows.append(Row(sms / self.num_sms, mean, spread, len(kept)))
@@ -85,6 +116,11 @@ class Interference:
             if not frontier or kept > frontier[-1][1]:
                 frontier.append((share, kept))
         return frontier
+
+
+def _at(curve: tuple[np.ndarray, np.ndarray], sms: int) -> float:
+    counts, means = curve
+    return max(1.0, float(np.interp(sms, counts, means))) if len(counts) else 1.0
 
 
 def _means(samples: list[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from weft.autosearch.bench_protocol import Load, Timing
 from weft.autosearch.interference import Interference
 from weft.autosearch.profile import Curves, Profile, work_of
-from weft.autosearch.simulate import Timeline, simulate
+from weft.autosearch.simulate import Drag, Timeline, simulate
 from weft.engine.errors import ConfigError
 from weft.engine.model.operations import Resource
 from weft.engine.model.spec import ModelSpec
@@ -44,13 +44,26 @@ class Machine:
         ms = self.curves.ms(operation, work, sms, serial=serial)
         return ms if sms >= self.num_sms else ms * self.interference.slowdown(self.operations[operation].resource, sms)
 
-    def timeline(self, period: Period, load: Load) -> tuple[Timeline, list[float]]:
-        """The period as it would run, and the milliseconds of each nano-operation."""
-        durations = [
+    def durations(self, period: Period, load: Load) -> list[float]:
+        """Milliseconds of each nano-operation, but for what collectives beside it cost."""
+        return [
             self.duration(op.operation, work, op.sms, serial=op.config is None)
             for op, work in zip(period.operations, self.works(period, load), strict=True)
         ]
-        return simulate(period, self.spec, durations, self.num_sms), durations
+
+    def drag(self, period: Period) -> Drag | None:
+        """What collectives cost those that run beside them; None: the period has none."""
+        kinds = [self.resource(op.operation) for op in period.operations]
+        if Resource.NETWORK not in kinds:
+            return None
+        factors = [self.interference.drag(kind, op.sms) for kind, op in zip(kinds, period.operations, strict=True)]
+        return lambda i, others: factors[i] if any(kinds[j] is Resource.NETWORK for j in others) else 1.0
+
+    def timeline(self, period: Period, load: Load) -> tuple[Timeline, list[float]]:
+        """The period as it would run, and the milliseconds of each nano-operation."""
+        durations = self.durations(period, load)
+        timeline = simulate(period, self.spec, durations, self.num_sms, drag=self.drag(period))
+        return timeline, list(timeline.lasts)
 
     def serial_ms(self, load: Load) -> float:
         """The sum of all operations on the whole batch."""

@@ -18,7 +18,18 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def add_search_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="MODEL", required=True, help="'demo', a model directory or ORG/NAME")
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", metavar="MODEL", help="'demo', a model directory or ORG/NAME")
+    model.add_argument("--model-preset", metavar="NAME", help="a shape that weft knows, instead")
+    parser.add_argument(
+        "--tensor-parallel-size", metavar="N", type=int, default=1,
+        help="GPUs that share the model; collectives are modelled where no profile has them [1]",
+    )  # fmt: skip
+    parser.add_argument(
+        "--gpu", metavar="NAME",
+        help="search on a model of this accelerator (see weft plan model), not on a profile "
+        "[h200, for several GPUs without a recorded profile]",
+    )  # fmt: skip
     parser.add_argument(
         "--workload", metavar="P:D", default="1024:512", help="mean prompt and output tokens [1024:512]"
     )

@@ -1,7 +1,8 @@
 """`Profile`: measured times and watts of every operation alone and of pairs, on one GPU for one model. A JSON file.
 
 A point's `work` is what its time grows with: tokens of a product or a collective, KV tokens of decode attention,
-query-key pairs of prefill attention. Between points, `Curves` interpolates the time of a unit of work; for products the
+query-key pairs of prefill attention. For several ranks it is one rank's, with the collectives of all `transformations`.
+Between points, `Curves` interpolates the time of a unit of work; for products the
 unit is a wave of tiles over the SMs, so that the steps of wave quantisation stay where they are.
 """
 
@@ -45,7 +46,7 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class PairPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A compute operation beside one of another resource, both busy all the time."""
+    """A compute operation beside one of memory or network, both busy all the time."""
 
     compute: str
     guest: str
@@ -58,8 +59,22 @@ class PairPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     watts: float
 
 
+class GuestPair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A memory operation beside a collective, both busy all the time."""
+
+    memory: str
+    network: str
+    memory_work: float
+    network_work: float
+    memory_sms: int
+    network_sms: int
+    memory_ms: float
+    network_ms: float
+    watts: float
+
+
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything that was measured. Reused wherever `target` is the same."""
+    """Everything that was measured, or modelled for want of it. Reused wherever `target` is the same."""
 
     target: Target
     load: Load
@@ -75,6 +90,9 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: Literal["weft-profile"] = "weft-profile"
     made: str = ""
     """date, versions, seconds: for the reader"""
+    guest_pairs: tuple[GuestPair, ...] = ()
+    modelled: tuple[str, ...] = ()
+    """operations whose points and pairs are formulas' (`modelled.py`), not measurements"""
 
     def kv_capacity(self, spec: ModelSpec) -> int | None:
         """See `kv_capacity`."""

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from weft.autosearch.bench_protocol import Bench, Load
 from weft.autosearch.options import OneLineParser
-from weft.autosearch.profile import PairPoint, Point, Profile, cache_path, kv_capacity, work_of
-from weft.autosearch.structure import LANES
+from weft.autosearch.profile import GuestPair, PairPoint, Point, Profile, cache_path, kv_capacity, work_of
+from weft.autosearch.structure import LANES, every_operation
 from weft.autosearch.workload import workload_load
 from weft.engine.errors import ConfigError, WeftError
 from weft.engine.model.directory import read_spec
@@ -88,9 +89,10 @@ class Profiler:
         """finer: measured after `grid`, as far as the time goes."""
         self._bench, self._grids, self._progress = bench, [grid, finer] if finer else [grid], progress
         self._load = load.within(kv_capacity(bench.memory, spec))
-        self._operations = {o.name: o for o in spec.layer_operations()}
+        self._operations = every_operation(spec)
         self._points: list[Point] = []
         self._pairs: list[PairPoint] = []
+        self._guest_pairs: list[GuestPair] = []
         self._configs: dict[str, GemmConfig] = {}
 
     def run(self, target: Target, budget_s: float, made: str = "") -> Profile:
@@ -109,7 +111,10 @@ class Profiler:
             raise ConfigError(f"{budget_s:g} seconds are too few: {', '.join(sorted(missing))} was not measured")
         features = {name: o.out for name, o in self._operations.items()}
         points, pairs, memory = tuple(self._points), tuple(self._pairs), self._bench.memory
-        return Profile(target, self._load, features, points, pairs, memory, self._configs, made=made)
+        guests = tuple(self._guest_pairs)
+        return Profile(
+            target, self._load, features, points, pairs, memory, self._configs, made=made, guest_pairs=guests
+        )
 
     def tasks(self) -> list[tuple[str, Callable[[], None]]]:
         """What is measured, in words and how, the most important first.
@@ -152,11 +157,16 @@ class Profiler:
     def _beside(self, grid: Grid) -> Iterator[tuple[str, Callable[[], None]]]:
         present = [o for o in self._operations.values() if work_of(o, self._load)]
         computes = sorted((o for o in present if o.resource is Resource.COMPUTE), key=lambda o: -o.parameters)
-        guests = [o for o in present if o.resource is not Resource.COMPUTE]
-        for guest in guests:
+        memory = [o for o in present if o.resource is Resource.MEMORY]
+        # one of each kind: what they cost others is the same
+        network = list({o.kernel: o for o in present if o.resource is Resource.NETWORK}.values())
+        for guest in memory + network:
             for op in computes:
                 for sms in grid.guest_sms:
                     yield f"{op.name} beside {guest.name} on {sms}", self._pair_task(grid, op, guest, sms)
+        for own, guest in product(memory, network):
+            for sms in grid.guest_sms:
+                yield f"{own.name} beside {guest.name} on {sms}", self._guest_task(grid, own, guest, sms)
 
     def _amounts(self, op: Operation, grid: Grid, tokens: tuple[int, ...]) -> tuple[Load, ...]:
         """Loads that hold more and more of this operation's work and, for attention, of nothing else."""
@@ -227,6 +237,22 @@ class Profiler:
             b = NanoOperation(guest.name, 0, load.tokens, sms, LANES[guest.resource])
             first, second = self._bench.pair(a, b, load)
             self._pairs.append(PairPoint(op.name, guest.name, *works, own, sms, first.ms, second.ms, first.watts))
+
+        return task
+
+    def _guest_task(self, grid: Grid, memory: Operation, network: Operation, sms: int) -> Callable[[], None]:
+        """Both on as many SMs and all of the load's work."""
+
+        def task() -> None:
+            sides = [(op, self._amounts(op, grid, grid.few_tokens)[-1]) for op in (memory, network)]
+            names, works = (memory.name, network.name), [work_of(op, amount) for op, amount in sides]
+            if any((p.memory, p.network, p.memory_sms) == (*names, sms) for p in self._guest_pairs):
+                return
+            for op, amount in sides:  # the pair is judged against these
+                self._alone(op, amount, sms, None)
+            a, b = (NanoOperation(op.name, 0, self._load.tokens, sms, LANES[op.resource]) for op, _ in sides)
+            first, second = self._bench.pair(a, b, self._load)
+            self._guest_pairs.append(GuestPair(*names, works[0], works[1], sms, sms, first.ms, second.ms, first.watts))
 
         return task
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from weft.autosearch.bench_protocol import Timing
+from weft.autosearch.bench_protocol import Load, Timing
 from weft.autosearch.interference import Row
 from weft.engine.model.operations import Resource
 from weft.engine.plans.plan import Plan
@@ -35,6 +35,11 @@ class Result(NamedTuple):
     """pipelines that did not win when they were measured again"""
     seconds: float
     measured: bool
+    load: Load
+    """the dense batch"""
+    notes: tuple[str, ...] = ()
+    """printed last: the choice of collectives, the optimum, what was modelled"""
+    source: str = "a recorded profile"
 
 
 def report(result: Result, console: Console) -> None:
@@ -68,11 +73,13 @@ def report(result: Result, console: Console) -> None:
     if not result.exchange:
         console.print("No pair of operations was measured: the predictions leave out what overlap costs.")
     if not result.measured:
-        console.print("Nothing here was measured: these are predictions from a recorded profile.")
+        console.print(f"Nothing here was measured: these are predictions from {result.source}.")
     for text in result.accepted:
         console.print(f"refinement: {text}", highlight=False)
     for text in result.dropped:
         console.print(f"dropped: {text}", highlight=False)
+    for text in result.notes:
+        console.print(text, highlight=False)
 
 
 def _shown(value: float | None, digits: int = 3) -> str:

@@ -11,29 +11,33 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
-from weft.autosearch import breakeven, gantt
+from weft.autosearch import breakeven, gantt, limits
+from weft.autosearch.accelerators import accelerator
+from weft.autosearch.alternatives import compare
 from weft.autosearch.bar import SearchBar
 from weft.autosearch.bench_protocol import Bench, Load
+from weft.autosearch.given import find_profile, known_plan
 from weft.autosearch.machine import Machine
+from weft.autosearch.modelled import modelled_profile
 from weft.autosearch.options import OneLineParser, add_search_flags
-from weft.autosearch.profile import Profile, cache_path, kv_capacity, load_profile, recorded_profiles
+from weft.autosearch.profile import Profile, cache_path, kv_capacity
 from weft.autosearch.profiler import CONFIGS, Grid, Profiler, open_gpu, today
 from weft.autosearch.refine import REPEATS, Refiner, medians, serial_for, without_overlap
 from weft.autosearch.report import Line, Result, report
 from weft.autosearch.stages import Choice, Stages, StagesFile, predict, read_stages
-from weft.autosearch.structure import transformations
+from weft.autosearch.structure import described
 from weft.autosearch.workload import workload_load
+from weft.engine.config import PRESETS, EngineConfig
 from weft.engine.errors import ConfigError, WeftError
 from weft.engine.model.directory import read_spec
 from weft.engine.model.hub import find_model
 from weft.engine.model.operations import Resource, Role
 from weft.engine.model.spec import ModelSpec
-from weft.engine.plans.plan import TOKEN_STEP, Period, Plan, Target, load_plan, model_key
+from weft.engine.plans.plan import TOKEN_STEP, Period, Plan, Target
 
 REFINED = 3
 """pipelines of one load where its refinement may begin"""
@@ -49,6 +53,8 @@ DECODE_FACTORS = (0.25, 0.5, 0.75, 1.0)
 """KV per decode where decodes fill the pool, in proportion"""
 LOADS = (("typical", 1.0), ("light", 0.5), ("heavy", 1.5))
 """KV per decode, in proportion to the workload's"""
+ALTERNATIVES_SHARE = 0.3
+"""of the budget, for choosing among collectives where there are any"""
 SOLVER_SHARE, SOLVER_SHARE_MEASURED = 0.8, 0.5
 """of the time that the solver may have, without and with a GPU to measure on"""
 
@@ -106,18 +112,21 @@ class Search:
             left -= len(members)
         final = self._kept([self._described(p.period, p.load) for p in placed])
         seconds = self._clock() - self._started
-        made = f"{today()}, {'measured' if self._bench else 'predicted from a recorded profile'}, {seconds:.0f} s"
+        source = "formulas" if self._profile.modelled else "a recorded profile"
+        made = f"{today()}, {'measured' if self._bench else f'predicted from {source}'}, {seconds:.0f} s"
         if self._ended():
             made += ", ended early"
         dense = self._load.tokens if any(p.tokens == self._load.tokens for p in final) else 0
-        plan = Plan(self._profile.target, workload, final, dense_batch=dense, made=made)
+        sums = dict(self._spec.sums) if final else {}
+        plan = Plan(self._profile.target, workload, final, dense_batch=dense, made=made, sums=sums)
         found = self._machine.interference
         exchange = {r: rows for r in Resource if (rows := found.table(r))}
         table_3: dict[Resource, list[tuple[float, float]]] = {}
         table_3 |= {r: found.exchange(r) for r in exchange if r is not Resource.COMPUTE}
         return Result(
-            plan, self._lines, exchange, table_3, self._accepted, tuple(self._dropped), seconds, self._bench is not None
-        )
+            plan, self._lines, exchange, table_3, self._accepted, tuple(self._dropped), seconds,
+            self._bench is not None, self._load, source=source,
+        )  # fmt: skip
 
     def _placed(
         self, load: Load, loads: Sequence[tuple[str, Load]], factors: Sequence[float], share: float
@@ -138,7 +147,8 @@ class Search:
         return breakeven.place(bench, self._spec, periods, load, progress, factors, self._capacity, closer=closer)
 
     def _staged(self, name: str, load: Load) -> Stages:
-        if (key := _key(name, load)) not in self.stages:
+        collectives = f"{described(self._spec)}: " if self._spec.sums else ""
+        if (key := collectives + _key(name, load)) not in self.stages:
             if self._ended():
                 return Stages(self._machine.serial_ms(load), float("inf"), [])
             share = SOLVER_SHARE if self._bench is None else SOLVER_SHARE_MEASURED
@@ -299,57 +309,59 @@ def decode_batches(load: Load, max_num_seqs: int, capacity: int | None) -> list[
     return batches
 
 
-def find_profile(
-    spec: ModelSpec, load: Load, given: Path | None, target: Target | None
-) -> Profile | None:  # fmt: skip
-    """The profile to search on. given: `--profile`. target: this machine's GPU; None without one.
-
-    Raises `ConfigError` when the given one is of another model or GPU, or there is none and nothing to measure on.
-    """
-    key = model_key(spec)
-    if given is not None:
-        profile = load_profile(given)
-        if profile.target.model != key:
-            raise ConfigError(f"the profile {given} is of another model ({profile.target.model}), not {key}")
-        if target is not None and profile.target != target:
-            raise ConfigError(f"the profile {given} is not of this GPU and these kernels: leave out --profile")
-        return profile
-    for _, profile in recorded_profiles():
-        fits = profile.target.model == key if target is None else profile.target == target
-        if fits and profile.load.tokens >= load.tokens:
-            return profile
-    if target is not None:
-        return None
-    raise ConfigError("there is no GPU here and no recorded profile of this model: give one with --profile FILE")
-
-
 def search(
     arguments: argparse.Namespace, progress: Progress = lambda *_: None, ended: Callable[[], bool] = lambda: False
 ) -> Result:
     """`weft search`: everything up to the plan. Raises `ConfigError` and `ModelError`."""
-    spec = read_spec(find_model(str(arguments.model), weights=False))
-    if spec.experts is not None:
-        raise ConfigError(f"{arguments.model} has experts, which weft search cannot measure yet: it runs serially")
+    name, ranks = str(arguments.model_preset or arguments.model), arguments.tensor_parallel_size
+    whole = read_spec(
+        PRESETS / EngineConfig.known_preset(name) if arguments.model_preset else find_model(name, weights=False)
+    )
+    if whole.experts is not None:
+        raise ConfigError(f"{name} has experts, which weft search cannot measure yet: it runs serially")
+    spec = whole.shard(0, ranks)
     load = workload_load(arguments.workload, arguments.tokens, arguments.max_num_seqs, arguments.lengths)
-    known = known_pipelines(arguments.start, spec) if arguments.start is not None else ()
+    start = known_plan(arguments.start, spec) if arguments.start is not None else None
     gpu, target = None, None
     started = time.monotonic()
-    if not arguments.predict_only and has_gpu():
+    # a bench of several GPUs, with their collectives, is not there yet
+    if not arguments.predict_only and arguments.gpu is None and ranks == 1 and has_gpu():
         gpu, target = open_gpu(spec, breakeven.scaled(load, max(breakeven.KV_FACTORS)), progress=progress)
     with closing(gpu) if gpu is not None else nullcontext():
-        return _search(arguments, spec, load, gpu, target, known, started, progress, ended)
+        result, profile = _search(arguments, name, spec, load, gpu, target, start, started, progress, ended)
+    best, line = limits.optimum(profile, spec, whole)
+    notes = [*result.notes, line]
+    for stage, ms in _fastest(result):
+        notes.append(limits.reached(stage, result.load.tokens, ms, spec, best))
+    return result._replace(notes=(*notes, *limits.provenance(profile)))
+
+
+def _fastest(result: Result) -> list[tuple[str, float]]:
+    """(what, ms of a layer) of the serial plan and of the fastest pipeline on the dense batch, where known."""
+    load = LOADS[0][0]
+    times: dict[str, float] = {}
+    for line in result.lines:
+        ms = line.measured.ms if line.measured is not None else line.predicted_ms
+        if line.load == load and ms is not None and line.stage.startswith(("serial", "stage II", "refined")):
+            kind = "serial plan" if line.stage == "serial" else "pipeline"
+            times[kind] = min(ms, times.get(kind, ms))
+    return list(times.items())
 
 
 def _search(
-    arguments: argparse.Namespace, spec: ModelSpec, load: Load, bench: Bench | None, target: Target | None,
-    known: Sequence[Period], started: float, progress: Progress, ended: Callable[[], bool],
-) -> Result:  # fmt: skip
-    profile = None if arguments.full_profile else find_profile(spec, load, arguments.profile, target)
+    arguments: argparse.Namespace, name: str, spec: ModelSpec, load: Load, bench: Bench | None, target: Target | None,
+    start: Plan | None, started: float, progress: Progress, ended: Callable[[], bool],
+) -> tuple[Result, Profile]:  # fmt: skip
+    profile: Profile | None
+    if arguments.gpu is not None:
+        profile = modelled_profile(spec, load, accelerator(arguments.gpu))
+    else:
+        profile = None if arguments.full_profile else find_profile(spec, load, arguments.profile, target)
     capacity = profile.kv_capacity(spec) if profile is not None else kv_capacity(bench.memory if bench else 0, spec)
     if capacity is not None and capacity < load.context:
         raise ConfigError(
             f"this GPU has no room for one request of {load.context} tokens beside the weights of "
-            f"{arguments.model}: search on a larger one"
+            f"{name}: search on a larger one, or on more of them (--tensor-parallel-size)"
         )
     if profile is None:
         assert bench is not None
@@ -366,36 +378,28 @@ def _search(
             started += time.monotonic() - began  # asked for beside the budget
     if bench is not None:
         bench.seconds = arguments.measure_seconds
-    workload = f"lengths of {arguments.lengths.name}" if arguments.lengths else arguments.workload
-    results: list[Result] = []
-    variants = [v for v in transformations(spec) if {o.name for o in v.layer_operations()} <= set(profile.features)]
-    for i, variant in enumerate(variants):
-        if results and ended():
-            break
-        left = (arguments.budget_seconds - (time.monotonic() - started)) / (len(variants) - i)
-        one = Search(
-            variant, load, profile, bench, left, progress, max_num_seqs=arguments.max_num_seqs,
-            known=known if variant is spec else (), ended=ended,
-        )  # fmt: skip
-        if variant is spec and arguments.stages is not None:
-            one.stages = read_stages(arguments.stages, profile.target, load)
-        results.append(one.run(workload))
-        if variant is spec and arguments.stages is not None:
-            file = StagesFile(profile.target, load, one.stages)
-            arguments.stages.write_bytes(msgspec.json.encode(file))
-    if not results:
+    kept = {} if arguments.stages is None else read_stages(arguments.stages, profile.target, load)
+    found = compare(
+        spec, profile, steady_within(load, capacity), kept,
+        lambda text, share: progress(text, ALTERNATIVES_SHARE * share), ALTERNATIVES_SHARE * arguments.budget_seconds,
+        ended,
+    )  # fmt: skip
+    if not found:
         raise ConfigError(f"the profile lacks operations of this model; it has {', '.join(profile.features)}")
-    return min(results, key=lambda r: min((p.figures["predicted_ms"] for p in r.plan.periods), default=float("inf")))
-
-
-def known_pipelines(path: Path, spec: ModelSpec) -> tuple[Period, ...]:
-    """Those of `--start`. Raises `ConfigError` when they are of another model."""
-    plan = load_plan(path)
-    if plan.target.model != model_key(spec):
-        raise ConfigError(f"--start {path} is a plan of another model ({plan.target.model}), not {model_key(spec)}")
-    for period in plan.periods:
-        period.check(spec)
-    return plan.periods
+    chosen = found[0]
+    known = start.periods if start is not None and start.sums == dict(chosen.spec.sums) else ()
+    one = Search(
+        chosen.spec, load, profile, bench, arguments.budget_seconds - (time.monotonic() - started), progress,
+        max_num_seqs=arguments.max_num_seqs, known=(*known, *(c.period for c in chosen.stages.choices[:1])),
+        ended=ended,
+    )  # fmt: skip
+    one.stages = kept
+    result = one.run(f"lengths of {arguments.lengths.name}" if arguments.lengths else arguments.workload)
+    if arguments.stages is not None:
+        arguments.stages.write_bytes(msgspec.json.encode(StagesFile(profile.target, load, one.stages)))
+    if len(found) > 1:
+        result = result._replace(notes=tuple(f"collectives: {a.line}" for a in found))
+    return result, profile
 
 
 def has_gpu() -> bool:
@@ -408,6 +412,12 @@ def run(arguments: argparse.Namespace) -> int:
     """The command: progress on stderr, the report on stdout."""
     from rich.console import Console
 
+    if arguments.tensor_parallel_size < 1:
+        raise ConfigError(f"--tensor-parallel-size {arguments.tensor_parallel_size}: must be at least 1")
+    if arguments.gpu is not None and (arguments.profile is not None or arguments.full_profile):
+        raise ConfigError("--gpu searches on a modelled profile: leave out --profile and --full-profile")
+    if arguments.full_profile and arguments.tensor_parallel_size > 1:
+        raise ConfigError("--full-profile measures one GPU, without collectives: leave out --tensor-parallel-size")
     if arguments.full_profile:
         if arguments.profile is not None or arguments.predict_only:
             raise ConfigError("--full-profile measures a new profile: leave out --profile and --predict-only")

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.plan import Period
 
 LAYERS = 32
+Drag = Callable[[int, Collection[int]], float]
+"""how many times slower an operation (its index) is while others (theirs) run beside it"""
+
+
+class Run(NamedTuple):
+    """One nano-operation of one layer. Times in ms."""
+
+    turn: int
+    operation: int
+    """its index in the period"""
+    start: float
+    end: float
 
 
 class Timeline(NamedTuple):
@@ -19,23 +31,31 @@ class Timeline(NamedTuple):
     """length of the period: time per layer"""
     starts: tuple[float, ...]
     """of each nano-operation, from the start of the period's first one; one may end after the period does"""
+    lasts: tuple[float, ...]
+    """how long each runs"""
 
 
 def simulate(
-    period: Period, spec: ModelSpec, durations: Sequence[float], num_sms: int, layers: int = LAYERS
-) -> Timeline:
-    """The steady period. Every operation lasts its duration (ms), whatever runs beside it. Raises as `play` does."""
-    starts = {(turn, i): start for turn, i, start in play(period, spec, durations, num_sms, layers)}
+    period: Period, spec: ModelSpec, durations: Sequence[float], num_sms: int, layers: int = LAYERS,
+    drag: Drag | None = None,
+) -> Timeline:  # fmt: skip
+    """The steady period. An operation lasts its duration (ms), stretched by `drag`. Raises as `play` does."""
+    runs = {(r.turn, r.operation): r for r in play(period, spec, durations, num_sms, layers, drag)}
     # between a third and two thirds of the way it neither fills nor drains
     first, last = max(1, layers // 3), max(2, 2 * layers // 3)
-    length = (starts[last, 0] - starts[first, 0]) / (last - first)
-    return Timeline(length, tuple(starts[last, i] - starts[last, 0] for i in range(len(period.operations))))
+    origin = runs[last, 0].start
+    steady = [runs[last, i] for i in range(len(period.operations))]
+    return Timeline(
+        (origin - runs[first, 0].start) / (last - first),
+        tuple(r.start - origin for r in steady),
+        tuple(r.end - r.start for r in steady),
+    )
 
 
 def play(
-    period: Period, spec: ModelSpec, durations: Sequence[float], num_sms: int, layers: int
-) -> list[tuple[int, int, float]]:
-    """(turn, index of the operation, start in ms) of every nano-operation of `layers` layers, in the order of starts.
+    period: Period, spec: ModelSpec, durations: Sequence[float], num_sms: int, layers: int, drag: Drag | None = None
+) -> list[Run]:
+    """Every nano-operation of `layers` layers, in the order of ends.
 
     An operation starts when the one before it in its lane and all that it depends on have ended and its SMs are free;
     of two that wait for SMs the one that was ready first starts first. Raises `ValueError` when nothing can proceed.
@@ -62,30 +82,48 @@ def play(
             children.setdefault(parent, []).append((turn, i))
     ready = [(0.0, turn, i) for (turn, i), count in missing.items() if not count]
     heapq.heapify(ready)
-    ends: list[tuple[float, int, int]] = []
-    starts: dict[tuple[int, int], float] = {}
+    running: dict[tuple[int, int], _Progress] = {}
+    done: list[Run] = []
     now, free = 0.0, num_sms
-    while ready or ends:
+    while ready or running:
         later = []
         while ready:
             since, turn, i = heapq.heappop(ready)
             if ops[i].sms <= free:
-                starts[turn, i] = now
                 free -= ops[i].sms
-                heapq.heappush(ends, (now + durations[i], turn, i))
+                running[turn, i] = _Progress(now, now + durations[i])
             else:
                 later.append((since, turn, i))
         ready = later
-        if not ends:
+        if not running:
             raise ValueError("an operation needs more SMs than there are")
-        now = ends[0][0]
-        while ends and ends[0][0] <= now:
-            _, turn, i = heapq.heappop(ends)
+        if drag is not None:
+            present = [i for _, i in running]
+            for (_, i), progress in running.items():
+                progress.slow_down(now, drag(i, [j for j in present if j != i]))
+        now = min(p.end for p in running.values())
+        for turn, i in sorted(key for key, p in running.items() if p.end <= now):
+            done.append(Run(turn, i, running.pop((turn, i)).start, now))
             free += ops[i].sms
             for child in children.get((turn, i), ()):
                 missing[child] -= 1
                 if not missing[child]:
                     heapq.heappush(ready, (now, *child))
-    if len(starts) != len(runs):
+    if len(done) != len(runs):
         raise ValueError("the nano-operations wait for each other")
-    return [(turn, i, start) for (turn, i), start in starts.items()]
+    return done
+
+
+class _Progress:
+    """A running operation: when it ends if nothing around it changes."""
+
+    __slots__ = ("_drag", "end", "start")
+
+    def __init__(self, start: float, end: float) -> None:
+        self.start, self.end = start, end
+        self._drag = 1.0
+
+    def slow_down(self, now: float, drag: float) -> None:
+        if drag != self._drag:
+            self.end = now + (self.end - now) * drag / self._drag
+            self._drag = drag

@@ -23,6 +23,8 @@ TICKS = 6000
 """the serial period in the solver's unit of time"""
 LEAST_SECONDS = 0.3
 """of a clock, in which the solver finds some period"""
+NETWORK_SHARE = 0.125
+"""of the SMs: few are enough for a link's speed"""
 MIN_GAIN = 0.002
 """a longer structure must be shorter in time by this share"""
 
@@ -50,14 +52,20 @@ class Tables(NamedTuple):
 def tables(machine: Machine, load: Load, structure: Structure, guest_sms: int) -> Tables:
     """Interference-free durations.
 
-    guest_sms: SMs of memory and network operations. When they are all, so are those of products, as in the paper;
-    else products have the others: how many tokens fill the last wave of tiles depends on it.
+    guest_sms: SMs of memory operations, and of collectives up to `NETWORK_SHARE`. When they are all, so are those of
+    products, as in the paper; else products have the others: how many tokens fill the last wave of tiles depends on it.
     """
-    steps, rest = load.tokens // TOKEN_STEP, machine.num_sms - guest_sms
+    steps, total = load.tokens // TOKEN_STEP, machine.num_sms
+    alone = guest_sms == total
+    sms_of = {
+        Resource.COMPUTE: total if alone else total - guest_sms,
+        Resource.MEMORY: guest_sms,
+        Resource.NETWORK: total if alone else min(guest_sms, max(1, round(total * NETWORK_SHARE))),
+    }
     parts = max((len(cuts) + 1 for name, cuts in structure.cuts if name in attention(machine.spec)), default=1)
     ms = {}
     for name, op in machine.operations.items():
-        sms = guest_sms if op.resource is not Resource.COMPUTE or guest_sms == machine.num_sms else rest
+        sms = sms_of[op.resource]
         column = []
         for step in range(steps + 1):
             tokens = step * TOKEN_STEP

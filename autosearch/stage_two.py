@@ -24,6 +24,8 @@ TICKS = 6000
 """the incumbent's period in the solver's unit of time"""
 SM_STEP = 4
 POLISH_ROUNDS = 4
+NETWORK_LEVELS = 4
+"""SM counts of collectives that are tried with each of attention's"""
 
 
 class Choice(NamedTuple):
@@ -45,7 +47,7 @@ class Shares:
     def __init__(self, machine: Machine, period: Period, load: Load) -> None:
         self._machine, self._period, self._load = machine, period, load
         works = machine.works(period, load)
-        total, levels = machine.num_sms, guest_levels(machine.num_sms)
+        total, levels = machine.num_sms, self._guest_levels()
         self._levels = [
             (*((total - n for n in reversed(levels)) if self._is_compute(op) else levels), total)
             for op in period.operations
@@ -58,18 +60,31 @@ class Shares:
     def _is_compute(self, op: NanoOperation) -> bool:
         return self._machine.resource(op.operation) is Resource.COMPUTE
 
+    def _guest_levels(self) -> tuple[int, ...]:
+        """Of three lanes every second count: the solver gets much further in its time."""
+        levels = guest_levels(self._machine.num_sms)
+        return levels[1::2] or levels if len(members_of_lanes(self._period)) > 2 else levels
+
     def evaluate(self, period: Period) -> Choice:
         return Choice(self._machine.timeline(period, self._load)[0].ms, period)
 
     def greedy(self) -> Choice:
-        """The best with one count for all guests and the rest for all products; operations start when they can."""
+        """The best with one count for each lane of guests and the rest for all products, each started when it can."""
         total = self._machine.num_sms
-        lanes = {op.lane for op in self._period.operations} - {"compute"}
+        guests = sorted({op.lane for op in self._period.operations if not self._is_compute(op)} - {"compute"})
         found = [self.evaluate(with_sms(self._period, [total] * len(self._period.operations)))]
-        for n in guest_levels(total):
-            rest = [total - n * len(lanes) if self._is_compute(op) else n for op in self._period.operations]
-            if all(count in levels for count, levels in zip(rest, self._levels, strict=True)):
-                found.append(self.evaluate(with_sms(self._period, rest)))
+        tried = {lane: self._guest_levels() for lane in guests}
+        if len(guests) > 1:
+            tried["network"] = tried["network"][:NETWORK_LEVELS]
+        for counts in product(*tried.values()):
+            of_lane = dict(zip(guests, counts, strict=True))
+            for taken in {sum(counts), max(counts, default=0)}:  # beside all guests, or beside one at a time
+                rest = [
+                    total - taken if self._is_compute(op) else of_lane.get(op.lane, total)
+                    for op in self._period.operations
+                ]
+                if all(count in levels for count, levels in zip(rest, self._levels, strict=True)):
+                    found.append(self.evaluate(with_sms(self._period, rest)))
         return min(found, key=lambda c: c.ms)
 
     def polish(self, choice: Choice) -> Choice:
@@ -239,7 +254,9 @@ def assign(machine: Machine, period: Period, load: Load, effort: float, seconds:
     """
     end = time.monotonic() + seconds
     shares = Shares(machine, period, load)
-    first = shares.polish(shares.greedy())
+    first = shares.greedy()
+    if len(members_of_lanes(period)) < 3:  # of three lanes single changes help little before the solver ran
+        first = shares.polish(first)
     if time.monotonic() >= end:
         return first
     return shares.polish(shares.solve(first, effort, end - time.monotonic()))

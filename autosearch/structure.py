@@ -1,14 +1,15 @@
-"""What stage I chooses among: which operations are cut where, on token ranges whose sizes are still open."""
+"""What stage I chooses among: which operations are cut where, on token ranges of open sizes; which collectives."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise, product
 from typing import NamedTuple
 
-from weft.engine.model.operations import ALL_REDUCE, Operation, Resource, Role, all_gather
+from weft.engine.model.operations import Operation, Resource, Role
 from weft.engine.model.spec import ModelSpec
+from weft.engine.model.sums import ways
 from weft.engine.plans.plan import MAX_NANO_BATCHES, Lane, NanoOperation, Period
 
 LANES: dict[Resource, Lane] = {
@@ -69,45 +70,28 @@ def can_grow(structure: Structure) -> bool:
     return structure.pieces < MAX_NANO_BATCHES
 
 
-@dataclass(frozen=True, slots=True)
-class VariantSpec(ModelSpec):
-    """A model with other operations in its layers: another way to cut it over GPUs."""
-
-    operations: tuple[Operation, ...] = ()
-
-    def layer_operations(self, layer: int = -1) -> Iterator[Operation]:  # noqa: ARG002
-        yield from self.operations
-
-
-def with_operations(spec: ModelSpec, operations: Sequence[Operation]) -> VariantSpec:
-    values = {field.name: getattr(spec, field.name) for field in fields(ModelSpec)}
-    return VariantSpec(**values, operations=tuple(operations))
-
-
 def transformations(spec: ModelSpec) -> list[ModelSpec]:
-    """The model and its equivalents: an all-reduce behind a product may be two all-gathers around it (§4.1.2).
+    """The model as it is, then with every other choice of collectives (§4.1.2).
 
-    With weights cut by rows a product leaves partial sums, which an all-reduce `X_reduce` adds up. Cut by columns it
-    needs its whole input, gathered by `X_gather_in`, and leaves pieces of its output, gathered by `X_gather_out`.
+    For a dense model on several ranks: two all-reduces; two all-gathers and one all-reduce; and either with the halves
+    of an all-reduce apart, a reduce-scatter and an all-gather.
     """
-    operations = list(spec.layer_operations())
-    # all-reduces, each with the product whose partial sums it adds up
-    reduces = {o.name: o.parents[0] for o in operations if o.kernel == ALL_REDUCE}
-    out: list[ModelSpec] = [spec]
-    for chosen in product((False, True), repeat=len(reduces)):
-        gathered = {r: reduces[r] for r, c in zip(reduces, chosen, strict=True) if c}
-        if gathered:
-            out.append(with_operations(spec, [v for o in operations for v in _gathered(o, gathered)]))
-    return out
+    possible = ways(spec.layer_operations(), spec.shard_of.ranks)
+    choices = (zip(possible, chosen, strict=True) for chosen in product(*possible.values()))
+    changes = ({name: way for name, way in choice if way != "all_reduce"} for choice in choices)
+    return [replace(spec, sums=tuple(sorted(c.items()))) if c else spec for c in changes]
 
 
-def _gathered(op: Operation, reduces: Mapping[str, str]) -> Iterator[Operation]:
-    """What stands for `op` where these all-reduces (of these products) have become all-gathers."""
-    parents = tuple(f"{reduces[p]}_gather_out" if p in reduces else p for p in op.parents)
-    if op.name in reduces.values():
-        yield all_gather(f"{op.name}_gather_in", parents, op.inner)
-        yield replace(op, parents=(f"{op.name}_gather_in",))
-    elif op.name in reduces:
-        yield all_gather(f"{reduces[op.name]}_gather_out", parents, op.moved // 2)
-    else:
-        yield replace(op, parents=parents)
+def described(spec: ModelSpec) -> str:
+    """The collectives of a layer in order, for the reader: `o: all-gather, all-gather; down: all-reduce`."""
+    words = {"all_reduce": "all-reduce", "scatter_gather": "reduce-scatter, all-gather"}
+    words["two_gathers"] = "all-gather, all-gather"
+    chosen = dict(spec.sums)
+    plain = replace(spec, sums=())
+    names = ways(plain.layer_operations(), spec.shard_of.ranks)
+    return "; ".join(f"{n.removesuffix('_reduce')}: {words[chosen.get(n, 'all_reduce')]}" for n in names)
+
+
+def every_operation(spec: ModelSpec) -> dict[str, Operation]:
+    """Those of the model and of all its `transformations`, by name: what a profile is to know."""
+    return {o.name: o for variant in transformations(spec) for o in variant.layer_operations()}

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-ALL_REDUCE = "all_reduce"
+ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "all_reduce", "reduce_scatter", "all_gather"
+"""kernels of the collectives"""
 
 
 class Resource(Enum):
@@ -63,6 +64,8 @@ class Operation:
     """of one token; of one pair of a query and a key for attention"""
     moved: int = 0
     """numbers that one token reads and writes beside weights and cached keys and values"""
+    sent: int = 0
+    """numbers that one rank sends to the others for one token"""
 
 
 def product(
@@ -91,11 +94,32 @@ def attention(name: str, role: Role, resource: Resource, parents: tuple[str, ...
     return Operation(name, role, resource, parents, name, "q", "a", flops=4 * width, moved=2 * width)
 
 
-def all_reduce(name: str, parents: tuple[str, ...], width: int) -> Operation:
-    """Adds up the partial sums `[T, width]` that products leave on every rank, and adds them to the stream."""
-    return Operation(name, Role.NETWORK, Resource.NETWORK, parents, ALL_REDUCE, "x", "x", moved=2 * width)
+def all_reduce(name: str, parents: tuple[str, ...], width: int, ranks: int) -> Operation:
+    """Adds up the partial sums `[T, width]` that products leave on every rank, and adds them to the stream.
+
+    A rank sends the pieces that others add up, and its own sum to all of them: twice what a gather sends (§3.2).
+    """
+    piece = _to_others(width, ranks)
+    return Operation(
+        name, Role.NETWORK, Resource.NETWORK, parents, ALL_REDUCE, "x", "x",
+        flops=piece, moved=2 * width, sent=2 * piece,
+    )  # fmt: skip
 
 
-def all_gather(name: str, parents: tuple[str, ...], width: int) -> Operation:
-    """Collects the columns of `[T, width]` that every rank has a piece of."""
-    return Operation(name, Role.NETWORK, Resource.NETWORK, parents, "all_gather", moved=2 * width)
+def reduce_scatter(name: str, parents: tuple[str, ...], width: int, ranks: int) -> Operation:
+    """The first half of an all-reduce: each rank adds up the partial sums of its own columns of `[T, width]`."""
+    piece = _to_others(width, ranks)
+    return Operation(
+        name, Role.NETWORK, Resource.NETWORK, parents, REDUCE_SCATTER, "x", "x", flops=piece, moved=width, sent=piece
+    )
+
+
+def all_gather(name: str, parents: tuple[str, ...], width: int, ranks: int, *, of: str = "x") -> Operation:
+    """Collects the columns of the activation `of`, `[T, width]`, of which every rank has a piece."""
+    piece = _to_others(width, ranks)
+    return Operation(name, Role.NETWORK, Resource.NETWORK, parents, ALL_GATHER, of, of, moved=width, sent=piece)
+
+
+def _to_others(width: int, ranks: int) -> int:
+    """Of `width` numbers, those that belong to other ranks."""
+    return width * (ranks - 1) // ranks

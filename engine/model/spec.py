@@ -14,6 +14,7 @@ from weft.engine.model.operations import Operation, Resource, Role, all_reduce, 
 from weft.engine.model.operations import experts as _experts
 from weft.engine.model.parts import ACTIVATIONS, GATED_ACTIVATIONS, Experts, Layer, Norm, Placement, Quantization
 from weft.engine.model.rope import Rope, inv_freq
+from weft.engine.model.sums import Way, with_ways
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +83,8 @@ class ModelSpec:
     quantization: Quantization | None = None
     """of the matrices; None: they are in 16 or 32 bits"""
     shard_of: Shard = Shard()
+    sums: tuple[tuple[str, Way], ...] = ()
+    """all-reduces that are done in another way (`sums.Way`), by their names"""
 
     native: ClassVar[bool] = True
     """computed by weft's own operations; else see `broad.spec.BroadSpec`"""
@@ -168,10 +171,15 @@ class ModelSpec:
 
         Activations: x the residual stream, q the queries, a what attention gives, h the hidden part of the MLP, r the
         router's choice, s the hidden part of a shared expert. On several ranks products whose target is x leave partial
-        sums; an all-reduce adds them up, puts the norm behind them where there is one, and adds the sum to x.
+        sums; an all-reduce adds them up, puts the norm behind them where there is one, and adds the sum to x. `sums`
+        asks for other collectives. Raises `ModelError` where they are impossible.
         """
+        operations = self._operations(layer)
+        return with_ways(operations, dict(self.sums), self.shard_of.ranks) if self.sums else operations
+
+    def _operations(self, layer: int) -> Iterator[Operation]:
         hidden, width = self.hidden_size, self.num_heads * self.head_dim
-        several, parallel = self.shard_of.ranks > 1, self.placement.parallel
+        ranks, parallel = self.shard_of.ranks, self.placement.parallel
         experts = self.experts if self.layer(layer % self.num_layers).experts else None
         yield product("qkv", (), self.qkv_size, hidden, kernel="qkv", source="x", target="q")
         # In a parallel layer the MLP reads the stream before attention adds to it.
@@ -182,9 +190,9 @@ class ModelSpec:
         before = ("decode", "prefill", *(op.name for op in reads))
         yield product("o", before, hidden, width, kernel="residual", source="a", target="x")
         after = "o"
-        if several and not parallel:  # else what attention and MLP add is summed at once
+        if ranks > 1 and not parallel:  # else what attention and MLP add is summed at once
             after = "o_reduce"
-            yield all_reduce(after, ("o",), hidden)
+            yield all_reduce(after, ("o",), hidden, ranks)
         if not parallel:
             reads = tuple(self._mlp_reads((after,), experts))
             yield from reads
@@ -204,8 +212,8 @@ class ModelSpec:
                     "shared_down", (after,), hidden, experts.shared_size, kernel="residual", source="s", target="x"
                 )
                 after = "shared_down"
-        if several:
-            yield all_reduce("down_reduce", (after,), hidden)
+        if ranks > 1:
+            yield all_reduce("down_reduce", (after,), hidden, ranks)
 
     def _mlp_reads(self, parents: tuple[str, ...], experts: Experts | None) -> Iterator[Operation]:
         """The operations of an MLP that read the stream."""

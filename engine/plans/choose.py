@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
 import torch
 
 from weft.engine.errors import ConfigError
+from weft.engine.model.operations import Role
 from weft.engine.model.spec import ModelSpec
-from weft.engine.plans.plan import Plan, Target, load_plan, model_key
+from weft.engine.plans.plan import Plan, Target, by_name, load_plan, model_key
 from weft.kernels.gpu import gpu
 from weft.kernels.source_digest import source_digest
 
 log = logging.getLogger("weft.engine")
 SHIPPED = Path(__file__).parent
+COLLECTIVES: Collection[str] = ()
+"""kernels of collectives that an executor runs as operations of a pipeline; none yet"""
 
 
 def kernels_digest() -> str:
@@ -42,8 +46,8 @@ def choose_plan(plan: str, spec: ModelSpec, here: Target, max_num_batched_tokens
     """The plan to run, checked; None: the serial plan alone.
 
     plan: `EngineConfig.plan`. max_num_batched_tokens: the operator's; None leaves it to the plan. A file made for
-    something else is refused with a log line. Raises `ConfigError` when a file that the operator named cannot be read
-    or describes an impossible pipeline.
+    something else, or with collectives that no executor runs, is refused with a log line. Raises `ConfigError` when a
+    file that the operator named cannot be read or describes an impossible pipeline.
     """
     if plan == "serial":
         return None
@@ -58,6 +62,11 @@ def choose_plan(plan: str, spec: ModelSpec, here: Target, max_num_batched_tokens
     if fitting is None:
         return None
     if not fitting.periods:  # the search found nothing better than the serial plan
+        return None
+    spec = fitting.spec_of(spec)
+    if lacking := [op for op in by_name(spec).values() if op.role is Role.NETWORK and op.kernel not in COLLECTIVES]:
+        names = ", ".join(f"{op.name} ({op.kernel})" for op in lacking)
+        log.warning("the plan %s is not used: pipelines cannot run %s yet; the serial plan runs", plan, names)
         return None
     for period in fitting.periods:
         period.check(spec, here.sms)

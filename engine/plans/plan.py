@@ -8,14 +8,16 @@ first of the next. Unrolled over the model, everything that a nano-operation nee
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from weft.engine.errors import ConfigError
+from weft.engine.errors import ConfigError, ModelError
 from weft.engine.model.operations import Operation, Resource, Role
 from weft.engine.model.spec import ModelSpec
+from weft.engine.model.sums import Way
 from weft.kernels.gemm_config import GemmConfig
 
 VERSION = 1
@@ -179,6 +181,17 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """tokens of an iteration that the pipelines were made for; the engine's limit unless its operator sets one"""
     made: str = ""
     """date, versions, seconds of search: for the reader"""
+    sums: dict[str, Way] = {}
+    """all-reduces that are done in another way, in the serial plan too: which weights a rank has may depend on it"""
+
+    def spec_of(self, spec: ModelSpec) -> ModelSpec:
+        """The model with this plan's collectives. Raises `ConfigError` where it cannot have them."""
+        bound = replace(spec, sums=tuple(sorted(self.sums.items())))
+        try:
+            by_name(bound)
+        except ModelError as error:
+            raise ConfigError(f"a plan of other collectives: {error}") from None
+        return bound
 
     def period_for(self, tokens: int, kv_tokens: int) -> Period | None:
         """The period for an iteration of `tokens` tokens whose decodes read `kv_tokens`; None: run the serial plan."""
@@ -194,12 +207,13 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def model_key(spec: ModelSpec) -> str:
-    """The shapes that a plan depends on, readable."""
+    """The shapes that a plan depends on, readable: of one rank's part where there are several."""
     e = spec.experts
     experts = "" if e is None else f" experts={e.top}/{e.count}x{e.intermediate_size}+{e.shared_size}"
+    ranks = f" ranks={spec.shard_of.ranks}" if spec.shard_of.ranks > 1 else ""
     return (
         f"layers={spec.num_layers} hidden={spec.hidden_size} intermediate={spec.intermediate_size} "
-        f"heads={spec.num_heads}/{spec.num_kv_heads}x{spec.head_dim} vocab={spec.vocab_size}{experts}"
+        f"heads={spec.num_heads}/{spec.num_kv_heads}x{spec.head_dim} vocab={spec.vocab_size}{experts}{ranks}"
     )
 
 

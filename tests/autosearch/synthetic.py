@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +11,8 @@ import torch
 
 from weft.autosearch.bench_protocol import Load, Timing
 from weft.autosearch.profile import PairPoint, Point, Profile, work_of
-from weft.autosearch.simulate import play, simulate
+from weft.autosearch.simulate import Drag, play, simulate
+from weft.autosearch.structure import every_operation
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.operations import Operation, Resource, Role
 from weft.engine.model.parts import Norm
@@ -33,6 +35,21 @@ LLAMA_8B = spec_of(4096, 14336, 32, 32, 8)
 TYPICAL = Load(2048, 683, 1280, 1024)
 
 
+@dataclass(frozen=True, slots=True)
+class VariantSpec(ModelSpec):
+    """A model with other operations in its layers."""
+
+    operations: tuple[Operation, ...] = ()
+
+    def layer_operations(self, layer: int = -1) -> Iterator[Operation]:  # noqa: ARG002
+        yield from self.operations
+
+
+def with_operations(spec: ModelSpec, operations: Sequence[Operation]) -> VariantSpec:
+    values = {field.name: getattr(spec, field.name) for field in fields(ModelSpec)}
+    return VariantSpec(**values, operations=tuple(operations))
+
+
 def target_for(spec: ModelSpec, sms: int = 132) -> Target:
     return Target("Synthetic H200", sms, model_key(spec), "bfloat16", "none")
 
@@ -47,7 +64,7 @@ class SyntheticBench:
     def __init__(self, spec: ModelSpec, *, compute_slowdown: float = 1.10, guest_slowdown: float = 1.06) -> None:
         self.spec = spec
         self.calls = 0
-        self._operations = {o.name: o for o in spec.layer_operations()}
+        self._operations = every_operation(spec)
         self._slow = {True: compute_slowdown, False: guest_slowdown}
 
     def clock(self) -> float:
@@ -66,7 +83,7 @@ class SyntheticBench:
                 0.004 + work * KvLayout.of(self.spec, 1, torch.bfloat16).token_bytes / self.spec.num_layers / rate / 1e9
             )
         if op.role is Role.NETWORK:
-            return 0.005 + work * self.spec.hidden_size * 4 / (400e6 * min(1.0, sms / 32))
+            return 0.005 + work * op.sent * 2 / (300e6 * min(1.0, sms / 16))
         return 0.004 + work * 4 * self.spec.num_heads * self.spec.head_dim / (450e9 * sms / 132)
 
     def _duration(self, op: NanoOperation, work: float) -> float:
@@ -135,23 +152,26 @@ def small_profile(
     return Profile(target_for(spec, sms), load, features, tuple(points), tuple(pairs))
 
 
-def assert_schedule_is_possible(period: Period, spec: ModelSpec, durations: list[float], num_sms: int) -> None:
+def assert_schedule_is_possible(
+    period: Period, spec: ModelSpec, durations: Sequence[float], num_sms: int, drag: Drag | None = None
+) -> None:
     """Replays the simulation and checks every rule for itself, over all layers."""
     layers = 12
-    runs = play(period, spec, durations, num_sms, layers)
-    begun = {(turn, i): start for turn, i, start in runs}
+    runs = play(period, spec, durations, num_sms, layers, drag)
+    begun = {(r.turn, r.operation): r for r in runs}
     assert sorted(turn + period.operations[i].next_layer for turn, i in begun) == sorted(
         list(range(1, layers + 1)) * len(period.operations)
     )
     slack = 1e-9
+    assert all(r.end - r.start >= durations[r.operation] - slack for r in runs)
     for edge in period.dependencies(spec):
         for turn in range(layers + 1):
             after, before = begun.get((turn, edge.after)), begun.get((turn + edge.distance, edge.before))
             if after is not None and before is not None:
-                assert before + durations[edge.before] <= after + slack
+                assert before.end <= after.start + slack
     for lane in {op.lane for op in period.operations}:
-        own = sorted((s, s + durations[i]) for _, i, s in runs if period.operations[i].lane == lane)
+        own = sorted((r.start, r.end) for r in runs if period.operations[r.operation].lane == lane)
         assert all(a[1] <= b[0] + slack for a, b in pairwise(own))
-    for _, _, now in runs:
-        busy = sum(period.operations[i].sms for _, i, s in runs if s <= now < s + durations[i] - slack)
+    for now in {r.start for r in runs}:
+        busy = sum(period.operations[r.operation].sms for r in runs if r.start <= now < r.end - slack)
         assert busy <= num_sms

@@ -344,9 +344,9 @@ def test_a_plan_of_another_model_is_no_start(plan: Plan, model: Path, tmp_path: 
     other = msgspec.structs.replace(plan.target, model="another")
     msgspec.structs.replace(plan, target=other).save(tmp_path / "start.json")
     with pytest.raises(ConfigError, match="a plan of another model"):
-        search.known_pipelines(tmp_path / "start.json", LLAMA_8B)
+        search.known_plan(tmp_path / "start.json", LLAMA_8B)
     plan.save(tmp_path / "own.json")
-    assert search.known_pipelines(tmp_path / "own.json", LLAMA_8B) == plan.periods
+    assert search.known_plan(tmp_path / "own.json", LLAMA_8B) == plan
     done = cli.main(
         ["search", "--model", str(model), "--out", str(tmp_path / "p.json"), "--start", str(tmp_path / "start.json")]
     )
@@ -389,15 +389,12 @@ def test_pages_leave_beside_the_largest_product_and_the_picture_says_so(plan: Pl
     assert period.offload == "gate_up"
     (bar,) = (b for b in gantt.picture(period).bars if b.op.operation == "offload")
     first = next(i for i, o in enumerate(period.operations) if o.operation == "gate_up" and o.begin == 0)
-    assert (bar.start, bar.ms, bar.op.lane) == (
-        period.figures[f"start.{first}"],
-        period.figures[f"ms.{first}"],
-        "network",
-    )
+    assert (bar.start, bar.ms) == (period.figures[f"start.{first}"], period.figures[f"ms.{first}"])
+    assert gantt.lane_of(bar.op) == "copies"
     assert "copy engine" in gantt.svg(period)
     console = Console(record=True, width=100, file=open("/dev/null", "w"))  # noqa: SIM115
     gantt.draw(period, console)
-    assert "network" in console.export_text()
+    assert "copies" in console.export_text()
 
 
 def test_a_plan_without_figures_is_drawn_by_its_tokens() -> None:

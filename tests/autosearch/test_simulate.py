@@ -8,10 +8,9 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from synthetic import LLAMA_8B, assert_schedule_is_possible
+from synthetic import LLAMA_8B, assert_schedule_is_possible, with_operations
 
 from weft.autosearch.simulate import simulate
-from weft.autosearch.structure import with_operations
 from weft.engine.model.operations import Resource, product
 from weft.engine.plans.plan import Edge, NanoOperation, Period, serial_period
 
@@ -52,6 +51,17 @@ def test_a_wait_holds_back_what_is_ready() -> None:
     free = simulate(halves(8, 8), TWO, [2.0, 2.0, 2.0, 2.0], 16)
     held = simulate(msgspec.structs.replace(halves(8, 8), waits=(Edge(1, 2, 0),)), TWO, [2.0, 2.0, 2.0, 2.0], 16)
     assert (free.ms, held.ms) == (pytest.approx(4.0), pytest.approx(6.0))
+
+
+def test_what_runs_beside_slows_down_only_while_it_runs() -> None:
+    """Of 5 ms `mix` does one in the 2 ms that `read` lasts, so it takes 6."""
+    drag = [2.0, 1.0, 2.0, 1.0]
+    timeline = simulate(
+        halves(8, 8), TWO, [5.0, 2.0, 5.0, 2.0], 16, drag=lambda i, others: drag[i] if others else 1.0
+    )  # fmt: skip
+    assert timeline.ms == pytest.approx(12.0)
+    assert timeline.lasts == pytest.approx((6.0, 2.0, 6.0, 2.0))
+    assert simulate(halves(8, 8), TWO, [5.0, 2.0, 5.0, 2.0], 16).ms == pytest.approx(10.0)
 
 
 def test_what_can_never_start_is_an_error() -> None:

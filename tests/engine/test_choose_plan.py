@@ -11,6 +11,7 @@ import pytest
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, OutOfMemory
 from weft.engine.model.directory import read_spec
+from weft.engine.model.sums import Way
 from weft.engine.plans import choose
 from weft.engine.plans.choose import choose_plan
 from weft.engine.plans.plan import Period, Plan, Target, model_key, serial_period
@@ -61,6 +62,23 @@ def test_a_plan_without_pipelines_and_no_plan_mean_the_serial_plan(tmp_path: Pat
     assert choose_plan(_file(tmp_path), SPEC, HERE, None) is None
     assert choose_plan("serial", SPEC, HERE, None) is None
     assert choose_plan("auto", SPEC, HERE, None) is None
+
+
+@pytest.mark.parametrize("sums", [{}, {"o_reduce": "scatter_gather"}])
+def test_a_plan_with_collectives_that_no_executor_runs_is_refused_with_a_line(
+    sums: dict[str, Way], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = SPEC.shard(0, 2)
+    here = msgspec.structs.replace(HERE, model=model_key(half))
+    plan = Plan(here, "1024:512", (), sums=sums)
+    plan = msgspec.structs.replace(plan, periods=(serial_period(plan.spec_of(half), 1792, 132),))
+    plan.save(tmp_path / "plan.json")
+    assert choose_plan(str(tmp_path / "plan.json"), half, here, None) is None
+    (line,) = (r.getMessage() for r in caplog.records if "is not used" in r.getMessage())
+    first = "o_scatter (reduce_scatter), o_gather (all_gather)" if sums else "o_reduce (all_reduce)"
+    assert f"pipelines cannot run {first}, down_reduce (all_reduce) yet; the serial plan runs" in line
+    monkeypatch.setattr(choose, "COLLECTIVES", {"all_reduce", "reduce_scatter", "all_gather"})
+    assert choose_plan(str(tmp_path / "plan.json"), half, here, None) == plan
 
 
 def test_an_impossible_pipeline_is_an_error(tmp_path: Path) -> None:
