@@ -17,8 +17,13 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.runner.collectives import Graph
 from weft.kernels import collectives as kernels
 from weft.kernels.collectives import Peers
+from weft.kernels.gpu import gpu
 
 ALIGNED = 256
+FEW = 32
+"""tokens up to which one step is taken for the quicker one where nothing was measured"""
+MEASURED = 16
+"""sums whose time is taken"""
 SAMPLED_WORDS = 8
 """of a row that a captured exchange of samplers takes, at most"""
 LOOSE_WORDS = 1 << 16
@@ -40,7 +45,7 @@ class Sizes:
 
     def __init__(self, spec: ModelSpec, max_tokens: int, max_seqs: int, dtype: torch.dtype) -> None:
         ranks = spec.shard_of.ranks
-        self.sums = 2 * spec.num_layers + 1
+        self.sums = max(2 * spec.num_layers + 1, MEASURED)
         """of a model's graph, the embedding's included"""
         self.room = max_seqs * SAMPLED_WORDS
         """words of a rank's inbox"""
@@ -71,6 +76,7 @@ class PeerCollectives:
         self._numbers = {graph: torch.zeros(1, dtype=torch.int32, device=device) for graph in Graph}
         self._loose_number = torch.zeros(1, dtype=torch.int32, device=device)
         self._graph: Graph | None = None
+        self._shots: list[tuple[int, int]] = []
         self._next = 0
         self._turn = 0
         if device.type == "cuda":
@@ -101,12 +107,47 @@ class PeerCollectives:
         finally:
             self._graph = None
 
-    def shots(self, tokens: int, hidden: int) -> int:  # noqa: ARG002
-        """In how many steps a sum of that shape is made."""
-        # two ranks write as much in two steps as they read in one
-        return 1 if self.ranks == 2 or tokens <= 32 else 2
+    def use(self, shots: dict[int, int]) -> None:
+        """What was measured: steps by tokens."""
+        self._shots = sorted(shots.items())
+
+    def shots(self, tokens: int) -> int:
+        """In how many steps a sum of so many tokens is made."""
+        for size, shots in reversed(self._shots):
+            if size <= tokens:
+                return shots
+        # Two ranks write as much in two steps as they read in one.
+        return 1 if self._shots or self.ranks == 2 or tokens <= FEW else 2
+
+    def microseconds(self, tokens: int, shots: int, hidden: int, dtype: torch.dtype) -> float:
+        """Of such a sum, measured: every rank does so at once. Its memory is free again afterwards."""
+        taken = self._taken
+        partials = [self.take((tokens, hidden), dtype) for _ in range(2)]
+        x, sumsq = self.take((tokens, hidden), dtype), self.take((self.ranks, tokens), torch.float32)
+        live = torch.full((1,), tokens, dtype=torch.int32, device=x.device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        here = gpu()
+        assert here is not None
+        for launches in (2, MEASURED):
+            begin.record()
+            with self.inside(Graph.MODEL):
+                for i in range(launches):
+                    self._sum(partials[i % 2], x, sumsq, live, add=True, num_sms=here.sms, shots=shots)
+            end.record()
+        end.synchronize()
+        for tensor in (*partials, x, sumsq):
+            tensor.zero_()
+        torch.cuda.synchronize()  # others will run on other streams
+        self._taken = taken
+        return 1e3 * begin.elapsed_time(end) / MEASURED
 
     def reduce(self, partial: Tensor, x: Tensor, sumsq: Tensor, *, live: Tensor, add: bool, num_sms: int) -> Tensor:
+        self._sum(partial, x, sumsq, live, add=add, num_sms=num_sms, shots=self.shots(len(x)))
+        return sumsq[: self.ranks]
+
+    def _sum(
+        self, partial: Tensor, x: Tensor, sumsq: Tensor, live: Tensor, *, add: bool, num_sms: int, shots: int
+    ) -> None:
         assert self._graph is Graph.MODEL
         assert self._next < self._sizes.sums
         flags, self._next = self._sums + self._next * 2 * self.ranks * 4, self._next + 1
@@ -114,9 +155,8 @@ class PeerCollectives:
         kernels.reduce(
             self._peers, self._numbers[Graph.MODEL], flags, partial=self._place(partial), x=self._place(x),
             sumsq=self._place(sumsq), stride_sumsq=sumsq.stride(0), live=live, tokens=tokens, hidden=hidden,
-            dtype=x.dtype, add=add, shots=self.shots(tokens, hidden), num_sms=num_sms,
+            dtype=x.dtype, add=add, shots=shots, num_sms=num_sms,
         )  # fmt: skip
-        return sumsq[: self.ranks]
 
     def all_gather(self, mine: Tensor) -> Tensor:
         words = mine.contiguous().view(-1).view(torch.int32)

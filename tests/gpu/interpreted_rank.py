@@ -68,7 +68,7 @@ class File:
 def collectives_of(memory: File, rank: int, ranks: int, shots: int) -> PeerCollectives:
     sizes = Sizes(models()["llama"].shard(rank, ranks), 64, 64, torch.float16)
     found = PeerCollectives(memory, rank, ranks, sizes)
-    found.shots = lambda *_: shots  # type: ignore[method-assign]
+    found.shots = lambda _: shots  # type: ignore[method-assign]
     return found
 
 
