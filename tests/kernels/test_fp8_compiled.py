@@ -1,0 +1,60 @@
+"""The FP8 kernels for Hopper compile without a GPU: into the instructions that they are written for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+SCRIPT = """
+import torch
+from weft.kernels import fp8, fp8_decode, fp8_projections
+from weft.kernels.compilation import collect
+from weft.kernels.decode_workspace import decode_workspace
+from weft.kernels.gpu import KNOWN
+
+def meta(*shape, dtype=torch.float32):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+def weight(out, inner):
+    return fp8.Fp8Weight(meta(out, inner, dtype=fp8.E4M3), meta(out))
+
+def products():
+    x, hidden, inter = fp8_projections.rows_buffer(2048, 4096, "meta"), 4096, 14336
+    residual = meta(2048, hidden, dtype=torch.bfloat16)
+    fp8_projections.residual_project(x, weight(hidden, hidden), residual, out=residual, sumsq=meta(64, 2048),
+        quantized=fp8_projections.rows_buffer(2048, hidden, "meta"), num_sms=132)
+    fp8_projections.gate_up_project(x, meta(16, 2048), weight(2 * inter, hidden), 1e-5,
+        quantized=fp8_projections.rows_buffer(2048, inter, "meta"), num_sms=132)
+
+def decode():
+    kv, scale = meta(9, 2, 2, 64, 8, 128, dtype=fp8.E4M3), meta(2, 2, 8)
+    fp8_decode.launch_decode(meta(5, 32, 128, dtype=torch.bfloat16), kv, fp8.KvScales(scale, scale), 0,
+        meta(5, 9, dtype=torch.int32), meta(9, 8, dtype=torch.int32), meta(1, dtype=torch.int32),
+        out=meta(5, 4096, dtype=torch.bfloat16), num_sms=132, space=decode_workspace(9, 5, 8, 4, 128, "meta"))
+
+for work, wanted in ((products, "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3"),
+                     (decode, "cvt.rn.f16x2.e4m3x2")):
+    for kernel in collect(work, KNOWN["h200"]):
+        compiled = kernel.function._do_compile(*kernel.arguments)
+        assert wanted in compiled.asm["ptx"], kernel.name
+        assert compiled.metadata.shared <= 232448, kernel.name
+        print(kernel.name)
+"""
+
+
+@pytest.mark.nightly
+def test_products_multiply_e4m3_and_attention_turns_it_into_float16(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        (sys.executable, "-P", "-c", SCRIPT),
+        env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert ended.stdout.split() == ["product_kernel", "product_kernel", "decode_kernel"]
