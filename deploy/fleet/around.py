@@ -26,12 +26,14 @@ from weft.loadgen.prompts import PromptMaker
 from weft.loadgen.record import Record
 
 PROMPT_TOKENS = 32
+LONG_PROMPT_TOKENS = 128
+"""for how long prompts take beside others: long enough that the kernel treats their engine as one that never sleeps"""
 STREAM_TOKENS = 64
 FIRST_TOKENS = 4
 """of a request whose first token is timed: some of a demo's are no text yet"""
-STREAMS, STREAMS_SECONDS = 2, 4.0
+STREAMS, STREAMS_SECONDS = 2, 3.0
 """one after the other, for the time between tokens: at least so many, for so long"""
-FIRSTS, FIRSTS_SECONDS = 10, 3.0
+FIRSTS, FIRSTS_SECONDS = 10, 2.5
 PAUSE_SECONDS = 0.02
 ANSWER_SHARE = 0.25
 """of what stands around a first token, on the way back: a client cannot tell the two apart"""
@@ -50,22 +52,26 @@ class Around(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """By the number of engines that compute, from one: mean seconds from one token to the next, and to the first one of
-    a request that comes to the last of these engines while the others have a stream each."""
+    """Mean seconds. `first`: to the first token of a short request, alone. By the number of engines that compute, from
+    one: `between` one token and the next; `prompts`: to the first token of a longer request that comes to the last of
+    these engines while the others have a stream each."""
 
+    first: float
     between: tuple[float, ...]
-    first: tuple[float, ...]
+    prompts: tuple[float, ...] = ()
 
 
 def measure(url: str, profile: IterationProfile) -> Around:
     """Raises `ConfigError`."""
-    return derive(watch(url, shared=profile.threads > 0), profile)
+    return derive(watch(url, profile), profile)
 
 
-def watch(url: str, *, shared: bool) -> Seen:
-    """shared: the engines share a machine's cores, so it matters how many compute. Raises `ConfigError`."""
+def watch(url: str, profile: IterationProfile) -> Seen:
+    """Raises `ConfigError`."""
+    # Engines on a machine's cores share them, so it matters how many compute.
+    shared, budget = profile.threads > 0, profile.limits.max_num_batched_tokens
     try:
-        return asyncio.run(_watch(url, shared))
+        return asyncio.run(_watch(url, shared=shared, budget=budget))
     except LoadError as error:
         raise ConfigError(f"--server {url}: {error}") from None
     except (OSError, ConnectionBroken, msgspec.DecodeError) as error:
@@ -77,18 +83,18 @@ def derive(seen: Seen, profile: IterationProfile) -> Around:
     decode = profile.seconds(Features(1, 1, PROMPT_TOKENS + STREAM_TOKENS // 2, 0, 0))
     prefill = profile.seconds(Features(PROMPT_TOKENS, 0, 0, PROMPT_TOKENS * (PROMPT_TOKENS + 1) // 2, 1))
     gap_ms = max(0.0, 1e3 * (seen.between[0] - decode))
-    around = max(0.0, 1e3 * (seen.first[0] - prefill) - gap_ms - profile.host_ms)
+    around = max(0.0, 1e3 * (seen.first - prefill) - gap_ms - profile.host_ms)
     side_by_side = None
     if len(seen.between) > 1:
         cores = len(os.sched_getaffinity(0))
-        side_by_side = SideBySide(cores, _slowdown(seen.between), _slowdown(seen.first))
+        side_by_side = SideBySide(cores, _slowdown(seen.between), _slowdown(seen.prompts))
     return Around(around * (1 - ANSWER_SHARE), around * ANSWER_SHARE, gap_ms, side_by_side)
 
 
 def mean(runs: Sequence[Seen]) -> Seen:
     """Of runs at the same daemon."""
-    between, first = (np.mean([run[i] for run in runs], axis=0) for i in range(2))
-    return Seen(tuple(between.tolist()), tuple(first.tolist()))
+    between, prompts = (np.mean([run[i] for run in runs], axis=0) for i in (1, 2))
+    return Seen(float(np.mean([run.first for run in runs])), tuple(between.tolist()), tuple(prompts.tolist()))
 
 
 def _slowdown(seconds: Sequence[float]) -> tuple[float, ...]:
@@ -97,7 +103,8 @@ def _slowdown(seconds: Sequence[float]) -> tuple[float, ...]:
     return tuple(float(x) for x in slower)
 
 
-async def _watch(url: str, shared: bool) -> Seen:
+async def _watch(url: str, *, shared: bool, budget: int) -> Seen:
+    """budget: tokens of an iteration."""
     maker = PromptMaker("ids", time.time_ns())  # an engine may still have the pages of an earlier watch
     target = Target("", Address.parse(url), "", False, None, {}, {}, 60.0, True)
     target = (await prepare(target, maker)).target
@@ -106,45 +113,55 @@ async def _watch(url: str, shared: bool) -> Seen:
     client = Client(target, loop.time())
     asked = 0
 
-    async def ask(output_tokens: int) -> Record:
+    async def ask(prompt_tokens: int, output_tokens: int) -> Record:
         nonlocal asked
         asked += 1
-        record = Record(asked, 0.0, PROMPT_TOKENS, output_tokens)
-        await client.send(record, target.body(maker.prompt(asked, PROMPT_TOKENS), output_tokens))
+        record = Record(asked, 0.0, prompt_tokens, output_tokens)
+        await client.send(record, target.body(maker.prompt(asked, prompt_tokens), output_tokens))
         if not record.ok:
             raise LoadError(record.error or f"status {record.status}")
         return record
 
-    async def go_on(seconds: float) -> None:
-        """Streams, one after the other."""
-        await asyncio.sleep(seconds)
-        while True:
-            await ask(STREAM_TOKENS)
-
-    between, first = [], []
-    for computing in range(1, engines + 1):
-        gaps: list[float] = []
-        firsts: list[float] = []
-        end = loop.time() + STREAMS_SECONDS
-        while len(gaps) < STREAMS * computing or loop.time() < end:
-            records = await asyncio.gather(*(ask(STREAM_TOKENS) for _ in range(computing)))
-            gaps += [(r.end - r.first) / (r.completion_tokens - 1) for r in records]
-            await asyncio.sleep(PAUSE_SECONDS)
-        # Each begins a little later than the one before, or their prompts would always be computed together.
-        beside = [asyncio.create_task(go_on(0.1 * i)) for i in range(computing - 1)]
-        await asyncio.sleep(0.1 * computing)
+    async def first(prompt_tokens: int) -> float:
+        taken: list[float] = []
         end = loop.time() + FIRSTS_SECONDS
-        while len(firsts) < FIRSTS or loop.time() < end:
-            record = await ask(FIRST_TOKENS)
-            firsts.append(record.first - record.start)
+        while len(taken) < FIRSTS or loop.time() < end:
+            record = await ask(prompt_tokens, FIRST_TOKENS)
+            taken.append(record.first - record.start)
             await asyncio.sleep(PAUSE_SECONDS)
-        for task in beside:
-            task.cancel()
-        await asyncio.gather(*beside, return_exceptions=True)
-        between.append(float(np.mean(gaps)))
-        first.append(float(np.mean(firsts)))
+        return float(np.mean(taken))
+
+    async def between(streams: int) -> float:
+        taken: list[float] = []
+        end = loop.time() + STREAMS_SECONDS
+        while len(taken) < STREAMS * streams or loop.time() < end:
+            records = await asyncio.gather(*(ask(PROMPT_TOKENS, STREAM_TOKENS) for _ in range(streams)))
+            taken += [(r.end - r.first) / (r.completion_tokens - 1) for r in records]
+            await asyncio.sleep(PAUSE_SECONDS)
+        return float(np.mean(taken))
+
+    async def stream(after: float) -> None:
+        """One after the other."""
+        await asyncio.sleep(after)
+        while True:
+            await ask(PROMPT_TOKENS, STREAM_TOKENS)
+
+    async def prompts(streams: int) -> float:
+        # Each begins a little later than the one before, or their prompts would always be computed together.
+        beside = [asyncio.create_task(stream(0.1 * i)) for i in range(streams)]
+        await asyncio.sleep(0.1 * streams)
+        try:
+            return await first(min(LONG_PROMPT_TOKENS, budget))
+        finally:
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
+
+    alone = await first(PROMPT_TOKENS)
+    times = [await between(streams) for streams in range(1, engines + 1)]
+    slowed = [await prompts(streams) for streams in range(engines)] if engines > 1 else []
     client.close()
-    return Seen(tuple(between), tuple(first))
+    return Seen(alone, tuple(times), tuple(slowed))
 
 
 async def _engines(address: Address) -> int:

@@ -146,11 +146,11 @@ def real(folder: Path, rounds: int, profile: Path | None, seconds: float) -> lis
     known, found = load_profile(str(profile)), []
     options = ("--device", "cpu", "--data-parallel-size", str(ENGINES), "--cpu-threads", "1", *LIMITS)
     with running(folder, *options) as daemon:
-        seen = [watch(daemon.url, shared=True)]
+        seen = [watch(daemon.url, known)]
         for i in range(rounds):
             flags = (*REAL_LOAD, "--seed", str(i))
             real = loaded(daemon.url, flags, folder / f"real-{i}.json")
-            seen.append(watch(daemon.url, shared=True))
+            seen.append(watch(daemon.url, known))
             (folder / "seen.json").write_bytes(msgspec.json.encode(seen))
             around, now = derive(mean(seen[-2:]), known), folder / f"profile-{i}.json"
             around.put_into(known).save(now)
