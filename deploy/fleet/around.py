@@ -69,9 +69,9 @@ def measure(url: str, profile: IterationProfile) -> Around:
 def watch(url: str, profile: IterationProfile) -> Seen:
     """Raises `ConfigError`."""
     # Engines on a machine's cores share them, so it matters how many compute.
-    shared, budget = profile.threads > 0, profile.limits.max_num_batched_tokens
+    shared = profile.threads > 0
     try:
-        return asyncio.run(_watch(url, shared=shared, budget=budget))
+        return asyncio.run(_watch(url, shared=shared, long_prompt=_long(profile)))
     except LoadError as error:
         raise ConfigError(f"--server {url}: {error}") from None
     except (OSError, ConnectionBroken, msgspec.DecodeError) as error:
@@ -81,14 +81,21 @@ def watch(url: str, profile: IterationProfile) -> Seen:
 def derive(seen: Seen, profile: IterationProfile) -> Around:
     """From what was seen to what a profile has."""
     decode = profile.seconds(Features(1, 1, PROMPT_TOKENS + STREAM_TOKENS // 2, 0, 0))
-    prefill = profile.seconds(Features(PROMPT_TOKENS, 0, 0, PROMPT_TOKENS * (PROMPT_TOKENS + 1) // 2, 1))
     gap_ms = max(0.0, 1e3 * (seen.between[0] - decode))
-    around = max(0.0, 1e3 * (seen.first - prefill) - gap_ms - profile.host_ms)
+
+    def beyond(first: float, tokens: int) -> float:
+        prefill = profile.seconds(Features(tokens, 0, 0, tokens * (tokens + 1) // 2, 1))
+        return 1e3 * (first - prefill) - gap_ms - profile.host_ms
+
+    around = [beyond(seen.first, PROMPT_TOKENS)]
+    if seen.prompts:
+        around.append(beyond(seen.prompts[0], _long(profile)))
+    around_ms = max(0.0, float(np.mean(around)))
     side_by_side = None
     if len(seen.between) > 1:
         cores = len(os.sched_getaffinity(0))
         side_by_side = SideBySide(cores, _slowdown(seen.between), _slowdown(seen.prompts))
-    return Around(around * (1 - ANSWER_SHARE), around * ANSWER_SHARE, gap_ms, side_by_side)
+    return Around(around_ms * (1 - ANSWER_SHARE), around_ms * ANSWER_SHARE, gap_ms, side_by_side)
 
 
 def mean(runs: Sequence[Seen]) -> Seen:
@@ -97,14 +104,18 @@ def mean(runs: Sequence[Seen]) -> Seen:
     return Seen(float(np.mean([run.first for run in runs])), tuple(between.tolist()), tuple(prompts.tolist()))
 
 
+def _long(profile: IterationProfile) -> int:
+    """Tokens of a longer prompt that one iteration computes."""
+    return min(LONG_PROMPT_TOKENS, profile.limits.max_num_batched_tokens)
+
+
 def _slowdown(seconds: Sequence[float]) -> tuple[float, ...]:
     """More beside it make none faster."""
     slower = np.maximum.accumulate(np.array(seconds) / seconds[0])
     return tuple(float(x) for x in slower)
 
 
-async def _watch(url: str, *, shared: bool, budget: int) -> Seen:
-    """budget: tokens of an iteration."""
+async def _watch(url: str, *, shared: bool, long_prompt: int) -> Seen:
     maker = PromptMaker("ids", time.time_ns())  # an engine may still have the pages of an earlier watch
     target = Target("", Address.parse(url), "", False, None, {}, {}, 60.0, True)
     target = (await prepare(target, maker)).target
@@ -151,7 +162,7 @@ async def _watch(url: str, *, shared: bool, budget: int) -> Seen:
         beside = [asyncio.create_task(stream(0.1 * i)) for i in range(streams)]
         await asyncio.sleep(0.1 * streams)
         try:
-            return await first(min(LONG_PROMPT_TOKENS, budget))
+            return await first(long_prompt)
         finally:
             for task in beside:
                 task.cancel()

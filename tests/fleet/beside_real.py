@@ -160,6 +160,20 @@ def real(folder: Path, rounds: int, profile: Path | None, seconds: float) -> lis
     return found
 
 
+def table(found: Sequence[Sequence[Figure]]) -> str:
+    """Of all rounds, in the form of docs/simulator.md."""
+    lines = ["| figure | real | simulated | error |", "|---|---|---|---|"]
+    for same in zip(*found, strict=True):
+        columns = ([f.measured for f in same], [f.simulated for f in same], [100 * f.error for f in same])
+        forms = ("{:.1f}", "{:.1f}", "{:+.1f} %")
+        ends = [
+            " to ".join(dict.fromkeys((form.format(min(column)), form.format(max(column)))))
+            for form, column in zip(forms, columns, strict=True)
+        ]
+        lines.append(f"| {same[0].name} | {' | '.join(ends)} |")
+    return "\n".join(lines)
+
+
 def told(around: Around) -> str:
     beside = around.side_by_side
     assert beside is not None
@@ -236,6 +250,8 @@ def main() -> int:
             one, three = routing(folder)
             return 0 if three.hit_share >= 0.9 * one.hit_share and three.imbalance <= 1.3 else 1
         found = paced(folder, a.rounds) if a.paced else real(folder, a.rounds, a.profile, a.seconds)
+    if not a.paced:
+        print(table(found))
     worst = max(abs(f.error) for figures in found for f in figures if f.name in BOUNDED)
     print(f"worst of {', '.join(BOUNDED)}: {worst:.1%} (bound {BOUND:.0%}); load average now {os.getloadavg()[0]:.1f}")
     return 0 if worst <= BOUND else 1

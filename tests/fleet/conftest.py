@@ -1,9 +1,10 @@
-"""The daemon of the server's tests, and the engine's harness, are imported by name."""
+"""The daemon of the server's tests, the engine's harness and the load generator's server are imported by name."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-for folder in (Path(__file__).parent, Path(__file__).parents[1] / "server", Path(__file__).parents[1] / "engine"):
+TESTS = Path(__file__).parents[1]
+for folder in (TESTS / "fleet", TESTS / "server", TESTS / "engine", TESTS / "loadgen"):
     sys.path.insert(0, str(folder))

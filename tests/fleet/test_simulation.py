@@ -127,7 +127,7 @@ def test_what_does_not_compute_slows_nobody() -> None:
 
 
 def test_what_was_watched_at_a_daemon_is_what_its_simulation_shows() -> None:
-    seen = Seen(first=0.030, between=(0.012, 0.013, 0.018), prompts=(0.050, 0.060, 0.100))
+    seen = Seen(first=0.030, between=(0.012, 0.013, 0.018), prompts=(0.030, 0.036, 0.060))
     made = profile(threads=1)
     around = derive(seen, made)
     assert around.side_by_side is not None
