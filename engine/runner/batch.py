@@ -114,6 +114,12 @@ class Batch(NamedTuple):
         return len(self.token_ids)
 
     @property
+    def read_rows(self) -> npt.NDArray[np.int64]:
+        """Rows of the tokens whose state behind the last layer somebody reads: `[N]`, ascending."""
+        asked = [of.token_rows for of in self.prompt_logprobs] + [of.token_rows for of in self.pooled]
+        return np.unique(np.concatenate((self.sampling.logit_tokens, *asked))).astype(np.int64)
+
+    @property
     def num_requests(self) -> int:
         return len(self.slots)
 

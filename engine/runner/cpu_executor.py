@@ -39,6 +39,8 @@ class CpuInputs(NamedTuple):
     """[T] int64"""
     attention: Any
     """the attention back end's step"""
+    rows: Tensor | None = None
+    """[N] int64: tokens whose state behind the last layer is read, ascending; None: all"""
 
 
 class _Iteration:
@@ -61,6 +63,12 @@ class _Iteration:
         self.post_norm: Tensor | None = None
         """behind the product that left it"""
         self.routing: expert_twins.Routing | None = None
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these tokens `[N]` alone; no operation behind this attends."""
+        self.activations = {name: made[rows] for name, made in self.activations.items() if name != "q"}
+        self.sumsq = self.sumsq[rows]
+        self.partial = None if self.partial is None else self.partial[rows]
 
     @property
     def stream_sums(self) -> Tensor | None:
@@ -221,10 +229,14 @@ class CpuExecutor:
         self.block_rows = 0
         """of every operation between attentions; 0: as many as there are"""
         self._unknown = invariant
+        self._last_attention = -1
+        """the step behind which rows may leave that nobody reads; -1: a router has chosen for all of them before"""
         launchers = launchers_of(spec, TABLE, "the CPU")
         self._steps = [
             (launchers[op.name], op, layer) for layer in range(spec.num_layers) for op in spec.layer_operations(layer)
         ]
+        if spec.experts is None or not spec.placement.parallel:
+            self._last_attention = max(i for i, (_, op, _) in enumerate(self._steps) if op.role.attends)
 
     def kv_inverse(self, layer: int) -> Tensor | None:
         """`[2, Hkv]`: what K and V are multiplied by on their way into pages in FP8."""
@@ -237,27 +249,46 @@ class CpuExecutor:
             torch.from_numpy(batch.positions.astype(np.int64)),
             torch.from_numpy(batch.slot_mapping),
             self.attention.prepare(batch),
+            torch.from_numpy(batch.read_rows),
         )
 
     def forward(self, inputs: CpuInputs) -> tuple[Tensor, Tensor]:
         """The residual stream after the last layer: x `[T, H]` and its sum of squares `[T]`.
 
-        With batch invariance both have further rows, of nobody.
+        Rows that nobody reads leave once the last layer has attended: their keys and values are written, and nothing
+        behind looks at them. They are zero here. What the others become does not change: to the bit with batch
+        invariance; without it a library may add in another order for fewer rows.
+
+        With batch invariance both have further rows, of nobody, where all are read.
         """
+        rows = inputs.rows if self._last_attention >= 0 else None
+        if rows is None or len(rows) == len(inputs.token_ids):
+            return self._forward(inputs, None)
+        x, sumsq = self._forward(inputs, rows)
+        whole = x.new_zeros(len(inputs.token_ids), x.shape[1]), sumsq.new_zeros(len(inputs.token_ids))
+        whole[0][rows], whole[1][rows] = x[: len(rows)], sumsq[: len(rows)]
+        return whole
+
+    def _forward(self, inputs: CpuInputs, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        """rows `[N]`: that go on behind the last attention, and come back in this order; None: all."""
         if self._unknown:  # found here, because a product also depends on the threads of who asks for it
             # Experts take together what comes to each of them: how much that is, the neighbours decide.
             candidates = BLOCK_ROWS if self.spec.experts is None else (1,)
             self.block_rows = next(rows for rows in candidates if rows == 1 or self._all_hold(rows))
             self._unknown = False
         if self.block_rows:
-            return self._forward_in_blocks(inputs)
+            return self._forward_in_blocks(inputs, rows)
         iteration = _Iteration(self, inputs)
-        for launch, op, layer in self._steps:
+        for step, (launch, op, layer) in enumerate(self._steps):
             launch(iteration, op, layer)
+            if rows is not None and step == self._last_attention:
+                iteration.keep(rows)
+                if not len(rows):
+                    break
         return iteration.activations["x"], iteration.sumsq
 
-    def _forward_in_blocks(self, inputs: CpuInputs) -> tuple[Tensor, Tensor]:
-        """As `forward`, but for the attentions a block of rows after the other; tokens of nobody fill the last one."""
+    def _forward_in_blocks(self, inputs: CpuInputs, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As `_forward`, but for the attentions a block of rows after the other; tokens of nobody fill the last one."""
         height = self.block_rows
         columns = (_filled(column, height).split(height) for column in inputs[:3])
         parts = zip(*columns, strict=True)
@@ -266,7 +297,7 @@ class CpuExecutor:
         for block, part in zip(blocks, attended.split(height), strict=True):
             block.activations["a"] = part
         whole = copy.copy(blocks[0])
-        for launch, op, layer in self._steps:
+        for step, (launch, op, layer) in enumerate(self._steps):
             if op.role.attends:
                 queries = torch.cat([block.activations[op.source] for block in blocks])
                 whole.activations = {op.source: queries, op.target: attended}
@@ -274,7 +305,25 @@ class CpuExecutor:
             else:
                 for block in blocks:
                     launch(block, op, layer)
+            if rows is not None and step == self._last_attention:
+                if not len(rows):
+                    return blocks[0].activations["x"][:0], blocks[0].sumsq[:0]
+                blocks = self._blocks_of(blocks, rows)
         return torch.cat([block.activations["x"] for block in blocks]), torch.cat([block.sumsq for block in blocks])
+
+    def _blocks_of(self, blocks: list[_Iteration], rows: Tensor) -> list[_Iteration]:
+        """With these rows alone, in as many blocks as they fill."""
+        joined = copy.copy(blocks[0])
+        names = [name for name in joined.activations if name != "q"]
+        joined.activations = {name: torch.cat([block.activations[name] for block in blocks]) for name in names}
+        joined.sumsq = torch.cat([block.sumsq for block in blocks])
+        if joined.partial is not None:
+            joined.partial = torch.cat([block.partial for block in blocks if block.partial is not None])
+        fewer = []
+        for part in _filled(rows, self.block_rows).split(self.block_rows):
+            fewer.append(copy.copy(joined))
+            fewer[-1].keep(part)
+        return fewer
 
     def logits(self, x: Tensor, sumsq: Tensor, rows: Tensor) -> Tensor:
         """`[S, V]` float32 logits of the rows `[S]` that need them."""

@@ -1,0 +1,58 @@
+"""Measures the demo model's skills in the engine: `python tests/engine/fp8_quality.py [N]` prints a row for each.
+
+Columns: bfloat16 weights, FP8 weights, FP8 weights and KV, FP8 KV alone; all computed in float32, on the held-out
+questions of `weft demo evaluate`. An answer is right when each of its tokens is the first choice where it stands.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+from harness import Harness
+from tokenizers import Tokenizer
+
+from weft.engine.demo import MODEL_PATH
+from weft.engine.demo.corpus import prompt_ids
+from weft.engine.demo.evaluate import TASKS, Task
+
+END_ID = 1
+FORMATS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "FP8": {"quantization": "fp8"},
+    "FP8 and KV": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+    "KV": {"kv_cache_dtype": "fp8"},
+}
+
+
+def served(**options: Any) -> Harness:
+    return Harness(MODEL_PATH, page_size=16, num_pages=700, max_num_seqs=32, prefix_caching=False, **options)
+
+
+def accuracy(harness: Harness, task: Task, limit: int) -> float:
+    """The share of held-out questions that the model answers exactly."""
+    tokenizer = Tokenizer.from_file(str(MODEL_PATH / "tokenizer.json"))
+    answers: dict[int, int] = {}
+    for example in (examples := task.examples(limit)):
+        prompt = prompt_ids(tokenizer, example)
+        answer = tokenizer.encode(example.answer, add_special_tokens=False).ids + [END_ID] * example.ends
+        whole = (prompt + answer)[: harness.engine.spec.max_positions - 1]
+        handle = harness.add(np.array(whole), max_tokens=0, prompt_logprobs=1)
+        answers[handle] = len(whole) - len(prompt)
+    harness.run()
+    right = sum(all(e.rank == 1 for e in harness.prompt_logprobs[handle][-n:]) for handle, n in answers.items())
+    return right / len(examples)
+
+
+def main() -> None:
+    limit = int(sys.argv[1]) if len(sys.argv) > 1 else 200
+    engines = {name: served(**options) for name, options in FORMATS.items()}
+    print(f"| {'skill':42} | {' | '.join(f'{name:>10}' for name in engines)} |", flush=True)
+    for task in TASKS:
+        row = [accuracy(harness, task, limit) for harness in engines.values()]
+        print(f"| {task.name:42} | {' | '.join(f'{share:10.1%}' for share in row)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
