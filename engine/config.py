@@ -100,6 +100,10 @@ class Share(BaseModel):
     """cores that it keeps to; none: all"""
     gpu: str = ""
     """the only one that it sees, as `CUDA_VISIBLE_DEVICES` names it; empty: all"""
+    sleeps: bool = False
+    """its memory can be given back and taken again (`runner/resting.py`)"""
+    memory: float = 1.0
+    """part of the device's memory that its model may take; 1: it has no neighbours"""
 
 
 class EngineConfig(BaseModel):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from weft.engine.config import EngineConfig
-from weft.engine.errors import ModelError, OutOfMemory, RequestError
+from weft.engine.errors import ConfigError, ModelError, OutOfMemory, RequestError
 from weft.engine.memory.index_events import IndexEvents
 from weft.engine.memory.model_id import model_id
 from weft.engine.memory.page_news import PageLedger
@@ -318,6 +318,9 @@ class Engine:
 
     def add_or_refuse(self, message: AddRequest) -> None:
         """As `add`, but a refusal becomes the request's terminal event."""
+        if self.runner.resting is not None and self.runner.resting.asleep:
+            self._refused.append((message.handle, "the model sleeps", Finish.BUSY))
+            return
         try:
             self.add(message)
         except RequestError as error:
@@ -331,7 +334,39 @@ class Engine:
 
     def prefetch(self, names: tuple[bytes, ...]) -> None:
         """The next turn of a conversation is on its way: load its pages from the tiers, as far as there is room."""
-        self.scheduler.prefetch(names)
+        if self.runner.resting is None or not self.runner.resting.asleep:
+            self.scheduler.prefetch(names)
+
+    def doze(self) -> int:
+        """Give the memory of weights and KV pages back. Returns its bytes. No request may be open.
+
+        Pages that a lower tier has stay there; the others are forgotten. Raises `WeftError` or `OSError` where it
+        cannot; then all is as it was, but for the pages.
+        """
+        assert not self.has_work
+        resting = self.runner.resting
+        if resting is None:
+            raise ConfigError("its engine was not made to")
+        if resting.asleep:
+            return resting.num_bytes
+        if self.pause is not None:
+            raise ConfigError("its plan is still being prepared")
+        self.drain_in_flight()
+        pool = self.scheduler.pool
+        pool.evict_all()
+        if pool.num_held:
+            raise ConfigError(f"{pool.num_held} of its pages are in use")
+        resting.doze()
+        return resting.num_bytes
+
+    def rise(self) -> int:
+        """Take the memory again, as it was before `doze`. Returns its bytes. Raises `WeftError` or `OSError`, after
+        which only the process's end helps."""
+        resting = self.runner.resting
+        if resting is None:
+            raise ConfigError("its engine was not made to")
+        resting.rise()
+        return resting.num_bytes
 
     def reset_prefix_cache(self) -> None:
         self.scheduler.reset_cache()

@@ -36,12 +36,15 @@ from weft.engine.wire.messages import (
     AbortRequests,
     AddRequest,
     ClientGone,
+    Doze,
     EngineFailed,
     Hello,
     Outputs,
     Prefetch,
     Profile,
     ResetPrefixCache,
+    Rested,
+    Rise,
     ToEngine,
 )
 
@@ -181,12 +184,36 @@ class _Loop:
             case Profile():
                 self._end_profiling()
                 self._begin_profiling(message)
+            case Doze() | Rise():
+                self._clients.send(client, self._rest(engine, message))
+                self._clients.send_all(Outputs(stats=engine.stats()))
             case Hello():
                 ready = engine.describe()
                 self._clients.send(client, replace(ready, pages=engine.pages()) if message.pages else ready)
             case ClientGone():
                 self._clients.forget(message.client)
                 self._abort(engine, message.client, self._open.pop(message.client, ()))
+
+    def _rest(self, engine: Engine, message: Doze | Rise) -> Rested:
+        """Sleep or wake. What is still open then ends first: its clients were told, and this may come before their
+        aborts do."""
+        begun = time.monotonic()
+        falls = isinstance(message, Doze)
+        self._beat.stage("falling asleep" if falls else "waking", self._beats.start_timeout)
+        if falls:
+            for client, handles in list(self._open.items()):
+                self._abort(engine, client, list(handles))
+            while engine.has_work:
+                if (outputs := engine.step()) is not None:
+                    self._forget_finished(outputs)
+                    self._clients.send_outputs(outputs)
+        try:
+            size = engine.doze() if falls else engine.rise()
+        except (WeftError, OSError) as error:
+            return Rested(why_not=str(error))
+        finally:
+            self._beat()
+        return Rested(num_bytes=size, seconds=time.monotonic() - begun)
 
     def _begin_profiling(self, message: Profile) -> None:
         from weft.engine.profiling import Profiling

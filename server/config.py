@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+import shlex
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
-from weft.engine.config import EngineConfig
+from weft.engine.config import NO_OPTION, EngineConfig
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 ToolParserName = Literal[
@@ -48,6 +49,23 @@ ReasoningParserName = Literal[
 ]
 
 
+OF_A_MODEL = frozenset(
+    name for name, field in EngineConfig.model_fields.items() if field.json_schema_extra != NO_OPTION
+)
+"""options of the engine, which each of several models may have for itself"""
+OWN_OPTIONS = OF_A_MODEL | {
+    "served_model_name",
+    "memory_share",
+    "replicas",
+    "data_parallel_size",
+    "pooling",
+    "tool_call_parser",
+    "reasoning_parser",
+    "allow_special_tokens",
+}
+"""all that each of several models may have for itself"""
+
+
 class ServeConfig(EngineConfig):
     """Options of one daemon. The field descriptions are the text of `weft serve --help`."""
 
@@ -57,6 +75,7 @@ class ServeConfig(EngineConfig):
         "api_key": "keys and limits of each",
         "max_queued_requests": "limits of all",
         "replicas": "several engines",
+        "models": "several models",
         "tool_call_parser": "processes",
         "files_dir": "files and batches",
         "responses_dir": "stored responses",
@@ -119,6 +138,23 @@ class ServeConfig(EngineConfig):
     data_parallel_size: int = Field(
         1, ge=1, le=64, description="GPUs with --replicas engines each; on a CPU engines beside those"
     )
+    models: list[dict[str, JsonValue]] = Field(
+        [],
+        description="several models, which requests choose among by name: each a text, the model and its own options, "
+        "as 'ORG/NAME memory_share=0.4 max_num_seqs=64'; --model given several times says the same",
+    )
+    memory_share: float | None = Field(
+        None, gt=0, le=1, description="with several models, a model's part of the memory [an equal part]"
+    )
+    max_awake_models: int | None = Field(
+        None, ge=1, description="models awake at once at most; the others sleep [as many as memory_share lets]"
+    )
+    wake_on_request: bool = Field(
+        True, description="wake a sleeping model when a request names it; else such a request gets 503"
+    )
+    wake_timeout: float = Field(
+        60.0, gt=0, description="seconds that a request waits for its model to wake; then 503 with Retry-After"
+    )
     tool_call_parser: ToolParserName = Field(
         "auto", description="how the model writes tool calls; auto reads it off the chat template"
     )
@@ -175,6 +211,28 @@ class ServeConfig(EngineConfig):
             raise ValueError("must not contain an empty entry")
         return value
 
+    @field_validator("models", mode="before")
+    @classmethod
+    def _models_as_texts(cls, value: Any) -> Any:
+        return [entry_of(each) if isinstance(each, str) else each for each in value] if type(value) is list else value
+
+    @model_validator(mode="after")
+    def _models_fit_together(self) -> ServeConfig:
+        if not self.models:
+            return self
+        if self.model != "demo" or self.model_preset is not None:
+            raise ValueError("give --model or --models, not both")
+        if self.served_model_name or self.memory_share is not None:
+            raise ValueError("served_model_name and memory_share are each model's own: give them inside --models")
+        for entry in self.models:
+            if unknown := sorted(set(entry) - OWN_OPTIONS):
+                raise ValueError(f"models: {unknown[0]} is no option of one model")
+        each = self.each
+        for i, config in enumerate(each):
+            if config.memory_share is None and _even_share(each, self.max_awake_models) <= 0:
+                raise ValueError(f"models: nothing is left for number {i + 1}: give each a memory_share")
+        return self
+
     @model_validator(mode="after")
     def _key_of_a_certificate(self) -> ServeConfig:
         if self.tls_key is not None and self.tls_cert is None:
@@ -196,9 +254,74 @@ class ServeConfig(EngineConfig):
         return EngineConfig.model_validate(given)
 
     @property
+    def each(self) -> list[ServeConfig]:
+        """The configuration of every model: what is given for all, and its own options. Raises `ValueError`."""
+        if not self.models:
+            return [self]
+        common = self.model_dump(exclude={"models", "model"}, exclude_unset=True)
+        found = []
+        for i, entry in enumerate(self.models):
+            lists = {k: [v] for k, v in entry.items() if isinstance(v, str) and k in ("served_model_name", "slo")}
+            try:
+                found.append(ServeConfig.model_validate({**common, **entry, **lists}))
+            except ValidationError as error:
+                first = error.errors()[0]
+                where = f"{first['loc'][0]}: " if first["loc"] else ""
+                raise ValueError(
+                    f"models, number {i + 1}: {where}{first['msg'].removeprefix('Value error, ')}"
+                ) from None
+        return found
+
+    @property
+    def memory_shares(self) -> list[float]:
+        """Of the memory, by model. Those that may be awake together have 1 at most."""
+        each = self.each
+        even = _even_share(each, self.max_awake_models)
+        return [even if config.memory_share is None else config.memory_share for config in each]
+
+    @property
+    def engine_numbers(self) -> list[range]:
+        """Of each model's engines: all are counted through."""
+        found: list[range] = []
+        for config in self.each:
+            first = found[-1].stop if found else 0
+            found.append(range(first, first + config.num_engines))
+        return found
+
+    @property
     def num_engines(self) -> int:
+        """Of all models."""
+        if self.models:
+            return sum(config.num_engines for config in self.each)
         return self.replicas * self.data_parallel_size
 
     @property
     def model_names(self) -> list[str]:
         return self.served_model_name or [self.model_name]
+
+
+def entry_of(text: str) -> dict[str, JsonValue]:
+    """A model and its own options, from `MODEL option=value …`; one named twice is a list. Raises `ValueError`."""
+    words = shlex.split(text)
+    if not words or "=" in words[0]:
+        raise ValueError(f"models: {text!r} must begin with a model")
+    entry: dict[str, JsonValue] = {"model": words[0]}
+    for word in words[1:]:
+        name, equals, value = word.partition("=")
+        name = name.removeprefix("--").replace("-", "_")
+        if not equals:
+            raise ValueError(f"models: {word!r} must be option=value")
+        before = entry.get(name)
+        if before is None:
+            entry[name] = value
+        else:
+            entry[name] = [*before, value] if isinstance(before, list) else [before, value]
+    return entry
+
+
+def _even_share(each: list[ServeConfig], most: int | None) -> float:
+    """Of the memory, for each model that is given none. `most`: awake at once."""
+    given = [config.memory_share for config in each if config.memory_share is not None]
+    if not given:
+        return 1 / min(len(each), most or len(each))
+    return (1 - sum(given)) / max(1, len(each) - len(given))

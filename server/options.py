@@ -80,8 +80,11 @@ def options_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
     return {name: field for name, field in model.model_fields.items() if field.json_schema_extra != NO_OPTION}
 
 
-def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel], *, skip: Sequence[str] = ()) -> None:
-    """One flag a field; the value stays text, so that one place (the model) checks it.
+def add_flags(
+    parser: argparse.ArgumentParser, model: type[BaseModel], *, skip: Sequence[str] = (), repeated: Sequence[str] = ()
+) -> None:
+    """One flag a field; the value stays text, so that one place (the model) checks it. `repeated`: fields whose flag
+    may be given several times, so that its value is a list.
 
     In groups, where the model has `GROUPS`: the first field of each and its title.
     """
@@ -96,7 +99,9 @@ def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel], *, skip: 
         kind = _plain_type(field.annotation)
         text = (field.description or "").replace("%", "%%") + _shown_default(field).replace("%", "%%")
         options: dict[str, Any] = {"dest": name, "default": None, "help": text}
-        if kind is bool:
+        if name in repeated:
+            into.add_argument(flag, action="append", metavar=name.upper(), **options)
+        elif kind is bool:
             into.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
         elif typing.get_origin(kind) is typing.Literal:
             into.add_argument(flag, metavar="{" + ",".join(map(str, typing.get_args(kind))) + "}", **options)

@@ -50,12 +50,16 @@ class Weights:
     kv_scales: Tensor | None = None
     """[layers, 2, Hkv] float32, for K and V in FP8, where the checkpoint has them"""
 
-    @property
-    def num_bytes(self) -> int:
+    def tensors(self) -> list[Tensor]:
+        """All; some may be the same."""
         products = (product for layer in self.layers for product in layer.values())
         own = (self.embedding, self.norm, self.lm_head, self.norm_bias, self.head_bias, self.places, self.kv_scales)
         tensors = (*own, *self.rotary, *(tensor for product in products for tensor in product.tensors()))
-        return sum({t.data_ptr(): t.nbytes for t in tensors if t is not None}.values())
+        return [tensor for tensor in tensors if tensor is not None]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum({t.data_ptr(): t.nbytes for t in self.tensors()}.values())
 
 
 def warn_of_surplus(surplus: list[str]) -> None:

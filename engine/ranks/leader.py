@@ -100,6 +100,10 @@ class LeadingRunner:
     def preparation(self) -> Preparation | None:
         return self.own.preparation
 
+    @property
+    def resting(self) -> None:
+        return None  # the other ranks would have to, too
+
     def copy_engine(self, slots: int) -> CopyEngine:
         self._ring.send(Kind.POOL, np.array([slots]))
         return LeadingCopies(self.own.copy_engine(slots), self._ring, self._operations)

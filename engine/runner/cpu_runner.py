@@ -21,11 +21,13 @@ from weft.engine.memory.cpu_transfer import CpuCopyEngine
 from weft.engine.model.broad.spec import BroadSpec
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
+from weft.engine.runner.arena import host_resting
 from weft.engine.runner.batch import Batch, PromptLogprobs, StepResult
 from weft.engine.runner.collectives import Collectives
 from weft.engine.runner.cpu_executor import CpuExecutor
 from weft.engine.runner.pooling import pooled
 from weft.engine.runner.resolve import GIB, ResolvedConfig
+from weft.engine.runner.resting import Resting
 from weft.engine.runner.sampling import Sampling, Scores
 from weft.kernels.attention_backends import make_host_attention
 
@@ -33,10 +35,12 @@ if TYPE_CHECKING:
     from weft.engine.model.broad.module import BroadModule
 
 
-def _allocate(config: ResolvedConfig) -> Tensor:
+def _allocate(config: ResolvedConfig, resting: Resting | None) -> Tensor:
     """The pool, zeroed. Raises `OutOfMemory`."""
     assert config.num_pages is not None
     size = config.num_pages * config.kv.page_bytes
+    if resting is not None:
+        return config.kv.view(resting.room(size))
     try:
         # Pages of zeros that the system maps on first touch: starting costs nothing, idle memory is not taken.
         return config.kv.view(torch.from_numpy(np.zeros(size, np.uint8)))
@@ -85,7 +89,10 @@ class CpuRunner:
         config: ResolvedConfig,
         collectives: Collectives | None = None,
     ) -> None:
-        self.kv = _allocate(config)
+        self.resting = host_resting(config.cache_dir) if config.sleeps else None
+        if self.resting is not None:
+            self.resting.house(weights.tensors())
+        self.kv = _allocate(config, self.resting)
         self._executor: Any
         """a `CpuExecutor`, or what has its interface"""
         if isinstance(spec, BroadSpec):

@@ -26,12 +26,14 @@ from weft.engine.progress import Progress
 from weft.engine.runner.batch import Batch, PromptLogprobs, StepResult
 from weft.engine.runner.collectives import Several
 from weft.engine.runner.compile_job import CompileJob
+from weft.engine.runner.cuda_arena import DriverFailed, cuda_resting
 from weft.engine.runner.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda_inputs import INVARIANT_PART_TOKENS, device_inputs
 from weft.engine.runner.pipelines import Pipelines
 from weft.engine.runner.pooling import pooled
 from weft.engine.runner.preparation import Preparation, Step, Work
 from weft.engine.runner.resolve import GIB, ResolvedConfig
+from weft.engine.runner.resting import Resting
 from weft.engine.runner.sampling import Sampling, Scores
 from weft.kernels import reference
 from weft.kernels.attention import AttentionBackend, HostAttention
@@ -46,6 +48,8 @@ RESERVE_BYTES = GIB
 """left free beside the KV pool: graphs, and the workspaces of batches with penalties or log-probabilities"""
 LOOK_SECONDS = 2e-5
 """between looks at an iteration that waits for other ranks: who waits for the device itself hears of nothing else"""
+CONTEXT_BYTES = GIB
+"""that a process takes of a GPU beside torch's tensors, where others' share of it cannot be told apart: assumed"""
 PIPELINE_BYTES = 64 << 20
 """left free beside that for each pipeline whose kernels are loaded once the pool is there"""
 
@@ -134,6 +138,7 @@ class CudaRunner:
         here = gpu(device)
         assert here is not None
         self._pipelines = Pipelines(spec, config.max_num_batched_tokens, here.sms, config.plan)
+        self.resting = self._make_resting() if config.sleeps else None
         with torch.cuda.device(device), torch.cuda.stream(self.stream), torch.inference_mode():
             self._part_tokens = INVARIANT_PART_TOKENS if config.batch_invariant else 0
             self._inputs = device_inputs(spec, config, self._pipelines.nano_batches)
@@ -151,7 +156,7 @@ class CudaRunner:
             ahead = self._pipelines.serial if behind else list(self._pipelines)
             self._reserve = RESERVE_BYTES + len(behind) * PIPELINE_BYTES
             self._warm_up(ahead, report)
-            self.kv = self._allocate(self._measure_pages())
+            self.kv = self._allocate(self._measure_pages(), self.resting)
             self._graphs: dict[int, _Graphs] = {}
             for done, pipeline in enumerate(ahead):
                 report("capturing graphs", done, len(ahead))
@@ -199,7 +204,23 @@ class CudaRunner:
     def copy_engine(self, slots: int) -> CudaCopyEngine:
         return CudaCopyEngine(self.kv, slots, self._executor.gates)
 
-    def _allocate(self, pages: int) -> Tensor:
+    def _make_resting(self) -> Resting | None:
+        """With the weights in it; None, with a line, where the driver does not do it."""
+        with torch.cuda.device(self._device):
+            try:
+                resting = cuda_resting(self._device)
+                resting.house(self.weights.tensors())
+            except (OSError, AttributeError, DriverFailed) as error:
+                print(f"weft: the model cannot keep its place while it sleeps: {error}", file=sys.stderr, flush=True)
+                return None
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # what the weights lay in before
+        return resting
+
+    def _allocate(self, pages: int, resting: Resting | None = None) -> Tensor:
+        if resting is not None:
+            pool = self.config.kv.view(resting.room(pages * self.config.kv.page_bytes))
+            return pool.zero_()
         try:
             return torch.zeros(self.config.kv.shape(pages), dtype=self.config.kv.dtype, device=self._device)
         except torch.OutOfMemoryError:
@@ -212,7 +233,11 @@ class CudaRunner:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
-        room = int(total * config.gpu_memory_utilization) - (total - free) - self._reserve
+        taken = total - free
+        if config.has_neighbours:  # theirs is not known: this process's own tensors are, and about what CUDA takes
+            taken = torch.cuda.memory_reserved(self._device) + CONTEXT_BYTES
+            taken += self.resting.num_bytes if self.resting is not None else 0
+        room = int(total * config.gpu_memory_utilization) - taken - self._reserve
         # Pages that the running requests could never fill are of use as prefix cache alone; they are kept all the same.
         pages = config.num_pages or room // page_bytes
         if self._several is not None:  # a page has a part on every rank

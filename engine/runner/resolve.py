@@ -53,6 +53,7 @@ class ResolvedConfig:
     num_pages: int | None
     """None: as many as the GPU has room for once everything else is there"""
     gpu_memory_utilization: float
+    """of the whole GPU, with the model's part of it taken into account"""
     cpu_threads: int
     attention: BackendName
     batch_invariant: bool
@@ -64,6 +65,10 @@ class ResolvedConfig:
     """plans of overlapped nano-batches; None: the serial plan alone"""
     wait_for_plan: bool = True
     """all its pipelines are there before the first iteration"""
+    sleeps: bool = False
+    """weights and KV pool lie where their memory can be given back"""
+    has_neighbours: bool = False
+    """other models are on the same device"""
 
     def chunk_step(self, spec: ModelSpec) -> int:
         """Tokens at whose multiples alone prompts are cut: with batch invariance no tile of attention is."""
@@ -160,8 +165,10 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         _check_kernels(spec)
     weight_bytes = spec.weight_bytes(dtype.itemsize)
     here_bytes = weight_bytes * (1 if cuda else ranks)  # ranks of a CPU share its memory
-    if device.type != "meta" and sharers * here_bytes > 0.9 * memory_bytes(device):
+    part = config.share.memory
+    if device.type != "meta" and sharers * here_bytes > 0.9 * part * memory_bytes(device):
         times = f" for each of {sharers} engines" if sharers > 1 else ""
+        times += f", and {part:.0%} of it is this model's (memory_share)" if part < 1 else ""
         raise OutOfMemory(
             f"the weights need {here_bytes / GIB:.1f} GiB in {str(dtype).removeprefix('torch.')}{times}, "
             f"the {'GPU' if cuda else 'machine'} has {memory_bytes(device) / GIB:.1f} GiB: "
@@ -176,14 +183,14 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     elif cuda:
         num_pages = None
     else:
-        room = int(memory_bytes(device) * CPU_MEMORY_SHARE / (sharers * ranks)) - weight_bytes
+        room = int(memory_bytes(device) * part * CPU_MEMORY_SHARE / (sharers * ranks)) - weight_bytes
         num_pages = min(max_num_seqs * pages_per_request + 1, kv.pages_in(room))
     if num_pages is not None and num_pages < 2:
         raise OutOfMemory(
             f"the KV pool has room for {max(num_pages, 0)} pages of {kv.page_bytes / 2**20:.1f} MiB, "
             "it needs at least 2: raise --kv-cache-gib or lower --page-size"
         )
-    if num_pages is not None and sharers > 1:
+    if num_pages is not None and (sharers > 1 or part < 1) and not cuda:
         _check_shares(config, ranks * (weight_bytes + num_pages * kv.page_bytes), device)
     # No context is longer than its pages: what the config promises beyond that needs no table of positions.
     in_memory = num_pages - 1 if num_pages is not None else kv.pages_in(memory_bytes(device))
@@ -197,7 +204,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         max_num_seqs,
         max_num_batched_tokens,
         num_pages,
-        config.gpu_memory_utilization,
+        config.gpu_memory_utilization * part,
         # One core is for the scheduler and the API: where their work takes a thread's core, all threads wait for it.
         config.cpu_threads or max(1, len(os.sched_getaffinity(0)) - 1),
         backend,
@@ -206,18 +213,20 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         config.tuning_seconds,
         plan,
         config.wait_for_plan,
+        sleeps=config.share.sleeps and ranks == 1,
+        has_neighbours=part < 1,
     )
 
 
 def _check_shares(config: EngineConfig, own_bytes: int, device: torch.device) -> None:
     """Refuse engines that fit the device one by one, but not together. `own_bytes`: weights and pages of one, of
     all its ranks."""
-    sharers, all_of_it = config.share.sharers, memory_bytes(device)
+    sharers, all_of_it = config.share.sharers, config.share.memory * memory_bytes(device)
     if (together := sharers * (own_bytes + config.host_kv_gib * GIB)) > all_of_it:
         raise OutOfMemory(
             f"{sharers} engines need {together / GIB:.1f} GiB for weights and KV pages, the machine "
-            f"has {all_of_it / GIB:.1f} GiB: lower --kv-cache-gib, --num-pages or --host-kv-gib, which are each "
-            "engine's, or the number of engines"
+            f"has {all_of_it / GIB:.1f} GiB for them: lower --kv-cache-gib, --num-pages or --host-kv-gib, which are "
+            "each engine's, or the number of engines"
         )
 
 

@@ -7,6 +7,7 @@ from typing import Protocol
 from weft.engine.memory.transfer import CopyEngine
 from weft.engine.runner.batch import Batch, StepResult
 from weft.engine.runner.preparation import Preparation
+from weft.engine.runner.resting import Resting
 
 
 class InFlight(Protocol):
@@ -37,6 +38,11 @@ class Runner(Protocol):
     @property
     def preparation(self) -> Preparation | None:
         """What goes on beside iterations until all its pipelines are there; None where it has none."""
+        ...
+
+    @property
+    def resting(self) -> Resting | None:
+        """What gives its memory back while the model sleeps; None where it was not asked to be able to."""
         ...
 
     def copy_engine(self, slots: int) -> CopyEngine:

@@ -15,10 +15,13 @@ from weft.engine.errors import WeftError
 from weft.engine.wire.engine_socket import identity
 from weft.engine.wire.messages import (
     ClientGone,
+    Doze,
     EngineFailed,
     EngineReady,
     Hello,
     Outputs,
+    Rested,
+    Rise,
     ToEngine,
     encoder,
     from_engine_decoder,
@@ -42,6 +45,7 @@ class EngineClient(Streams):
         self._received = 0
         """messages"""
         self._settled = asyncio.Event()
+        self._resting: asyncio.Future[Rested] | None = None
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.ROUTING_ID, identity(number))
@@ -65,7 +69,27 @@ class EngineClient(Streams):
         """Have the engine drop all requests of another client, whose process has ended."""
         self._send(ClientGone(number))
 
+    async def doze(self) -> Rested:
+        """Have the engine give its memory back. No request may be open."""
+        return await self._rest(Doze())
+
+    async def rise(self) -> Rested:
+        """Have it serve again."""
+        return await self._rest(Rise())
+
+    async def _rest(self, message: Doze | Rise) -> Rested:
+        if self.dead is not None:
+            return Rested(why_not=self.dead)
+        self._resting = asyncio.get_running_loop().create_future()
+        self._send(message)
+        return await self._resting
+
+    def _rested(self, answer: Rested) -> None:
+        if self._resting is not None and not self._resting.done():
+            self._resting.set_result(answer)
+
     def mark_dead(self, why: str) -> None:
+        self._rested(Rested(why_not=why))
         super().mark_dead(why)
         self._settled.set()
 
@@ -85,6 +109,8 @@ class EngineClient(Streams):
                 case EngineReady():
                     self.ready = message
                     self._settled.set()
+                case Rested():
+                    self._rested(message)
                 case EngineFailed():
                     self.failure = message.message
 

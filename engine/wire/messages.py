@@ -100,7 +100,15 @@ class Profile(msgspec.Struct, tag="profile", frozen=True):
     seconds: float
 
 
-ToEngine = Hello | ClientGone | AddRequest | AbortRequests | ResetPrefixCache | Prefetch | Profile
+class Doze(msgspec.Struct, tag="doze", frozen=True):
+    """No request is open: give the memory back, until `Rise`. Answered by `Rested`."""
+
+
+class Rise(msgspec.Struct, tag="rise", frozen=True):
+    """Serve again. Answered by `Rested`."""
+
+
+ToEngine = Hello | ClientGone | AddRequest | AbortRequests | ResetPrefixCache | Prefetch | Profile | Doze | Rise
 
 
 class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
@@ -349,7 +357,17 @@ class Outputs(msgspec.Struct, tag="outputs", frozen=True, kw_only=True):
         )
 
 
-FromEngine = EngineReady | EngineFailed | Outputs
+class Rested(msgspec.Struct, tag="rested", frozen=True, kw_only=True):
+    """To who said `Doze` or `Rise`: it is done."""
+
+    why_not: str = ""
+    """it is not"""
+    num_bytes: int = 0
+    """of the device's memory, given back or taken"""
+    seconds: float = 0.0
+
+
+FromEngine = EngineReady | EngineFailed | Outputs | Rested
 
 encoder = msgspec.msgpack.Encoder()
 to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)

@@ -1,4 +1,4 @@
-"""Admission: how much may wait for the engine before new work is turned away, over all API processes."""
+"""Admission: how much may wait for a model's engines before new work is turned away, over all API processes."""
 
 from __future__ import annotations
 
@@ -29,28 +29,31 @@ class Admission:
         *,
         max_requests: int,
         max_tokens: int,
+        model: int = 0,
     ) -> None:
-        """`row`: of this process on the board. `rejected`: counts refusals by code."""
+        """`row`: of this process on the board. `rejected`: counts refusals by code. `model`: whose engines they are."""
         self._replicas = replicas
         self._rejected = rejected
         self._board = board
-        self._row = row
+        self._load = board.load[row, model]
+        """of this process"""
+        self._loads = board.load[:, model]
         self._max_requests = max_requests
         self._max_tokens = max_tokens
-        board.load[row, :2] = 0
+        self._load[:2] = 0
         replicas.on_open = self._set_open
 
     def _set_open(self, count: int) -> None:
-        self._board.load[self._row, 0] = count
+        self._load[0] = count
 
     @property
     def prefill_tokens(self) -> int:
         """Prompt tokens of this process's sequences that have no output yet; kept by the sequences' owners."""
-        return int(self._board.load[self._row, 1])
+        return int(self._load[1])
 
     @prefill_tokens.setter
     def prefill_tokens(self, count: int) -> None:
-        self._board.load[self._row, 1] = count
+        self._load[1] = count
 
     @contextmanager
     def admit(self, num_sequences: int, num_tokens: int) -> Iterator[None]:
@@ -63,7 +66,7 @@ class Admission:
 
     def refusal(self, num_sequences: int, num_tokens: int) -> ApiError | None:
         """Why work of this size is not taken now, or None."""
-        num_open, prefill_tokens = self._board.load[:, :2].sum(axis=0).tolist()
+        num_open, prefill_tokens = self._loads[:, :2].sum(axis=0).tolist()
         if num_open == 0:
             return None
         # Behind a queue everything waits; without one, what exceeds the engines' seats will.

@@ -11,8 +11,10 @@ from weft import __version__
 from weft.server.api.operations import health
 from weft.server.api.protocol import TemplatedBody
 from weft.server.api.routing import STREAMED, JsonRequest, JsonRoute, ServiceOf
+from weft.server.api.service import Phase
 from weft.server.api.turn import conversation
 from weft.server.errors import bad_request
+from weft.server.observe.board import Rest
 
 PING = "/ping"
 INVOCATIONS = "/invocations"
@@ -44,7 +46,9 @@ def canonical(path: str) -> str:
 @router.get(PING, summary="SageMaker's probe: 200 once the model is loaded, as long as the engine lives")
 async def ping(service: ServiceOf) -> dict[str, str]:
     await health(service)
-    _ = service.loaded
+    asleep = (each.rest is not Rest.AWAKE and each.ever is not None for each in service.models)
+    if not any(asleep) and not any(each.phase is Phase.SERVING for each in service.models):
+        _ = service.loaded  # says why not
     return {"status": "ok"}
 
 
@@ -95,7 +99,7 @@ class _Elsewhere(Response):
 
 @router.get("/server_info", summary="What is served, in SGLang's words")
 async def server_info(service: ServiceOf) -> dict[str, Any]:
-    ready = service.loaded.ready
+    ready = service.known.ready
     return {
         "version": __version__,
         "model_path": service.config.model_names[0],
@@ -112,12 +116,12 @@ async def server_info(service: ServiceOf) -> dict[str, Any]:
 
 @router.get("/load", summary="Sequences open, in vLLM's words")
 async def load(service: ServiceOf) -> dict[str, int]:
-    return {"server_load": int(service.board.load[:, 0].sum())}
+    return {"server_load": int(service.board.load[:, :, 0].sum())}
 
 
 @router.get("/props", summary="What is served, in llama.cpp's words")
 async def props(service: ServiceOf) -> dict[str, Any]:
-    loaded = service.loaded
+    loaded = service.known
     return {
         "default_generation_settings": {"n_ctx": loaded.ready.max_model_len},
         "total_slots": loaded.ready.max_num_seqs,
@@ -129,7 +133,8 @@ async def props(service: ServiceOf) -> dict[str, Any]:
 
 
 @router.post("/apply-template", summary="The text that a conversation becomes, as llama.cpp has it")
-async def apply_template(body: TemplatedBody, service: ServiceOf) -> dict[str, str]:
-    service.model_name(body.model)
+async def apply_template(body: TemplatedBody, request: Request, service: ServiceOf) -> dict[str, str]:
+    service = service.of(body.model)
     body.check_template()
+    await service.enter(body.model, request.scope)
     return {"prompt": await service.render(*conversation(body, body.messages, body.tools, service))}

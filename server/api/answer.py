@@ -15,6 +15,7 @@ from weft.server.api.choice import Choice, Piece
 from weft.server.api.events import Dialect
 from weft.server.api.fast_path import EXTENSION, MARK, Composer, FastPath, Outlet, Template
 from weft.server.api.generate import Generation, disconnected
+from weft.server.api.service import Service
 from weft.server.errors import ApiError, translate
 
 HEARTBEAT = 15.0
@@ -36,6 +37,11 @@ class Answer(Response):
         self._interruption: ApiError | None = None
         self._cause = "disconnect"
         self._started = False
+
+    @property
+    def service(self) -> Service:
+        """of its model"""
+        return self._generation.service
 
     def interrupt(self, error: ApiError, cause: str) -> None:
         """End this answer with an error; `cause` is for the metrics."""

@@ -29,9 +29,10 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/completions", summary="Continue a prompt", responses=STREAMED)
 async def completions(body: CompletionBody, request: Request, service: ServiceOf) -> Response:
-    loaded = service.loaded
-    model = service.model_name(body.model)
+    service = service.of(body.model)
     body.check()
+    await service.enter(body.model, request.scope)
+    loaded, model = service.loaded, service.name(body.model)
     service.check_sampled_ids(body)
     prompts = await prompts_of(service, body)
     scored = body.logprobs if body.echo else None

@@ -28,8 +28,9 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/embeddings", summary="Embeddings of texts: the model's hidden states, pooled")
 async def embeddings(body: EmbeddingBody, request: Request, service: ServiceOf) -> Response:
+    service = await service.enter(body.model, request.scope)
     width = service.loaded.ready.hidden_size
-    model = service.model_name(body.model)
+    model = service.name(body.model)
     pooler = await _pooler(service)
     if body.dimensions is not None and body.dimensions > width:
         raise bad_request(f"dimensions: this model's embeddings have {width}.", "dimensions")

@@ -234,7 +234,7 @@ class Generation:
             choice.first_token_at = now
             if delta.started is not None and not choice.counted:
                 choice.counted = True
-                metrics.sequence_started(delta.started, now - self.arrival)
+                metrics.sequence_started(delta.started, now - self.arrival, self.service.config.model_names[0])
         else:
             metrics.itl.observe(now - choice.last_token_at)
         choice.last_token_at = now

@@ -38,10 +38,11 @@ async def messages(body: MessagesBody, request: Request, service: ServiceOf) -> 
 
 
 @router.post("/v1/messages/count_tokens", summary="Tokens that the prompt of such a request has", responses=_ERRORS)
-async def count_tokens(body: CountTokensBody, service: ServiceOf) -> dict[str, int]:
+async def count_tokens(body: CountTokensBody, request: Request, service: ServiceOf) -> dict[str, int]:
     chat = _chat(body)
-    service.model_name(chat.model)
+    service = service.of(chat.model)
     chat.check()
+    await service.enter(chat.model, request.scope)
     return {"input_tokens": len(await prompt_ids(chat, offered(chat), service))}
 
 

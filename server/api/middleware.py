@@ -22,6 +22,7 @@ from weft.server.api import docs, ui
 from weft.server.api.aliases import INVOCATIONS, canonical
 from weft.server.api.operations import FAVICON
 from weft.server.api.protocol import REQUEST_ID
+from weft.server.api.service import Service
 from weft.server.batches.files import MAX_FILE_BYTES
 from weft.server.bodies import BodyBounds
 from weft.server.errors import MAX_ECHO, ApiError
@@ -95,6 +96,7 @@ class Trace:
             status = 500
             raise
         finally:
+            Service.leave(scope)
             self._metrics.request_ended(_endpoint(scope), status)
             self._tell(scope, status, context, span)
 

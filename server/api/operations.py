@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
@@ -19,6 +19,7 @@ from weft.server.api.routing import JsonRoute, ServiceOf
 from weft.server.api.service import Phase, Service
 from weft.server.bodies import Body
 from weft.server.errors import ApiError, bad_request
+from weft.server.observe.board import ENTERED, Rest
 from weft.server.observe.exposition import CONTENT_TYPE
 
 PROFILE_PATIENCE = 120.0
@@ -30,14 +31,17 @@ router = APIRouter(route_class=JsonRoute)
 
 
 def _model(service: Service, name: str, request: Request) -> dict[str, Any]:
+    # One that has always slept is told without its limit: nobody has looked into it yet.
+    known = service.known if service.lead is service and len(service.models) == 1 else service.ever
+    limit = known.ready.max_model_len if known is not None else None
     if request.scope["weft.anthropic"]:
         return {
             "type": "model",
             "id": name,
             "display_name": name,
             "created_at": datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z"),
-            "max_input_tokens": service.loaded.ready.max_model_len,
-            "max_tokens": service.loaded.ready.max_model_len,
+            "max_input_tokens": limit,
+            "max_tokens": limit,
             "lifecycle": "active",
         }
     return {
@@ -47,7 +51,7 @@ def _model(service: Service, name: str, request: Request) -> dict[str, Any]:
         "owned_by": "weft",
         "root": service.config.model_names[0],
         "parent": None,
-        "max_model_len": service.loaded.ready.max_model_len,
+        "max_model_len": limit,
     }
 
 
@@ -55,7 +59,7 @@ def _model(service: Service, name: str, request: Request) -> dict[str, Any]:
 @router.get("/v1/models", summary="The models served")
 async def models(service: ServiceOf, request: Request) -> dict[str, Any]:
     """In Anthropic's form for who sends `anthropic-version`."""
-    data = [_model(service, name, request) for name in service.config.model_names]
+    data = [_model(each, name, request) for each in service.models for name in each.config.model_names]
     if request.scope["weft.anthropic"]:
         return {"data": data, "has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
     return {"object": "list", "data": data}
@@ -64,30 +68,52 @@ async def models(service: ServiceOf, request: Request) -> dict[str, Any]:
 @router.head("/v1/models/{model:path}", include_in_schema=False)
 @router.get("/v1/models/{model:path}", summary="One model")
 async def model(model: str, service: ServiceOf, request: Request) -> dict[str, Any]:
-    return _model(service, service.model_name(model), request)
+    return _model(service.of(model), model, request)
 
 
 @router.head("/health", include_in_schema=False)
 @router.get("/health", summary="200 while the engine lives and goes on; 503 when it has ended or hangs")
 async def health(service: ServiceOf) -> dict[str, Any]:
-    if service.phase is Phase.DEAD:
-        raise ApiError(503, "The engine has ended.", code="engine_dead")
-    if (reason := service.stalled) is not None:
-        raise reason
+    reasons = [_broken(each) for each in service.models]
+    if all(reasons) and reasons[0] is not None:
+        raise reasons[0]
     if service.board.engines > 1:
-        return {"status": "ok", "engines": service.engine_states()}
+        return {"status": "ok", **_models(service), "engines": _engines(service)}
     stage = service.engine_stage()
-    return {"status": "ok", "stage": stage} if stage else {"status": "ok"}
+    return {"status": "ok", **_resting(service), **({"stage": stage} if stage else {})}
+
+
+def _broken(service: Service) -> ApiError | None:
+    """Why nothing of this model goes on, or None."""
+    if service.phase is Phase.DEAD:
+        return ApiError(503, "The engine has ended.", code="engine_dead")
+    return service.stalled
+
+
+def _models(service: Service) -> dict[str, Any]:
+    """Of several models, what each is at."""
+    if len(service.models) == 1:
+        return _resting(service)
+    return {"models": [{"model": each.config.model_names[0], "state": each.state} for each in service.models]}
+
+
+def _resting(service: Service) -> dict[str, Any]:
+    return {} if service.rest is Rest.AWAKE else {"model": service.rest.word}
+
+
+def _engines(service: Service) -> list[dict[str, Any]]:
+    return [state for each in service.models for state in each.engine_states()]
 
 
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready", summary="200 when new work is taken")
 async def ready(service: ServiceOf) -> dict[str, Any]:
-    if (reason := service.unready) is not None:
-        raise reason
-    told: dict[str, Any] = {"status": "ready"}
+    reasons = [each.unready for each in service.models]
+    if all(reasons) and reasons[0] is not None:
+        raise reasons[0]
+    told: dict[str, Any] = {"status": "ready", **_models(service)}
     if service.board.engines > 1:
-        told["engines"] = service.engine_states()
+        told["engines"] = _engines(service)
     plan = service.metrics.plan
     if plan.serving < plan.pipelines:
         left_out = f", {plan.left_out} left out" if plan.left_out else ""
@@ -119,7 +145,7 @@ class EnginesBody(Body):
 
 @router.get("/admin/engines", summary="The engines, and what each is at (admin key)")
 async def engines(service: ServiceOf) -> dict[str, Any]:
-    return {"engines": service.engine_states()}
+    return {"engines": _engines(service)}
 
 
 @router.post("/admin/engines/restart", summary="Restart engines one by one, the model read anew (admin key)")
@@ -138,7 +164,9 @@ class ProfileBody(Body):
 
 @router.post("/admin/profile", summary="Record the engine for some seconds: a Chrome trace (admin key)")
 async def profile(body: ProfileBody, service: ServiceOf) -> Response:
-    replica = next((each for each in service.loaded.replicas if each.engine == body.engine), None)
+    if not (replicas := [replica for each in service.models for replica in each.replicas]):
+        _ = service.loaded  # says why
+    replica = next((each for each in replicas if each.engine == body.engine), None)
     if replica is None:
         raise bad_request(f"engine: there is no engine {body.engine} now.", "engine")
     client = replica.client
@@ -160,6 +188,62 @@ async def profile(body: ProfileBody, service: ServiceOf) -> Response:
 
 @router.post("/admin/reset_prefix_cache", summary="Forget all cached prefixes (admin key)")
 async def reset_prefix_cache(service: ServiceOf) -> dict[str, str]:
-    for replica in service.loaded.replicas:
-        replica.client.reset_prefix_cache()
+    for each in service.models:
+        for replica in each.replicas:
+            replica.client.reset_prefix_cache()
     return {"status": "ok"}
+
+
+class ModelBody(Body):
+    model: str | None = Field(None, max_length=512)
+    """the first one by default"""
+
+
+class SleepBody(ModelBody):
+    level: Literal[1, 2] = 1
+    drain_seconds: float | None = Field(None, ge=0, le=86400)
+    """for requests that run; --drain-timeout by default"""
+
+
+@router.get("/admin/models", summary="The models, and which of them sleep (admin key)")
+async def told_models(service: ServiceOf) -> dict[str, Any]:
+    board = service.board
+    return {
+        "models": [
+            {
+                "model": each.config.model_names[0],
+                "names": each.config.model_names,
+                "state": each.state,
+                **({"level": each.sleep_level} if each.sleep_level else {}),
+                "memory_share": each.memory_share,
+                "open_requests": int(board.load[:, each.model, ENTERED].sum()),
+                "last_used": board.used[each.model] or None,
+                "engines": each.engine_states(),
+            }
+            for each in service.models
+        ]
+    }
+
+
+@router.post("/admin/sleep", summary="Put a model to sleep (admin key)")
+async def sleep(body: SleepBody, service: ServiceOf) -> dict[str, Any]:
+    """It takes no new requests, ends those that it has, and gives its memory back. Answers once it sleeps."""
+    chosen = service.of(body.model)
+    if service.sleep is None:
+        raise ApiError(501, "No daemon watches this server's engines.", code="not_supported")
+    return _moved(chosen, await service.sleep(chosen.model, body.level, body.drain_seconds))
+
+
+@router.post("/admin/wake", summary="Wake a model (admin key)")
+async def wake(body: ModelBody, service: ServiceOf) -> dict[str, Any]:
+    """Answers once it is awake. Others go to sleep for it as they would for a request."""
+    chosen = service.of(body.model)
+    if service.wake is None:
+        raise ApiError(501, "No daemon watches this server's engines.", code="not_supported")
+    return _moved(chosen, await service.wake(chosen.model))
+
+
+def _moved(service: Service, refusal: str) -> dict[str, Any]:
+    if refusal:
+        raise ApiError(409, f"{refusal[0].upper()}{refusal[1:]}.", code="model_not_moved")
+    return {"model": service.config.model_names[0], "state": service.state}

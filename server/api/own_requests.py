@@ -31,14 +31,14 @@ def make_runner(app: ASGIApp, service: Service, folder: Folder) -> Runner:
         return await _call(app, line.url, orjson.dumps(body), _key(service, owner))
 
     def room(own: int) -> int:
-        if service.phase is not Phase.SERVING:
+        loaded = [each.loaded for each in service.models if each.phase is Phase.SERVING]
+        if not loaded:
             return 0
-        ready, replicas = service.loaded.ready, service.loaded.replicas
-        num_open, prefill_tokens = service.board.load[:, :2].sum(axis=0).tolist()
+        num_open, prefill_tokens = service.board.load[:, :, :2].sum(axis=(0, 1)).tolist()
         # Where anything waits, a batch adds nothing to it; nor does it fill the bounds that clients would meet.
-        if replicas.waiting or 2 * prefill_tokens > service.config.max_queued_tokens:
+        if any(each.replicas.waiting for each in loaded) or 2 * prefill_tokens > service.config.max_queued_tokens:
             return 0
-        return max(1, int(SHARE * ready.max_num_seqs)) - max(num_open, own)
+        return max(1, int(SHARE * sum(each.ready.max_num_seqs for each in loaded))) - max(num_open, own)
 
     return Runner(folder.files, folder.batches, ask, room, lambda: service.closing)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 
 from weft.server.api.protocol import DetokenizeBody, TokenizeBody
 from weft.server.api.routing import JsonRoute, ServiceOf
@@ -19,10 +19,11 @@ router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/tokenize", summary="Token ids of a text or a conversation")
-async def tokenize(body: TokenizeBody, service: ServiceOf) -> dict[str, Any]:
-    loaded = service.loaded
-    service.model_name(body.model)
+async def tokenize(body: TokenizeBody, request: Request, service: ServiceOf) -> dict[str, Any]:
+    service = service.of(body.model)
     body.check_template()
+    await service.enter(body.model, request.scope)
+    loaded = service.loaded
     if body.messages is not None and body.prompt is None:
         ids, _ = await service.encode_chat(
             *conversation(body, body.messages, body.tools, service), add_special_tokens=bool(body.add_special_tokens)
@@ -54,14 +55,14 @@ def _names(service: Service, ids: list[int]) -> list[str]:
 
 
 @router.post("/detokenize", summary="Text of token ids")
-async def detokenize(body: DetokenizeBody, service: ServiceOf) -> dict[str, str]:
+async def detokenize(body: DetokenizeBody, request: Request, service: ServiceOf) -> dict[str, str]:
+    service = await service.enter(body.model, request.scope)
     loaded = service.loaded
-    service.model_name(body.model)
     service.check_ids(body.tokens, "tokens", at_most=DETOKENIZED_CONTEXTS * loaded.ready.max_model_len)
     return {"prompt": await service.offload(lambda: loaded.tokenizer.decode(body.tokens))}
 
 
 @router.get("/tokenizer_info", summary="Special tokens and chat template")
 async def tokenizer_info(service: ServiceOf) -> dict[str, Any]:
-    loaded = service.loaded
+    loaded = service.known
     return {**loaded.tokenizer.info(), "max_model_len": loaded.ready.max_model_len}

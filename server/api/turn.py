@@ -207,9 +207,10 @@ async def begin_turn(
     `at_most`: tokens of output where the body sets no limit and the context leaves more. `keeps_by_key`: who gives a
     `prompt_cache_key` wants the prompt kept.
     """
-    loaded = service.loaded
-    model = service.model_name(body.model)
+    service = service.of(body.model)
     body.check()
+    await service.enter(body.model, request.scope)
+    loaded, model = service.loaded, service.name(body.model)
     service.check_sampled_ids(body)
     names = names_of(body, request.scope["weft.salt"] + body.cache_salt)
     if is_later_turn(body):

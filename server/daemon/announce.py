@@ -33,7 +33,11 @@ def announce(
     ready = engines[0]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     url = f"{'https' if config.tls_cert is not None else 'http'}://{host}:{port}"
-    name = config.model_names[0]
+    each = config.each
+    name = each[0].model_names[0]
+    if len(each) > 1:
+        _announce_several(config, url, engines, seconds, _curl(url, name, chat=chat, key=key))
+        return
     pages = f"{ready.num_pages} KV pages of {ready.page_size} tokens"
     if len(engines) > 1:
         pages = f"{len(engines)} engines with {pages} each"
@@ -50,6 +54,21 @@ def announce(
     except OSError as error:  # a full disk, a reader that has gone: the daemon serves all the same
         logging.getLogger("weft").warning("the greeting cannot be written to stdout: %s", error.strerror)
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (what is left in its buffer would fail again at the end)
+
+
+def _announce_several(
+    config: ServeConfig, url: str, engines: Sequence[EngineReady], seconds: float, command: str
+) -> None:
+    """`engines`: those that are there."""
+    names = [each.model_names[0] for each in config.each]
+    parts = (f"{name} ({share:.0%} of the memory)" for name, share in zip(names, config.memory_shares, strict=True))
+    where = engines[0].device
+    print(
+        f"weft {__version__} serves {len(names)} models at {url} (on {where}, ready in {seconds:.1f} s)\n"
+        f"models: {', '.join(parts)}; {len(engines)} engines are awake\n"
+        f"try: {command}",
+        flush=True,
+    )
 
 
 def _memory(budget: MemoryBudget, device: str, engines: int, ranks: int) -> str:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from weft import __version__, install_hint
 from weft.engine.config import EngineConfig
@@ -33,6 +33,8 @@ _SOURCES = (
     "a flag wins over the environment, the environment over the file."
 )
 
+
+M = TypeVar("M", bound=EngineConfig)
 
 USAGE = 2
 """exit status when the command line is at fault: an unknown option, or a value that cannot work"""
@@ -267,20 +269,51 @@ def _run(command: Command, arguments: argparse.Namespace) -> int:
     if command.config is None:
         return int(_imported(command.run)(arguments))
     flags = {name: getattr(arguments, name, None) for name in command.config.model_fields}
-    if arguments.model_argument is not None:
+    if command.config is ServeConfig:
+        flags |= _models(arguments.model_argument, flags["model"] or [], flags["models"] or [])
+    elif arguments.model_argument is not None:
         flags["model"] = arguments.model_argument
-    config = _located(load(command.config, flags, arguments.config))
+    config = load(command.config, flags, arguments.config)
+    config = _all_located(config) if isinstance(config, ServeConfig) else _located(config)
     if command.flags is not None:
         return int(_imported(command.run)(config, arguments))
     for line in unknown_variables(command.config):
         print(f"{arguments.parser.prog}: {line}", file=sys.stderr)
-    if isinstance(config, EngineConfig) and config.load_format == "dummy":
-        own = ", the demo's tokenizer in place of its own" if config.stands_in else ""
-        print(f"weft: {config.model_name} has made-up weights{own}: what it answers means nothing", file=sys.stderr)
+    for one in config.each if isinstance(config, ServeConfig) else [config]:
+        if one.load_format != "dummy":
+            continue
+        own = ", the demo's tokenizer in place of its own" if one.stands_in else ""
+        print(f"weft: {one.model_name} has made-up weights{own}: what it answers means nothing", file=sys.stderr)
     return int(_imported(command.run)(config))
 
 
-def _located(config: EngineConfig) -> EngineConfig:
+def _models(argument: str | None, named: list[str], several: list[str]) -> dict[str, Any]:
+    """The values of `model` and `models`, of MODEL, each --model, and --models: several of the first are the second.
+
+    What is said here takes the place of both in the environment and the file. Raises `ConfigError`.
+    """
+    if argument is not None:
+        named = [argument] if len(named) < 2 else [argument, *named]
+    if several and named:
+        raise ConfigError("give --model or --models, not both: --models lists all of them")
+    several = several or (named if len(named) > 1 else [])
+    if several:
+        return {"model": "demo", "models": several}
+    return {"model": named[0], "models": []} if named else {"model": None, "models": None}
+
+
+def _all_located(config: ServeConfig) -> ServeConfig:
+    """As `_located`, of all models."""
+    if not config.models:
+        return _located(config)
+    models = [
+        {**entry, **({"model": located.model} if "model" in entry else {})}
+        for entry, located in zip(config.models, map(_located, config.each), strict=True)
+    ]
+    return config.model_copy(update={"models": models})
+
+
+def _located(config: M) -> M:
     """With the directory of its model, downloaded if need be. What can be refused without an engine is refused here.
 
     Raises `ConfigError` and `ModelError`.
@@ -331,7 +364,7 @@ def _parser() -> Parser:
         if command.config is not None:
             sub.add_argument("model_argument", metavar="MODEL", nargs="?", help="as --model [demo]")
             sub.add_argument("--config", metavar="FILE", type=Path, help="YAML file with any of the options below")
-            add_flags(sub, command.config)
+            add_flags(sub, command.config, repeated=("model",) if command.config is ServeConfig else ())
             sub.epilog = _SOURCES
             sub.usage = f"weft {command.name} [MODEL] [OPTION ...]"
         if command.flags is not None:

@@ -74,11 +74,13 @@ class Reload(msgspec.Struct, tag="reload", frozen=True):
 
 
 class Interrupt(msgspec.Struct, tag="interrupt", frozen=True):
-    """End all open answers with an error event."""
+    """End all open answers with an error event; of this model alone, if one is named, for it goes to sleep."""
+
+    model: int | None = None
 
 
 class Answer(msgspec.Struct, tag="answer", frozen=True):
-    """To a `Renew`."""
+    """To a `Renew`, a `Wake` or a `Sleep`."""
 
     ask: int
     refusal: str = ""
@@ -113,8 +115,25 @@ class Renew(msgspec.Struct, tag="renew", frozen=True):
     engines: list[int]
 
 
+class Wake(msgspec.Struct, tag="wake", frozen=True):
+    """Wake this model. The `Answer` comes once it is awake, or will not be."""
+
+    ask: int
+    model: int
+
+
+class Sleep(msgspec.Struct, tag="sleep", frozen=True):
+    """An operator puts this model to sleep; its open requests get so many seconds (None: --drain-timeout) to end. The
+    `Answer` comes once it sleeps, or will not."""
+
+    ask: int
+    model: int
+    level: int
+    seconds: float | None = None
+
+
 ToWorker = Start | EngineUp | EngineDown | Drain | HandOver | Reload | Interrupt | Answer | Stop
-FromWorker = Ready | Failed | Idle | Renew
+FromWorker = Ready | Failed | Idle | Renew | Wake | Sleep
 Incoming = TypeVar("Incoming")
 
 _encode = msgspec.json.Encoder().encode

@@ -31,18 +31,22 @@ from weft.server.daemon.control import (
     Ready,
     Reload,
     Renew,
+    Sleep,
     Stop,
     ToWorker,
+    Wake,
 )
+from weft.server.daemon.dormitory import Dormitory
 from weft.server.daemon.engine_keeper import STOP_SECONDS, EngineKeeper
 from weft.server.daemon.front import Front
 from weft.server.daemon.placement import described, place
 from weft.server.daemon.restarts import Restarts
 from weft.server.daemon.rollout import Rollout
+from weft.server.daemon.rota import Rota
 from weft.server.daemon.signals import handle, own_stacks
 from weft.server.daemon.watchman import Charge, Watchman
 from weft.server.logs import configure, count_dropped
-from weft.server.observe.board import Board
+from weft.server.observe.board import Board, Rest
 from weft.server.observe.metrics import Metrics
 from weft.server.replicas.replicas import level
 
@@ -90,11 +94,16 @@ class Daemon:
         self._front = Front(config)
         configs = place(config, gpus(), os.sched_getaffinity(0), nodes_here())
         rows, engines = config.api_workers + 1, len(configs)
+        self._models = config.each
+        self._numbers = config.engine_numbers
+        names = [each.model_names[0] for each in self._models]
+        rota = Rota(config.memory_shares, config.max_awake_models)
+        asleep = {e for m, rest in enumerate(rota.rest) if rest is Rest.ASLEEP for e in self._numbers[m]}
         self.beats = Beats(
             engines + config.api_workers, step_timeout=config.step_timeout, start_timeout=config.start_timeout
         )
-        self._board = Board(rows, self._front.key_capacity, engines=engines)
-        self.metrics = Metrics(self._board, 0)
+        self._board = Board(rows, self._front.key_capacity, engines=engines, models=len(names))
+        self.metrics = Metrics(self._board, 0, models=dict(zip(names, self._numbers, strict=True)))
         count_dropped(self.metrics.log_lines_dropped.labels().inc)
         self.numbers: Iterator[int] = itertools.count(1)
         if engines > 1:
@@ -102,13 +111,33 @@ class Daemon:
                 logger.info("%s", described(each))
         self._engines = {
             i: EngineKeeper(
-                self, each, restart=config.restart_engine, limit=config.engine_restart_limit, several=engines > 1
+                self,
+                each,
+                restart=config.restart_engine,
+                limit=config.engine_restart_limit,
+                several=engines > 1,
+                asleep=i in asleep,
             )
             for i, each in enumerate(configs)
         }
-        self._rollout = Rollout(self._engines, self._board, config.drain_timeout, self._serves)
+        self._first = set(self._engines) - asleep
+        """engines that are there at the start"""
+        self._dormitory = Dormitory(
+            rota,
+            names,
+            self._numbers,
+            [[self._engines[engine] for engine in engines] for engines in self._numbers],
+            self._board,
+            self.metrics,
+            patience=config.drain_timeout,
+            serves=self._serves,
+            tell=self._tell,
+        )
+        self._rollout = Rollout(self._engines, self._numbers, self._board, config.drain_timeout, self._serves)
         self._starting: set[asyncio.Task[Any]] = set()
         """processes that are being started, and are in no table yet"""
+        self._answering: set[asyncio.Task[None]] = set()
+        """what API processes have asked, and is not done yet"""
         self._api: dict[int, ApiProcess] = {}
         self._clients: dict[tuple[int, int], int] = {}
         """the client's number by API process and engine"""
@@ -131,6 +160,7 @@ class Daemon:
         handle(self._on_signal, self._reload, self._log_stacks)
         keepers = [self._begin(self._keep_engine(keeper)) for keeper in self._engines.values()]
         keepers += [self._begin(self._keep_api(i)) for i in range(self._config.api_workers)]
+        keepers.append(self._begin(self._dormitory.run()))
         keepers.append(self._begin(self._front.notifier.watch()))
         keepers.append(self._begin(Watchman(Watch(self.beats), self._charges).run()))
         try:
@@ -147,9 +177,9 @@ class Daemon:
             return 1 if self._failure.done() else 0
         finally:
             self._rollout.stop()
-            for keeper in keepers:
+            for keeper in (*keepers, *self._answering):
                 keeper.cancel()
-            await asyncio.gather(*keepers, return_exceptions=True)
+            await asyncio.gather(*keepers, *self._answering, return_exceptions=True)
             await self._stop_all()
 
     async def _stop_all(self) -> None:
@@ -253,13 +283,19 @@ class Daemon:
             self._fail(why)
         elif not self.ending:
             logger.error("%s; the other engines serve on without it", why)
+            model = self._model_of(keeper.engine)
+            if all(self._engines[engine].given_up for engine in self._numbers[model]):
+                self._dormitory.died(model)
+
+    def _model_of(self, engine: int) -> int:
+        return next(model for model, engines in enumerate(self._numbers) if engine in engines)
 
     def engine_begins(self, engine: int) -> None:
         for i in self._api:
             self._introduce(i, engine)
 
     def engine_ready(self, engine: int) -> None:
-        level(self._board, engine)
+        level(self._board, engine, self._numbers[self._model_of(engine)])
         self._announce_once()
         self._front.still_serving()
         for i in self._api:
@@ -369,17 +405,33 @@ class Daemon:
                     self._no_longer_busy(i)
                 case Renew():
                     process.send(Answer(message.ask, self._rollout.begin(message.engines)))
+                case Wake():
+                    self._answer(process, message.ask, self._dormitory.wake(message.model))
+                case Sleep():
+                    asked = self._dormitory.sleep(message.model, message.level, message.seconds)
+                    self._answer(process, message.ask, asked)
         how = await process.wait()
         del self._api[i]
         self._attached = {pair for pair in self._attached if pair[0] != i}
         self._no_longer_busy(i)
-        self.metrics.process_lost(*self._board.load[i + 1].tolist())
+        self.metrics.process_lost(int(self._board.load[i + 1, :, 0].sum()), int(self._board.http[i + 1]))
         self._board.load[i + 1] = 0
+        self._board.http[i + 1] = 0
         self._board.engine_load[i + 1] = 0
         for engine, keeper in self._engines.items():
             if (i, engine) in self._clients:
                 keeper.client_gone(self._clients[i, engine])
         return how
+
+    def _answer(self, process: ApiProcess, ask: int, work: Coroutine[Any, Any, str]) -> None:
+        """Tell an API process how it went, once it is known."""
+
+        async def answer() -> None:
+            process.send(Answer(ask, await work))
+
+        task = asyncio.create_task(answer())
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
 
     async def _stop_api(self, process: ApiProcess) -> None:
         process.send(Stop())
@@ -392,10 +444,11 @@ class Daemon:
     def _announce_once(self, *, chat: bool | None = None) -> None:
         """Once everything serves. `chat`: the model has a chat template, as an API process tells."""
         self._chat = self._chat or bool(chat)
-        everyone = len(self._attached) == self._config.api_workers * len(self._engines)
-        readies = [keeper.ready for keeper in self._engines.values() if keeper.ready is not None]
-        if not self._announced and len(readies) == len(self._engines) and everyone and not self.ending:
+        everyone = len(self._attached) == self._config.api_workers * len(self._first)
+        readies = [ready for engine in sorted(self._first) if (ready := self._engines[engine].ready) is not None]
+        if not self._announced and len(readies) == len(self._first) and everyone and not self.ending:
             self._announced = True
+            self._dormitory.begin()
             seconds = time.monotonic() - self._begun
             key = bool(self._front.keys)
             announce(self._config, self._front.address, readies, seconds, chat=self._chat, key=key)

@@ -23,6 +23,8 @@ STOP_SECONDS = 5.0
 RESTART_SECONDS = (1.0, 30.0)
 """between an engine's end and the next one's start: at first, and at most"""
 POLL_SECONDS = 0.02
+FOREVER = 1e12
+"""seconds that nobody expects a beat"""
 
 logger = logging.getLogger("weft")
 
@@ -55,12 +57,15 @@ class EngineKeeper:
     """Attributes:
     ready: what the engine said when it was; None while it is not.
     worked: one has been ready: what ends from now on can be a passing trouble.
+    asleep: at which level (0: it is not): 1: the process has given its memory back; 2: there is no process.
     """
 
-    def __init__(self, owner: Owner, config: EngineConfig, *, restart: bool, limit: int, several: bool) -> None:
+    def __init__(
+        self, owner: Owner, config: EngineConfig, *, restart: bool, limit: int, several: bool, asleep: bool = False
+    ) -> None:
         """`restart`: another process follows one that has ended, `limit` times within ten minutes.
 
-        `several`: there are others.
+        `several`: there are others. `asleep`: no process is started before `rouse`.
         """
         self.engine = config.share.engine
         self.name = f"engine {self.engine}" if several else "the engine"
@@ -80,13 +85,28 @@ class EngineKeeper:
         self._renewing = False
         """the process is to be followed by another one at once"""
         self._up = asyncio.Event()
+        self.asleep = 2 if asleep else 0
+        self._roused = asyncio.Event()
+        """a process is to be there"""
+        if not asleep:
+            self._roused.set()
 
     async def keep(self) -> str:
         """Run one process after another; tells why no other one follows."""
         owner = self._owner
         while True:
+            if not self._roused.is_set():
+                owner.beats.of(self.row).begin("asleep", FOREVER)
+                await self._roused.wait()
             why = await self._run()
-            pause, why = self._pause_after(why)
+            if self.asleep:
+                if self._roused.is_set():  # it was not asked to end
+                    logger.error("%s: another one starts when it is woken", why)
+                    self.asleep = 2
+                    self._roused.clear()
+                pause: float | None = 0.0
+            else:
+                pause, why = self._pause_after(why)
             owner.engine_ended(self.engine, EngineDown(why, restarting=pause is not None, engine=self.engine))
             if self._control is not None:  # whoever waits has been told
                 await self._control.last_words()
@@ -123,6 +143,9 @@ class EngineKeeper:
             self.process = process = await owner.started(start)
         except OSError as error:
             return f"no engine process can be started: {error.strerror or error}"
+        if not self._roused.is_set():  # it was put to sleep meanwhile
+            await process.stop(STOP_SECONDS)
+            return "the engine was stopped"
         self._control = control = EngineClient(process.address, next(owner.numbers))
         control.on_stats = lambda stats: owner.metrics.count_iteration(stats, self.engine)
         # Nobody would know how it fares; an engine that is being stopped ends by itself, its KV pages kept.
@@ -180,6 +203,42 @@ class EngineKeeper:
         finally:
             up.cancel()
             dead.cancel()
+
+    async def doze(self, level: int) -> int:
+        """Give its memory back. At level 1 the process stays; where it cannot (it says why, or has ended), and at level
+        2, it ends. Idempotent. Returns the level reached."""
+        if self.asleep >= level or self.given_up:
+            return self.asleep or 2
+        if level == 1 and self.ready is not None and self._control is not None:
+            answer = await self._control.doze()
+            if answer.why_not:
+                logger.info("%s cannot sleep at level 1 (%s): it ends", self.name, answer.why_not)
+            else:
+                self.asleep = 1
+                return 1
+        self.asleep = 2
+        self._roused.clear()
+        if self.process is not None:
+            await self.process.stop(STOP_SECONDS)
+        while self.process is not None and not self.given_up:  # until `keep` has told everybody
+            await asyncio.sleep(POLL_SECONDS)
+        return 2
+
+    async def rouse(self) -> bool:
+        """Be ready again; False where that could not be."""
+        control, level, self.asleep = self._control, self.asleep, 0
+        if level == 1 and control is not None:
+            if not (await control.rise()).why_not:
+                return True
+            # It has ended, or is no use any more: another one follows as usual.
+            if self.process is not None:
+                self.process.kill("it could not be woken")
+        self._roused.set()
+        while self.ready is None or (level == 1 and self._control is control):
+            if self.given_up or self.asleep:
+                return False
+            await asyncio.sleep(POLL_SECONDS)
+        return True
 
     async def stop(self) -> None:
         """End the process. Idempotent."""

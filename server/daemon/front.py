@@ -105,7 +105,9 @@ class Front:
             self._tell_ready()
 
     def _tell_ready(self) -> None:
-        self.notifier.ready(f"serving {self._config.model_names[0]} on port {self.address[1]}")
+        self.notifier.ready(
+            f"serving {', '.join(each.model_names[0] for each in self._config.each)} on port {self.address[1]}"
+        )
 
     def close(self) -> None:
         """Let go of the port. Idempotent."""

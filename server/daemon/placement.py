@@ -12,6 +12,36 @@ from weft.server.config import ServeConfig
 
 
 def place(config: ServeConfig, gpus: Sequence[str], cpus: set[int], nodes: Mapping[int, int]) -> list[EngineConfig]:
+    """The engines of all models, one model's after the other's. As `_of_a_model`; several models share all there is:
+    GPUs, cores, and the memory by their shares. Raises `ConfigError`, also for names that two models have."""
+    each, memory = config.each, config.memory_shares
+    if len(each) == 1:
+        return _of_a_model(config, gpus, cpus, nodes)
+    _check_names(each)
+    on_gpus = bool(gpus) and config.device != "cpu"
+    awake = sorted((c.num_engines * c.tensor_parallel_size for c in each), reverse=True)[: config.max_awake_models]
+    threads = None if on_gpus else max(1, (len(cpus) - 1) // sum(awake))
+    engines: list[EngineConfig] = []
+    for own, part in zip(each, memory, strict=True):
+        if own.ssd_kv_path is not None:
+            path = Path(own.ssd_kv_path) / own.model_names[0].replace("/", "--")
+            own = own.model_copy(update={"ssd_kv_path": str(path)})
+        for alone in _of_a_model(own, gpus, set(), {}):
+            share = alone.share.model_copy(update={"engine": len(engines), "memory": part, "sleeps": True})
+            engines.append(alone.model_copy(update={"share": share, "cpu_threads": own.cpu_threads or threads}))
+    return engines
+
+
+def _check_names(each: Sequence[ServeConfig]) -> None:
+    """Raises `ConfigError` where a request could mean two models."""
+    names = [name for config in each for name in set(config.model_names)]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"two models are called {twice}: give one of them another served_model_name inside --models")
+
+
+def _of_a_model(
+    config: ServeConfig, gpus: Sequence[str], cpus: set[int], nodes: Mapping[int, int]
+) -> list[EngineConfig]:
     """Engines side by side. `gpus`: names of those there are. `cpus`: numbers of cores. `nodes`: the NUMA node of each.
 
     What the operator gives (pages, host memory, threads) is each engine's; what is left open is divided. `resolve` is
@@ -19,20 +49,23 @@ def place(config: ServeConfig, gpus: Sequence[str], cpus: set[int], nodes: Mappi
     it, threads are. Raises `ConfigError` for GPUs that are not there.
     """
     count = config.num_engines
-    if count == 1:
-        return [config.engine]
     on_gpus = bool(gpus) and config.device != "cpu"
+    # One model alone is put to sleep by its operator only. On a GPU its engine ends then: so nothing changes there.
+    sleeps = config.admin_api_key is not None and not on_gpus
+    if count == 1:
+        return [config.engine.model_copy(update={"share": Share(sleeps=True)}) if sleeps else config.engine]
     ranks = config.tensor_parallel_size
     if on_gpus and config.data_parallel_size * ranks > len(gpus):
         each = f" of {ranks} each" if ranks > 1 else ""
         raise ConfigError(f"--data-parallel-size {config.data_parallel_size} needs GPUs{each}: there are {len(gpus)}")
-    parts = [] if on_gpus else shares(cpus, nodes, count)
+    parts = [] if on_gpus or not cpus else shares(cpus, nodes, count)
     threads = None if on_gpus or parts else max(1, (len(cpus) - 1) // (count * ranks))
     configs = []
     for engine in range(count):
         share = Share(
             engine=engine,
             sharers=config.replicas if on_gpus else count,
+            sleeps=sleeps,
             cpus=tuple(sorted(parts[engine])) if parts else (),
             gpu=",".join(gpus[engine // config.replicas * ranks :][:ranks]) if on_gpus else "",
         )

@@ -21,14 +21,21 @@ class Rollout:
     on with what they have."""
 
     def __init__(
-        self, keepers: Mapping[int, EngineKeeper], board: Board, patience: float, serves: Callable[[int], bool]
+        self,
+        keepers: Mapping[int, EngineKeeper],
+        models: Sequence[Sequence[int]],
+        board: Board,
+        patience: float,
+        serves: Callable[[int], bool],
     ) -> None:
-        """`serves`: whether all API processes are attached to an engine.
+        """`models`: the engines of each. `serves`: whether all API processes are attached to an engine.
 
         `patience`: seconds for an engine's open requests. What is open then is begun again elsewhere, as far as its
         client has had nothing of it; the rest ends with an error.
         """
         self._keepers = keepers
+        self._beside = {engine: [e for e in engines if e != engine] for engines in models for engine in engines}
+        """the other engines of an engine's model"""
         self._board = board
         self._patience = patience
         self._serves = serves
@@ -36,10 +43,13 @@ class Rollout:
 
     def begin(self, engines: Sequence[int]) -> str:
         """Begin it for these engines, all for none. Returns why not, or nothing."""
-        chosen = list(dict.fromkeys(engines)) or list(self._keepers)
+        several = [engine for engine, others in self._beside.items() if others]
+        chosen = list(dict.fromkeys(engines)) or several or list(self._keepers)
         if unknown := [engine for engine in chosen if engine not in self._keepers]:
             return f"there is no engine {unknown[0]}"
-        if len(self._keepers) < 2:
+        if any(self._keepers[engine].asleep for engine in chosen):
+            return "its model sleeps: what wakes at level 2 reads the files anew"
+        if not all(self._beside[engine] for engine in chosen):
             return "there is one engine alone: nobody would serve meanwhile; start another daemon with --handover"
         if self._work is not None and not self._work.done():
             return "engines are being restarted already"
@@ -52,7 +62,7 @@ class Rollout:
 
     async def _run(self, engines: Sequence[int]) -> None:
         for engine in engines:
-            while not any(self._serves(other) for other in self._keepers if other != engine):
+            while not any(self._serves(other) for other in self._beside[engine]):
                 await asyncio.sleep(POLL_SECONDS)
             begun = time.monotonic()
             self._close(engine, True)

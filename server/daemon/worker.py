@@ -11,7 +11,7 @@ import os
 import resource
 import socket
 import sys
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 import uvloop
@@ -37,9 +37,11 @@ from weft.server.daemon.control import (
     Ready,
     Reload,
     Renew,
+    Sleep,
     Start,
     Stop,
     ToWorker,
+    Wake,
 )
 from weft.server.errors import ApiError
 from weft.server.logs import configure, count_dropped
@@ -70,7 +72,7 @@ class Worker:
         config = ServeConfig.model_validate_json(start.config)
         configure(config)
         keys = [bytes.fromhex(key) for key in start.keys]
-        board = Board(start.rows, fd=start.board_fd, engines=config.num_engines)
+        board = Board(start.rows, fd=start.board_fd, engines=config.num_engines, models=len(config.each))
         beats = Beats(start.beat_rows, start.beats_fd)
         self._beat = beats.of(start.beat_row)
         self._watch = Watch(beats)
@@ -81,12 +83,18 @@ class Worker:
         self._taking_over = start.taking_over
         self._hold = start.hold
         self._listeners = [socket.socket(fileno=fd) for fd in start.listener_fds]
-        self._tells_faults = start.row == 1  # one of them is enough
+        self._of_engine = {engine: each for each in self._service.models for engine in each.engines}
+        """the model's service by engine"""
+        # Of each model one of the processes is enough.
+        self._tells_faults = set(range(board.models)) if start.row == 1 else set()
         self._clients: dict[int, EngineClient] = {}
         """by engine"""
         self._asked: dict[int, asyncio.Future[str]] = {}
         """of the daemon, and not answered yet"""
+        self._questions = 0
         self._service.renew = self._renew
+        self._service.wake = self._wake
+        self._service.sleep = self._sleep
         self._tasks: set[asyncio.Future[None]] = set()
 
     async def run(self) -> None:
@@ -95,7 +103,7 @@ class Worker:
             asyncio.get_running_loop().call_later(HOLD_SECONDS, self._accept)
         else:
             self._accept()
-        self._tokenizer = asyncio.create_task(self._load_tokenizer())
+        self._tokenizers = [asyncio.create_task(self._load_tokenizer(each)) for each in self._service.models]
         async for message in self._channel.messages():
             if isinstance(message, Stop):
                 break
@@ -114,7 +122,7 @@ class Worker:
 
     def _accept(self) -> None:
         """Take connections, unless another daemon serves them. Idempotent."""
-        elsewhere = self._taking_over and self._service.phase is not Phase.SERVING
+        elsewhere = self._taking_over and all(each.phase is not Phase.SERVING for each in self._service.models)
         if self._serving is None and not elsewhere and not self._service.handed_over:
             self._serving = asyncio.create_task(self._server.serve(sockets=self._listeners))
 
@@ -144,8 +152,9 @@ class Worker:
             case EngineDown():
                 self._engine_down(message)
             case Drain():
-                if service.phase is not Phase.DEAD:
-                    service.phase = Phase.DRAINING
+                for each in service.models:
+                    if each.phase is not Phase.DEAD:
+                        each.phase = Phase.DRAINING
                 self._accept()  # to say so
                 self._server.close_behind_answers()
                 self._begin(self._tell_idle())
@@ -158,7 +167,11 @@ class Worker:
                 service.keys[:] = [bytes.fromhex(key) for key in message.keys]
                 self._server.reread_certificate()
             case Answer():
-                self._asked.pop(message.ask).set_result(message.refusal)
+                if not (asked := self._asked.pop(message.ask)).done():  # who asked may have gone
+                    asked.set_result(message.refusal)
+            case Interrupt(model=int(model)):
+                error = ApiError(503, "The model goes to sleep.", code="model_asleep", retry_after=10)
+                service.models[model].interrupt_own(error, "sleep")
             case Interrupt():
                 error = ApiError(503, "The server is shutting down.", code="draining", retry_after=10)
                 service.interrupt_all(error, "drain")
@@ -176,38 +189,39 @@ class Worker:
             last_lines()
             os._exit(BROKEN)
 
-    async def _load_tokenizer(self) -> Tokenizer:
-        config = self._service.config
-        tokenizer = await self._service.offload(lambda: Tokenizer.load(config.tokenizer_path))
+    async def _load_tokenizer(self, service: Service) -> Tokenizer:
+        config = service.config
+        tokenizer = await service.offload(lambda: Tokenizer.load(config.tokenizer_path))
         if config.stands_in:
             tokenizer.name_unknown()
         return tokenizer
 
     async def _serve(self, engine: EngineUp) -> None:
         """Connect to this engine and serve once it is ready."""
-        several = self._service.board.engines > 1
+        service = self._of_engine[engine.engine]
+        several = len(service.engines) > 1
         self._clients[engine.engine] = client = EngineClient(engine.address, engine.client, pages=several)
         self._begin(client.reader)
         try:
-            tokenizer = await self._tokenizer
+            tokenizer = await self._tokenizers[service.model]
             ready = await client.wait_ready()
         except WeftError as error:
             if client.alive:
                 self._channel.send(Failed(str(error)))
             return
         tokenizer.hide(ready.eos_token_ids)
-        if self._tells_faults:
-            self._tells_faults = False
+        if service.model in self._tells_faults:
+            self._tells_faults.discard(service.model)
             for fault in tokenizer.faults(ready.vocab_size):
                 logger.warning("%s", fault)
-        self._service.attach(client, ready, tokenizer, engine.engine)
+        service.attach(client, ready, tokenizer, engine.engine)
         gc.collect()
         gc.freeze()  # what is there now stays: later collections need not look at it
         self._accept()
         self._channel.send(Ready(tokenizer.can_chat, engine.engine))
 
     def _engine_down(self, message: EngineDown) -> None:
-        self._service.engine_died(message.engine, restarting=message.restarting)
+        self._of_engine[message.engine].engine_died(message.engine, restarting=message.restarting)
         self._accept()  # to say so
         if (client := self._clients.pop(message.engine, None)) is not None:
             client.mark_dead(message.why)
@@ -215,10 +229,20 @@ class Worker:
 
     async def _renew(self, engines: Sequence[int]) -> str:
         """Have the daemon start these engines anew, all for none; returns why it does not, or nothing."""
+        return await self._ask(lambda ask: Renew(ask, list(engines)))
+
+    async def _wake(self, model: int) -> str:
+        return await self._ask(lambda ask: Wake(ask, model))
+
+    async def _sleep(self, model: int, level: int, seconds: float | None) -> str:
+        return await self._ask(lambda ask: Sleep(ask, model, level, seconds))
+
+    async def _ask(self, message: Callable[[int], Renew | Wake | Sleep]) -> str:
+        """Ask the daemon. `message`: of the question's number."""
         answer = asyncio.get_running_loop().create_future()
-        ask = max(self._asked, default=0) + 1
-        self._asked[ask] = answer
-        self._channel.send(Renew(ask, list(engines)))
+        self._questions += 1
+        self._asked[self._questions] = answer
+        self._channel.send(message(self._questions))
         return await answer
 
     async def _tell_idle(self) -> None:

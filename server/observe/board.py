@@ -7,6 +7,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import IntEnum
 
 import numpy as np
 
@@ -14,37 +15,70 @@ CELLS = 4096
 """float64 counts a row: what all metrics of a process take at most"""
 
 
+ENTERED, WAITING = 2, 3
+"""columns of `Board.load`"""
+
+
+class Rest(IntEnum):
+    """Whether a model sleeps."""
+
+    AWAKE = 0
+    """or on its way there for the first time"""
+    FALLING_ASLEEP = 1
+    """it takes no new requests, and ends those that it has"""
+    ASLEEP = 2
+    WAKING = 3
+    DEAD = 4
+    """it has ended for good"""
+
+    @property
+    def word(self) -> str:
+        return self.name.lower()
+
+
 class Board:
     """Anonymous shared memory: one row a process. A process writes its own row; a row outlives its process.
 
     Attributes:
         counts: [rows, CELLS] float64, laid out by `counters.Store`.
-        load: [rows, 3] int64, (open sequences, prompt tokens without a first output token, open HTTP requests).
+        load: [rows, models, 4] int64, (open sequences, prompt tokens without a first output token, requests let in,
+            requests that wait for the model to wake).
+        http: [rows] int64, open HTTP requests.
+        rest: [models] int64, `Rest`; change it, and let requests in, under `lock()`.
+        used: [models] float64, when a request was last let in, as `time.time()`.
         engine_load: [rows, engines] int64, tokens that a process's requests have still to be computed at an engine.
         closed: [engines] int64, 1 for an engine that gets no new work; change it under `lock()`.
         given: [engines, 2] float64, (tokens, requests) that an engine was given lately; change them under `lock()`.
         buckets: [keys, 3] float64, by `limits.RateLimits`; change them under `lock()`.
     """
 
-    def __init__(self, rows: int, num_keys: int = 0, fd: int | None = None, *, engines: int = 1) -> None:
-        """`fd`: of a board made by another process; rows and engines as there, and all its keys."""
+    def __init__(
+        self, rows: int, num_keys: int = 0, fd: int | None = None, *, engines: int = 1, models: int = 1
+    ) -> None:
+        """`fd`: of a board made by another process; rows, engines and models as there, and all its keys."""
         self.rows = rows
         self.engines = engines
+        self.models = models
         self.fd = os.memfd_create("weft-board") if fd is None else fd
         keys = max(1, num_keys)
         if fd is not None:
-            keys = (os.fstat(fd).st_size // 8 - rows * (CELLS + 3 + engines) - 3 * engines) // 3
-        sizes = np.array([rows * CELLS, rows * 3, rows * engines, engines, engines * 2, keys * 3]) * 8
+            others = rows * (CELLS + 4 * models + engines + 1) + 3 * engines + 2 * models
+            keys = (os.fstat(fd).st_size // 8 - others) // 3
+        parts = [rows * CELLS, rows * models * 4, rows * engines, engines, engines * 2, rows, models, models, keys * 3]
+        sizes = np.array(parts) * 8
         if fd is None:
             os.ftruncate(self.fd, int(sizes.sum()))
         self._map = mmap.mmap(self.fd, int(sizes.sum()))
         at = np.concatenate(([0], np.cumsum(sizes))).tolist()
         self.counts = np.frombuffer(self._map, np.float64, rows * CELLS, at[0]).reshape(rows, CELLS)
-        self.load = np.frombuffer(self._map, np.int64, rows * 3, at[1]).reshape(rows, 3)
+        self.load = np.frombuffer(self._map, np.int64, rows * models * 4, at[1]).reshape(rows, models, 4)
         self.engine_load = np.frombuffer(self._map, np.int64, rows * engines, at[2]).reshape(rows, engines)
         self.closed = np.frombuffer(self._map, np.int64, engines, at[3])
         self.given = np.frombuffer(self._map, np.float64, engines * 2, at[4]).reshape(engines, 2)
-        self.buckets = np.frombuffer(self._map, np.float64, keys * 3, at[5]).reshape(keys, 3)
+        self.http = np.frombuffer(self._map, np.int64, rows, at[5])
+        self.rest = np.frombuffer(self._map, np.int64, models, at[6])
+        self.used = np.frombuffer(self._map, np.float64, models, at[7])
+        self.buckets = np.frombuffer(self._map, np.float64, keys * 3, at[8]).reshape(keys, 3)
 
     def row(self, row: int) -> memoryview[float]:
         """A row of `counts`; single items change faster in it than in an array."""

@@ -86,6 +86,10 @@ class EngineMetrics:
             self._shown = (told, "".join([*self._of_each(ups), *self._of_all()]).encode())
         return self._shown[1]
 
+    def together(self, engines: Iterable[int]) -> SchedulerStats:
+        """Of these engines."""
+        return summed([plus(self.engines[i].before, self.engines[i].stats) for i in engines]).scheduler
+
     @property
     def plan(self) -> PlanStats:
         return summed([engine.stats for engine in self.engines]).plan

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from weft.engine.wire.beat import ENGINE, LATE_SECONDS, Watch
 from weft.engine.wire.child import has_ended
-from weft.engine.wire.messages import EngineStats, PlanStats, Started
-from weft.server.observe.board import Board
+from weft.engine.wire.messages import EngineStats, PlanStats, SchedulerStats, Started
+from weft.server.observe.board import Board, Rest
 from weft.server.observe.counters import Counter, Histogram, Store
 from weft.server.observe.engine_metrics import TIERS, EngineMetrics
 from weft.server.observe.exposition import head, labelled
@@ -46,7 +46,7 @@ ENDPOINTS = (
     "/props",
     "/apply-template",
 )
-_CAUSES = ["disconnect", "stall", "timeout", "drain", "engine", "error", "crash"]
+_CAUSES = ["disconnect", "stall", "timeout", "drain", "engine", "error", "crash", "sleep"]
 _STATUSES = [
     "200",
     "400",
@@ -74,18 +74,42 @@ _REFUSALS = [
     "queue_tokens_full",
     "rate_limit_exceeded",
     "grammar_compilers_busy",
+    "model_asleep",
+    "model_waking",
 ]
 GRAMMAR_OUTCOMES = ("compiled", "invalid", "too_large", "busy", "abandoned")
+
+
+_OF_A_MODEL: tuple[tuple[str, str, str, Callable[[SchedulerStats], int]], ...] = (
+    ("weft_model_requests_running", "gauge", "Sequences running, by model", lambda s: s.running),
+    ("weft_model_requests_waiting", "gauge", "Sequences waiting, by model", lambda s: s.waiting),
+    (
+        "weft_model_prompt_tokens_total",
+        "counter",
+        "Prompt tokens of started requests, by model",
+        lambda s: s.prompt_tokens,
+    ),
+    ("weft_model_generation_tokens_total", "counter", "Tokens generated, by model", lambda s: s.generation_tokens),
+)
 
 
 class Metrics:
     """The metrics of a daemon. A process counts in its own row of the board; `render` tells the sum of all rows."""
 
-    def __init__(self, board: Board | None = None, row: int = 0, watch: Watch | None = None) -> None:
+    def __init__(
+        self,
+        board: Board | None = None,
+        row: int = 0,
+        watch: Watch | None = None,
+        models: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        """`models`: the engines of each, by its name."""
         board = board or Board(1)
+        self._board = board
         self._watch = watch
         self._store = store = Store(board, row)
-        self._load = board.load[row]
+        self._http = board.http
+        self._row = row
 
         def histogram(name: str, help: str, buckets: tuple[float, ...], **labels: Sequence[str]) -> Histogram:
             return Histogram(store, f"weft_{name}", help, buckets, **labels)
@@ -132,6 +156,15 @@ class Metrics:
             "restarts_given_up", "Times that too many engines had ended to start another one"
         )
         self.retried = counter("retried", "Sequences begun again at another engine, theirs having ended")
+        self._models = dict(models or {})
+        names = list(self._models)
+        self.model_sleeps = counter("model_sleeps", "Times that a model went to sleep", model_name=names)
+        self.model_wakes = counter("model_wakes", "Times that a model woke", model_name=names)
+        self.model_wake_seconds = histogram("model_wake_seconds", "From its turn to wake to being awake", _LATENCY)
+        self._model_ttft: Histogram | None = None
+        if len(names) > 1:
+            what = "Arrival to first token, by model"
+            self._model_ttft = histogram("model_time_to_first_token_seconds", what, _LATENCY, model_name=names)
         self._of_engines = EngineMetrics(board.engines)
         self.engines = self._of_engines.engines
         self._iterations = [0] * board.engines
@@ -158,8 +191,10 @@ class Metrics:
         self.batch_requests.observe(last.requests)
         self.schedule_seconds.observe(last.schedule_seconds)
 
-    def sequence_started(self, started: Started, ttft: float) -> None:
+    def sequence_started(self, started: Started, ttft: float, model: str = "") -> None:
         self.ttft.observe(ttft)
+        if self._model_ttft is not None:
+            self._model_ttft.labels(model).observe(ttft)
         self.queue_time.observe(started.queue_seconds)
         self.prefill_time.observe(started.prefill_seconds)
 
@@ -178,14 +213,14 @@ class Metrics:
 
     def request_began(self) -> None:
         """An HTTP request; `request_ended` follows, or `process_lost`."""
-        self._load[2] += 1
+        self._http[self._row] += 1
 
     def request_ended(self, endpoint: str, status: int) -> None:
-        self._load[2] -= 1
+        self._http[self._row] -= 1
         self.requests.labels(endpoint, str(status)).inc()
 
-    def process_lost(self, sequences: int, _prefill_tokens: int, requests: int) -> None:
-        """An API process has died with so much open: its row of `Board.load`."""
+    def process_lost(self, sequences: int, requests: int) -> None:
+        """An API process has died with so much open."""
         self.requests_lost.inc(requests)
         self.finished.labels("abort").inc(sequences)
         self.aborted.labels("crash").inc(sequences)
@@ -210,10 +245,28 @@ class Metrics:
         """Everything, in Prometheus's text format."""
         watch = self._watch
         rows = range(ENGINE, ENGINE + len(self.engines))
+        figures = self._store.text() + self._of_models()
         if watch is None:
-            return self._store.text() + self._of_engines.text([False for _ in rows])
+            return figures + self._of_engines.text([False for _ in rows])
         late = [watch.late(row, LATE_SECONDS) is not None for row in rows]
-        return self._store.text() + self._of_engines.text(late) + _beats(watch, len(rows)) + _ranks(watch, rows)
+        return figures + self._of_engines.text(late) + _beats(watch, len(rows)) + _ranks(watch, rows)
+
+    def _of_models(self) -> bytes:
+        """Of each: whether it sleeps, and what its engines have to do."""
+        if not self._models:
+            return b""
+        state = "weft_model_state"
+        lines = [head(state, "gauge", "1 for what a model is at")]
+        for model, name in enumerate(self._models):
+            rest = Rest(int(self._board.rest[model]))
+            lines += [
+                f"{state}{labelled({'model_name': name, 'state': each.word})} {float(each is rest)}\n" for each in Rest
+            ]
+        totals = {name: self._of_engines.together(engines) for name, engines in self._models.items()}
+        for metric, kind, help, of in _OF_A_MODEL:
+            lines.append(head(metric, kind, help))
+            lines += [f"{metric}{labelled({'model_name': name})} {float(of(s))}\n" for name, s in totals.items()]
+        return "".join(lines).encode()
 
 
 def _ranks(watch: Watch, rows: range) -> bytes:

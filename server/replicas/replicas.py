@@ -98,16 +98,19 @@ class Replicas:
         *,
         stalled: Callable[[int], bool] = lambda _engine: False,
         policy: Policy = POLICY,
+        engines: Sequence[int] | None = None,
     ) -> None:
-        """`row`: of this process on the board. `stalled`: whether an engine makes no progress."""
+        """`row`: of this process on the board. `stalled`: whether an engine makes no progress. `engines`: the numbers
+        of the model's; all by default."""
+        self.engines = list(range(board.engines)) if engines is None else list(engines)
         self.policy = policy
         self.on_open: Callable[[int], None] = lambda _count: None
         self._board = board
         self._load = board.engine_load[row]
-        self._load[:] = 0
+        self._load[self.engines] = 0
         self._stalled = stalled
         self._by_engine: dict[int, Replica] = {}
-        self._alone = board.engines == 1
+        self._alone = len(self.engines) == 1
 
     def attach(self, engine: int, client: Streams, ready: EngineReady, on_stats: Callable[[EngineStats], None]) -> None:
         """`on_stats`: called with each message of the engine."""
@@ -186,24 +189,28 @@ class Replicas:
         closed = self._board.closed
         serving = [r for r in alive if not closed[r.engine] and not self._stalled(r.engine)] or alive
         given, loads = self._board.given, self._board.engine_load.sum(axis=0)
+        own = self.engines
         kept = {replica.engine: look.kept(replica) for replica in serving}
         candidates = [
             Candidate(r.engine, kept[r.engine], float(loads[r.engine]), float(given[r.engine, 0])) for r in serving
         ]
-        tokens, requests = given.sum(axis=0).tolist()
+        tokens, requests = given[own].sum(axis=0).tolist()
         mean_size = tokens / requests if requests else 0.0
         engine = choose(candidates, len(look.tokens), mean_size, self.policy, key)
         replica = self._by_engine[engine]
         prefill = len(look.tokens) - kept[engine]
         given[engine] += (prefill + output, 1)
         if requests + 1 >= self.policy.window:
-            given /= 2
+            given[own] /= 2
         return Ticket(replica, self._load, prefill, output, look.keys(replica.ready))
 
 
-def level(board: Board, engine: int) -> None:
-    """An engine begins anew: it shall not be given everything until it has had as much as the others."""
+def level(board: Board, engine: int, others: Sequence[int] | None = None) -> None:
+    """An engine begins anew: it shall not be given everything until it has had as much as the others.
+
+    `others`: of its model; all but itself by default.
+    """
     with board.lock():
-        others = np.delete(board.given, engine, axis=0)
-        if len(others):
-            board.given[engine] = others.mean(axis=0)
+        beside = [other for other in (range(board.engines) if others is None else others) if other != engine]
+        if beside:
+            board.given[engine] = board.given[beside].mean(axis=0)

@@ -243,15 +243,19 @@ async def serving(
     engines: int = 1,
     **options: Any,
 ) -> AsyncIterator[Server]:
-    """A running server. `options` are those of `ServeConfig`."""
+    """A running server. `options` are those of `ServeConfig`; each of several `models` has one engine."""
+    if models := options.get("models"):
+        engines = len(models)
+        options = {"port": 0, **options}
+    else:
+        options = {"served_model_name": ["stub"], "port": 0, "replicas": engines, **options}
     watch = Watch(Beats(engines + 1))  # nobody is late who has never beaten
-    options = {"served_model_name": ["stub"], "port": 0, "replicas": engines, **options}
     service = Service(ServeConfig(**options), watch=watch)
     tokenizer = Tokenizer(vocabularies.wrapped(vocabularies.byte_level(adds_bos=adds_bos)))
     stubs = [Stub(tokenizer, max_num_seqs=max_num_seqs, energy_source=energy_source) for _ in range(engines)]
     tokenizer.hide([stubs[0].eos])
     for i, stub in enumerate(stubs if attach else []):
-        service.attach(stub, stub.describe(), tokenizer, i)
+        (service.models[i] if models else service).attach(stub, stub.describe(), tokenizer, i)
     server = make_server(service)
     server.config.timeout_graceful_shutdown = 1
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)

@@ -67,6 +67,14 @@ NAMES = {
     "weft_rejected": "counter",
     "weft_aborted": "counter",
     "weft_requests_lost": "counter",
+    "weft_model_state": "gauge",
+    "weft_model_sleeps": "counter",
+    "weft_model_wakes": "counter",
+    "weft_model_wake_seconds": "histogram",
+    "weft_model_requests_running": "gauge",
+    "weft_model_requests_waiting": "gauge",
+    "weft_model_prompt_tokens": "counter",
+    "weft_model_generation_tokens": "counter",
     "weft_clients_stalled": "counter",
     "weft_accepts_refused": "counter",
     "weft_log_lines_dropped": "counter",
@@ -108,6 +116,8 @@ RANKS = {
     "weft_rank_last_beat_seconds": "gauge",
 }
 """where several ranks share a model (test_lifecycle.py)"""
+OF_SEVERAL_MODELS = {"weft_model_time_to_first_token_seconds": "histogram"}
+"""where there are several models (test_several_models.py)"""
 
 
 async def samples(server: Server) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -130,6 +140,9 @@ async def test_labels_are_pinned(server: Server) -> None:
     assert labels["weft_requests_total"] == {"endpoint", "status"}
     assert labels["weft_finished_total"] == {"reason"}
     assert all(found == {"engine"} for name, found in labels.items() if name.startswith("weft_engine_"))
+    of_models = {name: found for name, found in labels.items() if name.startswith("weft_model_")}
+    assert of_models.pop("weft_model_state") == {"model_name", "state"}
+    assert all("model_name" in found or "wake_seconds" in name for name, found in of_models.items())
     assert labels["weft_requests_queued"] == {"reason"}
     assert labels["weft_max_num_seqs_changes_total"] == {"reason"}
     assert labels["weft_computed_tokens_total"] == {"phase"}

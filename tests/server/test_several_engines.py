@@ -72,7 +72,7 @@ async def test_what_no_client_has_seen_is_begun_again_elsewhere(stream: bool, sc
             assert stream or response.json()["usage"]["completion_tokens"] == 7
         board, metrics = server.service.board, server.service.metrics
         assert not board.engine_load.any()
-        assert not board.load[:, :2].any()
+        assert not board.load[:, :, :2].any()
         begins = value_of(metrics, "weft_time_to_first_token_seconds_count")
         ends = value_of(metrics, "weft_finished_total", {"reason": "stop"}) or 0
         aborts = value_of(metrics, "weft_aborted_total", {"cause": "engine"}) or 0

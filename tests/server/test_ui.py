@@ -20,6 +20,7 @@ from stub import Script, Server, serving
 
 from weft.engine.wire.messages import Finish
 from weft.server.api import ui
+from weft.server.observe.board import Rest
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
@@ -127,6 +128,20 @@ async def test_shows_model_state_and_figures(server: Server, page: Page) -> None
     assert "length" in await page.text("#totals")
     assert page.errors == []
     assert {url.removeprefix(server.url) for url in page.requests} == {"/", "/metrics", "/ready", "/v1/models"}
+
+
+@in_browser
+async def test_several_models_are_shown_with_their_states_and_can_be_chosen(page: Page) -> None:
+    async with serving(models=["demo served_model_name=a", "demo served_model_name=b"]) as server:
+        server.engines[1].script = Script("I am b")
+        server.service.board.rest[0] = Rest.ASLEEP
+        await show(page, server)
+        await page.until("document.querySelector('#totals').innerText.includes('asleep')")
+        assert await page.text("#model") == "a, b"
+        assert re.search(r"a asleep\s*b awake", await page.text("#totals"))
+        assert await page.run("[...document.querySelectorAll('#name option')].map(o => o.value)") == ["a", "b"]
+        assert await page.run("!document.querySelector('#models').hidden")
+        assert page.errors == []
 
 
 @in_browser

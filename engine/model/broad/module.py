@@ -66,10 +66,13 @@ class BroadModule:
         if self._keeps_states:
             self._states = given[0].flatten(0, -2)
 
+    def tensors(self) -> list[Tensor]:
+        """All; some may be the same."""
+        return [*self.module.parameters(), *self.module.buffers()]
+
     @property
     def num_bytes(self) -> int:
-        tensors = [*self.module.parameters(), *self.module.buffers()]
-        return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
+        return sum({t.data_ptr(): t.nbytes for t in self.tensors()}.values())
 
 
 def _tell_positions(table: nn.Embedding) -> None:

@@ -13,6 +13,7 @@ from starlette.types import Message
 from weft.server.api.answer import HEARTBEAT, Answer
 from weft.server.api.responses.dialect import ResponseDialect
 from weft.server.api.responses.records import OPEN, Records
+from weft.server.api.service import Service
 from weft.server.errors import ApiError, translate, unavailable
 
 MAX_RUNS = 256
@@ -51,9 +52,11 @@ class Background:
             raise ApiError(413, "The request is larger than the store of responses.", code="store_full")
         # Its own copy without the connection: nothing of it may reach the client's socket.
         own = {key: value for key, value in scope.items() if key != "extensions"}
+        scope.pop("weft.entered", None)  # from here on it is this run that keeps the model awake
         task = asyncio.create_task(_Run(answer, dialect, records, record, events).run(own))
         self._runs[task] = answer
         task.add_done_callback(lambda task: self._runs.pop(task, None))
+        task.add_done_callback(lambda _: Service.leave(own))
 
     async def close(self) -> None:
         """The process ends: what is not ready has failed."""

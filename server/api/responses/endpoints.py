@@ -46,7 +46,7 @@ RecordsOf = Annotated[Records, Depends(records_of)]
 
 @router.post(PATH, summary="Answer a conversation, as items", responses=STREAMED)
 async def create_response(body: ResponseBody, request: Request, service: ServiceOf, records: RecordsOf) -> Response:
-    service.model_name(body.model)
+    service.of(body.model)
     body.check()
     background: Background = request.app.state.background
     _settle_storing(body, records)
@@ -82,13 +82,16 @@ async def create_response(body: ResponseBody, request: Request, service: Service
 
 
 @router.post(f"{PATH}/input_tokens", summary="How many tokens the input of a response has")
-async def count_input_tokens(body: ResponseBody, service: ServiceOf, records: RecordsOf) -> dict[str, Any]:
-    service.model_name(body.model)
+async def count_input_tokens(
+    body: ResponseBody, request: Request, service: ServiceOf, records: RecordsOf
+) -> dict[str, Any]:
+    service = service.of(body.model)
     body.check()
     own = read_input(body.input)
     context = await records.context(body.previous_response_id, body.conversation, own)
     chat = body.as_chat(context, OfferedTools.of(body.tools))
     chat.check()
+    await service.enter(body.model, request.scope)
     ids = await prompt_ids(chat, offered(chat), service)
     return {"object": "response.input_tokens", "input_tokens": len(ids)}
 

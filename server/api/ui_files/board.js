@@ -192,8 +192,10 @@ class Board {
   facts(scrape) {
     const build = scrape.info("weft_build_info");
     if (build) {
-      $("model").textContent = build.model;
-      document.title = `${build.model} · weft`;
+      const names = awakeness(scrape).map(({ labels }) => labels.model_name);
+      const name = names.length > 1 ? names.join(", ") : build.model;
+      $("model").textContent = name;
+      document.title = `${name} · weft`;
       $("version").textContent = `weft ${build.version}`;
     }
     const cache = scrape.info("weft_cache_config_info");
@@ -236,6 +238,10 @@ class Board {
   totals({ now, long }) {
     const rows = [];
     const row = (title, chips) => chips.length && rows.push(element("dt", {}, title), element("dd", {}, ...chips));
+    const found = awakeness(now);
+    if (found.length > 1 || found.some(({ labels }) => labels.state !== "awake")) {
+      row("Models", found.map(({ labels: { model_name, state } }) => fact(model_name, state, state === "awake")));
+    }
     if (now.series("weft_requests_queued")) {
       const queue = now.by("weft_requests_queued", "reason").filter(([, waiting]) => waiting > 0);
       row("Waiting for", queue.length ? queue.map(([reason, waiting]) => chip(waiting, reason, true)) : ["nothing"]);
@@ -251,9 +257,18 @@ class Board {
   }
 }
 
+/** What each model is at: one sample of each. */
+function awakeness(scrape) {
+  return (scrape.series("weft_model_state") ?? []).filter(({ value }) => value > 0);
+}
+
 function chip(value, what, live) {
+  return fact(whole(value), what, live);
+}
+
+function fact(title, what, live) {
   const name = what && ` ${what.replaceAll("_", " ")}`;
-  return element("span", { className: live ? "chip live" : "chip" }, element("b", {}, whole(value)), name);
+  return element("span", { className: live ? "chip live" : "chip" }, element("b", {}, title), name);
 }
 
 /** Put these into a node, unless the like are there: a reader may have marked some of it. */
@@ -324,6 +339,7 @@ const STATES = {
   loading: "Loading",
   draining: "Shutting down",
   dead: "Engine ended",
+  model_asleep: "Asleep",
   queue_full: "Queue full",
   queue_tokens_full: "Queue full",
 };

@@ -13,7 +13,7 @@ const models = {
     try {
       const { data } = await (await call("v1/models")).json();
       this.names = data.map((model) => model.id);
-      this.context = data[0].max_model_len;
+      this.context = Math.min(...data.map((model) => model.max_model_len ?? Infinity)); // of all that were ever awake
       $("name").replaceChildren(...this.names.map((name) => element("option", {}, name)));
       $("limit").value = Math.min(USUAL_LIMIT, Math.floor(this.context / 2));
       options.restore();
