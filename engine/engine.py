@@ -212,6 +212,7 @@ class Engine:
         self._last = IterationStats()
         self._page_ledger: PageLedger | None = None
         self._ssd_up = self.tiers is not None and self.tiers.ssd.store is not None
+        self._told_bytes_moved = 0
         self._plan_news = self.pause is not None
         """where the plan's pipelines are has changed, and nobody has been told"""
         self._warned_nonfinite = 0
@@ -404,7 +405,8 @@ class Engine:
             self._in_flight.append(self.runner.launch(batch))
         busy = time.perf_counter() - begin
         if not self._in_flight or (batch is not None and len(self._in_flight) <= self._depth):
-            if self.scheduler.has_events() or self._refused or self._plan_news or self._tier_went_down():
+            news = self._tier_went_down() or self._tiers_came_to_rest()
+            if self.scheduler.has_events() or self._refused or self._plan_news or news:
                 return self._outputs(self.scheduler.idle_events(), self.stats())
             if batch is None and not self.grammars.wait(TIER_WAIT_SECONDS) and self.tiers is not None:
                 self.tiers.wait(TIER_WAIT_SECONDS)
@@ -477,6 +479,13 @@ class Engine:
         went_down = self._ssd_up and not up
         self._ssd_up = up
         return went_down
+
+    def _tiers_came_to_rest(self) -> bool:
+        """Pages were moved while nobody was told of anything, and none is under way now."""
+        if self.tiers is None or self.tiers.num_transfers or self.tiers.bytes_moved == self._told_bytes_moved:
+            return False
+        self._told_bytes_moved = self.tiers.bytes_moved
+        return True
 
     def stats(self) -> EngineStats:
         """The scheduler's state and the last committed iteration's figures."""

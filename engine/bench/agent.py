@@ -38,6 +38,7 @@ class _Agent:
         self.turns: list[_Told] = []
         self._rng = np.random.default_rng(seed)
         self._output = output_tokens
+        self._name = seed.to_bytes(16)
 
     def ask(self, new_tokens: int) -> _Told:
         """One turn, alone in the engine, with so many new tokens of prompt."""
@@ -46,7 +47,10 @@ class _Agent:
         prompt = np.concatenate((self.history, new))
         params = SamplingParams(max_tokens=self._output, temperature=0.0, ignore_eos=True)
         begin = time.perf_counter()
-        engine.add(AddRequest(handle=len(self.turns), prompt_token_ids=prompt.tobytes(), params=params))
+        message = AddRequest(
+            handle=len(self.turns), prompt_token_ids=prompt.tobytes(), params=params, names=(self._name,)
+        )
+        engine.add(message)
         output: list[int] = []
         ttft, cached = 0.0, 0
         while engine.has_work:
@@ -60,6 +64,12 @@ class _Agent:
         self.history = np.concatenate((prompt, np.array(output, np.int32)))
         self.turns.append(_Told(len(prompt), cached, output, ttft))
         return self.turns[-1]
+
+    def announce(self) -> None:
+        """Tell the engine that a turn is coming, and give it the time to load what it needs."""
+        self.engine.prefetch((self._name,))
+        while self.engine.tiers is not None and self.engine.tiers.num_loading:
+            self.engine.step()
 
 
 def found_share(turns: list[_Told]) -> float:
@@ -77,7 +87,7 @@ def run_agent(config: EngineConfig, arguments: argparse.Namespace) -> int:
         raise ConfigError("--turns must be at least 2; --context-tokens, --turn-tokens, --output-tokens, --restores 1")
     tiers = ("host", "ssd")[: (config.host_kv_gib > 0) + (config.ssd_kv_path is not None)]
     engine = Engine(config.for_measuring())
-    longest = context + (turns + len(tiers) * arguments.restores) * (new + output)
+    longest = context + (turns + len(tiers) * (arguments.restores + 1)) * (new + output)
     if longest > engine.resolved.max_model_len:
         engine.close()
         raise ConfigError(
@@ -113,11 +123,17 @@ def run_agent(config: EngineConfig, arguments: argparse.Namespace) -> int:
         for _ in range(arguments.restores):
             _sink(engine, tier)
             restored.append(agent.ask(new))
-        before = agent.turns[-arguments.restores - 1 : -1]
+        _sink(engine, tier)
+        agent.announce()
+        announced = agent.ask(new)
+        restored.append(announced)
+        before = agent.turns[-len(restored) - 1 : -1]
         seen = sum(turn.prompt + len(turn.output) for turn in before)
         figures[f"{tier}_found_share_of_tokens_seen"] = sum(turn.cached for turn in restored) / seen
         figures[f"{tier}_ttft_ms_first"] = 1e3 * restored[0].ttft
-        figures[f"{tier}_ttft_ms_median"] = 1e3 * float(np.median([turn.ttft for turn in restored]))
+        figures[f"{tier}_ttft_ms_median"] = 1e3 * float(np.median([turn.ttft for turn in restored[:-1]]))
+        figures[f"{tier}_ttft_ms_announced"] = 1e3 * announced.ttft
+        figures[f"{tier}_pages_fetched_ahead"] = engine.stats().scheduler.tiers[tier].prefetched
     if engine.tiers is not None:
         figures |= {
             f"{tier}_gb_per_second": speed / 1e9 for tier, speed in engine.tiers.speeds.bytes_per_second.items()

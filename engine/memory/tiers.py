@@ -282,6 +282,11 @@ class Tiers:
         return len(self._outs) + len(self._backs) + self.ssd.num_reading + self.ssd.num_writing
 
     @property
+    def bytes_moved(self) -> int:
+        """Into all tiers and out of them, since the start."""
+        return sum(stats.bytes_in + stats.bytes_out for stats in (self._stats, self.ssd.stats))
+
+    @property
     def num_loading(self) -> int:
         """Pages on their way to the GPU."""
         return len(self._coming)

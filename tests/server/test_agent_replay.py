@@ -6,8 +6,12 @@ Each turn sends everything again, with a new nonce in its system prompt, as codi
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import claude_code
@@ -44,7 +48,7 @@ class Agent:
     """A client that sends everything again with every turn."""
 
     def __init__(self, http: httpx.Client, facts: str) -> None:
-        self._http = http
+        self.http = http
         self._facts = facts
         self._history: list[dict[str, Any]] = []
         self._calls: list[str] = []
@@ -74,7 +78,7 @@ class Chat(Agent):
             "temperature": 0,
             "max_tokens": OUTPUT,
         }
-        answer = self._http.post("/v1/chat/completions", json=body).raise_for_status().json()
+        answer = self.http.post("/v1/chat/completions", json=body).raise_for_status().json()
         message, usage = answer["choices"][0]["message"], answer["usage"]
         self._history.append({key: value for key, value in message.items() if value is not None})
         self._calls = [call["id"] for call in message.get("tool_calls") or ()]
@@ -93,12 +97,13 @@ class Messages(Agent):
         body["tools"] = [
             {"name": name, "description": about, "input_schema": schema} for name, (about, schema) in TOOLS.items()
         ]
-        answer = self._http.post("/v1/messages", json=body).raise_for_status().json()
+        answer = self.http.post("/v1/messages", json=body).raise_for_status().json()
         usage = answer["usage"]
         self._history.append({"role": "assistant", "content": answer["content"]})
         self._calls = [block["id"] for block in answer["content"] if block["type"] == "tool_use"]
         cached = usage["cache_read_input_tokens"]
-        return Turn(usage["input_tokens"] + cached, cached, usage["output_tokens"], bool(self._calls))
+        prompt = usage["input_tokens"] + usage["cache_creation_input_tokens"] + cached
+        return Turn(prompt, cached, usage["output_tokens"], bool(self._calls))
 
 
 class Responses(Agent):
@@ -122,7 +127,7 @@ class Responses(Agent):
             "temperature": 0,
             "max_output_tokens": OUTPUT,
         }
-        answer = self._http.post("/v1/responses", json=body).raise_for_status().json()
+        answer = self.http.post("/v1/responses", json=body).raise_for_status().json()
         usage = answer["usage"]
         self._history += answer["output"]
         self._calls = [item["call_id"] for item in answer["output"] if item["type"] == "function_call"]
@@ -136,15 +141,59 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         yield daemon
 
 
+def share_found(turns: list[Turn]) -> float:
+    """Of the tokens that were sent or answered before, turn by turn."""
+    return sum(turn.cached for turn in turns[1:]) / sum(before.prompt + before.output for before in turns[:-1])
+
+
 @pytest.mark.parametrize("dialect", [Chat, Messages, Responses])
 @pytest.mark.parametrize(("count", "length"), [(12, 5), pytest.param(40, 1, marks=pytest.mark.nightly)])
 def test_what_was_seen_before_is_found_again(daemon: Daemon, dialect: type[Agent], count: int, length: int) -> None:
     with httpx.Client(base_url=daemon.url, timeout=60) as http:
         agent = dialect(http, " ".join([dialect.__name__, *length * [FACTS]]))  # each begins a conversation of its own
         turns = [agent.ask(i) for i in range(count)]
-    seen = [before.prompt + before.output for before in turns[:-1]]
-    found = [turn.cached for turn in turns[1:]]
     told = json.dumps([vars(turn) for turn in turns])
-    assert sum(found) >= LEAST_HITS * sum(seen), told
+    assert LEAST_HITS <= share_found(turns) < 1, told
     assert all(turn.prompt > before.prompt for before, turn in pairwise(turns)), told
     assert sum(turn.called for turn in turns) >= count / 4, told
+
+
+def value(daemon: Daemon, name: str, tier: str) -> float:
+    lines = httpx.get(f"{daemon.url}/metrics", timeout=60).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f'{name}{{tier="{tier}"}}'))
+
+
+def all_spilled(daemon: Daemon) -> float:
+    """Wait until every tier has all pages, as they do once these lie idle; returns their number. The pool loses none."""
+    end = time.monotonic() + 240
+    while True:
+        pages = [value(daemon, "weft_kv_tier_used_pages", tier) for tier in ("gpu", "host", "ssd")]
+        if 0 < pages[0] == pages[1] == pages[2]:
+            return pages[0]
+        assert time.monotonic() < end, pages
+        time.sleep(0.05)
+
+
+def test_idle_conversations_outlive_a_daemon_that_is_killed(tmp_path: Path) -> None:
+    """What has lain idle is on the SSD without anybody's asking, and is found there."""
+    options = ["--page-size", "8", "--host-kv-gib", "0.1", "--ssd-kv-path", str(tmp_path / "kv"), "--ssd-kv-gib", "0.2"]
+    options += ["--idle-spill-seconds", "0.5"]
+    agents: list[Agent] = []
+    turns: list[Turn] = []
+    with running(tmp_path, *options) as daemon, httpx.Client(base_url=daemon.url, timeout=240) as http:
+        for dialect in (Messages, Responses, Chat):
+            agent = dialect(http, " ".join([dialect.__name__, *4 * [FACTS]]))
+            turns = [agent.ask(i) for i in range(3)]
+            agents.append(agent)
+        pages = all_spilled(daemon)
+        assert pages >= sum(turn.prompt for turn in turns[-1:]) // 8
+        assert value(daemon, "weft_kv_tier_idle_spilled_pages_total", "ssd") > 0
+        engine = daemon.engine_pid
+        daemon.process.kill()
+        os.kill(engine, signal.SIGKILL)
+    with running(tmp_path, *options) as daemon, httpx.Client(base_url=daemon.url, timeout=240) as http:
+        agents[-1].http = http
+        turns.append(agents[-1].ask(3))
+        told = json.dumps([vars(turn) for turn in turns])
+        assert LEAST_HITS <= share_found(turns[-2:]) < 1, told
+        assert value(daemon, "weft_kv_tier_used_pages", "ssd") >= pages, "nothing was lost"
