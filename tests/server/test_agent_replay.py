@@ -164,7 +164,7 @@ def value(daemon: Daemon, name: str, tier: str) -> float:
 
 
 def all_spilled(daemon: Daemon) -> float:
-    """Wait until every tier has all pages, as they do once these lie idle; returns their number. The pool loses none."""
+    """Wait until every tier has all pages, as it does once they lie idle; returns their number. The pool loses none."""
     end = time.monotonic() + 240
     while True:
         pages = [value(daemon, "weft_kv_tier_used_pages", tier) for tier in ("gpu", "host", "ssd")]
