@@ -269,7 +269,7 @@ def test_a_capture_that_breaks_off_leaves_its_pipeline_out_and_the_others_come(
     assert set(used) == {2}  # none of its iterations is of a size between
     harness.add(talk.prompts[0][:1].repeat(100), max_tokens=2, ignore_eos=True, **GREEDY)
     harness.run()
-    assert used[-2:] == [1, 2]  # a chunk of 100 tokens, a decode
+    assert used[-1] == 1  # the chunk of 100 tokens; a decode alone is of no size of the plan
     harness.engine.close()
 
 
