@@ -247,7 +247,7 @@ def _legend(picture: Picture, y: float, shaded: bool) -> list[str]:
     out, x = [], float(LEFT)
     for what, color in legend(picture):
         out += [_rect(x, y, 14, 14, color, what), _text(x + 19, y + 11, what, "start", 11)]
-        x += 34 + 6.4 * len(what)
+        x += 30 + 5.8 * len(what)
     rules = "height: share of the SMs" + ("; paler: later token ranges" if shaded else "")
     out.append(_text(x, y + 11, rules, "start", 11))
     return out

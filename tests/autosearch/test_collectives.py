@@ -30,6 +30,7 @@ from weft.engine.errors import ConfigError, ModelError
 from weft.engine.model.directory import read_spec
 from weft.engine.model.operations import Resource, Role
 from weft.engine.model.parts import Placement
+from weft.engine.model.spec import Shard
 from weft.engine.plans.plan import NanoOperation, Period, Plan, load_plan, model_key, serial_period
 from weft.server.daemon import cli
 
@@ -158,6 +159,7 @@ def test_a_plan_for_another_number_of_ranks_is_for_another_model() -> None:
     keys = {model_key(LLAMA_70B.shard(0, n)) for n in (1, 2, 4, 8)}
     assert len(keys) == 4
     assert "ranks" not in model_key(LLAMA_70B)
+    assert model_key(FOUR) != model_key(replace(FOUR, shard_of=Shard()))  # a small model of such shapes
     assert {model_key(LLAMA_70B.shard(r, 4)) for r in range(4)} == {model_key(FOUR)}
 
 
@@ -205,6 +207,20 @@ def test_a_product_is_modelled_to_take_half_as_long_again_beside_a_collective() 
     interference = Interference(found, Curves(found), kinds)
     own = 132 - 16
     assert interference.slowdown(Resource.COMPUTE, own) * interference.drag(Resource.COMPUTE, own) == pytest.approx(1.5)
+
+    beside = {Resource.COMPUTE: own, Resource.MEMORY: 16, Resource.NETWORK: 16}
+    structure = next(first_structures(FOUR))
+    machine, period = Machine(found, FOUR), stage_one.solve(Machine(found, FOUR), LOAD, structure, 132, 0.2)
+    assert period is not None
+    shared = stage_two.with_sms(period.period, [beside[kinds[o.operation]] for o in period.period.operations])
+    _, lasts = machine.timeline(shared, LOAD)
+    stretched = [
+        last / ms
+        for op, last, ms in zip(shared.operations, lasts, machine.durations(shared, LOAD), strict=True)
+        if kinds[op.operation] is Resource.COMPUTE
+    ]
+    assert min(stretched) == pytest.approx(1.0)  # one that runs beside no collective
+    assert 1.01 < max(stretched) <= interference.drag(Resource.COMPUTE, own) + 1e-9
 
 
 # -- the search

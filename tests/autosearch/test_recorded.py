@@ -29,6 +29,7 @@ def test_the_shipped_profile_is_found_for_its_model_without_a_gpu(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert recorded.target.model == model_key(LLAMA_8B)
+    assert (recorded.modelled, recorded.guest_pairs) == ((), ())  # a file from before there were any
     assert search.find_profile(LLAMA_8B, TYPICAL, None, None) == recorded
     assert {p.guest_sms for p in recorded.pairs} >= {16, 32, 48}
 
@@ -56,6 +57,7 @@ def test_the_shipped_plan_is_chosen_on_its_card_possible_there_and_can_be_drawn(
     here = Target("NVIDIA H200", 132, model_key(LLAMA_8B), "bfloat16", choose.kernels_digest())
     plan = choose.choose_plan("auto", LLAMA_8B, here, None)
     assert plan == load_plan(PLAN)
+    assert plan.sums == {}  # a file from before there were any
     assert plan.dense_batch == 2048
     for period in plan.periods:
         period.check(LLAMA_8B, plan.target.sms)
