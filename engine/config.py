@@ -143,6 +143,11 @@ class EngineConfig(BaseModel):
     trust_remote_code: bool = Field(
         False, description="run code that a model's directory brings, with your rights; only from people you trust"
     )
+    dummy_weights: Literal["plain", "realistic"] = Field(
+        "plain",
+        description="with --load-format dummy: 'realistic' has the scales and outlier channels of trained weights, "
+        "which a card's power depends on",
+    )
     dummy_skew: float = Field(
         0.0,
         ge=0,
@@ -304,6 +309,8 @@ class EngineConfig(BaseModel):
     def _only_dummies_are_skewed(self) -> EngineConfig:
         if self.dummy_skew and self.load_format != "dummy":
             raise ValueError("dummy_skew needs load_format dummy: a checkpoint's router stays as it is")
+        if self.dummy_weights != "plain" and self.load_format != "dummy":
+            raise ValueError("dummy_weights needs load_format dummy: a checkpoint has weights of its own")
         return self
 
     @model_validator(mode="after")

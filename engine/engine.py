@@ -132,6 +132,7 @@ class Engine:
                 max_positions=resolved.max_model_len,
                 dummy_seed=config.seed if config.load_format == "dummy" else None,
                 dummy_skew=config.dummy_skew,
+                dummy_realistic=config.dummy_weights == "realistic",
                 progress=phases,
             )
 

@@ -29,6 +29,8 @@ def model_id(config: EngineConfig, layout: KvLayout) -> str:
             digest.update(f"as {config.quantization}".encode())
         if config.load_format == "dummy":
             digest.update(f"dummy {config.seed}".encode())
+            if config.dummy_weights != "plain":
+                digest.update(config.dummy_weights.encode())
         else:
             for file in sorted(file for kind in WEIGHTS for file in path.glob(kind)):
                 _add_file(digest, file)

@@ -20,6 +20,7 @@ from weft.engine.model.finite import FiniteCheck
 from weft.engine.model.gguf.checkpoint import GgufCheckpoint
 from weft.engine.model.gguf.file import INDEX
 from weft.engine.model.layer_weights import LayerWeights, ProductWeights, norm_weight, pack_layer
+from weft.engine.model.realistic import RealisticDummy
 from weft.engine.model.shapes import ShapesAlone
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.staging import Staging
@@ -147,12 +148,15 @@ def load_weights(
     max_positions: int,
     dummy_seed: int | None = None,
     dummy_skew: float = 0.0,
+    dummy_realistic: bool = False,
     progress: Progress | None = None,
     staged: bool | None = None,
 ) -> Weights:
     """Load and pack. `dummy_seed` makes weights up instead of reading `path`. `progress` counts bytes.
 
     dummy_skew: what routers add to the logits of the first eighth of the experts, where weights are made up.
+
+    dummy_realistic: made up as trained ones are (`RealisticDummy`).
 
     staged: through `Staging`; None: to a GPU, where it is quicker.
 
@@ -166,7 +170,10 @@ def load_weights(
         for inv_freq, scale in spec.rotary(max_positions)
     )
     if dummy_seed is not None:
-        made = _made_up(spec, names, Dummy(dummy_seed, device), dtype, progress)
+        dummy: Dummy | RealisticDummy = Dummy(dummy_seed, device)
+        if dummy_realistic:
+            dummy = RealisticDummy(dummy_seed, device, spec, names)
+        made = _made_up(spec, names, dummy, dtype, progress)
         return _skewed(_pack(spec, names, Tensors(made, None, dtype), tables, tied=spec.tie_embeddings), dummy_skew)
     head = f"{names.lm_head}.weight"
     with ExitStack() as stack:
@@ -192,7 +199,7 @@ def load_weights(
 
 
 def _made_up(
-    spec: ModelSpec, names: TensorNames, dummy: Dummy, dtype: torch.dtype, progress: Progress | None
+    spec: ModelSpec, names: TensorNames, dummy: Dummy | RealisticDummy, dtype: torch.dtype, progress: Progress | None
 ) -> Callable[[str, tuple[int, ...], Part, torch.dtype], Tensor]:
     done = total = 0
 

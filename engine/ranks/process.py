@@ -57,6 +57,8 @@ def _serve(config: EngineConfig, links: Links, beat: RankBeat, start_timeout: fl
         dtype=resolved.weight_dtype,
         max_positions=resolved.max_model_len,
         dummy_seed=config.seed if config.load_format == "dummy" else None,
+        dummy_skew=config.dummy_skew,
+        dummy_realistic=config.dummy_weights == "realistic",
         progress=lambda _phase, _done, _total: beat.stage(start_timeout),
     )
     links.moved = beat.still

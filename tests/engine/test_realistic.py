@@ -1,0 +1,106 @@
+"""Made-up weights that look trained (`--dummy-weights realistic`): seeded, cut alike by every rank, with outliers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import GREEDY, Harness
+from tiny import FAMILIES
+
+from weft.engine.config import EngineConfig
+from weft.engine.memory.kv_layout import KvLayout
+from weft.engine.memory.model_id import model_id
+from weft.engine.model.directory import read_spec
+from weft.engine.model.realistic import RealisticDummy
+from weft.engine.model.weights import Weights, load_weights
+from weft.engine.runner.cpu_executor import CpuExecutor
+
+Made = Callable[[str], Path]
+DUMMY: dict[str, Any] = {"load_format": "dummy", "dummy_weights": "realistic"}
+CPU: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, "max_positions": 32}
+
+
+def made_up(path: Path, seed: int = 0, rank: int = 0, ranks: int = 1) -> Weights:
+    spec = read_spec(path).shard(rank, ranks)
+    return load_weights(spec, path, dummy_seed=seed, dummy_realistic=True, **CPU)
+
+
+def tensors_of(weights: Weights) -> list[torch.Tensor]:
+    return [weights.embedding, weights.norm, *(t for w in weights.layers for p in w.values() for t in p.tensors())]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_family_answers_with_numbers(tiny_model: Made, family: str) -> None:
+    harness = Harness(tiny_model(family), page_size=8, num_pages=20, **DUMMY)
+    handle = harness.add(np.arange(3, 23), max_tokens=3, logprobs=5, ignore_eos=True, **GREEDY)
+    harness.run()
+    assert len(harness.tokens[handle]) == 3
+    assert all(np.isfinite(entry.values).all() for entry in harness.logprobs[handle])
+    # neither certain of one token nor of none
+    assert -5.5 < harness.logprobs[handle][0].values[0] < -1e-4
+
+
+def test_a_seed_makes_one_model(tiny_model: Made) -> None:
+    path = tiny_model("qwen2-moe")
+    one, same, other = (tensors_of(made_up(path, seed)) for seed in (1, 1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(one, same, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_ranks_cut_the_same_model(tiny_model: Made) -> None:
+    path = tiny_model("llama2")
+    whole, parts = made_up(path), [made_up(path, 0, rank, 2) for rank in range(2)]
+    for layer, own in enumerate(whole.layers):
+        assert torch.equal(torch.cat([p.layers[layer]["gate_up"].weight for p in parts]), own["gate_up"].weight)
+        assert torch.equal(torch.cat([p.layers[layer]["down"].weight for p in parts], 1), own["down"].weight)
+
+
+def test_scales_are_spread_and_channels_stand_out(tiny_model: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the matrices, and in the stream behind the last layer, whatever the tokens."""
+    path = tiny_model("llama2")
+    spec = read_spec(path)
+    seen: dict[str, torch.Tensor] = {}
+    forward = CpuExecutor._forward
+
+    def noted(executor: CpuExecutor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        seen["x"], sumsq = forward(executor, *given)
+        return seen["x"], sumsq
+
+    monkeypatch.setattr(CpuExecutor, "_forward", noted)
+    stand_out = {}
+    for kind in ("plain", "realistic"):
+        harness = Harness(path, page_size=8, num_pages=20, load_format="dummy", dummy_weights=kind)
+        harness.add(np.arange(3, 33), max_tokens=0, prompt_logprobs=1)
+        harness.run()
+        size = seen["x"].abs().mean(0)
+        stand_out[kind] = (size / size.median()).sort().values
+    assert stand_out["plain"][-1] < 4
+    assert (stand_out["realistic"][-2:] > 8).all()
+    weights = load_weights(spec, path, dummy_seed=0, dummy_realistic=True, **CPU)
+    rows = weights.layers[1]["down"].weight.float().square().mean(1).sqrt().log()
+    assert rows.std() > 0.3
+    names = {"device": torch.device("cpu")}
+    dummy = RealisticDummy(0, names["device"], spec, _names(spec.architecture))
+    assert len(dummy.outliers) == 2
+    assert (weights.norm[dummy.outliers] < 0.5 * weights.norm.median()).all()
+
+
+def _names(architecture: str) -> Any:
+    from weft.engine.model.families import family_of
+
+    return family_of(architecture).names
+
+
+def test_it_is_part_of_what_identifies_a_page_and_needs_dummies(tiny_model: Made) -> None:
+    path = str(tiny_model("llama2"))
+    layout = KvLayout.of(read_spec(Path(path)), 8, torch.float32)
+    kinds: list[Any] = ["plain", "realistic"]
+    ids = {model_id(EngineConfig(model=path, load_format="dummy", dummy_weights=kind), layout) for kind in kinds}
+    assert len(ids) == 2
+    with pytest.raises(ValueError, match="dummy_weights needs load_format dummy"):
+        EngineConfig(model=path, dummy_weights="realistic")
