@@ -27,6 +27,36 @@ class Shard(NamedTuple):
     """id of the first column"""
     rank: int
     gather: Gather
+    sizes: tuple[int, ...] = ()
+    """columns of each rank; empty: not known, then it is asked"""
+
+    def with_sizes(self, logits: Tensor) -> Shard:
+        """logits: any of this rank's."""
+        if self.sizes:
+            return self
+        own = torch.tensor([logits.shape[-1]], device=logits.device)
+        return self._replace(sizes=tuple(self.gather(own)[:, 0].tolist()))
+
+
+class Asked(NamedTuple):
+    """What the parameters of rows come to, for who knows them without asking the device. Places are int64."""
+
+    rows: Tensor
+    """which are drawn: the others take the best"""
+    cut: Tensor
+    """which of these have a top-k or top-p"""
+    top_k: int
+    """the largest of these; 0 where none has one"""
+    counted: bool
+    """all of these have one"""
+
+    @classmethod
+    def of(cls, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Asked:
+        rows = torch.nonzero(temperature > 0)[:, 0]
+        k, p = top_k[rows], top_p[rows]
+        cut = torch.nonzero((k > 0) | (p < 1.0))[:, 0]
+        k = k[cut]
+        return cls(rows, cut, int(k.max()) if len(cut) else 0, bool((k > 0).all()))
 
 
 class Best(NamedTuple):
@@ -56,22 +86,25 @@ def sample(
     top_p: Tensor,
     min_p: Tensor,
     uniform: Tensor,
+    asked: Asked | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `sampling.sample`, and as `sampling.nonfinite`: tokens `[S]` int64, rows without numbers `[S]` bool.
 
-    logits `[S, n]` float32 of this rank, n at least 1; the other arguments are the same on all ranks.
+    logits `[S, n]` float32 of this rank, n at least 1; the other arguments are the same on all ranks. With `asked`, and
+    a shard that knows its sizes, nothing waits for a device but a top-p that is alone.
     """
+    asked = asked or Asked.of(temperature, top_k, top_p)
     best = best_of(logits, shard)
     nonfinite = ~best.value.isfinite()
-    rows = torch.nonzero(temperature > 0)[:, 0]
+    rows, cut = asked.rows, asked.cut
     if not len(rows):
         return best.token, nonfinite
     warmth, fine = temperature[rows, None], ~nonfinite[rows, None]
     # Of rows that are no numbers any token will do.
     weights = torch.where(fine, (logits[rows] / warmth - best.value[rows, None] / warmth).exp(), 1.0)
     k, p = top_k[rows], top_p[rows]
-    if len(cut := torch.nonzero((k > 0) | (p < 1.0))[:, 0]):
-        bar, last = _bar(weights[cut], shard, k[cut], p[cut])
+    if len(cut):
+        bar, last = _bar(weights[cut], shard.with_sizes(logits), k[cut], p[cut], asked)
         ids = shard.first + torch.arange(weights.shape[1], device=weights.device)
         part = weights[cut]
         kept = (part > bar[:, None]) | ((part == bar[:, None]) & (ids <= last[:, None]))
@@ -82,7 +115,7 @@ def sample(
     return tokens, nonfinite
 
 
-def _bar(weights: Tensor, shard: Shard, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+def _bar(weights: Tensor, shard: Shard, top_k: Tensor, top_p: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
     """Where top-k and top-p cut: the last one kept of each row of `weights [S, n]` when all ranks' are sorted (the best
     first, of equal ones the lower id): its weight `[S]` and id `[S]`.
 
@@ -90,11 +123,9 @@ def _bar(weights: Tensor, shard: Shard, top_k: Tensor, top_p: Tensor) -> tuple[T
     what somebody has not shown. So what is exchanged is about what is kept.
     """
     ordered, order = torch.sort(weights, dim=-1, descending=True, stable=True)
-    own = weights.double().sum(-1)
-    sums = shard.gather(torch.stack((own, torch.full_like(own, weights.shape[1])), -1))
-    whole, sizes = sums[..., 0].sum(0), sums[:, 0, 1].long().tolist()
-    counted = top_k > 0
-    shown = max(int(top_k.max()), 0 if bool(counted.all()) else CANDIDATES)
+    whole = shard.gather(weights.double().sum(-1)).sum(0)
+    sizes, counted = shard.sizes, top_k > 0
+    shown = max(asked.top_k, 0 if asked.counted else CANDIDATES)
     while True:
         shown = min(shown, max(sizes))
         mine = torch.full((*weights.shape[:1], shown, 2), -1.0, dtype=torch.float64, device=weights.device)
@@ -111,7 +142,7 @@ def _bar(weights: Tensor, shard: Shard, top_k: Tensor, top_p: Tensor) -> tuple[T
         at = kept.sum(-1) - 1
         # What a rank has not shown comes behind the last that it has.
         hidden = [r for r, size in enumerate(sizes) if size > shown]
-        if not hidden:
+        if not hidden or asked.counted:
             break
         where = torch.empty_like(places).scatter_(-1, places, rank.expand_as(places))
         horizon = torch.stack([where[:, r * shown + shown - 1] for r in hidden]).amin(0)
@@ -169,6 +200,6 @@ def logprobs_of(logits: Tensor, shard: Shard, tokens: Tensor, top: int) -> tuple
         everything[..., 3 : 3 + top].transpose(0, 1).flatten(1), dim=-1, descending=True, stable=True
     )
     ids = everything[..., 3 + top :].transpose(0, 1).flatten(1).gather(-1, places)
-    known = min(top, int(shard.gather(torch.tensor([size], device=logits.device)).sum()))
+    known = min(top, sum(shard.with_sizes(logits).sizes))
     best = torch.cat((value[:, None], values[:, :known]), 1) - norm[:, None]
     return better + 1, torch.cat((tokens[:, None], ids[:, :known].long()), 1), best.float()

@@ -92,9 +92,20 @@ class Sampling:
         """The torch twins' choice: tokens `[S]` int64, and rows that hold no numbers `[S]` bool."""
         arguments = {name: self.up(values) for name, values in s.sampler_arguments().items()}
         if self._shard is not None:
-            return sampling_shards.sample(logits, self._shard, **arguments)
+            self._shard = self._shard.with_sizes(logits)
+            return sampling_shards.sample(logits, self._shard, **arguments, asked=self._asked(s))
         tokens = sampling.sample(logits, **arguments) if s.columns["temperature"].any() else logits.argmax(-1)
         return tokens, sampling.nonfinite(logits)
+
+    def _asked(self, s: SamplingInputs) -> sampling_shards.Asked:
+        """`Asked.of`, from the host's columns."""
+        rows = np.flatnonzero(s.columns["temperature"] > 0)
+        k, p = s.columns["top_k"][rows], s.columns["top_p"][rows]
+        cut = np.flatnonzero((k > 0) | (p < 1.0))
+        k = k[cut]
+        return sampling_shards.Asked(
+            self.up(rows), self.up(cut), int(k.max()) if len(cut) else 0, bool((k > 0).all())
+        )  # fmt: skip
 
     def count(self, tokens: Tensor, s: SamplingInputs) -> None:
         """Behind the sampler: count the sampled `tokens` (`[S]` or more) of requests with penalties."""
@@ -104,8 +115,9 @@ class Sampling:
             one = torch.ones((), dtype=torch.int32, device=self._device)
             sampled = tokens[rows] - self._ids.start
             if self._shard is not None:
-                own = (sampled >= 0) & (sampled < len(self._ids))
-                slots, sampled = slots[own], sampled[own]
+                # those of other ranks count nothing
+                one = ((sampled >= 0) & (sampled < len(self._ids))).int()
+                sampled = sampled.clamp(0, len(self._ids) - 1)
             self._resident_counts()[1].index_put_((slots, sampled), one, accumulate=True)
 
     def scores(self, tokens: Tensor, s: SamplingInputs, raw: Raw | None) -> Scores | None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.engine.ranks.links import Descriptors, Links
 from weft.engine.ranks.shared_collectives import SharedCollectives
@@ -113,3 +115,46 @@ def test_a_mask_is_cut_as_the_vocabulary_is(first: int) -> None:
 
 def test_one_rank_exchanges_nothing() -> None:
     assert Sampling(torch.device("cpu"), 2, range(10))._shard is None
+
+
+class Waits(TorchDispatchMode):
+    """Notes what makes the host wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_the_host_waits_for_a_top_p_that_is_alone_and_for_nothing_else(alone: bool) -> None:
+    logits, asked = rows(torch.Generator().manual_seed(1), 3.0, ties=True)
+    if not alone:
+        asked["top_p"] = torch.where(asked["top_k"] > 0, asked["top_p"], 1.0)
+    facts = sampling_shards.Asked.of(asked["temperature"], asked["top_k"], asked["top_p"])
+    want = sampling.sample(logits, **asked)
+
+    def work(collectives: Collectives) -> tuple[Tensor, list[str]]:
+        part, own = shard(logits, collectives)
+        own = own.with_sizes(part)
+        with Waits() as waits:
+            return sampling_shards.sample(part, own, **asked, asked=facts)[0], waits.seen
+
+    for tokens, seen in on_ranks(2, work):
+        assert torch.equal(tokens, want)
+        assert bool(seen) == alone
+
+
+def test_what_the_host_knows_of_rows_is_what_their_parameters_say() -> None:
+    _, asked = rows(torch.Generator().manual_seed(2), 1.0, ties=False)
+    columns = {name: asked[name].numpy() for name in ("temperature", "top_k", "top_p", "min_p")}
+    inputs: Any = SimpleNamespace(columns=columns)
+    found = Sampling(torch.device("cpu"), 4, range(10))._asked(inputs)
+    want = sampling_shards.Asked.of(asked["temperature"], asked["top_k"], asked["top_p"])
+    assert torch.equal(found.rows, want.rows)
+    assert torch.equal(found.cut, want.cut)
+    assert found[2:] == want[2:]
