@@ -13,22 +13,27 @@ import torch
 
 class PowerUse(NamedTuple):
     watts: float
+    """of all GPUs together"""
     megahertz: float
+    """their mean"""
     joules: float
 
 
 class PowerMonitor:
     """Samples `nvidia-smi` from enter to exit; `use` is None where it is not installed."""
 
-    def __init__(self, period_ms: int = 200) -> None:
-        self._period_ms = period_ms
+    def __init__(self, period_ms: int = 200, gpus: int = 1) -> None:
+        """gpus: the first so many that this process sees."""
+        self._period_ms, self._gpus = period_ms, gpus
         self._process: subprocess.Popen[str] | None = None
         self.use: PowerUse | None = None
 
     def __enter__(self) -> PowerMonitor:
         query = ["--query-gpu=power.draw.instant,clocks.sm", "--format=csv,noheader,nounits", f"-lms={self._period_ms}"]
         # its number here is not the driver's where some are hidden
-        here = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+        first = torch.cuda.current_device()
+        found = (torch.cuda.get_device_properties(first + i) for i in range(self._gpus))
+        here = ",".join(f"GPU-{properties.uuid}" for properties in found)
         with contextlib.suppress(FileNotFoundError):
             self._process = subprocess.Popen(["nvidia-smi", "-i", here, *query], stdout=subprocess.PIPE, text=True)
         self._begin = time.perf_counter()
@@ -43,9 +48,15 @@ class PowerMonitor:
         self._process.terminate()
         out, _ = self._process.communicate()
         samples = [tuple(map(float, line.split(","))) for line in out.splitlines() if line.count(",") == 1]
-        if samples:
-            watts = sum(s[0] for s in samples) / len(samples)
-            self.use = PowerUse(watts, sum(s[1] for s in samples) / len(samples), watts * seconds)
+        self.use = power_use(samples, self._gpus, seconds)
+
+
+def power_use(samples: list[tuple[float, ...]], gpus: int, seconds: float) -> PowerUse | None:
+    """samples: watts and megahertz of one GPU each, of all equally often. None where there are none."""
+    if not samples:
+        return None
+    watts = gpus * sum(s[0] for s in samples) / len(samples)
+    return PowerUse(watts, sum(s[1] for s in samples) / len(samples), watts * seconds)
 
 
 def sustained_flops(seconds: float = 2.0) -> float:

@@ -120,7 +120,8 @@ def _run_engine(engine: Engine, prompts: list[np.ndarray], lengths: Lengths, rec
 def _on_gpu(engine: Engine, figures: Figures, lengths: Lengths, use: PowerUse | None) -> Figures:
     """Power, clocks and the fraction of Equation 5's optimum (NanoFlow §3.3). The GPU is as warm as the run left it."""
     flops = sustained_flops()
-    optimum = flops / (2 * engine.spec.active_parameters)
+    # of as many GPUs as there are ranks, each as fast as this one
+    optimum = engine.config.tensor_parallel_size * flops / (2 * engine.spec.active_parameters)
     added: Figures = {
         "sustained_tflops_of_cublas": flops / 1e12,
         "optimum_tokens_per_second": optimum,
@@ -221,7 +222,7 @@ def run_offline(config: EngineConfig, arguments: argparse.Namespace) -> int:
         "max_num_batched_tokens": engine.resolved.max_num_batched_tokens,
     }
     if on_gpu:
-        with PowerMonitor() as monitor:
+        with PowerMonitor(gpus=engine.config.tensor_parallel_size) as monitor:
             figures |= _run_engine(engine, prompts, lengths, recorder)
         figures |= _on_gpu(engine, figures, lengths, monitor.use)
     else:

@@ -128,7 +128,7 @@ class Ranks:
                 "here; lower it, or use --device cpu"
             )
         if here:
-            told = "it has not run on any GPU yet; --device cpu has been tried"
+            told = "it has run on two H200s, where its tokens were not compared with one's"
             print(f"weft: --tensor-parallel-size on GPUs is experimental: {told}", file=sys.stderr, flush=True)
         if not here and (there := cores()) < config.tensor_parallel_size:
             told = f"{config.tensor_parallel_size} ranks share {there} core(s): fewer would be quicker"

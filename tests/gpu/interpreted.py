@@ -33,6 +33,9 @@ class InOrder:
 
     def synchronize(self) -> None: ...
 
+    def query(self) -> bool:
+        return True
+
     def elapsed_time(self, _: object) -> float:
         return 1.0
 

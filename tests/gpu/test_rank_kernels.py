@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +20,8 @@ if torch.cuda.is_available():  # which has no memory that a process would just m
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
-from interpreted import streams_in_order
+from engine_of_rank import served
+from interpreted import interpreted_gpu, streams_in_order
 from interpreted_rank import ARENA, SUMS, logits, models, partial_sums
 
 from weft.kernels.collectives import part_width
@@ -27,15 +31,15 @@ HERE = Path(__file__).parent
 BY_DAY = ("sandwich",)
 
 
-def ranks_of(count: int, folder: Path, *names: str) -> Found:
+def ranks_of(count: int, folder: Path, *names: str, script: str = "interpreted_rank.py") -> Found:
     """What each of so many ranks comes to, of these models too."""
     memory = folder / "memory"
     with open(memory, "wb") as file:
         file.truncate(8 * count * ARENA)
-    script, paths = HERE / "interpreted_rank.py", os.pathsep.join(sys.path)
+    paths = os.pathsep.join(sys.path)
     processes = [
         subprocess.Popen(
-            [sys.executable, script, str(rank), str(count), memory, folder / f"{rank}", *names],
+            [sys.executable, HERE / script, str(rank), str(count), memory, folder / f"{rank}", *names],
             env={**os.environ, "PYTHONPATH": paths},
         )
         for rank in range(count)
@@ -100,6 +104,21 @@ def test_ranks_give_the_logits_of_one_with_other_layers(tmp_path: Path, monkeypa
     found = ranks_of(2, tmp_path, *others)
     for name in others:
         check_logits(found, name, monkeypatch)
+
+
+@pytest.mark.nightly
+def test_engines_on_ranks_give_the_tokens_of_one(
+    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole runner: greedy and drawn tokens of one batch, penalties, log-probabilities; what a start measures."""
+    model = str(tiny_model("yi"))
+    found: Any = ranks_of(2, tmp_path, model, script="engine_of_rank.py")
+    with interpreted_gpu(monkeypatch):
+        tokens, logprobs = served(model)
+    assert found[0] == found[1]
+    assert found[0][0] == tokens
+    for handle, values in logprobs.items():
+        np.testing.assert_allclose(found[0][1][handle], values, atol=2e-2)
 
 
 def check_logits(two: Found, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
