@@ -12,8 +12,8 @@ from starlette.types import Receive, Scope, Send
 
 from weft.engine.errors import EngineDead
 from weft.server.api.choice import Choice, Piece
-from weft.server.api.events import Dialect
-from weft.server.api.fast_path import EXTENSION, MARK, Composer, FastPath, Outlet, Template
+from weft.server.api.events import MARK, Dialect
+from weft.server.api.fast_path import EXTENSION, Composer, FastPath, Outlet, Template
 from weft.server.api.generate import Generation, disconnected
 from weft.server.api.service import Service
 from weft.server.errors import ApiError, translate
@@ -149,7 +149,7 @@ class Answer(Response):
         if dialect.plain:
             fast_path: FastPath = Template(dialect.of(choice, Piece(MARK)), choice, outlet, itl, idle)
         else:
-            fast_path = Composer(dialect.of, choice, outlet, itl, idle)
+            fast_path = Composer(dialect, choice, outlet, itl, idle)
         self._fast_paths.append(fast_path)
         choice.stream.sink = fast_path
 

@@ -47,6 +47,10 @@ class ChatShape:
     def plain(self) -> bool:
         return self._parser.plain and not self._body.logprobs and not self._body.return_token_ids
 
+    def passes(self, choice: Choice, token_id: int, text: str) -> bool:
+        bare = not self._body.logprobs and not self._body.return_token_ids
+        return bare and self._parser.passes(choice, token_id, text)
+
     def first_chunks(self, choice: Choice) -> list[dict[str, Any]]:
         deltas = [{"role": "assistant", "content": ""}, *([{"content": self._echo}] if self._echo else [])]
         return [{"index": choice.index, "delta": d, "logprobs": None, "finish_reason": None} for d in deltas]

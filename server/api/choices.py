@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import orjson
 
 from weft.server.api.choice import Choice, Piece
-from weft.server.api.events import event
+from weft.server.api.events import MARK, event
 from weft.server.api.generate import Generation
 from weft.server.api.protocol import StreamOptions
 from weft.server.errors import ApiError
@@ -41,6 +41,10 @@ class Shape(Protocol):
         """A finished choice; `piece` is all of it."""
         ...
 
+    def passes(self, choice: Choice, token_id: int, text: str, /) -> bool:
+        """Whether a token's chunk differs from others of its choice in its text alone. If so it has been taken in."""
+        ...
+
     def extras(self, generation: Generation, /) -> dict[str, Any]:
         """Further fields of a whole answer, and of the first chunks."""
         ...
@@ -65,6 +69,8 @@ class Choices:
         self._usage = options.include_usage
         self._continuous = options.include_usage and options.continuous_usage_stats
         self._opened: set[int] = set()
+        self._templates: dict[int, tuple[bytes, bytes]] = {}
+        """what stands around the text of a chunk, by choice"""
 
     # -- plain
 
@@ -99,6 +105,17 @@ class Choices:
             first = b"".join(self._event(chunk, extras) for chunk in self._shape.first_chunks(choice))
         chunk = self._shape.chunk(choice, piece)
         return first if chunk is None else first + self._event(chunk)
+
+    def quick(self, choice: Choice, token_id: int, text: str) -> bytes | None:
+        if self._continuous or not self._shape.passes(choice, token_id, text):
+            return None
+        if not text:
+            return b""
+        template = self._templates.get(choice.index)
+        if template is None:
+            before, _, after = self.of(choice, Piece(MARK)).partition(orjson.dumps(MARK))
+            template = self._templates[choice.index] = before, after
+        return template[0] + orjson.dumps(text) + template[1]
 
     async def end(self) -> bytes:
         usage = self._before + b"]" + self._usage_field(final=True) + b"}\n\n" if self._usage else b""

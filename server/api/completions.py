@@ -114,6 +114,9 @@ class CompletionShape:
                 out["prompt_token_ids"] = prompt.token_ids
         return out
 
+    def passes(self, _choice: Choice, _token_id: int, _text: str) -> bool:
+        return False
+
     def whole(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         out = self.chunk(choice, piece)
         if (top := self._body.prompt_logprobs) is not None:

@@ -112,6 +112,9 @@ class Embeddings:
     def of(self, _choice: Choice, _piece: Piece) -> bytes:
         raise NotImplementedError
 
+    def quick(self, _choice: Choice, _token_id: int, _text: str) -> None:
+        raise NotImplementedError
+
     async def end(self) -> bytes:
         raise NotImplementedError
 

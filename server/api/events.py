@@ -8,6 +8,9 @@ from typing import Protocol
 from weft.server.api.choice import Choice, Piece
 from weft.server.errors import ApiError
 
+MARK = "\x00"
+"""the text of an event that a template is made of"""
+
 
 class Dialect(Protocol):
     """Writes one answer. Of a plain one `body` is called; of a stream `of` for every piece, then `end` or `failed`."""
@@ -26,6 +29,11 @@ class Dialect(Protocol):
 
     def of(self, choice: Choice, piece: Piece, /) -> bytes:
         """The events of a piece, with those that begin the answer or the choice. Empty: nothing to show yet."""
+        ...
+
+    def quick(self, choice: Choice, token_id: int, text: str, /) -> bytes | None:
+        """As `of`, for a token without log-probabilities in the middle of the choice: its event, where that is
+        nothing but more text of what is open. None: it is for `of`."""
         ...
 
     async def end(self) -> bytes:

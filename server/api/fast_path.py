@@ -15,14 +15,12 @@ from typing import Any, Protocol
 import orjson
 
 from weft.engine.wire.messages import TokenLogprobs
-from weft.server.api.choice import Choice, Piece
+from weft.server.api.choice import Choice
+from weft.server.api.events import MARK, Dialect
 from weft.server.observe.counters import Buckets
 
 EXTENSION = "weft.outlet"
 """of the ASGI scope, where `connection` is the server"""
-
-MARK = "\x00"
-"""the text of the chunk that a template is made of"""
 
 _encode = orjson.dumps
 _now = time.perf_counter
@@ -100,12 +98,11 @@ class Template(FastPath):
 class Composer(FastPath):
     """For any chunk."""
 
-    __slots__ = ("_events",)
+    __slots__ = ("_dialect",)
 
-    def __init__(self, events: Callable[[Choice, Piece], bytes], *rest: Any) -> None:
-        """`events`: what a piece is sent as."""
+    def __init__(self, dialect: Dialect, *rest: Any) -> None:
         super().__init__(*rest)
-        self._events = events
+        self._dialect = dialect
 
     def _written(self, token_id: int, entry: TokenLogprobs | None) -> bytes:
         choice = self._choice
@@ -113,4 +110,5 @@ class Composer(FastPath):
         if choice.finished:
             choice.leave(piece)
             return b""
-        return self._events(choice, piece)
+        data = self._dialect.quick(choice, token_id, piece.text) if entry is None else None
+        return self._dialect.of(choice, piece) if data is None else data

@@ -12,7 +12,7 @@ from pydantic_core import from_json
 
 from weft.server.api.answer import Answer
 from weft.server.api.choice import Choice, Piece
-from weft.server.api.events import event
+from weft.server.api.events import MARK, event
 from weft.server.api.messages_protocol import CountTokensBody, MessagesBody, MessagesErrorBody
 from weft.server.api.protocol import ChatBody
 from weft.server.api.routing import STREAMED, JsonRoute, ServiceOf
@@ -75,6 +75,8 @@ class MessagesDialect:
         self._held = ""
         """white space before anything else: none of it is shown where a call follows"""
         self._last = Piece()
+        self._template: tuple[bytes, bytes] | None = None
+        """what stands around the text of an event of the open block"""
 
     # -- whole
 
@@ -120,6 +122,16 @@ class MessagesDialect:
             out += self._call_events(call)
         return out
 
+    def quick(self, choice: Choice, token_id: int, text: str) -> bytes | None:
+        if self._open != "text" or not self._parser.passes(choice, token_id, text):
+            return None
+        if not text:
+            return b""
+        if self._template is None:
+            before, _, after = self._delta("text_delta", "text", MARK).partition(orjson.dumps(MARK))
+            self._template = before, after
+        return self._template[0] + orjson.dumps(text) + self._template[1]
+
     async def end(self) -> bytes:
         held = b""
         if self._held and self._call < 0:
@@ -160,7 +172,7 @@ class MessagesDialect:
         if self._open == kind and not again:
             return b""
         out = self._closed()
-        self._open = kind
+        self._open, self._template = kind, None
         self._blocks += 1
         block = {"type": kind, **fields}
         return out + _event({"type": "content_block_start", "index": self._blocks - 1, "content_block": block})

@@ -141,6 +141,17 @@ class TurnParser:
         reasoning = "".join(part.text for part in parts if isinstance(part, Thought)) if self._show_thoughts else ""
         return Parts(reasoning, text, self._whole_inputs(choice, calls, ended=piece.finish_reason is not None))
 
+    def passes(self, choice: Choice, token_id: int, text: str) -> bool:
+        """Whether this token is nothing but text to be shown. If so it has been taken in: it is not to be fed."""
+        if self.plain:
+            return True
+        parser = self._parsers.get(choice.index)
+        if parser is None or self._forced or not parser.passes(text):
+            return False
+        if self._thoughts is not None:
+            self._count(choice, Piece("", [token_id]), self._thoughts)
+        return True
+
     def _count(self, choice: Choice, piece: Piece, thoughts: Thoughts) -> None:
         count = self._counts.get(choice.index)
         if count is None:

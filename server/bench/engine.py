@@ -32,8 +32,8 @@ from weft.engine.wire.messages import (
 )
 
 MAX_MODEL_LEN = 1 << 20
-TOKENS = (72, 105)
-"""ids that any vocabulary has, sent by turns"""
+TOKENS = (72, 75)
+"""ids that any vocabulary has, sent by turns: letters in those that begin with bytes"""
 
 
 class StubEngine:

@@ -23,6 +23,7 @@ Steps = Generator[None, None, T]
 """Reads on; yields where it needs more text. At the end it is resumed once more, and waits no longer."""
 
 SPACE = " \t\r\n"
+_HELD = frozenset(SPACE)
 MAX_NAME = 256
 """characters of a name, and of what stands for one"""
 
@@ -71,6 +72,8 @@ class Reader:
         self._thinking = False
         self._thoughts = False
         """there were some"""
+        self._open: re.Pattern[str] | None = None
+        """while the reader waits for text to be handed over as it is: what could begin a mark in it"""
 
     # -- what comes in
 
@@ -81,7 +84,14 @@ class Reader:
         yield
         return True
 
+    def passes(self, text: str) -> bool:
+        """Whether a piece would come out as it is and leave everything as it was: then it need not come in."""
+        if self._open is None or self._gap or self._trims or self._quiet:
+            return False
+        return text[-1:] not in _HELD and self._open.search(text) is None
+
     def extend(self, text: str) -> None:
+        self._open = None
         start = self.at if self._tried is None else self._tried
         self.text = self.text[start:] + text
         self.at -= start
@@ -130,6 +140,8 @@ class Reader:
             if mark and not waits:
                 return mark
             self.at = at
+            if at == len(self.text) and to == self.say:
+                self._open = _beginnings(marks)
             if not (yield from self.more()):
                 return ""
 
@@ -196,6 +208,7 @@ class Reader:
         while True:
             self.say(self.text[self.at :])
             self.at = len(self.text)
+            self._open = _beginnings(())
             if not (yield from self.more()):
                 return
 
@@ -282,6 +295,10 @@ class StreamParser:
         self._go_on()
         return self._reader.take_parts()
 
+    def passes(self, text: str) -> bool:
+        """Whether `feed` would give this text as it is, if any, and change nothing: then it may be left out."""
+        return self._over or self._reader.passes(text)
+
     def flush(self) -> list[Part]:
         """The end: what was held back."""
         self._reader.ended = True
@@ -308,6 +325,12 @@ def _find(text: str, at: int, marks: tuple[str, ...], *, final: bool) -> tuple[i
             if any(len(mark) > len(tail) and mark.startswith(tail) for mark in marks):
                 return i, "", True
     return hit, found.group() if found else "", False
+
+
+@lru_cache(256)
+def _beginnings(marks: tuple[str, ...]) -> re.Pattern[str]:
+    """Characters that one of these begins with."""
+    return re.compile("|".join(sorted({re.escape(mark[0]) for mark in marks if mark})) or r"(?!)")
 
 
 @lru_cache(256)

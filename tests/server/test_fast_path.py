@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from typing import Any
 
@@ -12,7 +13,10 @@ from stub import Script, Server, serving
 
 from weft.engine.wire.messages import TokenLogprobs
 from weft.server.api import connection
+from weft.server.api.choices import Choices
 from weft.server.api.fast_path import FastPath
+from weft.server.api.messages import MessagesDialect
+from weft.server.api.responses.dialect import ResponseDialect
 from weft.server.text.detokenizer import ByteDetokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -104,6 +108,49 @@ async def test_tool_calls_are_those_of_the_long_way(monkeypatch: pytest.MonkeyPa
         assert len(taken) > 10
         monkeypatch.setattr(connection.Outlet, "ready", lambda _: False)
         assert by_choice(short) == by_choice(await body(server, "/v1/chat/completions", tools=[tool]))
+
+
+WITH_CALLS = """ Some words of text that nothing marks. Let me\n\n see: a < b and \x00 <tool_call>
+{"name": "f", "arguments": {"a": [1, "é"]}}
+</tool_call> so <tool_cal"""
+TOOL_OF = {
+    "/v1/chat/completions": {"type": "function", "function": {"name": "f"}},
+    "/v1/responses": {"type": "function", "name": "f", "parameters": {}},
+    "/v1/messages": {"name": "f", "input_schema": {"type": "object"}},
+}
+
+
+@pytest.mark.parametrize("offered", [True, False])
+@pytest.mark.parametrize("path", TOOL_OF)
+async def test_every_dialect_says_the_same_in_the_short_way(
+    hermes: Server, monkeypatch: pytest.MonkeyPatch, taken: list[int], path: str, offered: bool
+) -> None:
+    """Ids and times apart. Most tokens take the quick step of the dialect."""
+    quick = 0
+
+    async def events() -> list[str]:
+        asked: dict[str, Any] = {"max_tokens": 400, "max_output_tokens": 400, "stream": True}
+        asked |= {"input": "x"} if path == "/v1/responses" else {"messages": [{"role": "user", "content": "x"}]}
+        response = await hermes.post(path, asked | ({"tools": [TOOL_OF[path]]} if offered else {}))
+        assert response.status_code == 200, response.text
+        text = re.sub(r'"(created|created_at|completed_at)":\d+', r'"\1":0', response.text)
+        return re.sub(r'"((?:call|msg|fc|resp|rs|toolu|chatcmpl)[_-])[0-9A-Za-z-]+"', r'"\1"', text).split("\n\n")
+
+    for dialect in (Choices, ResponseDialect, MessagesDialect):
+
+        def counting(self: Any, *given: Any, of: Any = dialect.quick) -> bytes | None:
+            nonlocal quick
+            data = of(self, *given)
+            quick += data is not None
+            return data
+
+        monkeypatch.setattr(dialect, "quick", counting)
+    hermes.engine.script = Script(WITH_CALLS)
+    short = await events()
+    assert len(taken) > 10
+    assert quick > 10 or not offered
+    monkeypatch.setattr(connection.Outlet, "ready", lambda _: False)
+    assert short == await events()
 
 
 @pytest.mark.parametrize("fields", [{}, {"logprobs": 1}], ids=str)

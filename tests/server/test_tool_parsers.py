@@ -15,7 +15,7 @@ from vocabularies import byte_level, wrapped
 
 from weft.server.text.tokenizer import Tokenizer
 from weft.server.tools.families import HERMES, REASONING_FORMATS, TOOL_FORMATS
-from weft.server.tools.stream import StreamParser, Thought
+from weft.server.tools.stream import Part, StreamParser, Thought
 from weft.server.tools.tool_json import CallReader
 from weft.server.tools.tool_parsers import answer_parser, detect, reasoning_format, tool_format
 
@@ -28,10 +28,13 @@ def parser_of(case: Transcript) -> StreamParser:
     return answer_parser(form, reasoning, TOOLS, inside=case.inside)
 
 
-def read(case: Transcript, pieces: list[str]) -> Read:
-    """All text, (name, arguments) of each call, all thinking; checks what a client relies on."""
-    parser = parser_of(case)
-    parts = [part for piece in pieces for part in parser.feed(piece)] + parser.flush()
+def read(case: Transcript, pieces: list[str], *, short: bool = False) -> Read:
+    """All text, (name, arguments) of each call, all thinking; checks what a client relies on. `short`: what passes is
+    not fed."""
+    parser, parts = parser_of(case), list[Part]()
+    for piece in pieces:
+        parts += list(filter(None, [piece])) if short and parser.passes(piece) else parser.feed(piece)
+    parts += parser.flush()
     calls: list[list[str]] = []
     text = thinking = ""
     for part in parts:
@@ -73,6 +76,7 @@ def test_every_cut_gives_what_the_whole_gives(case: Transcript) -> None:
     expected = (case.content, case.calls, case.reasoning)
     assert read(case, [case.text]) == expected
     assert read(case, list(case.text)) == expected
+    assert read(case, list(case.text), short=True) == expected
     for at in range(1, len(case.text)):
         assert read(case, [case.text[:at], case.text[at:]]) == expected
 
@@ -84,6 +88,20 @@ def test_no_answer_breaks_a_parser_and_no_cut_changes_it() -> None:
         whole = read(case, [case.text])
         assert read(case, cut(case.text, rng)) == whole, case
         assert read(case, list(case.text)) == whole, case
+        assert read(case, cut(case.text, rng), short=True) == whole, case
+
+
+def test_text_beside_marks_need_not_be_read() -> None:
+    parser = parser_of(next(case for case in ALL if case.tools == "hermes"))
+    assert parser.passes("Hello")
+    assert parser.passes(" world, 1 > 0.")
+    assert parser.passes("")
+    for held in ("and ", "\n", "<", "a < b"):
+        assert not parser.passes(held)
+    parser.feed("and ")
+    assert not parser.passes("so")  # behind white space that was held back
+    assert parser.feed("so") == [" so"]
+    assert parser.passes(" on")
 
 
 @pytest.mark.nightly
@@ -95,7 +113,7 @@ def test_a_million_cuts_change_nothing(seed: int) -> None:
         case = random_answer(rng)
         whole = read(case, [case.text])
         for most in (1, 1, 2, 2, 4, 4, 8, 8, 16):
-            assert read(case, cut(case.text, rng, most)) == whole, case
+            assert read(case, cut(case.text, rng, most), short=most % 2 == 0) == whole, case
         assert read(case, list(case.text)) == whole, case
 
 

@@ -57,6 +57,12 @@ class ResponseDialect:
             first = self._begin()
         return first + self._feed(choice, piece)
 
+    def quick(self, choice: Choice, token_id: int, text: str) -> bytes | None:
+        output = self._output
+        if not output.takes_text or not self._turn.parser.passes(choice, token_id, text):
+            return None
+        return output.more_text(text) if text else b""
+
     def queue(self) -> bytes:
         """The events of a response that begins later."""
         self._queued = True

@@ -79,6 +79,14 @@ class Output:
             out += self._feed_call(call)
         return out
 
+    @property
+    def takes_text(self) -> bool:
+        """A message grows, and `more_text` is all that further text of it takes."""
+        return self._open == "message" and not self._unsaid
+
+    def more_text(self, text: str) -> bytes:
+        return self._grow(text, b',"logprobs":[]')
+
     def close(self, status: str = "completed") -> bytes:
         """End the item that grows, if there is one."""
         if self._open is None:
