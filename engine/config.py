@@ -169,7 +169,7 @@ class EngineConfig(BaseModel):
         None,
         description="'fp8': a checkpoint in 16 bits becomes FP8 while it loads (e4m3, a scale for each output channel; "
         "embedding, head, routers and norms stay). FP8 checkpoints are read as they are, without this. "
-        "On a CPU so far [as the checkpoint is]",
+        "On a GPU experimental, for dense models [as the checkpoint is]",
     )
     max_model_len: int | None = Field(
         None, ge=2, description="prompt and output tokens per request at most [the model's own limit]"

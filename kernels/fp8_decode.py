@@ -336,7 +336,7 @@ def launch_decode(
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
     group = q.shape[1] // num_kv_heads
     width = head_block(head_dim) // 2  # pairs of bytes
-    block = block or (64 if width <= 64 else 32)  # a block waits in the registers of one warp
+    block = block or 32  # of 64 tokens, a warp waits longer for its own conversions
     box = min(page_size, block)
     swizzle = min(128, width * 2)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=3)

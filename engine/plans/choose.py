@@ -31,7 +31,7 @@ def target_of(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Targ
     """What this engine is, as plan files name it."""
     here = gpu(device)
     assert here is not None
-    name = str(dtype).removeprefix("torch.")
+    name = str(dtype).removeprefix("torch.") + ("+fp8" if spec.quantization is not None else "")
     return Target(here.name, here.sms, model_key(spec), name, kernels_digest())
 
 

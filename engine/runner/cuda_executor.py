@@ -23,6 +23,7 @@ from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import TOKEN_STEP, Edge, NanoOperation
 from weft.engine.runner.collectives import DeviceCollectives, Graph
 from weft.engine.runner.cuda_experts import ExpertLayers
+from weft.engine.runner.cuda_fp8 import Fp8Layers
 from weft.engine.runner.cuda_inputs import DeviceInputs
 from weft.engine.runner.launchers import launchers_of
 from weft.kernels import reference, resident, sampling_shards
@@ -160,6 +161,7 @@ class CudaExecutor:
         if spec.experts is not None:
             self.expert_layers = ExpertLayers(spec, t, dtype, device)
             self._activations["s"] = buffer(t, spec.experts.shared_size)
+        self._fp8 = None if spec.quantization is None else Fp8Layers(spec, weights, t, device)
         self._raw = {
             name: buffer(t, width) if needed else None
             for name, width, needed in (
@@ -373,7 +375,10 @@ class CudaExecutor:
             column["slot_mapping"][own], it.kv, it.layer, self.spec.num_heads, w.q_norm, w.k_norm,
         )  # fmt: skip
         out = self._activations[it.operation.target][own]
-        if self._heads_apart:
+        if self._fp8 is not None:
+            assert sums is not None
+            self._fp8.qkv(it.layer, own, w, x, sums, eps, heads, out, self._common(it))
+        elif self._heads_apart:
             assert raw is not None
             linear_project(x, sums, w.weight, eps, bias=w.bias, out=raw, **self._common(it))
             place_heads(raw, eps, *heads, out=out, num_tokens=self._live(it))
@@ -401,6 +406,11 @@ class CudaExecutor:
             return
         own, w, norm = it.tokens, it.product, self.spec.norm
         x = self._activations[it.operation.target][own]
+        if self._fp8 is not None:
+            a = self._activations[it.operation.source][own]
+            sums = self._fp8.residual(it.layer, own, it.operation, w, a, x, self._sumsq[:, own], self._common(it))
+            it.parts[it.blocks] = [sums.shape[0]] * len(it.parts[it.blocks])
+            return
         _, sums = residual_project(
             self._activations[it.operation.source][own], w.weight, x, out=x, sumsq=self._sumsq[:, own],
             post_norm=w.post_norm, bias=w.bias, eps=norm.eps, centred=norm.centred, raw=self._raw_of("residual", own),
@@ -442,6 +452,11 @@ class CudaExecutor:
         self._turn, self._open = 1 - self._turn, False
 
     def _gate_up(self, it: Launch) -> None:
+        if self._fp8 is not None:
+            sums = self._stream_sums(it)
+            assert sums is not None
+            self._fp8.gate_up(it.layer, it.tokens, it.product, sums, self.spec.norm.eps, self._common(it))
+            return
         gate_up_project(
             self._activations[it.operation.source][it.tokens], self._stream_sums(it), it.product.weight,
             self.spec.norm.eps, activation=self.spec.activation, bias=it.product.bias,

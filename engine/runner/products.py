@@ -19,7 +19,9 @@ TUNING = "tuning matrix products"
 
 def product_shapes(spec: ModelSpec) -> list[Shape]:
     """The products of layers of each kind, by the names of their kernels' epilogues; those of experts are one."""
-    found = []
+    found: list[Shape] = []
+    if spec.quantization is not None:  # products in FP8 have tiles by rule
+        return found
     kinds = {spec.layer(i).experts: i for i in range(spec.num_layers)}
     for op in (op for layer in kinds.values() for op in spec.layer_operations(layer)):
         if op.kernel == "experts_gate_up" and spec.experts is not None:

@@ -111,10 +111,19 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
             f"{sharers} engines on one GPU would each need their own copy of the weights, which weft does not "
             "share between them yet: leave --replicas out, or use --data-parallel-size for an engine per GPU"
         )
-    if cuda and spec.native and spec.quantization is not None:
-        # Wiring the GPU's products: `CudaExecutor` gets their scales in `ProductWeights.fp8`.
+    if cuda and not isinstance(spec, BroadSpec) and spec.quantization is not None:
+        from weft.engine.runner.cuda_fp8 import lacking  # needs Triton
+
+        assert here is not None
         what = "--quantization fp8" if spec.quantization.at_load else f"an FP8 checkpoint ({spec.quantization.method})"
-        raise ConfigError(f"{what}: a GPU has no FP8 products yet; use a checkpoint in 16 bits, or --device cpu")
+        if here.capability < (8, 9):
+            raise ConfigError(
+                f"{what}: {here.name} does not multiply FP8; use a checkpoint in 16 bits, or --device cpu"
+            )
+        if reason := lacking(spec, invariant=config.batch_invariant):
+            raise ConfigError(
+                f"{what}: a GPU's FP8 products do not do {reason} yet; use a checkpoint in 16 bits, or --device cpu"
+            )
     device = gpu_device() if cuda else torch.device("cpu")
     if config.dtype != "auto":
         dtype = getattr(torch, config.dtype)

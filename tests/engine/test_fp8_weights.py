@@ -264,12 +264,18 @@ def test_transformers_code_refuses_the_option(tiny_model: Made) -> None:
         Engine(EngineConfig(model=str(tiny_model("llama2")), model_impl="transformers", quantization="fp8"))
 
 
-def test_a_gpu_refuses_fp8_weights_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [("a100", {}, "A100.* does not multiply FP8"), ("h200", {"batch_invariant": True}, "a GPU's FP8 products do not")],
+)
+def test_a_gpu_that_cannot_refuses_fp8_weights_in_one_line(
+    name: str, options: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import weft.engine.runner.resolve as resolve_module
     from weft.kernels.gpu import KNOWN
 
-    monkeypatch.setattr(resolve_module, "gpu", lambda: KNOWN["h200"])
-    config = EngineConfig(quantization="fp8")
+    monkeypatch.setattr(resolve_module, "gpu", lambda: KNOWN[name])
+    config = EngineConfig(quantization="fp8", **options)
     spec, _ = choose_spec(config)
-    with pytest.raises(ConfigError, match=r"--quantization fp8: a GPU has no FP8 products yet.*--device cpu"):
+    with pytest.raises(ConfigError, match=rf"--quantization fp8: .*{reason}.*--device cpu"):
         resolve(config, spec)

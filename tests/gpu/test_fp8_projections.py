@@ -97,7 +97,7 @@ def check_linear(tokens: int, features: int, depth: int, config: GemmConfig | No
 
 @pytest.mark.parametrize(
     ("tokens", "features", "depth", "blocked"),
-    [(5, 200, 336, False), (5, 200, 336, True), (5, 200, 336, "rows"), (17, 128, 512, True)],
+    [(1, 128, 256, False), (5, 200, 336, False), (5, 200, 336, True), (5, 200, 336, "rows"), (17, 128, 512, True)],
 )
 def test_few_tokens(tokens: int, features: int, depth: int, blocked: bool | str, device: str, num_sms: int) -> None:
     check_linear(tokens, features, depth, FEW, "", device, num_sms, blocked)
