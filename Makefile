@@ -77,8 +77,15 @@ build/clients/.done: $(VENV)/.test
 	  openai-agents==0.24.0 instructor==1.17.0 "pydantic-ai-slim[openai]==2.38.0"
 	@touch $@
 
-clients: build/clients/.done ## agent frameworks against the daemon: openai-agents, pydantic-ai, instructor
-	PYTHONPATH=build/clients $(BIN)/python -m pytest tests/server/test_conformance_agents.py $(ARGS)
+# Where there is a node; elsewhere their tests are skipped.
+build/npm/.done:
+	@mkdir -p build/npm; ! command -v npm >/dev/null || npm install --silent --no-audit --no-fund --prefix build/npm \
+	  openai@6.49.0 @anthropic-ai/sdk@1.12.0 ai@6.0.326 @ai-sdk/openai@3.0.141 zod@4.6.7
+	@touch $@
+
+clients: build/clients/.done build/npm/.done ## agent frameworks and npm clients against the daemon: openai-agents, pydantic-ai, instructor, AI SDK
+	PYTHONPATH=build/clients $(BIN)/python -m pytest tests/server/test_conformance_agents.py \
+	  tests/server/test_conformance_npm.py $(ARGS)
 
 mutants: $(VENV)/.test ## change the code in small ways and see that tests notice (ARGS="engine/memory/pages.py --sample 20")
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/mutate.py $(ARGS)
