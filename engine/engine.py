@@ -351,9 +351,9 @@ class Engine:
             raise ConfigError("its engine was not made to")
         if resting.asleep:
             return resting.num_bytes
+        self.drain_in_flight()
         if self.pause is not None:
             raise ConfigError("its plan is still being prepared")
-        self.drain_in_flight()
         pool = self.scheduler.pool
         pool.evict_all()
         if pool.num_held:

@@ -79,6 +79,23 @@ def test_a_sleeping_engine_holds_neither_weights_nor_pages_and_wakes_as_it_was(b
     assert big.generate([PROMPT], GREEDY, progress=False)[0].token_ids == before
 
 
+def test_pages_on_their_way_for_an_announced_turn_do_not_keep_it_awake(
+    big: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, name = big.engine, (b"n" * 16,)
+    assert engine.tiers is not None
+    monkeypatch.setattr(engine.tiers.speeds, "worthwhile", lambda entries, *_: len(entries))
+    prompt = np.array(PROMPT, np.int32).tobytes()
+    engine.add(AddRequest(handle=1 << 39, prompt_token_ids=prompt, params=GREEDY, names=name))
+    while engine.has_work:
+        engine.step()
+    engine.drain_in_flight()
+    engine.scheduler.pool.evict_all()
+    engine.prefetch(name)
+    assert engine.tiers.num_loading
+    assert engine.doze() == engine.rise()
+
+
 def test_without_a_lower_tier_the_pages_are_forgotten(tmp_path: Path) -> None:
     llm = LLM("demo", device="cpu", num_pages=40, page_size=16, cache_dir=str(tmp_path), share=Share(sleeps=True))
     (first,) = llm.generate([PROMPT], GREEDY, progress=False)
