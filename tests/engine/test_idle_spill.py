@@ -82,6 +82,24 @@ def test_full_tiers_do_not_swap_for_ever() -> None:
     assert engine.tiers.stats()["host"].bytes_in == before
 
 
+def test_a_page_is_tried_once_after_each_use() -> None:
+    engine = TieredEngine(12)
+    engine.add(PROMPT, 1)
+    engine.run()
+    engine.tiers.host.evict_all()
+    lie_idle(engine)
+    engine.launch()
+    engine.end_copies(failed=True)
+    for _ in range(3):
+        assert engine.launch() == []
+        assert not engine.copies.under_way, "it failed, and would for ever"
+    engine.add(PROMPT, 1)
+    engine.run()
+    lie_idle(engine)
+    rest(engine)
+    assert all(entry.host >= 0 for entry in entries(engine))
+
+
 def test_idle_pages_with_a_copy_make_room_before_those_without() -> None:
     engine = TieredEngine(8)
     engine.add(PROMPT, 1)
