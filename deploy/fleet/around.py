@@ -33,8 +33,9 @@ FIRST_TOKENS = 4
 """of a request whose first token is timed: some of a demo's are no text yet"""
 STREAMS, STREAMS_SECONDS = 2, 3.0
 """one after the other, for the time between tokens: at least so many, for so long"""
-FIRSTS, FIRSTS_SECONDS = 10, 2.5
-PAUSE_SECONDS = 0.02
+FIRSTS, FIRSTS_SECONDS = 10, 4.0
+PAUSE_SECONDS = 0.1
+"""requests are seldom one behind the other: who handles them has slept"""
 ANSWER_SHARE = 0.25
 """of what stands around a first token, on the way back: a client cannot tell the two apart"""
 
