@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from weft.deploy.fleet.profile import Features, IterationProfile, SideBySide
+from weft.deploy.fleet.profile import Features, IterationProfile, Limits, SideBySide
 from weft.engine.errors import ConfigError
 from weft.loadgen.client import Client, Target
 from weft.loadgen.connection import Address, ConnectionBroken
@@ -31,9 +31,10 @@ LONG_PROMPT_TOKENS = 128
 STREAM_TOKENS = 64
 FIRST_TOKENS = 4
 """of a request whose first token is timed: some of a demo's are no text yet"""
-STREAMS, STREAMS_SECONDS = 2, 3.0
-"""one after the other, for the time between tokens: at least so many, for so long"""
-FIRSTS, FIRSTS_SECONDS = 10, 4.0
+STREAMS, FIRSTS = 1, 6
+"""at least so many are timed"""
+SECONDS = 4.0
+"""for each of the figures"""
 PAUSE_SECONDS = 0.1
 """requests are seldom one behind the other: who handles them has slept"""
 ANSWER_SHARE = 0.25
@@ -64,15 +65,14 @@ class Seen(NamedTuple):
 
 def measure(url: str, profile: IterationProfile) -> Around:
     """Raises `ConfigError`."""
-    return derive(watch(url, profile), profile)
+    return derive(watch(url, profile.limits, shared=profile.threads > 0), profile)
 
 
-def watch(url: str, profile: IterationProfile) -> Seen:
-    """Raises `ConfigError`."""
-    # Engines on a machine's cores share them, so it matters how many compute.
-    shared = profile.threads > 0
+def watch(url: str, limits: Limits, *, shared: bool, seconds: float = SECONDS) -> Seen:
+    """limits: of the engines. shared: they compute on cores that all share, so it matters how many do. seconds: for
+    each of the figures. Raises `ConfigError`."""
     try:
-        return asyncio.run(_watch(url, shared=shared, long_prompt=_long(profile)))
+        return asyncio.run(_watch(url, shared=shared, long_prompt=_long(limits), seconds=seconds))
     except LoadError as error:
         raise ConfigError(f"--server {url}: {error}") from None
     except (OSError, ConnectionBroken, msgspec.DecodeError) as error:
@@ -90,7 +90,7 @@ def derive(seen: Seen, profile: IterationProfile) -> Around:
 
     around = [beyond(seen.first, PROMPT_TOKENS)]
     if seen.prompts:
-        around.append(beyond(seen.prompts[0], _long(profile)))
+        around.append(beyond(seen.prompts[0], _long(profile.limits)))
     around_ms = max(0.0, float(np.mean(around)))
     side_by_side = None
     if len(seen.between) > 1:
@@ -105,9 +105,9 @@ def mean(runs: Sequence[Seen]) -> Seen:
     return Seen(float(np.mean([run.first for run in runs])), tuple(between.tolist()), tuple(prompts.tolist()))
 
 
-def _long(profile: IterationProfile) -> int:
+def _long(limits: Limits) -> int:
     """Tokens of a longer prompt that one iteration computes."""
-    return min(LONG_PROMPT_TOKENS, profile.limits.max_num_batched_tokens)
+    return min(LONG_PROMPT_TOKENS, limits.max_num_batched_tokens)
 
 
 def _slowdown(seconds: Sequence[float]) -> tuple[float, ...]:
@@ -116,7 +116,7 @@ def _slowdown(seconds: Sequence[float]) -> tuple[float, ...]:
     return tuple(float(x) for x in slower)
 
 
-async def _watch(url: str, *, shared: bool, long_prompt: int) -> Seen:
+async def _watch(url: str, *, shared: bool, long_prompt: int, seconds: float) -> Seen:
     maker = PromptMaker("ids", time.time_ns())  # an engine may still have the pages of an earlier watch
     target = Target("", Address.parse(url), "", False, None, {}, {}, 60.0, True)
     target = (await prepare(target, maker)).target
@@ -125,30 +125,34 @@ async def _watch(url: str, *, shared: bool, long_prompt: int) -> Seen:
     client = Client(target, loop.time())
     asked = 0
 
-    async def ask(prompt_tokens: int, output_tokens: int) -> Record:
+    async def ask(prompt_tokens: int, output_tokens: int) -> Record | None:
+        """None: all its tokens together were no text."""
         nonlocal asked
         asked += 1
         record = Record(asked, 0.0, prompt_tokens, output_tokens)
         await client.send(record, target.body(maker.prompt(asked, prompt_tokens), output_tokens))
+        if record.status == 200 and record.completion_tokens == output_tokens and not record.times:
+            return None
         if not record.ok:
             raise LoadError(record.error or f"status {record.status}")
         return record
 
     async def first(prompt_tokens: int) -> float:
         taken: list[float] = []
-        end = loop.time() + FIRSTS_SECONDS
+        end = loop.time() + seconds
         while len(taken) < FIRSTS or loop.time() < end:
             record = await ask(prompt_tokens, FIRST_TOKENS)
-            taken.append(record.first - record.start)
+            if record is not None:
+                taken.append(record.first - record.start)
             await asyncio.sleep(PAUSE_SECONDS)
         return float(np.mean(taken))
 
     async def between(streams: int) -> float:
         taken: list[float] = []
-        end = loop.time() + STREAMS_SECONDS
+        end = loop.time() + seconds
         while len(taken) < STREAMS * streams or loop.time() < end:
             records = await asyncio.gather(*(ask(PROMPT_TOKENS, STREAM_TOKENS) for _ in range(streams)))
-            taken += [(r.end - r.first) / (r.completion_tokens - 1) for r in records]
+            taken += [(r.end - r.first) / (r.completion_tokens - 1) for r in records if r is not None]
             await asyncio.sleep(PAUSE_SECONDS)
         return float(np.mean(taken))
 

@@ -139,21 +139,15 @@ def run(config: EngineConfig, arguments: argparse.Namespace) -> int:
     counter = _counter(engine)
     rest_watts = _rest_watts(counter)
     readings: list[tuple[int, float]] = []
-    levels = _levels(engine)
+    running = levels(engine)
     with Progress(transient=True, console=Console(stderr=True)) as progress:
-        task = progress.add_task("recording", total=len(levels))
-        for running in levels:
-            recorder.level(running, arguments.seconds / len(levels))
+        task = progress.add_task("recording", total=len(running))
+        for requests in running:
+            recorder.level(requests, arguments.seconds / len(running))
             if counter is not None:
                 readings.append((len(recorder.rows), counter.latest.joules))
             progress.advance(task)
-    limits = Limits(
-        page_size=config.page_size,
-        num_pages=engine.runner.num_pages,
-        max_num_seqs=engine.resolved.max_num_seqs,
-        max_num_batched_tokens=engine.resolved.max_num_batched_tokens,
-        max_model_len=engine.resolved.max_model_len,
-    )
+    limits = limits_of(engine)
     dtype = str(engine.resolved.compute_dtype).removeprefix("torch.")
     engine.close()
     rows = recorder.rows[WARM_UP:]
@@ -175,7 +169,17 @@ def run(config: EngineConfig, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _levels(engine: Engine) -> list[int]:
+def limits_of(engine: Engine) -> Limits:
+    return Limits(
+        page_size=engine.config.page_size,
+        num_pages=engine.runner.num_pages,
+        max_num_seqs=engine.resolved.max_num_seqs,
+        max_num_batched_tokens=engine.resolved.max_num_batched_tokens,
+        max_model_len=engine.resolved.max_model_len,
+    )
+
+
+def levels(engine: Engine) -> list[int]:
     """Running requests: powers of two, and what the engine takes at most."""
     most = engine.resolved.max_num_seqs
     return sorted({1, most, *(1 << i for i in range(1, 12) if 1 << i < most)})

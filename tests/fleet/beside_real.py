@@ -3,8 +3,8 @@
     python tests/fleet/beside_real.py               # the demo model: wants a machine with nothing else to do
     python tests/fleet/beside_real.py --paced       # engines that sleep what a profile says: any machine
 
-It records a profile of the demo model first (`--profile` takes one) and measures what stands around its engines, then
-runs `weft load` and `weft fleet` with the same flags, several times, and prints what each says.
+It records a profile, measures what stands around the engines, runs `weft load` and `weft fleet` with the same flags,
+several times, and prints what each says.
 """
 
 from __future__ import annotations
@@ -27,15 +27,21 @@ sys.path.insert(0, str(HERE.parent / "server"))
 
 from live import running  # noqa: E402
 
-from weft.deploy.fleet.around import Around, derive, mean, measure, watch  # noqa: E402
-from weft.deploy.fleet.profile import IterationProfile, Limits, load_profile  # noqa: E402
+from weft.deploy.fleet.around import Around, Seen, derive, mean, measure, watch  # noqa: E402
+from weft.deploy.fleet.profile import IterationProfile, Limits  # noqa: E402
+from weft.deploy.fleet.record import WARM_UP, Recorder, fitted, levels, limits_of  # noqa: E402
+from weft.engine.config import EngineConfig  # noqa: E402
+from weft.engine.engine import Engine  # noqa: E402
 
 ENGINES = 3
 BOUND = 0.10
 BUSY = 1.0
 """load average of a machine that has other work"""
 LIMITS = ("--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--num-pages", "400", "--page-size", "16")
-REAL_LOAD = ("--input", "uniform:32:192", "--output", "uniform:16:96", "--rate", "2", "--duration", "40")
+REAL_LOAD = ("--input", "uniform:32:192", "--output", "uniform:16:96", "--rate", "2", "--duration", "20")
+ROUNDS = 8
+LEVEL_SECONDS = 0.8
+WATCH_SECONDS = 1.5
 PACED_LOAD = ("--input", "uniform:32:192", "--output", "uniform:8:32", "--rate", "3", "--duration", "25")
 CONVERSATIONS = ("--input", "uniform:32:96", "--output", "uniform:8:24", "--turns", "uniform:2:4", "--think", "2s",
                  "--rate", "1", "--duration", "20")  # fmt: skip
@@ -136,41 +142,72 @@ def paced(folder: Path, rounds: int) -> list[list[Figure]]:
     return found
 
 
-def real(folder: Path, rounds: int, profile: Path | None, seconds: float) -> list[list[Figure]]:
-    """With the demo model. What stands around the engines, and what they cost each other, is measured before and after
-    every round, and the mean of both taken: this machine may become slower or faster meanwhile."""
-    if profile is None:
-        profile = folder / "recorded.json"
-        record = ("--device", "cpu", "--cpu-threads", "1", *LIMITS, "--seconds", str(seconds), "--processor-time")
-        print(weft("bench", "iterations", "--out", str(profile), *record).strip())
-    known, found = load_profile(str(profile)), []
+def real(folder: Path, rounds: int) -> list[list[Figure]]:
+    """With the demo model. Every round records iterations for a while, watches what stands around the engines, and puts
+    the load on them; then all rounds are simulated with the one profile that all recordings together give: a machine
+    that becomes slower or faster meanwhile does so for both."""
+    recording = Recording()
+    seen: list[Seen] = []
     options = ("--device", "cpu", "--data-parallel-size", str(ENGINES), "--cpu-threads", "1", *LIMITS)
+    loads = [(*REAL_LOAD, "--seed", str(i)) for i in range(rounds)]
     with running(folder, *options) as daemon:
-        seen = [watch(daemon.url, known)]
-        for i in range(rounds):
-            flags = (*REAL_LOAD, "--seed", str(i))
-            real = loaded(daemon.url, flags, folder / f"real-{i}.json")
-            seen.append(watch(daemon.url, known))
-            (folder / "seen.json").write_bytes(msgspec.json.encode(seen))
-            around, now = derive(mean(seen[-2:]), known), folder / f"profile-{i}.json"
-            around.put_into(known).save(now)
-            print(told(around))
-            found.append(compared(real, simulated(now, flags, folder / f"simulated-{i}.json")))
-            show(f"demo model, round {i + 1}", found[-1])
+        for i, load in enumerate(loads):
+            recording.go_on()
+            seen.append(watch(daemon.url, recording.limits, shared=True, seconds=WATCH_SECONDS))
+            loaded(daemon.url, load, folder / f"real-{i}.json")
+            print(f"round {i + 1}: load average {os.getloadavg()[0]:.1f}", flush=True)
+    (folder / "seen.json").write_bytes(msgspec.json.encode(seen))
+    known = recording.profile()
+    around, profile = derive(mean(seen), known), folder / "profile.json"
+    around.put_into(known).save(profile)
+    print(told(around))
+    found = []
+    for i, load in enumerate(loads):
+        simulation = simulated(profile, load, folder / f"simulated-{i}.json")
+        found.append(compared(folder / f"real-{i}.json", simulation))
+        show(f"demo model, round {i + 1}", found[-1])
     return found
+
+
+class Recording:
+    """As `weft bench iterations`, a part at a time."""
+
+    def __init__(self) -> None:
+        names = [name.removeprefix("--").replace("-", "_") for name in LIMITS[::2]]
+        limits = dict(zip(names, map(int, LIMITS[1::2]), strict=True))
+        config = EngineConfig(model="demo", device="cpu", cpu_threads=1, prefix_caching=False, **limits)
+        self._engine = Engine(config)
+        self._recorder = Recorder(self._engine, processor_time=True, seed=0)
+        self.limits = limits_of(self._engine)
+
+    def go_on(self) -> None:
+        for requests in levels(self._engine):
+            self._recorder.level(requests, LEVEL_SECONDS)
+
+    def profile(self) -> IterationProfile:
+        made = fitted(self._recorder.rows[WARM_UP:], self.limits, model="demo", threads=1)
+        assert made.error is not None
+        print(f"{made.error.iterations} iterations recorded; the fit is off by {made.error.median:.1%} in the median")
+        return made
+
+
+def pooled(found: Sequence[Sequence[Figure]]) -> list[Figure]:
+    """Of all rounds together."""
+    return [
+        Figure(same[0].name, sum(f.measured for f in same) / len(same), sum(f.simulated for f in same) / len(same))
+        for same in zip(*found, strict=True)
+    ]
 
 
 def table(found: Sequence[Sequence[Figure]]) -> str:
     """Of all rounds, in the form of docs/simulator.md."""
-    lines = ["| figure | real | simulated | error |", "|---|---|---|---|"]
-    for same in zip(*found, strict=True):
-        columns = ([f.measured for f in same], [f.simulated for f in same], [100 * f.error for f in same])
-        forms = ("{:.1f}", "{:.1f}", "{:+.1f} %")
-        ends = [
-            " to ".join(dict.fromkeys((form.format(min(column)), form.format(max(column)))))
-            for form, column in zip(forms, columns, strict=True)
-        ]
-        lines.append(f"| {same[0].name} | {' | '.join(ends)} |")
+    lines = ["| figure | real | simulated | error | single rounds |", "|---|---|---|---|---|"]
+    for figure, same in zip(pooled(found), zip(*found, strict=True), strict=True):
+        errors = [f.error for f in same]
+        lines.append(
+            f"| {figure.name} | {figure.measured:.1f} | {figure.simulated:.1f} | {100 * figure.error:+.1f} % "
+            f"| {100 * min(errors):+.1f} to {100 * max(errors):+.1f} % |"
+        )
     return "\n".join(lines)
 
 
@@ -237,9 +274,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--paced", action="store_true", help="engines that sleep what a profile says")
     parser.add_argument("--routing", action="store_true", help="prefix hits and loads of three engines beside one's")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--profile", type=Path, help="of the demo model, recorded before")
-    parser.add_argument("--seconds", type=float, default=60.0, help="to record one [60]")
+    parser.add_argument("--rounds", type=int, help=f"[{ROUNDS}; with --paced 1]")
     parser.add_argument("--keep", type=Path, help="an empty folder for profiles and figures")
     a = parser.parse_args()
     print(f"load average {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores")
@@ -249,9 +284,12 @@ def main() -> int:
         if a.routing:
             one, three = routing(folder)
             return 0 if three.hit_share >= 0.9 * one.hit_share and three.imbalance <= 1.3 else 1
-        found = paced(folder, a.rounds) if a.paced else real(folder, a.rounds, a.profile, a.seconds)
-    if not a.paced:
-        print(table(found))
+        if a.paced:
+            found = paced(folder, a.rounds or 1)
+        else:
+            rounds = real(folder, a.rounds or ROUNDS)
+            print(table(rounds))
+            found = [pooled(rounds)]
     worst = max(abs(f.error) for figures in found for f in figures if f.name in BOUNDED)
     print(f"worst of {', '.join(BOUNDED)}: {worst:.1%} (bound {BOUND:.0%}); load average now {os.getloadavg()[0]:.1f}")
     return 0 if worst <= BOUND else 1

@@ -16,7 +16,7 @@ from weft.loadgen.errors import LoadError
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("STREAMS_SECONDS", 0.0), ("FIRSTS_SECONDS", 0.0), ("PAUSE_SECONDS", 0.0), ("FIRSTS", 3)):
+    for name, value in (("PAUSE_SECONDS", 0.0), ("FIRSTS", 3)):
         monkeypatch.setattr(around, name, value)
 
 
@@ -26,7 +26,7 @@ async def three(*_address: object) -> int:
 
 async def watched(*, shared: bool) -> tuple[Seen, Counter[tuple[int, int]]]:
     async with serving(itl=0.001) as stub:
-        seen = await around._watch(stub.url, shared=shared, long_prompt=LONG_PROMPT_TOKENS)
+        seen = await around._watch(stub.url, shared=shared, long_prompt=LONG_PROMPT_TOKENS, seconds=0.0)
     return seen, Counter((len(body["prompt"]), body["max_tokens"]) for body in stub.requests)
 
 
@@ -38,15 +38,15 @@ def test_engines_that_share_cores_are_watched_beside_each_other(monkeypatch: pyt
     assert min(seen.first, *seen.between, *seen.prompts) > 0
     assert asked[PROMPT_TOKENS, around.FIRST_TOKENS] == 3
     assert asked[LONG_PROMPT_TOKENS, around.FIRST_TOKENS] == 3 * 3
-    # Two for each number of engines, and those that go on beside prompts.
-    assert asked[PROMPT_TOKENS, STREAM_TOKENS] > 2 * (1 + 2 + 3)
+    # One for each engine, and those that go on beside prompts.
+    assert asked[PROMPT_TOKENS, STREAM_TOKENS] > 1 + 2 + 3
 
 
 @pytest.mark.usefixtures("hurried")
 def test_of_an_engine_with_its_own_device_only_a_lone_stream_is_watched() -> None:
     seen, asked = asyncio.run(watched(shared=False))
     assert (len(seen.between), seen.prompts) == (1, ())
-    assert asked[PROMPT_TOKENS, STREAM_TOKENS] == 2
+    assert asked[PROMPT_TOKENS, STREAM_TOKENS] == 1
     assert derive(seen, profile()).side_by_side is None
 
 
@@ -54,6 +54,16 @@ def test_of_an_engine_with_its_own_device_only_a_lone_stream_is_watched() -> Non
 def test_a_server_that_does_not_tell_its_engines_is_named() -> None:
     with pytest.raises(LoadError, match="/health says 404"):
         asyncio.run(watched(shared=True))
+
+
+@pytest.mark.usefixtures("hurried")
+def test_answers_without_text_are_asked_for_again() -> None:
+    async def ask() -> int:
+        async with serving(itl=0.001, silent=(1, 2, 4)) as stub:
+            await around._watch(stub.url, shared=False, long_prompt=LONG_PROMPT_TOKENS, seconds=0.0)
+        return len(stub.requests)
+
+    assert asyncio.run(ask()) == 1 + 3 + 3 + 1
 
 
 def test_no_number_of_engines_is_quicker_than_fewer() -> None:

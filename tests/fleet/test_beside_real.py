@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from beside_real import BOUND, BOUNDED, BUSY, paced, real, routing
+from beside_real import BOUND, BOUNDED, BUSY, ROUNDS, paced, pooled, real, routing
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(900)]
 
@@ -20,10 +20,8 @@ def test_engines_that_sleep(tmp_path: Path) -> None:
 def test_the_demo_model(tmp_path: Path) -> None:
     if os.getloadavg()[0] > BUSY:
         pytest.skip("other work runs here: the demo model's iterations take as long as that lets them")
-    rounds = real(tmp_path, 3, None, 60.0)
-    for name in BOUNDED:
-        errors = sorted(abs(f.error) for figures in rounds for f in figures if f.name == name)
-        assert errors[len(errors) // 2] <= BOUND, (name, errors)
+    for figure in pooled(real(tmp_path, ROUNDS)):
+        assert figure.name not in BOUNDED or abs(figure.error) <= BOUND, figure
 
 
 def test_routing_keeps_prefixes_and_spreads_the_load(tmp_path: Path) -> None:

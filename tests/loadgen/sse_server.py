@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -38,6 +38,8 @@ class Script:
     split: bool = False
     """write every event in two parts"""
     text: str = "word "
+    silent: tuple[int, ...] = ()
+    """requests, by number, whose tokens are no text"""
     tick: float | None = None
     """tokens of all streams are written together, once in so long, as an engine's iterations bring them"""
 
@@ -114,7 +116,8 @@ class Stub:
             self.served.append(self._free_at)
             await asyncio.sleep(self._free_at - loop.time())
             tokens = 1
-        stream = _Stream(script, writer, chat="chat" in path)
+        silent = index in script.silent
+        stream = _Stream(replace(script, text="") if silent else script, writer, chat="chat" in path)
         if script.tick is not None:
             await self._tick(stream, tokens)
         for i in range(0 if script.tick is not None else tokens):
@@ -129,7 +132,8 @@ class Stub:
                 # Absolute times: the sleeps' own errors do not add up.
                 await asyncio.sleep(arrived + script.ttft + i * script.itl - loop.time())
             self.written[index].append(loop.time())
-            stream.token(last=i == tokens - 1)
+            if not silent or i == tokens - 1:
+                stream.token(last=i == tokens - 1)
         usage = None
         if script.usage:
             usage = {"prompt_tokens": self._count(body), "completion_tokens": tokens, "total_tokens": 0}
