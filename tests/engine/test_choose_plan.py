@@ -7,15 +7,18 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, OutOfMemory
 from weft.engine.model.directory import read_spec
+from weft.engine.model.parts import Quantization
 from weft.engine.model.sums import Way
 from weft.engine.plans import choose
 from weft.engine.plans.choose import choose_plan
 from weft.engine.plans.plan import Period, Plan, Target, model_key, serial_period
 from weft.engine.runner.resolve import resolve
+from weft.kernels.gpu import KNOWN, compiling_for
 
 SPEC = read_spec(EngineConfig().model_path)
 HERE = Target("NVIDIA H200", 132, model_key(SPEC), "bfloat16", "0123456789abcdef")
@@ -103,3 +106,12 @@ def test_a_context_whose_tables_do_not_fit_is_one_line() -> None:
     with pytest.raises(OutOfMemory, match="lower --max-model-len"):
         resolve(config, spec)
     assert resolve(config.model_copy(update={"max_model_len": 512}), spec).max_model_len == 512
+
+
+def test_a_plan_for_16_bits_is_not_for_the_same_model_in_fp8() -> None:
+    device = torch.device("meta")
+    with compiling_for(KNOWN["h200"]):
+        plain = choose.target_of(SPEC, device, torch.bfloat16)
+        eight = choose.target_of(replace(SPEC, quantization=Quantization("fp8")), device, torch.bfloat16)
+    assert plain.dtype == "bfloat16"
+    assert eight != plain
