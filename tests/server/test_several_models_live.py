@@ -97,7 +97,7 @@ def test_a_sleeper_gives_its_memory_back_and_finds_its_pages_in_the_host_tier(ht
 
 def test_an_operator_who_does_not_wait_ends_what_runs(daemon: Daemon, http: httpx.Client) -> None:
     body = {**QUESTION, "model": "a", "stream": True, "n": 8, "ignore_eos": True, "max_tokens": 1500}
-    (first, _) = sorted(daemon.children("weft.engine.process"))
+    first, _ = daemon.children("weft.engine.process")  # as they were started: the model a, then b
     with http.stream("POST", "/v1/chat/completions", json=body) as stream:
         lines = stream.iter_lines()
         next(lines)
