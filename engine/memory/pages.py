@@ -99,19 +99,24 @@ class PagePool:
             del self._idle_with(self._entries[page])[page]
         self.ref[page] += 1
 
-    def release(self, pages: Pages) -> None:
-        """Drop one reference to each page; `pages` in the order of their tokens."""
-        self.index.clock += 1
+    def release(self, pages: Pages, *, used: bool = True) -> None:
+        """Drop one reference to each page; `pages` in the order of their tokens. `used`: it was for a request; else
+        they lie as idle as before, and are the next to be evicted."""
+        self.index.clock += used
         # Last page first: a child goes idle before its parent and is evicted before it.
-        for page in pages[::-1].tolist():
+        for page in (pages[::-1] if used else pages).tolist():
             self.ref[page] -= 1
             if self.ref[page] == 0:
                 entry = self._entries.get(page)
                 if entry is None:
                     self._push(page)
                 else:
-                    entry.used = self.index.clock
-                    self._idle_with(entry)[page] = entry
+                    idle = self._idle_with(entry)
+                    idle[page] = entry
+                    if used:
+                        entry.used = self.index.clock
+                    else:
+                        idle.move_to_end(page, last=False)
 
     def _idle_with(self, entry: PrefixEntry) -> OrderedDict[int, PrefixEntry]:
         return self._promised if entry.promised else self._idle

@@ -211,7 +211,11 @@ class Tiers:
                     stats.spilled += entry.spilled == entry.used
                     self._keep_on_host(entry, slot)
                 self.host.unpin(slot)
-            self.pool.release(np.array([page for _, page, _ in out.moves], np.int32))
+            # Who was stored for lying idle still lies idle.
+            idle = [entry.spilled == entry.used for entry, _, _ in out.moves]
+            for of in (False, True):
+                pages = [page for (_, page, _), lay in zip(out.moves, idle, strict=True) if lay is of]
+                self.pool.release(np.array(pages, np.int32), used=not of)
 
     def _keep_on_host(self, entry: PrefixEntry, slot: int) -> None:
         self.host.settle(slot, entry)

@@ -100,6 +100,23 @@ def test_a_page_is_tried_once_after_each_use() -> None:
     assert all(entry.host >= 0 for entry in entries(engine))
 
 
+def test_a_page_lies_idle_as_before_once_it_is_stored() -> None:
+    """From the GPU alone it reaches the SSD in one go, and is the next to be evicted."""
+    engine = TieredEngine(12, ssd=True)
+    engine.add(PROMPT, 1)
+    engine.run()
+    engine.tiers.host.evict_all()
+    engine.add([20, 21, 22, 23, 24], 1)
+    engine.run()  # used later
+    used = {entry: entry.used for entry in entries(engine)}
+    lie_idle(engine)
+    rest(engine)
+    assert {entry: entry.used for entry in entries(engine)} == used
+    assert all(entry.extent >= 0 for entry in entries(engine))
+    engine.pool.release(engine.pool.allocate(10))
+    assert [entry.page >= 0 for entry in entries(engine)] == [False] * 3 + [True] * 2
+
+
 def test_idle_pages_with_a_copy_make_room_before_those_without() -> None:
     engine = TieredEngine(8)
     engine.add(PROMPT, 1)
