@@ -333,3 +333,63 @@ async def test_keys_share_no_prefixes() -> None:
     assert await salts(api_key=["k1", "k2"], salt_per_key=False) == ["s"] * 3
     assert await salts() == ["s"] * 3
     assert len(set(await salts(api_key=["k1"]))) == 1
+
+
+async def test_a_turn_as_codex_sends_it(hermes: Server) -> None:
+    """The shape of what Codex 0.169 was seen to send, in words of our own: no instructions, a developer's message with
+    an id in their place, tools in a namespace, metadata of its own."""
+    text = {"type": "input_text", "text": "a"}
+    tool = {"type": "function", "name": "f", "description": "d", "strict": False, "parameters": {"type": "object"}}
+    roles = ("developer", "developer", "user", "user")
+    items = [{"type": "message", "id": f"msg_{i}", "role": role, "content": [text]} for i, role in enumerate(roles)]
+    asked = {
+        "model": "stub",
+        "stream": True,
+        "input": items,
+        "tools": [
+            tool,
+            {"type": "namespace", "name": "n", "description": "d", "tools": [{**tool, "name": "g"}]},
+            {"type": "web_search", "external_web_access": False},
+        ],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning": {"summary": "auto"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "k",
+        "client_metadata": {"session_id": "s", "x-codex-window-id": "s:0"},
+    }
+    response = await hermes.post("/v1/responses", asked, headers={"originator": "codex_exec", "session-id": "s"})
+    assert response.status_code == 200, response.text
+    assert "response.completed" in response.text
+
+
+async def test_a_turn_as_claude_code_sends_it(hermes: Server) -> None:
+    """The shape of what Claude Code 2.1.197 was seen to send: a system message behind the user's, thinking that adapts,
+    edits of the context, effort, a probe of the root ahead."""
+    assert (await hermes.http.head("/")).status_code == 200
+    mark = {"cache_control": {"type": "ephemeral"}}
+    block = {"type": "text", "text": "a"}
+    asked = {
+        "model": "stub",
+        "messages": [
+            {"role": "user", "content": [block, {**block, **mark}]},
+            {"role": "system", "content": "a"},
+        ],
+        "system": [block, {**block, **mark}, {**block, **mark}],
+        "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}],
+        "metadata": {"user_id": '{"session_id": "s"}'},
+        "max_tokens": 100,
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+        "stream": True,
+    }
+    headers = {
+        "anthropic-version": "2023-06-01",
+        "x-app": "cli",
+        "user-agent": "claude-cli/2.1.197 (external, sdk-cli)",
+    }
+    response = await hermes.post("/v1/messages?beta=true", asked, headers=headers)
+    assert response.status_code == 200, response.text
+    assert "message_stop" in response.text
