@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from weft.engine.ranks.links import Bytes
-from weft.engine.runner.batch import Batch, CountReset, PromptLogprobs, SamplingInputs
+from weft.engine.runner.batch import Batch, CountReset, Pooled, PromptLogprobs, SamplingInputs
 from weft.engine.wire.sampling import COLUMNS
 
 _I, _F = np.int32, np.float32
@@ -18,6 +18,7 @@ _KINDS: tuple[type[np.generic], ...] = (
     *(_F, _I, _I, _F, _I, _I),  # draws, biases, masks
     *(column.dtype for column in COLUMNS),
     *(_I, _I, _I, _I, _I),  # counts that begin anew, scores of prompts
+    *(_I, _I),  # hidden states
 )
 
 
@@ -40,6 +41,8 @@ def arrays_of(batch: Batch) -> list[np.ndarray]:
         np.array([(p.row, len(p.token_rows), p.top) for p in scores], np.int32),
         np.concatenate([p.token_rows for p in scores] or [empty]),
         np.concatenate([p.targets for p in scores] or [empty]),
+        np.array([(p.row, len(p.token_rows)) for p in batch.pooled], np.int32),
+        np.concatenate([p.token_rows for p in batch.pooled] or [empty]),
     ]  # fmt: skip
     return [np.asarray(array, kind) for array, kind in zip(arrays, _KINDS, strict=True)]
 
@@ -55,7 +58,7 @@ def batch_of(arrays: Sequence[Bytes]) -> Batch:
     page_table, sampled_rows, *sampled = take(4)
     uniform, bias_rows, bias_ids, bias_values, mask_rows, masks = take(6)
     columns = dict(zip((column.name for column in COLUMNS), take(len(COLUMNS)), strict=True))
-    resets, tokens, scores, token_rows, targets = take(5)
+    resets, tokens, scores, token_rows, targets, pooled, pooled_rows = take(7)
     return Batch(
         step=step, num_decodes=decodes, slots=slots, epochs=epochs, query_len=query_len, kv_len=kv_len,
         token_ids=token_ids, positions=positions, slot_mapping=slot_mapping,
@@ -67,6 +70,7 @@ def batch_of(arrays: Sequence[Bytes]) -> Batch:
         ),
         count_resets=tuple(_resets(resets.reshape(-1, 3), tokens)),
         prompt_logprobs=tuple(_scores(scores.reshape(-1, 3), token_rows, targets)),
+        pooled=tuple(_pooled(pooled.reshape(-1, 2), pooled_rows)),
     )  # fmt: skip
 
 
@@ -83,5 +87,13 @@ def _scores(heads: np.ndarray, token_rows: np.ndarray, targets: np.ndarray) -> l
     out, at = [], 0
     for row, length, top in heads.tolist():
         out.append(PromptLogprobs(row, token_rows[at : at + length], targets[at : at + length], top))
+        at += length
+    return out
+
+
+def _pooled(heads: np.ndarray, token_rows: np.ndarray) -> list[Pooled]:
+    out, at = [], 0
+    for row, length in heads.tolist():
+        out.append(Pooled(row, token_rows[at : at + length]))
         at += length
     return out

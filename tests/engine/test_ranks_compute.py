@@ -34,6 +34,8 @@ def served(path: Path, ranks: int, **options: object) -> Harness:
     harness = of_threads(path, ranks, **{**OPTIONS, **options})
     for i, asked in enumerate(ASKED):
         harness.add(PROMPTS[i % len(PROMPTS)], max_tokens=6, **asked)
+    for pooling in ("last", "mean"):
+        harness.add(PROMPTS[2], max_tokens=0, pooling=pooling)
     harness.run()
     harness.engine.close()
     return harness
@@ -46,6 +48,9 @@ def test_tokens_are_those_of_one_rank(tiny_model: Callable[[str], Path], family:
     for ranks in (2, 4) if family in ("llama2", "gpt-oss", "olmo2") else (2,):
         several = served(path, ranks)
         assert several.tokens == one.tokens
+        assert len(one.pooled) == 2
+        for handle, state in one.pooled.items():
+            np.testing.assert_allclose(several.pooled[handle], state, atol=1e-4)
         for mine, others in ((several.logprobs, one.logprobs), (several.prompt_logprobs, one.prompt_logprobs)):
             for handle, entries in others.items():
                 assert [(e.rank, e.ids) for e in mine[handle]] == [(e.rank, e.ids) for e in entries]
