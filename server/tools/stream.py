@@ -63,8 +63,8 @@ class Reader:
         self._parts: list[Part] = []
         self._tried: int | None = None
         """where something begins that may be no call"""
-        self._gap = ""
-        """white space that is text if text follows it"""
+        self._gap: list[str] = []
+        """white space that is text if text follows it, as it came"""
         self._quiet = False
         """a mark was read last: white space at the end belongs to it"""
         self._trims = False
@@ -231,36 +231,30 @@ class Reader:
     def accept(self) -> None:
         """It is what it seemed to be."""
         self._tried = None
-        self._quiet, self._gap = True, ""
+        self._quiet, self._gap = True, []
 
     def say(self, text: str) -> None:
         if self._trims and not (text := text.lstrip(SPACE)):
             return
-        text = self._gap + text
-        shown = text.rstrip(SPACE)
-        self._gap = text[len(shown) :]
-        if shown:
+        if shown := self._shown(text):
             self._trims = self._quiet = False
             self._parts.append(shown)
 
     def think(self, text: str) -> None:
         if not self._thinking:
             text = text.lstrip(SPACE)
-        text = self._gap + text
-        shown = text.rstrip(SPACE)
-        self._gap = text[len(shown) :]
-        if shown:
+        if shown := self._shown(text):
             first = not self._thinking and self._thoughts
             self._parts.append(Thought(f"\n\n{shown}" if first else shown))
             self._thinking = self._thoughts = True
 
     def think_again(self) -> None:
         """More thinking begins, a paragraph of its own."""
-        self._gap, self._thinking = "", False
+        self._gap, self._thinking = [], False
 
     def thought(self) -> None:
         """The thinking has ended."""
-        self._gap, self._trims, self._thinking = "", True, False
+        self._gap, self._trims, self._thinking = [], True, False
 
     def call(self, name: str, id: str | None = None) -> None:
         self.accept()
@@ -275,8 +269,19 @@ class Reader:
     def end(self) -> None:
         """Everything was read."""
         if self._gap and not self._quiet and not self._trims and not self._thinking:
-            self._parts.append(self._gap)
-        self._gap = ""
+            self._parts.append("".join(self._gap))
+        self._gap = []
+
+    def _shown(self, text: str) -> str:
+        """What is told now: white space at the end waits for what follows it. Not put together while nothing does: a
+        model may go on with white space for as long as it may."""
+        shown = text.rstrip(SPACE)
+        rest = [text[len(shown) :]] if len(text) > len(shown) else []
+        if not shown:
+            self._gap += rest
+            return ""
+        shown, self._gap = "".join([*self._gap, shown]), rest
+        return shown
 
 
 class StreamParser:

@@ -153,6 +153,13 @@ def test_arguments_are_handed_out_as_written(arguments: dict[str, Any], ascii: b
     assert (reader.name, got, text[at:]) == ("f", written, " tail")
 
 
+def test_white_space_that_waits_for_text_is_kept_piece_by_piece() -> None:
+    parser = answer_parser(HERMES, None, TOOLS)
+    assert [parser.feed(" \n") for _ in range(3)] == [[], [], []]
+    assert parser.feed("\ta ") == [" \n \n \n\ta"]
+    assert [*parser.feed("\n"), *parser.feed("b"), *parser.feed(" "), *parser.flush()] == [" \nb", " "]
+
+
 def test_arguments_stream_before_the_call_is_complete() -> None:
     parser = answer_parser(HERMES, None, TOOLS)
     parser.feed('<tool_call>{"name": "add", "arguments": {"a')
