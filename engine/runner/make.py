@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def grow_in_place() -> None:
     """Have torch extend the segments of GPU memory that it holds, which gives the ends back: what reading and packing
-    weights leaves between segments is else lost to KV pages, 4 GiB beside a Mixtral's. An operator's setting stays.
+    weights leaves between segments is else lost to KV pages. An operator's setting stays.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")

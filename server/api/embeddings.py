@@ -5,25 +5,45 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import orjson
 from fastapi import APIRouter, Request, Response
+from pydantic import Field
 
 from weft.engine.errors import ModelError
 from weft.engine.wire.sampling import SamplingParams
 from weft.server.api.answer import Answer
 from weft.server.api.choice import Choice, Piece
 from weft.server.api.generate import Generation, Prompt
-from weft.server.api.protocol import EmbeddingBody, GenerationBody
+from weft.server.api.protocol import INT32, REQUEST_ID, GenerationBody, Inputs
 from weft.server.api.routing import JsonRoute, ServiceOf
 from weft.server.api.service import Service, too_long
+from weft.server.bodies import Body
 from weft.server.errors import ApiError, bad_request, clip
 from weft.server.text.pooling import Pooler, read_pooler
 
 router = APIRouter(route_class=JsonRoute)
+
+
+class EmbeddingBody(Body):
+    model: str | None = None
+    input: Inputs
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1, le=INT32)
+    """the first so many numbers, of length 1 again: for models that were trained for it"""
+    prompt_name: str | None = Field(None, max_length=256)
+    """which of the model's own prompts (`config_sentence_transformers.json`) stands in front of the texts"""
+    add_special_tokens: bool = True
+    priority: int = Field(0, ge=-INT32, le=INT32)
+    cache_salt: str = Field("", max_length=128)
+    prompt_cache_key: str | None = Field(None, max_length=1024)
+    user: str | None = None
+    request_id: str | None = Field(None, pattern=REQUEST_ID)
+    include_energy: bool = False
+    """as in `GenerationBody`"""
 
 
 @router.post("/v1/embeddings", summary="Embeddings of texts: the model's hidden states, pooled")

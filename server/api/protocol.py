@@ -557,27 +557,6 @@ class ChatBody(GenerationBody, TemplateBody):
             self.tool_choice = allowed.mode
 
 
-# -- embeddings
-
-
-class EmbeddingBody(Body):
-    model: str | None = None
-    input: Inputs
-    encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = Field(None, ge=1, le=INT32)
-    """the first so many numbers, of length 1 again: for models that were trained for it"""
-    prompt_name: str | None = Field(None, max_length=256)
-    """which of the model's own prompts (`config_sentence_transformers.json`) stands in front of the texts"""
-    add_special_tokens: bool = True
-    priority: int = Field(0, ge=-INT32, le=INT32)
-    cache_salt: str = Field("", max_length=128)
-    prompt_cache_key: str | None = Field(None, max_length=1024)
-    user: str | None = None
-    request_id: str | None = Field(None, pattern=REQUEST_ID)
-    include_energy: bool = False
-    """as in `GenerationBody`"""
-
-
 # -- tokens
 
 
