@@ -25,7 +25,7 @@ INSTALL := $(BIN)/python deploy/install
 # Compile what is imported when it is imported: of these packages that is a small part.
 LAZY := --no-compile
 
-.PHONY: help serve test quick brisk architectures nightly supervised mutants chaos lint types format unit busy endurance kernels gpu clients prometheus chromium envoy ray schemas bench resolve package simulated clean
+.PHONY: foreign help serve test quick brisk architectures nightly supervised mutants chaos lint types format unit busy endurance kernels gpu clients prometheus chromium envoy ray schemas bench resolve package simulated clean
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
@@ -33,7 +33,7 @@ serve: $(VENV)/.serve ## serve the demo model on 127.0.0.1:8000 (PORT=, ARGS="--
 	@exec $(BIN)/weft serve --host $(HOST) --port $(PORT) $(ARGS)
 
 # The lanes run beside each other; what they print comes one after the other.
-test: $(VENV)/.test prometheus chromium ## lint, types and every test but the nightly ones
+test: $(VENV)/.test prometheus chromium foreign ## lint, types and every test but the nightly ones
 	@mkdir -p build; $(MAKE) --no-print-directory busy >build/busy.log 2>&1 & busy=$$!; \
 	$(MAKE) --no-print-directory supervised >build/supervised.log 2>&1 & supervised=$$!; \
 	trap "kill $$busy $$supervised 2>/dev/null" INT TERM; \
@@ -71,21 +71,23 @@ brisk: $(VENV)/.test
 	$(BIN)/python -m pytest -q -m "not slow" --ignore-glob='*/test_conformance_*' \
 	  tests/server tests/loadgen tests/autosearch tests/deploy tests/fleet
 
-# They need much more than the tests do, and other versions: they lie beside, and go before.
-build/clients/.done: $(VENV)/.test
-	@$(BIN)/python -m pip install -q --target build/clients \
-	  openai-agents==0.24.0 instructor==1.17.0 "pydantic-ai-slim[openai]==2.38.0"
-	@touch $@
+# Each client has an environment of its own, for no two want the same versions.
+FOREIGN := tests/server/foreign/clients.txt
+foreign: $(VENV)/.test
+	@echo "clients that tests run"; $(INSTALL) packages "uv, which installs them" $(LAZY) -c $(PINNED) uv >/dev/null || \
+	  echo "uv cannot be had, which installs them"; \
+	  $(INSTALL) beside $(FOREIGN) build/clients
 
 # Where there is a node; elsewhere their tests are skipped.
 build/npm/.done:
 	@mkdir -p build/npm; ! command -v npm >/dev/null || npm install --silent --no-audit --no-fund --prefix build/npm \
-	  openai@6.49.0 @anthropic-ai/sdk@1.12.0 ai@6.0.326 @ai-sdk/openai@3.0.141 zod@4.6.7
+	  openai@6.49.0 @anthropic-ai/sdk@1.12.0 ai@6.0.326 @ai-sdk/openai@3.0.141 @ai-sdk/openai-compatible@2.0.87 \
+	  @ai-sdk/anthropic@3.0.139 zod@4.6.7
 	@touch $@
 
-clients: build/clients/.done build/npm/.done ## agent frameworks and npm clients against the daemon: openai-agents, pydantic-ai, instructor, AI SDK
-	PYTHONPATH=build/clients $(BIN)/python -m pytest tests/server/test_conformance_agents.py \
-	  tests/server/test_conformance_npm.py $(ARGS)
+clients: foreign build/npm/.done ## every foreign client against the daemon: the table of docs/clients.md, npm's too
+	$(BIN)/python -m pytest -m "nightly or not nightly" tests/server/test_conformance_foreign.py \
+	  tests/server/test_conformance_proxy.py tests/server/test_conformance_npm.py $(ARGS)
 
 mutants: $(VENV)/.test ## change the code in small ways and see that tests notice (ARGS="engine/memory/pages.py --sample 20")
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/mutate.py $(ARGS)

@@ -4,60 +4,37 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from weft.autosearch.bench_protocol import Load, Timing
+from weft.autosearch.iteration import batch_of
+from weft.autosearch.sums_of_bench import SumsOfBench
 from weft.engine.errors import OutOfMemory
 from weft.engine.memory.kv_layout import KvLayout
+from weft.engine.model.operations import Role
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import load_weights
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import MAX_NANO_BATCHES, NanoOperation, Period
-from weft.engine.runner.batch import Batch, SamplingInputs
+from weft.engine.ranks.arena import Arena
+from weft.engine.runner.batch import Batch
+from weft.engine.runner.collectives import Alone, Collectives, Graph
 from weft.engine.runner.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda_inputs import DeviceInputs, Layout
+from weft.engine.runner.peer_collectives import PeerCollectives, Sizes
 from weft.kernels.attention import AttentionShape
 from weft.kernels.attention_triton import PER_SM, TritonAttention
 from weft.kernels.measure import Meter, sustained
 
 LAYERS = 16
 """of the model that is measured: at the first and the last of them a pipeline is not full, as in a whole model"""
-
-
-def batch_of(load: Load, page_size: int) -> Batch:
-    """A synthetic iteration: decodes of `context` tokens give or take a quarter, then whole prompts and a piece."""
-    rng = np.random.default_rng(0)
-    spread = rng.uniform(0.75, 1.25, load.decodes)
-    decodes = np.maximum(1, load.context * spread / spread.mean() if load.decodes else spread).astype(np.int32)
-    chunks: list[int] = []
-    while sum(chunks) < load.prefill_tokens:
-        chunks.append(min(max(1, load.prompt), load.prefill_tokens - sum(chunks)))
-    query_len = np.array([1] * load.decodes + chunks, np.int32)
-    kv_len = np.concatenate((decodes, np.array(chunks, np.int32)))
-    pages = -(-kv_len // page_size)
-    first = 1 + np.cumsum(pages) - pages
-    # pages of a request lie anywhere in a pool that has been in use for a while
-    shuffled = np.concatenate(([0], 1 + rng.permutation(int(pages.sum())))).astype(np.int32)
-    column = np.arange(int(pages.max()))
-    at = np.minimum(first[:, None] + column, int(pages.sum()))
-    table = np.where(column < pages[:, None], shuffled[at], 0).astype(np.int32)
-    positions = np.concatenate([np.arange(k - q, k) for q, k in zip(query_len, kv_len, strict=True)]).astype(np.int32)
-    rows = np.repeat(np.arange(len(query_len)), query_len)
-    slots = np.arange(len(query_len), dtype=np.int32)
-    none: Any = np.zeros(0, np.int32)
-    return Batch(
-        step=1, num_decodes=load.decodes, slots=slots, epochs=slots, query_len=query_len, kv_len=kv_len,
-        token_ids=np.zeros(load.tokens, np.int32), positions=positions,
-        slot_mapping=table[rows, positions // page_size].astype(np.int64) * page_size + positions % page_size,
-        page_table=table, sampled_rows=none, sampling=SamplingInputs.none(),
-        count_resets=(), prompt_logprobs=(),
-    )  # fmt: skip
 
 
 class GpuBench:
@@ -73,7 +50,9 @@ class GpuBench:
         page_size: int = 64,
         seconds: float = 0.5,
         dtype: torch.dtype = torch.bfloat16,
+        host: Collectives | None = None,
     ) -> None:
+        """host: of a rank of several, each of which has such a bench and measures the same at once."""
         device = torch.device("cuda", torch.cuda.current_device())
         layers = min(layers, spec.num_layers)
         self.spec = replace(spec, num_layers=layers, vocab_size=256)
@@ -87,14 +66,34 @@ class GpuBench:
             self._inputs = DeviceInputs(layout, device, max_tokens, -(-max_context // page_size))
             shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size, dtype, device)
             attention = TritonAttention(shape, self.num_sms)
-            self._executor = CudaExecutor(self.spec, weights, self._inputs, dtype, attention)
+            self._host: Collectives = host or Alone()
+            self._collectives = None if host is None else self._of_ranks(host, max_tokens, dtype, device)
+            self._executor = CudaExecutor(
+                self.spec, weights, self._inputs, dtype, attention, collectives=self._collectives
+            )  # fmt: skip
             self._start = torch.randn(max_tokens, spec.hidden_size, device=device, dtype=dtype)
         self._kv = torch.zeros(0, device=device, dtype=dtype)
         self._batches: dict[Load, Batch] = {}
-        self._meter = Meter()
+        self._meter = Meter(self._host.ranks if self._host.rank == 0 else 1)
 
     def close(self) -> None:
         self._meter.close()
+
+    def end_waiting(self) -> None:
+        """From any thread: another rank has ended."""
+        if self._collectives is not None:
+            self._collectives.end_waiting()
+
+    def _of_ranks(
+        self, host: Collectives, max_tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> SumsOfBench:  # fmt: skip
+        sizes = Sizes(self.spec, max_tokens, 1, dtype)
+        return SumsOfBench(PeerCollectives(Arena(sizes.total, device, host), host.rank, host.ranks, sizes))
+
+    def sums(self, way: str) -> None:
+        """See `SumsBench`. Raises `ConfigError`."""
+        assert self._collectives is not None
+        self._collectives.use(way)
 
     def alone(self, op: NanoOperation, load: Load) -> Timing:
         pipeline = self._around(load, op)
@@ -119,6 +118,7 @@ class GpuBench:
                 end.record()
             end.synchronize()
             alone.append(max(begin.elapsed_time(end), 0.01))
+        alone = self._agreed(*alone)
         started = time.monotonic()
         origin = torch.cuda.Event(enable_timing=True)
         origin.record()
@@ -153,8 +153,13 @@ class GpuBench:
         def launch() -> None:
             if only is None:  # the residual stream would grow from run to run
                 self._executor.x[: pipeline.tokens].copy_(self._start[: pipeline.tokens])
-            self._executor.layers(pipeline, self._kv, only)
+            with inside():
+                self._executor.layers(pipeline, self._kv, only)
 
+        collectives = self._collectives
+        sums = any(op.role is Role.NETWORK and (only is None or nano in only) for nano, op in pipeline.operations)
+        # what ranks count by, and once at a time: in a pair one graph alone has sums
+        inside = partial(collectives.inside, Graph.MODEL) if collectives is not None and sums else nullcontext
         return launch
 
     def _graph(self, launch: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -164,15 +169,33 @@ class GpuBench:
             with torch.cuda.stream(stream):
                 launch()
             torch.cuda.synchronize()
-            with torch.cuda.graph(graph, stream=stream):
+            # a vendor's collectives have threads that ask for events meanwhile
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 launch()
         return graph
 
     def _sustain(self, pipeline: Pipeline, load: Load, launch: Callable[[], object], layers: int) -> Timing:
         self._send(pipeline, load)
-        with torch.inference_mode():
-            s = sustained([launch], self._meter, self.seconds)
+        if self._collectives is not None:
+            s = self._in_step(self._graph(launch))
+        else:
+            with torch.inference_mode():
+                s = sustained([launch], self._meter, self.seconds)
         return Timing(s.ms / layers, s.watts, s.mhz)
+
+    def _in_step(self, graph: torch.cuda.CUDAGraph) -> Timing:
+        """As `sustained`, on several ranks, and as often on each: who replayed once more would wait for ever."""
+        (ms,) = self._agreed(_milliseconds(graph, 2))
+        half = max(2, round(self.seconds / 2 * 1e3 / max(ms, 0.01)))
+        _milliseconds(graph, half)
+        begun = time.monotonic()
+        ms = _milliseconds(graph, half)
+        mhz, watts = self._meter.mean(begun)
+        return Timing(ms, watts, mhz)
+
+    def _agreed(self, *values: float) -> list[float]:
+        """Rank 0's."""
+        return list(self._host.all_gather(torch.tensor(values, dtype=torch.float64))[0].tolist())
 
     def _send(self, pipeline: Pipeline, load: Load) -> None:
         if load not in self._batches:
@@ -184,13 +207,14 @@ class GpuBench:
             if self._kv.numel() == 0 or self._kv.shape[0] < pages:
                 self._kv = torch.empty(0, device=self._start.device)
                 torch.cuda.empty_cache()
-                try:
+                with suppress(torch.OutOfMemoryError):
                     self._kv = torch.empty(self.layout.shape(pages), device=self._start.device, dtype=self.layout.dtype)
-                except torch.OutOfMemoryError:
+                # a rank that has room must not go on alone
+                if not self._host.all_gather(torch.tensor([self._kv.numel()])).all():
                     raise OutOfMemory(
                         f"no room on the GPU for {load.kv_tokens:,} KV tokens of {spec.num_layers} layers: "
                         "give a workload of shorter requests or a smaller --tokens"
-                    ) from None
+                    )
                 for part in self._kv.view(-1).chunk(64):
                     part.normal_()
             torch.cuda.synchronize()
@@ -212,3 +236,14 @@ class GpuBench:
                 if not any(o.operation == name and (o.begin, o.end) == (begin, end) for o in ops):
                     filled.append(NanoOperation(name, begin, end, 1))
         return Pipeline(Period(load.tokens, tuple(filled)), self.spec)
+
+
+def _milliseconds(graph: torch.cuda.CUDAGraph, times: int) -> float:
+    """Of one of so many replays."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(times):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / times

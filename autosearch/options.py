@@ -23,7 +23,7 @@ def add_search_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--model-preset", metavar="NAME", help="a shape that weft knows, instead")
     parser.add_argument(
         "--tensor-parallel-size", metavar="N", type=int, default=1,
-        help="GPUs that share the model; collectives are modelled where no profile has them [1]",
+        help="GPUs that share the model, all measured on; modelled where there are fewer and no profile [1]",
     )  # fmt: skip
     parser.add_argument(
         "--gpu", metavar="NAME",
@@ -34,6 +34,10 @@ def add_search_flags(parser: argparse.ArgumentParser) -> None:
         "--workload", metavar="P:D", default="1024:512", help="mean prompt and output tokens [1024:512]"
     )
     parser.add_argument("--lengths", metavar="FILE", type=Path, help="JSON list of [input, output] pairs, instead")
+    parser.add_argument(
+        "--quantization", choices=("fp8",),
+        help="search for the model as an engine with this option serves it; checkpoints in FP8 need it not",
+    )  # fmt: skip
     parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="the plan file to write")
     parser.add_argument("--tokens", metavar="N", type=int, default=2048, help="the dense batch [2048]")
     parser.add_argument("--max-num-seqs", metavar="N", type=int, default=1024, help="requests running at once [1024]")
@@ -58,10 +62,17 @@ def add_search_flags(parser: argparse.ArgumentParser) -> None:
         help="how long a pipeline runs for one measurement; its second half counts, at the clock then left [1]",
     )  # fmt: skip
     parser.add_argument(
+        "--tuning-seconds", metavar="S", type=float, default=60.0,
+        help="time that tuning matrix shapes never seen before may take, as at a start [60]",
+    )  # fmt: skip
+    parser.add_argument(
         "--stages", metavar="FILE", type=Path,
         help="keep what the solver found here; where the file exists, go on from it (no solver needed)",
     )  # fmt: skip
     parser.add_argument(
         "--start", metavar="FILE", type=Path, help="a plan file whose pipelines compete with those of the solver"
+    )
+    parser.add_argument(
+        "--fresh", action="store_true", help="forget what an interrupted search of the same had measured and solved"
     )
     parser.add_argument("--svg", metavar="FILE", type=Path, help="draw the pipeline here")

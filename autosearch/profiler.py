@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from itertools import product
@@ -20,11 +20,13 @@ from weft.engine.errors import ConfigError, WeftError
 from weft.engine.model.directory import read_spec
 from weft.engine.model.operations import Operation, Resource, Role
 from weft.engine.model.spec import ModelSpec
+from weft.engine.plans.choose import COLLECTIVES
 from weft.engine.plans.plan import TOKEN_STEP, NanoOperation, Target
 from weft.kernels.gemm_config import SPECIAL, GemmConfig
 
 if TYPE_CHECKING:
     from weft.autosearch.gpu_bench import GpuBench
+    from weft.autosearch.ranks_bench import RanksBench
 
 CONFIGS = (
     SPECIAL,
@@ -36,8 +38,18 @@ CONFIGS = (
 wrote per tile and two ranges must have equally many"""
 
 
+FP8_CONFIGS = tuple(GemmConfig(128, 256, 128, 4, 4, group=group, special=True) for group in (8, 16))
+"""the same of products in FP8"""
+
+
+def configs_of(spec: ModelSpec) -> tuple[GemmConfig, ...]:
+    return CONFIGS if spec.quantization is None else FP8_CONFIGS
+
+
 SECONDS = 0.2
 """of one measurement: half a second changes few of them by more than 3 % (BENCHMARKS.md)"""
+TUNING_SECONDS = 60.0
+"""for matrix products of shapes that nobody has tuned, before anything is measured"""
 EARLY_PAIRS = 2
 """products, the largest, whose pairs come before most of what is measured alone"""
 
@@ -84,12 +96,15 @@ class Profiler:
 
     def __init__(
         self, bench: Bench, spec: ModelSpec, load: Load, grid: Grid, progress: Callable[[str, int, int], None],
-        finer: Grid | None = None,
+        finer: Grid | None = None, collectives: Collection[str] | None = None,
     ) -> None:  # fmt: skip
-        """finer: measured after `grid`, as far as the time goes."""
+        """finer: measured after `grid`, as far as the time goes. collectives: kernels of those that the bench runs;
+        None: of all.
+        """
         self._bench, self._grids, self._progress = bench, [grid, finer] if finer else [grid], progress
         self._load = load.within(kv_capacity(bench.memory, spec))
-        self._operations = every_operation(spec)
+        self._tried = configs_of(spec)
+        self._operations = every_operation(spec, collectives)
         self._points: list[Point] = []
         self._pairs: list[PairPoint] = []
         self._guest_pairs: list[GuestPair] = []
@@ -125,7 +140,7 @@ class Profiler:
 
     def _tasks(self, grid: Grid) -> list[tuple[str, Callable[[], None]]]:
         alone, pairs, few = list(self._alone_on_all(grid)), list(self._beside(grid)), self._alone_on_few(grid)
-        dense, first = len(self._operations), len(grid.guest_sms) * EARLY_PAIRS
+        dense, first = len(self._operations), len(grid.guest_sms) * EARLY_PAIRS * max(1, len(self._guests()))
         return [*alone[:dense], *self._choices(grid), *pairs[:first], *alone[dense:], *pairs[first:], *few]
 
     def _alone_on_all(self, grid: Grid) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -155,18 +170,25 @@ class Profiler:
                     yield f"{op.name} on {sms} SMs", self._task(op, amount, sms, op.name)
 
     def _beside(self, grid: Grid) -> Iterator[tuple[str, Callable[[], None]]]:
-        present = [o for o in self._operations.values() if work_of(o, self._load)]
-        computes = sorted((o for o in present if o.resource is Resource.COMPUTE), key=lambda o: -o.parameters)
-        memory = [o for o in present if o.resource is Resource.MEMORY]
-        # one of each kind: what they cost others is the same
-        network = list({o.kernel: o for o in present if o.resource is Resource.NETWORK}.values())
-        for guest in memory + network:
-            for op in computes:
+        computes = sorted((o for o in self._present() if o.resource is Resource.COMPUTE), key=lambda o: -o.parameters)
+        guests = self._guests()
+        for op in computes:  # the largest beside all guests first
+            for guest in guests:
                 for sms in grid.guest_sms:
                     yield f"{op.name} beside {guest.name} on {sms}", self._pair_task(grid, op, guest, sms)
+        memory, network = ([o for o in guests if o.resource is r] for r in (Resource.MEMORY, Resource.NETWORK))
         for own, guest in product(memory, network):
             for sms in grid.guest_sms:
                 yield f"{own.name} beside {guest.name} on {sms}", self._guest_task(grid, own, guest, sms)
+
+    def _present(self) -> list[Operation]:
+        return [o for o in self._operations.values() if work_of(o, self._load)]
+
+    def _guests(self) -> list[Operation]:
+        """What runs beside products: attention, and one collective of each kind; what they cost others is the same."""
+        present = self._present()
+        network = {o.kernel: o for o in present if o.resource is Resource.NETWORK}
+        return [o for o in present if o.resource is Resource.MEMORY] + list(network.values())
 
     def _amounts(self, op: Operation, grid: Grid, tokens: tuple[int, ...]) -> tuple[Load, ...]:
         """Loads that hold more and more of this operation's work and, for attention, of nothing else."""
@@ -207,7 +229,7 @@ class Profiler:
         if op.name in self._configs:
             return
         timed: list[tuple[float, GemmConfig]] = []
-        for config in CONFIGS:
+        for config in self._tried:
             try:
                 timed.append((self._alone(op, self._load._replace(tokens=tokens), sms, config).ms, config))
             except (WeftError, ValueError):  # not for this GPU or these shapes
@@ -274,7 +296,7 @@ def record(bench: Bench, spec: ModelSpec, load: Load, target: Target, budget_s: 
         profiler = Profiler(
             bench, spec, load, Grid.coarse(load, bench.num_sms),
             lambda text, done, of: bar.update(task, description=text, completed=done, total=of),
-            Grid.full(load, bench.num_sms),
+            Grid.full(load, bench.num_sms), COLLECTIVES,
         )  # fmt: skip
         return profiler.run(target, budget_s, made)
 
@@ -322,30 +344,43 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def open_gpu(
-    spec: ModelSpec, load: Load, seconds: float = SECONDS, progress: Callable[[str], None] = lambda _: None
-) -> tuple[GpuBench, Target]:
-    """This machine's GPU as a bench, its matrix products tuned as an engine tunes them at its start.
+    spec: ModelSpec, load: Load, seconds: float = SECONDS, progress: Callable[[str], None] = lambda _: None,
+    model: Path | None = None, tuning_seconds: float = TUNING_SECONDS,
+) -> tuple[GpuBench | RanksBench, Target]:  # fmt: skip
+    """This machine's GPU as a bench, its matrix products tuned as an engine tunes them at its start; as many GPUs as
+    the model is split over.
 
-    Raises `ConfigError` without one.
+    model: folder of the whole one, where `spec` is a rank's part of it. Raises `ConfigError` without such GPUs.
     """
     import torch
 
     if not torch.cuda.is_available():
         raise ConfigError("there is no GPU to measure on: give a recorded profile with --profile FILE")
     from weft.autosearch.gpu_bench import GpuBench
+    from weft.autosearch.ranks_bench import RanksBench
     from weft.engine.config import EngineConfig
     from weft.engine.plans.choose import target_of
     from weft.engine.runner.products import prepare_products
 
     context = max(load.prompt, 2 * load.context)
     tokens = -(-load.tokens // TOKEN_STEP) * TOKEN_STEP
+    target = target_of(spec, torch.device("cuda", torch.cuda.current_device()), torch.bfloat16)
+    if (ranks := spec.shard_of.ranks) > 1:
+        if (here := torch.cuda.device_count()) < ranks:
+            raise ConfigError(f"--tensor-parallel-size {ranks} measures on as many GPUs, and there are {here} here")
+        assert model is not None
+        several = RanksBench(
+            model, ranks, max_tokens=tokens, max_context=context, seconds=seconds, tuning_seconds=tuning_seconds,
+            progress=progress,
+        )  # fmt: skip
+        return several, target
     config = EngineConfig.model_validate({})
     prepare_products(  # or the serial plan would be slower than the engine's
-        spec, torch.device("cuda"), tokens, config.cache_path, config.tuning_seconds,
+        spec, torch.device("cuda"), tokens, config.cache_path, tuning_seconds,
         lambda phase, done, of: progress(f"{phase}, {done} of {of}"),
     )  # fmt: skip
     bench = GpuBench(spec, max_tokens=tokens, max_context=context, seconds=seconds)
-    return bench, target_of(spec, torch.device("cuda", torch.cuda.current_device()), torch.bfloat16)
+    return bench, target
 
 
 def today() -> str:

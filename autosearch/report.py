@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from weft.autosearch.bench_protocol import Load, Timing
@@ -40,6 +41,8 @@ class Result(NamedTuple):
     notes: tuple[str, ...] = ()
     """printed last: the choice of collectives, the optimum, what was modelled"""
     source: str = "a recorded profile"
+    unfinished: tuple[Path, ...] = ()
+    """files that this search, had it been interrupted, would go on from"""
 
 
 def report(result: Result, console: Console) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from typing import Protocol
 
@@ -21,23 +23,27 @@ from weft.autosearch.alternatives import compare
 from weft.autosearch.bar import SearchBar
 from weft.autosearch.bench_protocol import Bench, Load
 from weft.autosearch.given import find_profile, known_plan
+from weft.autosearch.journal import Journal, unfinished
 from weft.autosearch.machine import Machine
 from weft.autosearch.modelled import modelled_profile
 from weft.autosearch.options import OneLineParser, add_search_flags
 from weft.autosearch.profile import Profile, cache_path, kv_capacity
-from weft.autosearch.profiler import CONFIGS, Grid, Profiler, open_gpu, today
+from weft.autosearch.profiler import Grid, Profiler, configs_of, open_gpu, today
 from weft.autosearch.refine import REPEATS, Refiner, medians, serial_for, without_overlap
 from weft.autosearch.report import Line, Result, report
-from weft.autosearch.stages import Choice, Stages, StagesFile, predict, read_stages
+from weft.autosearch.stages import Choice, Stages, keep_stages, predict, read_stages
 from weft.autosearch.structure import described
 from weft.autosearch.workload import workload_load
 from weft.engine.config import PRESETS, EngineConfig
 from weft.engine.errors import ConfigError, WeftError
 from weft.engine.model.directory import read_spec
 from weft.engine.model.hub import find_model
+from weft.engine.model.implementation import in_format
 from weft.engine.model.operations import Resource, Role
 from weft.engine.model.spec import ModelSpec
+from weft.engine.plans.choose import COLLECTIVES
 from weft.engine.plans.plan import TOKEN_STEP, Period, Plan, Target
+from weft.engine.wire.cores import cores
 
 REFINED = 3
 """pipelines of one load where its refinement may begin"""
@@ -71,13 +77,16 @@ class Search:
     def __init__(
         self, spec: ModelSpec, load: Load, profile: Profile, bench: Bench | None, budget_s: float,
         progress: Progress = lambda *_: None, clock: Callable[[], float] = time.monotonic, max_num_seqs: int = 0,
-        known: Sequence[Period] = (), ended: Callable[[], bool] = lambda: False,
+        known: Sequence[Period] = (), ended: Callable[[], bool] = lambda: False, workers: int = 1,
+        keep: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """max_num_seqs: also search iterations of up to so many decodes and nothing else; 0: none.
         known: pipelines that compete from the start where they fit the load's tokens.
-        ended: somebody wants the best that there is by now.
+        ended: somebody wants the best that there is by now. workers: loads that are solved at once. keep: called when
+        there is more in `stages` than before.
         """
-        self._ended = ended
+        self._ended, self._workers, self._keep = ended, workers, keep
+        self._telling = threading.Lock()
         self._unsolved = DENSE_STEPS + len(LOADS) - 1 + (2 if max_num_seqs else 0)
         """loads that the solver has not looked at, about"""
         self._solvable = self._unsolved
@@ -100,8 +109,7 @@ class Search:
         self._load = self._dense_batch()
         loads = [(name, breakeven.scaled(self._load, factor, self._capacity)) for name, factor in LOADS]
         alone = [(f"{d.decodes} decodes", d) for d in decode_batches(self._load, self._max_num_seqs, self._capacity)]
-        for name, load in loads + alone:  # the solver's time first: what is left belongs to measurements
-            self._staged(name, load)
+        self._solve(loads + alone)  # the solver's time first: what is left belongs to measurements
         groups: list[tuple[Load, list[tuple[str, Load]], Sequence[float]]]
         groups = [(self._load, loads, breakeven.KV_FACTORS)]
         groups += [(load, [(name, load)], DECODE_FACTORS) for name, load in alone]
@@ -143,25 +151,52 @@ class Search:
             if (best := self._best(name, each, self._staged(name, each), seconds)) is not None and best not in periods:
                 periods.append(best)
         bench, progress = self._bench or self._machine, self._about("break-even")
-        closer = self._left() > 0
+        if not (closer := self._left() > 0):  # the ends and the middle must do
+            factors = sorted({min(factors), 1.0, max(factors)})
         return breakeven.place(bench, self._spec, periods, load, progress, factors, self._capacity, closer=closer)
 
     def _staged(self, name: str, load: Load) -> Stages:
-        collectives = f"{described(self._spec)}: " if self._spec.sums else ""
-        if (key := collectives + _key(name, load)) not in self.stages:
-            if self._ended():
-                return Stages(self._machine.serial_ms(load), float("inf"), [])
-            share = SOLVER_SHARE if self._bench is None else SOLVER_SHARE_MEASURED
-            left = share * self._budget_s - (self._clock() - self._started)
-            seconds = max(0.0, left) / max(1, self._unsolved)
-            behind = share * (self._solvable - self._unsolved) / self._solvable
+        self._solve([(name, load)])
+        if (found := self.stages.get(self._key(name, load))) is not None:
+            return found
+        return Stages(self._machine.serial_ms(load), float("inf"), [])  # it has ended
 
-            def about(text: str, within: float) -> None:
+    def _key(self, name: str, load: Load) -> str:
+        collectives = f"{described(self._spec)}: " if self._spec.sums else ""
+        return collectives + _key(name, load)
+
+    def _solve(self, loads: Sequence[tuple[str, Load]]) -> None:
+        """Stages for these, so far as there are none: as many at once as there are workers. None once it has ended."""
+        wanted = {key: load for name, load in loads if (key := self._key(name, load)) not in self.stages}
+        if not wanted or self._ended():
+            return
+        at_once = min(self._workers, len(wanted))
+        if at_once == 1:
+            for key, load in wanted.items():
+                self._solve_one(key, load, 1)
+            return
+        with ThreadPoolExecutor(at_once) as pool:  # the solver lets other threads run
+            for done in [pool.submit(self._solve_one, key, load, at_once) for key, load in wanted.items()]:
+                done.result()
+
+    def _solve_one(self, key: str, load: Load, at_once: int) -> None:
+        if self._ended():
+            return
+        share = SOLVER_SHARE if self._bench is None else SOLVER_SHARE_MEASURED
+        left = share * self._budget_s - (self._clock() - self._started)
+        seconds = max(0.0, left) / max(1, -(-self._unsolved // at_once))
+
+        def about(text: str, within: float) -> None:
+            with self._telling:
+                behind = share * (self._solvable - self._unsolved) / self._solvable
                 self._progress(f"{key}: {text}", behind + share * within / self._solvable)
 
-            self.stages[key] = predict(self._machine, load, about, seconds, self._clock, self._ended)
+        found = predict(self._machine, load, about, seconds, self._clock, self._ended)
+        with self._telling:
+            self.stages[key] = found
             self._unsolved = max(0, self._unsolved - 1)
-        return self.stages[key]
+            if not self._ended():  # what was cut short is not for the next search
+                self._keep()
 
     def _left(self) -> float:
         """Seconds."""
@@ -177,7 +212,10 @@ class Search:
         full = steady_within(self._load, self._capacity)
         serial = serial_for(self._spec, full, self._machine.num_sms)
         best = (bench.period(serial, full).ms * (1 - breakeven.MIN_GAIN) / full.tokens, full)
-        for load in dense_batches(full):
+        batches = dense_batches(full)
+        if self._workers > 1:  # else one by one, between measurements
+            self._solve([(name, load) for load in batches])
+        for load in batches:
             stages = self._staged(name, load)
             if not stages.choices:
                 continue
@@ -185,7 +223,8 @@ class Search:
             chosen = stages.choices[0]
             began = self._clock()
             timing = bench.period(chosen.period, load)
-            self._cost = min(self._cost or float("inf"), self._clock() - began)  # the first ones also compile
+            took = bench.took if isinstance(bench, Journal) else self._clock() - began
+            self._cost = min(self._cost or float("inf"), took)  # the first ones also compile
             measured = timing if self._bench is not None else None
             self._lines.append(Line(f"{load.tokens} tokens", "stage II", chosen.ms, measured))
             best = min(best, (timing.ms / load.tokens, load))
@@ -209,7 +248,8 @@ class Search:
             self._lines.append(Line(name, "nano-batches in turn", apart, None))
             self._lines.append(Line(name, "stage II", chosen.ms, None))
             return chosen.period if chosen.ms < stages.serial_ms else None
-        refiner = Refiner(self._bench, self._spec, load, CONFIGS, self._about(name), self._clock)
+        configs = configs_of(self._spec)
+        refiner = Refiner(self._bench, self._spec, load, configs, self._about(name), self._clock)
         refined = refiner.run([c.period for c in choices], seconds)
         if refined is None:
             return None
@@ -314,21 +354,38 @@ def search(
 ) -> Result:
     """`weft search`: everything up to the plan. Raises `ConfigError` and `ModelError`."""
     name, ranks = str(arguments.model_preset or arguments.model), arguments.tensor_parallel_size
-    whole = read_spec(
-        PRESETS / EngineConfig.known_preset(name) if arguments.model_preset else find_model(name, weights=False)
-    )
+    model = PRESETS / EngineConfig.known_preset(name) if arguments.model_preset else find_model(name, weights=False)
+    whole = in_format(read_spec(model), arguments.quantization)
     if whole.experts is not None:
         raise ConfigError(f"{name} has experts, which weft search cannot measure yet: it runs serially")
+    if whole.quantization is not None:
+        measured = num_gpus() and not arguments.predict_only and arguments.gpu is None
+        if ranks > 1 or not (measured or arguments.profile):
+            raise ConfigError(
+                "products in FP8 are measured on one GPU: search there, with --tensor-parallel-size 1 and without "
+                "--predict-only and --gpu, or give a recorded profile"
+            )
     spec = whole.shard(0, ranks)
     load = workload_load(arguments.workload, arguments.tokens, arguments.max_num_seqs, arguments.lengths)
     start = known_plan(arguments.start, spec) if arguments.start is not None else None
     gpu, target = None, None
     started = time.monotonic()
-    # a bench of several GPUs, with their collectives, is not there yet
-    if not arguments.predict_only and arguments.gpu is None and ranks == 1 and has_gpu():
-        gpu, target = open_gpu(spec, breakeven.scaled(load, max(breakeven.KV_FACTORS)), progress=progress)
+    if not arguments.predict_only and arguments.gpu is None and num_gpus() >= ranks:
+        heaviest = breakeven.scaled(load, max(breakeven.KV_FACTORS))
+        gpu, target = open_gpu(
+            spec, heaviest, progress=progress, model=model, tuning_seconds=arguments.tuning_seconds
+        )  # fmt: skip
     with closing(gpu) if gpu is not None else nullcontext():
-        result, profile = _search(arguments, name, spec, load, gpu, target, start, started, progress, ended)
+        bench: Bench | None = None
+        if gpu is not None and target is not None:
+            file = unfinished(target, load, "measured")
+            if arguments.fresh:
+                file.unlink(missing_ok=True)
+            bench = journal = Journal(gpu, file)
+            if journal.known:
+                told = f"going on from a search that was interrupted, with {journal.known} measurements (else --fresh)"
+                print(f"weft search: {told}", file=sys.stderr, flush=True)
+        result, profile = _search(arguments, name, spec, load, bench, target, start, started, progress, ended)
     best, line = limits.optimum(profile, spec, whole)
     notes = [*result.notes, line]
     for stage, ms in _fastest(result):
@@ -368,7 +425,7 @@ def _search(
         assert target is not None
         profiler = Profiler(
             bench, spec, load, Grid.coarse(load, bench.num_sms),
-            lambda text, i, n: progress(f"profile: {text}, {i} of {n}"), Grid.full(load, bench.num_sms),
+            lambda text, i, n: progress(f"profile: {text}, {i} of {n}"), Grid.full(load, bench.num_sms), COLLECTIVES,
         )  # fmt: skip
         seconds = float("inf") if arguments.full_profile else min(150.0, arguments.budget_seconds / 3)
         began = time.monotonic()
@@ -378,7 +435,16 @@ def _search(
             started += time.monotonic() - began  # asked for beside the budget
     if bench is not None:
         bench.seconds = arguments.measure_seconds
-    kept = {} if arguments.stages is None else read_stages(arguments.stages, profile.target, load)
+    solved = unfinished(profile.target, load, "solved", msgspec.json.encode(profile))
+    if arguments.fresh:
+        solved.unlink(missing_ok=True)
+    keep_in = solved if arguments.stages is None else arguments.stages
+    try:
+        kept = read_stages(keep_in, profile.target, load)
+    except ConfigError:
+        if arguments.stages is not None:
+            raise
+        kept = {}
     found = compare(
         spec, profile, steady_within(load, capacity), kept,
         lambda text, share: progress(text, ALTERNATIVES_SHARE * share), ALTERNATIVES_SHARE * arguments.budget_seconds,
@@ -391,21 +457,22 @@ def _search(
     one = Search(
         chosen.spec, load, profile, bench, arguments.budget_seconds - (time.monotonic() - started), progress,
         max_num_seqs=arguments.max_num_seqs, known=(*known, *(c.period for c in chosen.stages.choices[:1])),
-        ended=ended,
+        ended=ended, workers=cores(), keep=lambda: keep_stages(keep_in, profile.target, load, kept),
     )  # fmt: skip
     one.stages = kept
     result = one.run(f"lengths of {arguments.lengths.name}" if arguments.lengths else arguments.workload)
     if arguments.stages is not None:
-        arguments.stages.write_bytes(msgspec.json.encode(StagesFile(profile.target, load, one.stages)))
+        keep_stages(arguments.stages, profile.target, load, one.stages)
     if len(found) > 1:
         result = result._replace(notes=tuple(f"collectives: {a.line}" for a in found))
-    return result, profile
+    files = [solved] if bench is None else [solved, unfinished(profile.target, load, "measured")]
+    return result._replace(unfinished=tuple(files)), profile
 
 
-def has_gpu() -> bool:
+def num_gpus() -> int:
     import torch
 
-    return torch.cuda.is_available()
+    return torch.cuda.device_count()
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -416,17 +483,18 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--tensor-parallel-size {arguments.tensor_parallel_size}: must be at least 1")
     if arguments.gpu is not None and (arguments.profile is not None or arguments.full_profile):
         raise ConfigError("--gpu searches on a modelled profile: leave out --profile and --full-profile")
-    if arguments.full_profile and arguments.tensor_parallel_size > 1:
-        raise ConfigError("--full-profile measures one GPU, without collectives: leave out --tensor-parallel-size")
     if arguments.full_profile:
         if arguments.profile is not None or arguments.predict_only:
             raise ConfigError("--full-profile measures a new profile: leave out --profile and --predict-only")
-        if not has_gpu():
-            raise ConfigError("--full-profile measures on a GPU, and there is none here")
+        if (here := num_gpus()) < (ranks := arguments.tensor_parallel_size):
+            needed = "a GPU, and there is none here" if not here else f"{ranks} GPUs, and there are {here} here"
+            raise ConfigError(f"--full-profile measures on {needed}")
     for option in ("budget", "measure"):
         seconds = getattr(arguments, f"{option}_seconds")
         if seconds <= 0:
             raise ConfigError(f"--{option}-seconds {seconds:g}: must be more than 0")
+    if arguments.tuning_seconds < 0:
+        raise ConfigError(f"--tuning-seconds {arguments.tuning_seconds:g}: must be 0 or more")
     for option in ("out", "svg", "stages"):  # before minutes of search
         path = getattr(arguments, option)
         if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK) and not path.is_dir()):
@@ -434,6 +502,9 @@ def run(arguments: argparse.Namespace) -> int:
     with SearchBar(arguments.budget_seconds) as bar:
         result = search(arguments, bar, lambda: bar.ended)
     result.plan.save(arguments.out)
+    if not bar.ended:  # else the same command goes on from there
+        for file in result.unfinished:
+            file.unlink(missing_ok=True)
     if arguments.svg is not None and result.plan.periods:
         shown = max(result.plan.periods, key=lambda p: p.figures["gain"])
         arguments.svg.write_text(gantt.svg(shown, f"{result.plan.target.gpu}, {result.plan.workload}"))

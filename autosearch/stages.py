@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -118,8 +119,16 @@ def read_stages(path: Path, target: Target, load: Load) -> dict[str, Stages]:
         return {}
     try:
         file = msgspec.json.decode(path.read_bytes(), type=StagesFile)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read --stages {path}: {error}") from None
     if (file.version, file.target, file.load) != (VERSION, target, load):
         raise ConfigError(f"--stages {path} is of another GPU, model, workload or version: remove it")
     return file.stages
+
+
+def keep_stages(path: Path, target: Target, load: Load, stages: dict[str, Stages]) -> None:
+    """For `read_stages`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_bytes(msgspec.json.encode(StagesFile(target, load, dict(stages))))
+    part.replace(path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 from typing import NamedTuple
@@ -92,6 +92,15 @@ def described(spec: ModelSpec) -> str:
     return "; ".join(f"{n.removesuffix('_reduce')}: {words[chosen.get(n, 'all_reduce')]}" for n in names)
 
 
-def every_operation(spec: ModelSpec) -> dict[str, Operation]:
-    """Those of the model and of all its `transformations`, by name: what a profile is to know."""
-    return {o.name: o for variant in transformations(spec) for o in variant.layer_operations()}
+def every_operation(spec: ModelSpec, collectives: Collection[str] | None = None) -> dict[str, Operation]:
+    """Those of the model and of all its `transformations`, by name: what a profile is to know.
+
+    collectives: leaves transformations out that have others than these.
+    """
+    variants = [list(variant.layer_operations()) for variant in transformations(spec)]
+    return {
+        o.name: o
+        for operations in variants
+        if collectives is None or all(o.role is not Role.NETWORK or o.kernel in collectives for o in operations)
+        for o in operations
+    }

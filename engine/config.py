@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 ModelImpl = Literal["auto", "native", "transformers"]
+Pod = Literal["off", "auto", "on"]
 Attention = Literal["auto", "triton", "flash-attn", "torch"]
 
 NO_OPTION: dict[str, JsonValue] = {"option": False}
@@ -87,6 +88,16 @@ class Objective(NamedTuple):
         return float(np.percentile(values, self.statistic))
 
 
+def itl_objective(text: str) -> Objective:
+    """On the time between tokens: a limit alone is of the 99th percentile, an objective needs no measure. Raises
+    `ConfigError`, one line."""
+    words = text.strip().split(":")
+    objective = Objective.parse(":".join([*("itl", "p99")[: max(0, 3 - len(words))], *words]))
+    if objective.measure != "itl":
+        raise ConfigError(f"{objective.measure} is not the time between tokens (itl): 50ms or p99:50ms, say")
+    return objective
+
+
 class Share(BaseModel):
     """What a daemon with several engines gives one of them of the machine."""
 
@@ -96,6 +107,8 @@ class Share(BaseModel):
     """its number"""
     sharers: int = 1
     """engines on the same device, this one included"""
+    weight_sharers: int = 1
+    """those of them that have its weights in common (`runner/shared_weights.py`)"""
     cpus: tuple[int, ...] = ()
     """cores that it keeps to; none: all"""
     gpu: str = ""
@@ -104,6 +117,10 @@ class Share(BaseModel):
     """its memory can be given back and taken again (`runner/resting.py`)"""
     memory: float = 1.0
     """part of the device's memory that its model may take; 1: it has no neighbours"""
+    models: int = 1
+    """of the daemon, which take turns on the device"""
+    awake: int = 1
+    """of these, at most, at the same time"""
 
 
 class EngineConfig(BaseModel):
@@ -169,7 +186,12 @@ class EngineConfig(BaseModel):
         None,
         description="'fp8': a checkpoint in 16 bits becomes FP8 while it loads (e4m3, a scale for each output channel; "
         "embedding, head, routers and norms stay). FP8 checkpoints are read as they are, without this. "
-        "On a GPU experimental, for dense models [as the checkpoint is]",
+        "On a GPU experimental, with experts by --fp8-experts alone [as the checkpoint is]",
+    )
+    fp8_experts: Literal["off", "on"] = Field(
+        "off",
+        description="'on': a GPU multiplies mixtures of experts in FP8 too, by kernels that none has run yet. Without "
+        "it a GPU refuses them; a CPU does not ask",
     )
     max_model_len: int | None = Field(
         None, ge=2, description="prompt and output tokens per request at most [the model's own limit]"
@@ -183,6 +205,18 @@ class EngineConfig(BaseModel):
         [],
         description="what --max-num-seqs auto keeps: itl:STATISTIC:LIMIT, such as itl:p99:50ms, of the time between "
         "two tokens of a request",
+    )
+    itl_slo: str | None = Field(
+        None,
+        description="time between two tokens of a request that prompts must leave them, 50ms or p99:50ms, say: prompts "
+        "computed beside decodes are cut to what fits, not to the dense batch [off]",
+    )
+    itl_slo_patience: float = Field(
+        5.0,
+        gt=0,
+        le=3600,
+        description="with --itl-slo: once a prompt has been first in line for so many seconds, more of it is computed "
+        "than fits, all that the dense batch holds at twice as many",
     )
     max_num_batched_tokens: int | None = Field(
         None, ge=1, le=65536, description="the dense batch: tokens per iteration at most [CPU 512, GPU 2048]"
@@ -217,6 +251,11 @@ class EngineConfig(BaseModel):
     ssd_kv_path: str | None = Field(
         None, min_length=1, description="directory that keeps KV pages beyond the host's, across restarts; one daemon's"
     )
+    tier_kv_format: Literal["raw", "packed"] = Field(
+        "raw",
+        description="KV pages on host and SSD: 'packed' keeps bfloat16 in 12 bits a value, exactly, so that nearly a "
+        "third more pages fit and pass the link; one that does not pack stays as it is",
+    )
     ssd_kv_gib: float = Field(64.0, gt=0, description="disk space in GiB for --ssd-kv-path, taken at start")
     kv_events_endpoint: str | None = Field(
         None,
@@ -233,6 +272,12 @@ class EngineConfig(BaseModel):
     )
     attention_backend: Attention = Field(
         "auto", description="attention kernels; 'auto' is triton on a GPU, torch on a CPU; flash-attn needs its package"
+    )
+    pod: Pod = Field(
+        "off",
+        description="attention of decodes and of prompts' chunks in one launch (POD-Attention; Hopper GPUs, the serial "
+        "plan): 'auto' shares out the SMs as measured batches (weft bench attention --keep) or a rule say, 'on' always "
+        "the same way; experimental",
     )
     tensor_parallel_size: int = Field(
         1,
@@ -327,6 +372,14 @@ class EngineConfig(BaseModel):
         except ConfigError as error:
             raise ValueError(str(error)) from None
 
+    @field_validator("itl_slo")
+    @classmethod
+    def _a_time_between_tokens(cls, value: str | None) -> str | None:
+        try:
+            return None if value is None else str(itl_objective(value))
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+
     @model_validator(mode="after")
     def _seats_keep_something(self) -> EngineConfig:
         if not self.adapts:
@@ -341,9 +394,17 @@ class EngineConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _patience_with_a_limit(self) -> EngineConfig:
+        if self.itl_slo is None and self.itl_slo_patience != type(self).model_fields["itl_slo_patience"].default:
+            raise ValueError("itl_slo_patience needs itl_slo, which cuts prompts at all")
+        return self
+
+    @model_validator(mode="after")
     def _tiers_rest_on_each_other(self) -> EngineConfig:
         if self.host_kv_gib and not self.prefix_caching:
             raise ValueError("host_kv_gib needs prefix_caching")
+        if self.tier_kv_format != "raw" and not self.host_kv_gib:
+            raise ValueError("tier_kv_format needs host_kv_gib: it is of the tiers below the device")
         if self.ssd_kv_path is not None and not self.host_kv_gib:
             raise ValueError("ssd_kv_path needs host_kv_gib: pages reach the disk through host memory")
         return self
@@ -371,6 +432,11 @@ class EngineConfig(BaseModel):
         if isinstance(self.max_num_seqs, str):
             return int(self.max_num_seqs.partition(":")[2] or 0) or None
         return self.max_num_seqs
+
+    @property
+    def itl_objective(self) -> Objective | None:
+        """What prompts computed beside decodes must leave them."""
+        return None if self.itl_slo is None else itl_objective(self.itl_slo)
 
     @property
     def objectives(self) -> list[Objective]:

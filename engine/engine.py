@@ -23,12 +23,12 @@ from weft.engine.memory.model_id import model_id
 from weft.engine.memory.page_news import PageLedger
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
+from weft.engine.memory.rests import Rests
 from weft.engine.memory.ssd_store import SsdStore, Store, StoreFile
 from weft.engine.memory.tier_setup import make_tiers, open_store
 from weft.engine.memory.transfer import Bytes
-from weft.engine.model.broad.spec import BroadSpec
 from weft.engine.model.implementation import choose_spec
-from weft.engine.model.weights import Weights, load_weights
+from weft.engine.model.weights import Weights
 from weft.engine.progress import Phases, Progress
 from weft.engine.ranks.group import Ranks
 from weft.engine.ranks.leader import lead
@@ -36,11 +36,13 @@ from weft.engine.runner.batch import Batch
 from weft.engine.runner.budget import memory_budget
 from weft.engine.runner.compile_job import CompileJob
 from weft.engine.runner.energy_meter import EnergyMeter, energy_counter
-from weft.engine.runner.make import grow_in_place, make_runner
+from weft.engine.runner.load import load_model
+from weft.engine.runner.make import make_runner
 from weft.engine.runner.resolve import resolve
 from weft.engine.runner.runner import InFlight, Runner
 from weft.engine.runner.work import Work
 from weft.engine.scheduling.bad_words import only
+from weft.engine.scheduling.chunk_keeper import ChunkKeeper
 from weft.engine.scheduling.energy_ledger import EnergyLedger
 from weft.engine.scheduling.events import Events
 from weft.engine.scheduling.fairness import Fairness
@@ -62,6 +64,7 @@ from weft.engine.wire.messages import (
     PageNews,
     PlanStats,
 )
+from weft.engine.wire.shelf import Shelf
 
 if TYPE_CHECKING:
     from weft.engine.model.broad.module import BroadModule
@@ -79,8 +82,9 @@ NONFINITE_LINE_SECONDS = 60.0
 class Engine:
     """Loads the model and serves requests one iteration at a time.
 
-    compiling: a job begun earlier, ranks: started earlier; else both are begun here if need be. Raises `WeftError` from
-    the constructor when the model or the options cannot work, each with one clear line.
+    compiling: a job begun earlier, ranks: started earlier; else both are begun here if need be. shelf: of the weights
+    that it shares with other engines. Raises `WeftError` from the constructor when the model or the options cannot
+    work, each with one clear line.
     """
 
     def __init__(
@@ -89,17 +93,20 @@ class Engine:
         progress: Progress | None = None,
         compiling: CompileJob | None = None,
         ranks: Ranks | None = None,
+        shelf: Shelf | None = None,
     ) -> None:
         self.ranks = ranks or Ranks.begin(config)
         """the others of tensor parallelism"""
         try:
-            self._start(self.ranks.config if self.ranks is not None else config, progress, compiling)
+            self._start(self.ranks.config if self.ranks is not None else config, progress, compiling, shelf)
         except BaseException:
             if self.ranks is not None:
                 self.ranks.stop(0.0)
             raise
 
-    def _start(self, config: EngineConfig, progress: Progress | None, compiling: CompileJob | None) -> None:
+    def _start(
+        self, config: EngineConfig, progress: Progress | None, compiling: CompileJob | None, shelf: Shelf | None
+    ) -> None:
         begin = time.perf_counter()
         compiling = compiling or CompileJob.begin(config)
         self.config = config
@@ -113,28 +120,12 @@ class Engine:
         phases = Phases(progress if self.ranks is None else self.ranks.watched(progress))
         model = model_id(config, resolved.kv)
         # a path or a port that is taken is known before the model loads
-        store = open_store(config, resolved.kv, model, own.shard_of)
+        store = open_store(config, resolved.kv, model, own.shard_of, resolved.packed)
         publisher = make_publisher(config, config.share.engine)
 
         def load() -> Weights | BroadModule:
-            torch.set_num_threads(resolved.cpu_threads)
-            if resolved.device.type == "cuda":
-                grow_in_place()
-            if isinstance(self.spec, BroadSpec):
-                from weft.engine.runner.broad_load import load_tested
-
-                return load_tested(self.spec, config, resolved)
-            return load_weights(
-                own,
-                config.model_path,
-                device=resolved.device,
-                dtype=resolved.weight_dtype,
-                max_positions=resolved.max_model_len,
-                dummy_seed=config.seed if config.load_format == "dummy" else None,
-                dummy_skew=config.dummy_skew,
-                dummy_realistic=config.dummy_weights == "realistic",
-                progress=phases,
-            )
+            own_shelf = None if self.ranks is not None else shelf
+            return load_model(own, config, resolved, phases, shelf=own_shelf, model=model)
 
         # In a thread that ends: a team of OpenMP threads left behind here would slow the runner's (see CpuRunner).
         try:
@@ -145,7 +136,7 @@ class Engine:
             phases.end()
             if model_id(config, resolved.kv) != model:
                 raise ModelError(f"{config.model_path} was changed while it was loaded: start again")
-            make_store: Callable[[StoreFile, Bytes], Store] = SsdStore
+            make_store: Callable[[StoreFile, Bytes, Rests | None], Store] = SsdStore
             self.runner: Runner
             if self.ranks is None:
                 self.runner = make_runner(self.spec, weights, config, resolved, phases, compiling)
@@ -177,7 +168,7 @@ class Engine:
         self._events = IndexEvents(index, publisher, config.page_size) if publisher is not None else None
         pool = PagePool(num_pages, config.page_size, index, config.pinned_cache_share)
         self.tiers = make_tiers(
-            config, resolved.kv, pool, store, self.runner.copy_engine, make_store, own.shard_of.ranks
+            config, resolved.kv, pool, store, self.runner.copy_engine, make_store, own.shard_of.ranks, resolved.packed
         )
         self.scheduler = Scheduler(
             SlotTable(resolved.max_num_seqs, resolved.max_model_len, config.page_size, self.spec.kv_window),
@@ -188,7 +179,9 @@ class Engine:
             chunk_step=resolved.chunk_step(self.spec),
             fairness=Fairness(config.fair_prefill_share, preempt=config.priority_preemption),
         )
-        self.energy, self._why_unmetered = self._metered(weights.num_bytes)
+        self._work = self._work_of(weights.num_bytes)
+        self.energy, self._why_unmetered = self._metered()
+        self.scheduler.chunk_keeper = self._chunk_keeper()
         self._seat_keeper = SeatKeeper.of(config, self.scheduler) if config.adapts else None
         self._told_at_rest = 0.0
         self._depth = 1 if config.async_scheduling else 0
@@ -223,20 +216,35 @@ class Engine:
         """of each phase of the start that reports progress"""
         self.load_seconds = time.perf_counter() - begin
 
-    def _metered(self, weight_bytes: int) -> tuple[EnergyLedger | None, str]:
-        """Who charges requests for energy, or why nobody does."""
-        if self.config.share.sharers > 1:
-            return None, "several engines work on this device: its counter does not tell whose work it was"
-        if self.ranks is not None and self.resolved.device.type == "cuda":
-            return None, "several GPUs work on one iteration: the counter of one does not tell what it took"
-        try:
-            meter = EnergyMeter(energy_counter(self.resolved.device))
-        except (OSError, ValueError, ImportError) as error:
-            return None, str(error)
+    def _work_of(self, weight_bytes: int) -> Work:
         kv = self.resolved.kv
         token_bytes = kv.page_bytes // (kv.page_size * self.spec.num_layers)
-        work = Work(self.spec, weight_bytes, token_bytes, cuda=self.resolved.device.type == "cuda")
-        return EnergyLedger(meter, work, self.scheduler.slots), ""
+        own = self.spec.shard(0, self.config.tensor_parallel_size)  # of whose bytes these are
+        return Work(own, weight_bytes, token_bytes, cuda=self.resolved.device.type == "cuda")
+
+    def _chunk_keeper(self) -> ChunkKeeper | None:
+        config, resolved = self.config, self.resolved
+        if (objective := config.itl_objective) is None:
+            return None
+        keeper = ChunkKeeper.of(
+            objective, config.objectives if config.adapts else (), self._work.costs, self.scheduler.slots,
+            most=resolved.max_num_batched_tokens, chunk_step=resolved.chunk_step(self.spec),
+            patience=config.itl_slo_patience, share=config.fair_prefill_share, plan=resolved.plan,
+            layers=self.spec.num_layers,
+        )  # fmt: skip
+        print(f"weft: {keeper}", file=sys.stderr, flush=True)
+        return keeper
+
+    def _metered(self) -> tuple[EnergyLedger | None, str]:
+        """Who charges requests for energy, or why nobody does."""
+        if self.config.share.sharers > 1 or self.config.share.awake > 1:
+            return None, "several engines work on this device: its counter does not tell whose work it was"
+        ranks = self.config.tensor_parallel_size
+        try:
+            meter = EnergyMeter(energy_counter(self.resolved.device, ranks))
+        except (OSError, ValueError, ImportError) as error:
+            return None, str(error)
+        return EnergyLedger(meter, self._work, self.scheduler.slots), ""
 
     def check(self) -> None:
         """Raises `RankLost` when another rank has ended: then this engine has, too."""
@@ -359,6 +367,8 @@ class Engine:
         if pool.num_held:
             raise ConfigError(f"{pool.num_held} of its pages are in use")
         resting.doze()
+        if self.energy is not None and self.config.share.models > 1:
+            self.energy.leave()
         return resting.num_bytes
 
     def rise(self) -> int:
@@ -368,6 +378,8 @@ class Engine:
         if resting is None:
             raise ConfigError("its engine was not made to")
         resting.rise()
+        if self.energy is not None:
+            self.energy.come_back()
         return resting.num_bytes
 
     def reset_prefix_cache(self) -> None:
@@ -420,6 +432,8 @@ class Engine:
         joules = self.energy.charge(result.batch, result.seconds) if self.energy is not None else {}
         if self.on_commit is not None:
             self.on_commit(result.batch, time.monotonic())
+        if self.scheduler.chunk_keeper is not None:
+            self.scheduler.chunk_keeper.committed(result, result.batch.step == self._first_step)
         events = self.scheduler.commit(result)
         self._warn_of_nonfinite(begin)
         if self.tiers is not None:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,8 @@ from weft.engine.wire.messages import (
     Rise,
     ToEngine,
 )
+from weft.engine.wire.shelf import COUNT as SHELF_FDS
+from weft.engine.wire.shelf import Shelf
 
 if TYPE_CHECKING:
     from weft.engine.engine import Engine
@@ -106,24 +108,25 @@ class _Loop:
         self._worked = False
         """the engine was ready: its clients are there"""
 
-    def run(self, config: EngineConfig, stacks_fd: int) -> int:
+    def run(self, config: EngineConfig, stacks_fd: int, shelf_fds: Sequence[int]) -> int:
         self._beat.stage("importing", self._beats.start_timeout)
         try:
-            return self._serve(config, stacks_fd)
+            return self._serve(config, stacks_fd, Shelf.of(shelf_fds) if shelf_fds else None)
         except RankLost as error:
             print(f"weft: {error}", file=sys.stderr, flush=True)
             return self._fail(str(error))
 
-    def _serve(self, config: EngineConfig, stacks_fd: int) -> int:
+    def _serve(self, config: EngineConfig, stacks_fd: int, shelf: Shelf | None) -> int:
         """Raises `RankLost`."""
         try:
             # ahead of what takes long here, for it takes as long there
             ranks = Ranks.begin(config, self._beats, self._row, stacks_fd, pin=True)
-            compiling = CompileJob.begin(config)
+            compiling = CompileJob.begin(config if ranks is None else ranks.config)
             self._headstart.wait()
             from weft.engine.engine import Engine  # what cannot be imported is told here, in the reach of EngineFailed
 
-            engine = Engine(config, _AnnouncedProgress(self._beat, self._beats.start_timeout), compiling, ranks)
+            progress = _AnnouncedProgress(self._beat, self._beats.start_timeout)
+            engine = Engine(config, progress, compiling, ranks, shelf)
         except RankLost:
             raise
         except WeftError as error:
@@ -291,10 +294,10 @@ def main() -> int:
     install()
     settle(int(sys.argv[1]))
     headstart = Headstart(ENGINE_MODULES, GPU_MODULES)
-    line, fds = told(socket.socket(fileno=os.dup(0)), 3)
+    line, fds = told(socket.socket(fileno=os.dup(0)), 3 + SHELF_FDS)
     if not line:
         os._exit(0)  # the daemon found that it needs no engine
-    listener_fd, beats_fd, stacks_fd = fds
+    listener_fd, beats_fd, stacks_fd, *shelf_fds = fds
     write_stacks_to(stacks_fd)
     config = EngineConfig.model_validate_json(line)
     keep_to(config.share.cpus)
@@ -305,7 +308,7 @@ def main() -> int:
     clients = Clients(context, listener_fd)
     try:
         row = ENGINE + config.share.engine
-        code = _Loop(clients, ending, Beats(row + 1, beats_fd), row, headstart).run(config, stacks_fd)
+        code = _Loop(clients, ending, Beats(row + 1, beats_fd), row, headstart).run(config, stacks_fd, shelf_fds)
     except Exception:
         # A defect, not a user's mistake: the trace belongs in the log, the daemon tells every client.
         traceback.print_exc()

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from weft.kernels.attention import AttentionShape, AttentionUnavailable, HostAttention
+from weft.kernels.fp8 import E4M3
 from weft.kernels.gpu import on_gpu
 
 BackendName = Literal["triton", "flash-attn", "torch"]
@@ -33,7 +34,7 @@ def check(name: BackendName, shape: AttentionShape) -> None:
     """Raise `AttentionUnavailable` when the back end cannot serve `shape`. Allocates nothing."""
     if name == "torch":
         return
-    if shape.pool_dtype != shape.dtype:
+    if shape.pool_dtype != shape.dtype and (name != "triton" or shape.pool_dtype != E4M3):
         raise AttentionUnavailable(f"the {name} attention back end reads pages of the queries' dtype alone; use torch")
     if name != "triton" and (lacking := _lacking(shape)):
         raise AttentionUnavailable(f"the {name} attention back end has no {lacking}; use torch")

@@ -7,14 +7,27 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from weft.kernels import fp8_attention
 from weft.kernels.attention import AttentionBackend, AttentionShape
 from weft.kernels.attention_backends import check
 from weft.kernels.decode_attention import decode_attention
-from weft.kernels.decode_workspace import DecodeWorkspace
-from weft.kernels.prefill_attention import prefill_attention
+from weft.kernels.decode_workspace import DecodeWorkspace, head_block
+from weft.kernels.fp8 import KvScales
+from weft.kernels.fp8_unpack import Unpacked, unpack_pages
+from weft.kernels.gpu import is_hopper, on_gpu
+from weft.kernels.prefill_attention import PrefillWorkspace, prefill_attention
 
 PER_SM = 4
 """programs of decode attention on each SM"""
+
+
+def cuts_prefill(shape: AttentionShape) -> bool:
+    """Whether tiles of chunks may be cut along their keys, and be one launch with decodes: on Hopper, 16 bits."""
+    return (
+        on_gpu(shape.device) and is_hopper() and set(shape.windows) == {None}
+        and shape.dtype.itemsize == 2 and shape.pool_dtype == shape.dtype and head_block(shape.head_dim) in (64, 128)
+        and shape.group <= 16
+    )  # fmt: skip
 
 
 class DecodeWork(NamedTuple):
@@ -24,6 +37,13 @@ class DecodeWork(NamedTuple):
     """[max_items, ITEM_FIELDS] int32"""
     number: Tensor
     """[1] int32"""
+
+
+class PrefillParts(NamedTuple):
+    space: PrefillWorkspace
+    """of no other step whose launches may run at the same time"""
+    decoders: Tensor
+    """[1] int32: programs that begin with decodes where decodes and chunks are one launch"""
 
 
 class TritonStep(NamedTuple):
@@ -41,19 +61,24 @@ class TritonStep(NamedTuple):
     """[1] int32"""
     space: DecodeWorkspace
     """of no other step whose launches may run at the same time"""
+    unpacked: Unpacked | None = None
+    """chunks whose pages in e4m3 are put into 16 bits first; `prefill_items` has the others"""
+    parts: PrefillParts | None = None
+    """where tiles of chunks are cut along their keys; `prefill_items` are `[max_items, PART_FIELDS]` then"""
 
 
 class TritonAttention(AttentionBackend[TritonStep]):
     """See `attention.AttentionBackend`. Raises `AttentionUnavailable` for a shape that the kernels do not take.
 
-    num_sms: SMs of the GPU. `decode_items` cuts the work for `num_sms * PER_SM` programs.
+    num_sms: SMs of the GPU. `decode_items` cuts the work for `num_sms * PER_SM` programs. kv_scales: of pages in e4m3,
+    which are read by kernels of their own (`fp8_attention`).
     """
 
     captured = True
 
-    def __init__(self, shape: AttentionShape, num_sms: int) -> None:
+    def __init__(self, shape: AttentionShape, num_sms: int, kv_scales: KvScales | None = None) -> None:
         check("triton", shape)
-        self._shape, self._num_sms = shape, num_sms
+        self._shape, self._num_sms, self._kv_scales = shape, num_sms, kv_scales
 
     def decode(
         self, q: Tensor, kv: Tensor, layer: int, step: TritonStep, *, out: Tensor, num_sms: int | None = None,
@@ -61,6 +86,12 @@ class TritonAttention(AttentionBackend[TritonStep]):
     ) -> Tensor:  # fmt: skip
         shape, window = self._shape, self._shape.window(layer)
         items, count = step.decodes[window]
+        if self._kv_scales is not None:
+            return fp8_attention.decode_attention(
+                q, kv, self._kv_scales, layer, step.page_table, items, count, out=out,
+                num_sms=num_sms or self._num_sms, space=step.space, scale=shape.scale, windowed=window is not None,
+                softcap=shape.softcap, sinks=sinks,
+            )  # fmt: skip
         return decode_attention(
             q, kv, layer, step.page_table, items, count, out=out, num_sms=num_sms or self._num_sms, space=step.space,
             per_sm=PER_SM, scale=shape.scale, windowed=window is not None, softcap=shape.softcap, sinks=sinks,
@@ -71,8 +102,38 @@ class TritonAttention(AttentionBackend[TritonStep]):
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         shape = self._shape
+        if self._kv_scales is not None:
+            if (wide := step.unpacked) is not None:
+                pages = unpack_pages(kv, self._kv_scales, layer, wide, num_sms=num_sms or self._num_sms)
+                prefill_attention(
+                    q, pages, 0, wide.table, wide.items, wide.num_items, out=out, num_sms=num_sms or self._num_sms,
+                    scale=shape.scale, window=shape.window(layer), softcap=shape.softcap, sinks=sinks,
+                )  # fmt: skip
+            return fp8_attention.prefill_attention(
+                q, kv, self._kv_scales, layer, step.page_table, step.prefill_items, step.prefill_count, out=out,
+                num_sms=num_sms or self._num_sms, scale=shape.scale, window=shape.window(layer),
+                softcap=shape.softcap, sinks=sinks,
+            )  # fmt: skip
         return prefill_attention(
             q, kv, layer, step.page_table, step.prefill_items, step.prefill_count, out=out,
             num_sms=num_sms or self._num_sms, scale=shape.scale, window=shape.window(layer), softcap=shape.softcap,
-            sinks=sinks,
+            sinks=sinks, space=None if step.parts is None else step.parts.space,
+        )  # fmt: skip
+
+    def attend(
+        self, q: Tensor, kv: Tensor, layer: int, step: TritonStep, *, out: Tensor, num_sms: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Decodes and chunks: in one launch where tiles are cut, else one after the other."""
+        if step.parts is None:
+            self.decode(q, kv, layer, step, out=out, num_sms=num_sms, sinks=sinks)
+            return self.prefill(q, kv, layer, step, out=out, num_sms=num_sms, sinks=sinks)
+        from weft.kernels.pod_hopper import PodWork, launch_pod
+
+        items, count = step.decodes[None]
+        return launch_pod(
+            q, kv, layer, step.page_table,
+            PodWork(items, count, step.prefill_items, step.prefill_count, step.parts.decoders), out=out,
+            num_sms=num_sms or self._num_sms, decodes=step.space, prefills=step.parts.space,
+            scale=self._shape.scale, softcap=self._shape.softcap, sinks=sinks,
         )  # fmt: skip

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.kernels import experts, gemm, gemm_launch, projections
+from weft.kernels import experts, fp8, fp8_projections, gemm, gemm_launch, projections
 from weft.kernels.decode_attention import decode_attention
 from weft.kernels.decode_workspace import decode_workspace
+from weft.kernels.fp8 import Fp8Weight
 from weft.kernels.gemm_config import GemmConfig
 from weft.kernels.measure import burst
 from weft.kernels.prefill_attention import prefill_attention
@@ -43,15 +44,19 @@ def rule(shape: Shape, tokens: int, num_sms: int) -> GemmConfig:
     """The configuration that a product gets before it is tuned."""
     if shape.experts:
         return experts.choose(tokens, shape.features, shape.depth, shape.experts, shape.top)
+    if shape.bits == 8:
+        return fp8_projections.choose(shape.kind, tokens, shape.features, shape.depth, num_sms)
     return gemm_launch.choose(tokens, shape.features, shape.depth, num_sms)
 
 
 def product(
-    shape: Shape, tokens: int, weight: Tensor, space: gemm_launch.Workspace, num_sms: int, config: GemmConfig | None,
-    head_dim: int = HEAD_DIM, kv_heads: int = 8,
+    shape: Shape, tokens: int, weight: Tensor | Fp8Weight, space: gemm_launch.Workspace, num_sms: int,
+    config: GemmConfig | None, head_dim: int = HEAD_DIM, kv_heads: int = 8,
 ) -> Callable[[], object]:  # fmt: skip
     """A call of the fused product of this shape, its operands made once."""
     n, k = shape.features, shape.depth
+    if isinstance(weight, Fp8Weight):
+        return fp8_product(shape, tokens, weight, space, num_sms, config, head_dim, kv_heads)
     if shape.experts:
         return layer_of_experts(shape, tokens, weight, num_sms, config)
     a = torch.randn(tokens, k, device=weight.device, dtype=DTYPE)
@@ -81,6 +86,38 @@ def product(
         return lambda: projections.linear_project(a, sumsq, weight, 1e-5, activation="gelu_tanh", out=out, **options)
     out = torch.empty(tokens, n, device=weight.device, dtype=torch.float32 if shape.kind == "logits" else DTYPE)
     return lambda: gemm.matmul(a, weight, out, **options)
+
+
+def fp8_product(
+    shape: Shape, tokens: int, weight: Fp8Weight, space: gemm_launch.Workspace, num_sms: int, config: GemmConfig | None,
+    head_dim: int, kv_heads: int,
+) -> Callable[[], object]:  # fmt: skip
+    """As `product`, of operands in e4m3 whose scales are by blocks of an activation; pages in 16 bits."""
+    n, k, device = shape.features, shape.depth, weight.values.device
+    a = fp8_projections.rows_buffer(tokens, k, device)
+    if device.type != "meta":
+        made = fp8.quantize_rows(torch.randn(tokens, k, device=device))
+        a.values.copy_(made.values)
+        a.scale.copy_(made.scale)
+    sumsq = torch.full((16, tokens), k / 16, device=device)
+    options: dict[str, Any] = {"num_sms": num_sms, "space": space, "config": config}
+    if shape.kind == "qkv":
+        kv = torch.zeros(tokens // 64 + 2, 2, 2, 64, kv_heads, head_dim, device=device, dtype=DTYPE)
+        rotary = torch.randn(4096, head_dim // 2, 2, device=device)
+        positions = torch.arange(tokens, device=device, dtype=torch.int32)
+        out = torch.empty(tokens, n // head_dim - 2 * kv_heads, head_dim, device=device, dtype=DTYPE)
+        return lambda: fp8_projections.qkv_project(
+            a, sumsq, weight, None, 1e-5, rotary, positions, positions + 64, kv, 1, out.shape[1], out=out, **options
+        )
+    if shape.kind == "residual":
+        x = torch.randn(tokens, n, device=device, dtype=DTYPE)
+        parts, left = projections.sumsq_buffer(n, tokens, device), fp8_projections.rows_buffer(tokens, n, device)
+        norm = torch.ones(n, device=device)
+        return lambda: fp8_projections.residual_project(
+            a, weight, x, out=x, sumsq=parts, quantized=left, next_norm=norm, **options
+        )
+    left = fp8_projections.rows_buffer(tokens, n // 2, device)
+    return lambda: fp8_projections.gate_up_project(a, sumsq, weight, 1e-5, quantized=left, **options)
 
 
 def layer_of_experts(
@@ -113,7 +150,16 @@ def layer_of_experts(
     return call
 
 
-def weights(shape: Shape, copies: int, device: str = DEVICE) -> list[Tensor]:
+def weights(shape: Shape, copies: int, device: str = DEVICE) -> list[Any]:
+    """Tensors; of e4m3 `Fp8Weight`."""
+    if shape.bits == 8:
+        made = []
+        for _ in range(copies):
+            values = torch.empty(shape.features, shape.depth, device=device, dtype=fp8.E4M3)
+            if values.device.type != "meta":
+                values.copy_(torch.randn(shape.features, shape.depth, device=device, dtype=DTYPE))
+            made.append(Fp8Weight(values, torch.full((shape.features,), 0.02, device=device)))
+        return made
     if shape.experts:
         return [torch.empty(shape.elements, device=device, dtype=DTYPE).normal_(0, 0.02) for _ in range(copies)]
     return [torch.randn(shape.features, shape.depth, device=device, dtype=DTYPE) * 0.02 for _ in range(copies)]
@@ -127,7 +173,7 @@ def cublas(tokens: int, weight: Tensor) -> Callable[[], object]:
 
 def copies_for(shape: Shape) -> int:
     """Weights that together exceed the L2 several times."""
-    size = 2 * shape.elements
+    size = shape.bits // 8 * shape.elements
     return 1 if size > 1e9 else max(2, min(12, int(400e6 / size)))
 
 

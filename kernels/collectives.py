@@ -58,6 +58,8 @@ class Peers(NamedTuple):
     ranks: int
     abort: Tensor
     """[1] int32: not 0 ends all waiting, whatever has not come; this rank's own"""
+    bases: tuple[int, ...] = ()
+    """`addresses`, as the host knows them"""
 
 
 @triton.jit
@@ -86,9 +88,9 @@ def _advance_kernel(number):
     tl.store(number, tl.load(number) + 1)
 
 
-@triton.jit(do_not_specialize=["rank", "stride_sumsq"])
+@triton.jit(do_not_specialize=["rank", "stride_sumsq", "T"])
 def _reduce_kernel(
-    addresses, rank, abort, number, flags, partial, x, sumsq, stride_sumsq, live, H, W, R: tl.constexpr,
+    addresses, rank, abort, number, flags, partial, x, sumsq, stride_sumsq, live, T, H, W, R: tl.constexpr,
     ADD: tl.constexpr, SHOTS: tl.constexpr, BLOCK: tl.constexpr, TYPE: tl.constexpr, KIND: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -100,7 +102,7 @@ def _reduce_kernel(
     _hear(addresses, rank, flags, 0, now, abort, R, KIND)
     parts = R if SHOTS == 1 else 1
     own = tl.load(addresses + rank)
-    for item in range(tl.program_id(0), tl.load(live) * parts, tl.num_programs(0)):
+    for item in range(tl.program_id(0), tl.minimum(tl.load(live), T) * parts, tl.num_programs(0)):
         row = (item // parts).to(tl.int64)
         part = item % parts if SHOTS == 1 else rank
         squares = tl.zeros([BLOCK], tl.float32)
@@ -222,7 +224,8 @@ def reduce(
     num_sms: int,
 ) -> None:
     """The sum of every rank's partial sums, in rank order, plus what x holds if `add`, rounded once, into x; squares of
-    the parts of its rows (`part_width`) into `sumsq[: ranks]`. Rows from `live [1]` on are left alone.
+    the parts of its rows (`part_width`) into `sumsq[: ranks]`. Rows from `live [1]` on are left alone; it may be
+    more than there are.
 
     partial, x: `[tokens, hidden]` of `dtype`; sumsq: `[parts, stride_sumsq]` float32; flags: of this sum, `[2, ranks]`
     int32. All four are offsets into the arenas, in bytes, the same on all ranks; `flags` a multiple of 4, the others of
@@ -232,8 +235,9 @@ def reduce(
     items = tokens * (peers.ranks if shots == 1 else 1)
     block = min(2048, triton.next_power_of_2(width))
     _reduce_kernel[(max(1, min(items, WAVES * num_sms)),)](
-        peers.addresses, peers.rank, peers.abort, number, flags, partial, x, sumsq, stride_sumsq, live, hidden, width,
-        ADD=add, SHOTS=shots, BLOCK=block, TYPE=_TYPES[dtype], num_warps=max(1, min(8, block // 256)), **_common(peers),
+        peers.addresses, peers.rank, peers.abort, number, flags, partial, x, sumsq, stride_sumsq, live, tokens, hidden,
+        width, ADD=add, SHOTS=shots, BLOCK=block, TYPE=_TYPES[dtype], num_warps=max(1, min(8, block // 256)),
+        **_common(peers),
     )  # fmt: skip
     if shots == 2:
         _meet_kernel[(1,)](

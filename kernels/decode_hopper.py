@@ -102,7 +102,8 @@ def _range(items, task, tasks, table, stride_table, HKV: gl.constexpr):
 @gluon.jit
 def _produce(
     source, CONSUMERS: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, PAGE: gl.constexpr,
-    BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, SLOTS: gl.constexpr, CONSUMER: gl.constexpr,
+    BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, SLOTS: gl.constexpr, DRAWN: gl.constexpr,
+    CONSUMER: gl.constexpr,
 ):  # fmt: skip
     (q, kv, q_smem, ring, full, empty, task_smem, tokens_smem, table, stride_table, items, tasks, tickets, layer,
      layers) = source  # fmt: skip
@@ -112,6 +113,8 @@ def _produce(
     turn = 0
     producers = gl.num_programs(0) * CONSUMERS
     task = gl.program_id(0) + CONSUMER * gl.num_programs(0)
+    if DRAWN:
+        task = gl.atomic_add(tickets, 1, sem="relaxed")
     start, end, row, pages = _range(items, task, tasks, table, stride_table, HKV)
     page = gl.load(pages + start // PAGE)
     while task < tasks:
@@ -136,7 +139,10 @@ def _produce(
                 slot = 0
                 phase ^= 1
             # what the next task needs is fetched while this one waits for room
-            if (first == start) & (tasks > producers):
+            if DRAWN:  # as late as may be: whoever else is free shall have it
+                if first + BN >= end:
+                    task_next = gl.atomic_add(tickets, 1, sem="relaxed")
+            elif (first == start) & (tasks > producers):
                 task_next = producers + gl.atomic_add(tickets, 1, sem="relaxed")
             if first + BN >= end:
                 start_next, end_next, row_next, pages_next = _range(items, task_next, tasks, table, stride_table, HKV)
@@ -158,11 +164,16 @@ def _produce(
     mbarrier.wait(empty.index(at), phase)
     _put(task_smem.index(at), -1)
     mbarrier.arrive(full.index(at), count=1)
-    if tasks > producers:  # noqa: SIM102 (`and` would draw in any case)
-        # the last producer to finish leaves the counters as it found them
-        if gl.atomic_add(tickets + 1, 1, sem="acq_rel") == producers - 1:
-            gl.store(tickets, 0)
-            gl.store(tickets + 1, 0)
+    if DRAWN or tasks > producers:
+        put_back(tickets, producers)
+
+
+@gluon.jit
+def put_back(tickets, drawers):
+    """The last of so many drawers leaves the counters as it found them."""
+    if gl.atomic_add(tickets + 1, 1, sem="acq_rel") == drawers - 1:
+        gl.store(tickets, 0)
+        gl.store(tickets + 1, 0)
 
 
 @gluon.jit
@@ -368,10 +379,10 @@ def decode_kernel(
             (_consume, (sink, HKV, G, GP, BN, BOX, D, DP, SLOTS, WINDOWED, SOFTCAP, 1)),
             (_consume, (sink, HKV, G, GP, BN, BOX, D, DP, SLOTS, WINDOWED, SOFTCAP, 2)),
             (_consume, (sink, HKV, G, GP, BN, BOX, D, DP, SLOTS, WINDOWED, SOFTCAP, 3)),
-            (_produce, (source, C, HKV, G, GP, PAGE, BN, BOX, D, DP, SLOTS, 0)),
-            (_produce, (source, C, HKV, G, GP, PAGE, BN, BOX, D, DP, SLOTS, 1)),
-            (_produce, (source, C, HKV, G, GP, PAGE, BN, BOX, D, DP, SLOTS, 2)),
-            (_produce, (source, C, HKV, G, GP, PAGE, BN, BOX, D, DP, SLOTS, 3)),
+            (_produce, (source, C, HKV, G, GP, PAGE, BN, BOX, D, DP, SLOTS, False, 0)),
+            (_produce, (source, C, HKV, G, GP, PAGE, BN, BOX, D, DP, SLOTS, False, 1)),
+            (_produce, (source, C, HKV, G, GP, PAGE, BN, BOX, D, DP, SLOTS, False, 2)),
+            (_produce, (source, C, HKV, G, GP, PAGE, BN, BOX, D, DP, SLOTS, False, 3)),
         ],
         [1] * 8,
         [248, 248, 248, 248, 48, 48, 48, 48],

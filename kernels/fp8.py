@@ -86,9 +86,13 @@ def channel_scale(amax: Tensor) -> Tensor:
     return torch.where(scale > 0, scale, torch.ones_like(scale))
 
 
-def quantize_weight(weight: Tensor) -> Fp8Weight:
-    """`[out, in]` of any float -> e4m3 with a scale for each output channel."""
-    scale = channel_scale(weight.float().abs().amax(-1))
+def quantize_weight(weight: Tensor, *, exact: bool = False) -> Fp8Weight:
+    """`[out, in]` of any float -> e4m3 with a scale for each output channel.
+
+    exact: scales are powers of two, so that numbers of no more than four significant bits stay what they are.
+    """
+    amax = weight.float().abs().amax(-1)
+    scale = power_of_two_scale(amax) if exact else channel_scale(amax)
     return Fp8Weight(saturated(weight.float() / scale[:, None]), scale)
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from weft.kernels.decode_workspace import DecodeWorkspace, group_block, head_block
 from weft.kernels.dependent_launch import begin, pdl_options, release
 from weft.kernels.fp8 import E4M3, KvScales
+from weft.kernels.gpu import gpu
 from weft.kernels.scores import bend, log2_scale, with_sink
 from weft.kernels.work_lists import TILE_ROWS
 
@@ -226,10 +227,13 @@ def decode_attention(
     """As `decode_attention.decode_attention`, over kv `[pages, layers, 2, page_size, Hkv, D]` in e4m3."""
     _check(q, kv, out, items, page_table, scales)
     if not portable:
-        from weft.kernels.fp8_decode import launch_decode, supports
+        from weft.kernels import fp8_decode, fp8_decode_warps
 
-        if supports(q, kv):
-            return launch_decode(
+        if fp8_decode.supports(q, kv):
+            here = gpu(q.device if q.is_cuda else None)
+            wide = here is not None and num_sms >= here.sms  # programs of one warp cannot be kept off other SMs
+            launch = fp8_decode_warps.launch_decode if wide else fp8_decode.launch_decode
+            return launch(
                 q, kv, scales, layer, page_table, items, num_items, out=out, num_sms=num_sms, space=space, scale=scale,
                 windowed=windowed, softcap=softcap, sinks=sinks,
             )  # fmt: skip

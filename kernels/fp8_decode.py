@@ -315,6 +315,11 @@ _RING = 196608
 """bytes of shared memory for K and V: with it no other program of any size fits on the SM"""
 
 
+def block_tokens(head_dim: int) -> int:
+    """Tokens that are worked on at once; they wait in the registers of one warp. Sums depend on it."""
+    return 64 if head_dim <= 128 else 32
+
+
 def supports(q: Tensor, kv: Tensor) -> bool:
     """Whether `launch_decode` takes these shapes on this device."""
     page_size, num_kv_heads, head_dim = kv.shape[3:]
@@ -328,15 +333,15 @@ def supports(q: Tensor, kv: Tensor) -> bool:
 def launch_decode(
     q: Tensor, kv: Tensor, scales: KvScales, layer: int, page_table: Tensor, items: Tensor, num_items: Tensor, *,
     out: Tensor, num_sms: int, space: DecodeWorkspace, scale: float | None = None, windowed: bool = False,
-    softcap: float = 0.0, sinks: Tensor | None = None, block: int = 0,
+    softcap: float = 0.0, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As `fp8_attention.decode_attention`, which checks the arguments; on `num_sms` SMs, whose shared memory it takes
-    whole. block: tokens that are worked on at once; 0: by rule.
+    whole.
     """
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
     group = q.shape[1] // num_kv_heads
     width = head_block(head_dim) // 2  # pairs of bytes
-    block = block or 32  # of 64 tokens, a warp waits longer for its own conversions
+    block = block_tokens(head_dim)
     box = min(page_size, block)
     swizzle = min(128, width * 2)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=3)

@@ -6,7 +6,6 @@ what block scales and long depths ask for. `WAY` says how:
 
 - "promoted": 64 x 128 partial sums of one step, times the step's scales, are added to the accumulator in float32; a
   tile of 256 features does its left half, then its right one, while the other warpgroup has the tensor cores;
-- "rescaled": one accumulator, which is brought to the next block's power of two before the next step (exact);
 - "fast": one accumulator and one scale a token, applied at the end, as most servers do.
 
 An epilogue that makes the next product's operand quantises it there: each row of a tile has its own scales, a power of
@@ -38,7 +37,6 @@ from weft.kernels.fp8 import Fp8Rows, Fp8Weight
 from weft.kernels.fp8_triton import weight_blocks
 from weft.kernels.gemm_hopper import (
     _activate,
-    _gate_with,
     _halves,
     _page_rows,
     _rotate_half,
@@ -95,36 +93,6 @@ def _power_of_two(amax):
 
 
 @gluon.jit
-def _ratio(scale, following):
-    """The power of two that brings sums in units of `scale` into units of `following`."""
-    shift = (scale.to(gl.int32, bitcast=True) >> 23) - (following.to(gl.int32, bitcast=True) >> 23)
-    return ((gl.minimum(gl.maximum(shift, -126), 127) + 127) << 23).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _rescaled(
-    a_smem, w_smem, full, empty, sa, stride_sa, rows, live, count, steps,
-    WG: gl.constexpr, BN: gl.constexpr, ACC: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """`[64, BN]` of one tile and the stages used so far; the last block's scale is applied as well."""
-    acc = gl.zeros([64, BN], gl.float32, layout=ACC)
-    scale = gl.load(sa + rows, mask=rows < live, other=1.0)
-    for step in range(steps):
-        stage = count % STAGES
-        at = gl.minimum(step + 1, steps - 1).to(gl.int64) * stride_sa
-        following = gl.load(sa + at + rows, mask=rows < live, other=1.0)
-        mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-        a_mine = a_smem.index(stage).slice(WG * 64, 64)
-        acc = warpgroup_mma(a_mine, w_smem.index(stage).permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index(stage), count=1)
-        acc = acc * _ratio(scale, following)[:, None]
-        scale = following
-        count += 1
-    return acc * scale[:, None], count
-
-
-@gluon.jit
 def _fast(
     a_smem, w_smem, full, empty, sa, rows, live, count, steps,
     WG: gl.constexpr, BN: gl.constexpr, ACC: gl.constexpr, STAGES: gl.constexpr,
@@ -151,7 +119,10 @@ def _promoted(
     WG: gl.constexpr, BN: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr, A_BLOCKS: gl.constexpr,
     W_BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """(left `[64, 128]`, right `[64, 128]` or left again, stages used so far) of one tile of BN features."""
+    """(left `[64, 128]`, right `[64, 128]` or left again, stages used so far) of one tile of BN features.
+
+    W_BLOCKS: 1: a scale for 128 features; 2: each feature's own; 3: two for all of the tile, whose features alternate.
+    """
     left = gl.zeros([64, 128], gl.float32, layout=HALF)
     right = gl.zeros([64, 128], gl.float32, layout=HALF)
     scale = gl.load(sa + rows, mask=rows < live, other=1.0)
@@ -167,6 +138,9 @@ def _promoted(
             first_at = sw + block_n.to(gl.int64) * stride_sw + step
             mine = mine * gl.load(first_at)
             second = second * gl.load(first_at + gl.where(block_n + 1 < blocks_n, stride_sw, 0))
+        if W_BLOCKS == 3:
+            pair_at = sw + (block_n * 128).to(gl.int64) * stride_sw + step
+            pair = gl.where((lane & 1) == 0, gl.load(pair_at), gl.load(pair_at + stride_sw))
         mbarrier.wait(full.index(stage), (count // STAGES) & 1)
         a_mine = a_smem.index(stage).slice(WG * 64, 64)
         w_mine = w_smem.index(stage)
@@ -177,6 +151,8 @@ def _promoted(
             mbarrier.arrive(empty.index(stage), count=1)
         if W_BLOCKS == 2:
             part = part * gl.load(sw + gl.minimum(block_n * 128 + lane, N - 1) * stride_sw + step)[None, :]
+        if W_BLOCKS == 3:
+            part = part * pair[None, :]
         left = left + part * mine[:, None]
         if BN == 256:
             part = warpgroup_mma(a_mine, w_mine.slice(128, 128).permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -184,6 +160,8 @@ def _promoted(
             mbarrier.arrive(empty.index(stage), count=1)
             if W_BLOCKS == 2:
                 part = part * gl.load(sw + gl.minimum(block_n * 128 + 128 + lane, N - 1) * stride_sw + step)[None, :]
+            if W_BLOCKS == 3:
+                part = part * pair[None, :]
             right = right + part * second[:, None]
         scale = following
         count += 1
@@ -204,6 +182,31 @@ def _finished(y, row_scale, sw, bias, col, N, W_BLOCKS: gl.constexpr, NORMED: gl
         y = y * row_scale[:, None]
     if HAS_BIAS:
         y += gl.load(bias + at, mask=at < N, other=0.0).to(gl.float32)[None, :]
+    return y
+
+
+@gluon.jit
+def _rounded(y, DTYPE: gl.constexpr):
+    """float32 -> 16 bits, two numbers an instruction, which the compiler does not find where float32 comes back."""
+    if gl.bfloat16 == DTYPE:
+        y = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [y], dtype=gl.bfloat16, is_pure=True,
+                                      pack=2)  # fmt: skip
+    else:
+        y = y.to(DTYPE)
+    return y
+
+
+@gluon.jit
+def _gated(gate, up, ACT: gl.constexpr):
+    """As `gemm_activations.gate_with`, with the quick exponential and reciprocal: what comes of it has four bits."""
+    if ACT == "silu":
+        y = gl.inline_asm_elementwise(
+            "{ .reg .f32 t; mul.ftz.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.ftz.f32 t, t, 0f3F800000;"
+            " rcp.approx.ftz.f32 t, t; mul.ftz.f32 $0, $1, $2; mul.ftz.f32 $0, $0, t; }",
+            "=&f,f,f", [gate, up], dtype=gl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        y = _activate(gate, ACT) * up
     return y
 
 
@@ -289,12 +292,7 @@ def _consume(
             )  # fmt: skip
         else:
             wide_rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
-            if WAY == "rescaled":
-                acc, count = _rescaled(
-                    a_smem, w_smem, full, empty, sa, stride_sa, wide_rows, live, count, steps, WG, BN, ACC, STAGES
-                )
-            else:
-                acc, count = _fast(a_smem, w_smem, full, empty, sa, wide_rows, live, count, steps, WG, BN, ACC, STAGES)
+            acc, count = _fast(a_smem, w_smem, full, empty, sa, wide_rows, live, count, steps, WG, BN, ACC, STAGES)
             if BN == 256:
                 left, right = _halves(acc)
                 left = gl.convert_layout(left, HALF)
@@ -321,7 +319,7 @@ def _consume(
                 col = col0 + piece * 128
                 y = _finished(left if piece == 0 else right, scale, sw, bias, col, N, W_BLOCKS, False, HAS_BIAS, HALF)
                 io = io_smem.index(WG * PIECES + piece)
-                y = (io.load(HALF).to(gl.float32) + y).to(DTYPE)
+                y = _rounded(io.load(HALF).to(gl.float32) + y, DTYPE)
                 io.store(y)
                 fence_async_shared()
                 store_tile(out, [row0, col], io)
@@ -339,10 +337,10 @@ def _consume(
             PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
             y = _finished(left, scale, sw, bias, col0, N, W_BLOCKS, NORMED, HAS_BIAS, HALF)
             gate, up = gl.split(gl.reshape(y, (64, 64, 2)))
-            h_left = gl.convert_layout(_gate_with(gate, up, ACT), PAIRS)
+            h_left = gl.convert_layout(_gated(gate, up, ACT), PAIRS)
             y = _finished(right, scale, sw, bias, col0 + 128, N, W_BLOCKS, NORMED, HAS_BIAS, HALF)
             gate, up = gl.split(gl.reshape(y, (64, 64, 2)))
-            h_right = gl.convert_layout(_gate_with(gate, up, ACT), PAIRS)
+            h_right = gl.convert_layout(_gated(gate, up, ACT), PAIRS)
             amax = gl.maximum(gl.max(gl.abs(h_left), axis=1), gl.max(gl.abs(h_right), axis=1))
             h_scale, inverse = _power_of_two(amax)
             h_rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, PAIRS))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.kernels import fp8_triton
+from weft.kernels import fp8_triton, tuned
 from weft.kernels.fp8 import BLOCK, E4M3, Fp8Rows, Fp8Weight, KvScales
 from weft.kernels.gemm_config import GemmConfig
 from weft.kernels.gemm_launch import Launch, Workspace
@@ -24,7 +24,11 @@ FEW_TOKENS = 128
 
 
 def choose(kind: str, num_tokens: int, features: int, depth: int, num_sms: int) -> GemmConfig:
-    """The configuration of a product, by rule."""
+    """The configuration of a product: a measured one if the shape is known, else by rule."""
+    return tuned.lookup(num_tokens, features, depth, bits=8) or by_rule(kind, num_tokens, features, depth, num_sms)
+
+
+def by_rule(kind: str, num_tokens: int, features: int, depth: int, num_sms: int) -> GemmConfig:
     steps = -(-depth // BLOCK)
     if num_tokens <= FEW_TOKENS or not is_hopper():
         tokens = min(64, max(16, 1 << (num_tokens - 1).bit_length()))
@@ -142,7 +146,7 @@ def qkv_project(
         raise ValueError("pages in e4m3 need scales, others have none")
     fields: dict[str, Any] = {} if kv_scales is None else {"kv_inverse": kv_scales.inverse}
     if config is None and q_norm is not None and head_dim != 128:  # a tile of `fp8_hopper` has no norm of such heads
-        config = choose("qkv", FEW_TOKENS, weight.values.shape[0], x.values.shape[1], num_sms)
+        config = by_rule("qkv", FEW_TOKENS, weight.values.shape[0], x.values.shape[1], num_sms)
     _product(
         "qkv", x, weight, out, None, num_tokens, space, config, num_sms, way, out.dtype, bias=bias, rotary=rotary,
         positions=positions, slots=slot_mapping, kv=kv, layer=layer, layers=layers, q_norm=q_norm, k_norm=k_norm,

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from weft.kernels.decode_workspace import head_block
 from weft.kernels.dependent_launch import begin, pdl_options, release
+from weft.kernels.fp8 import E4M3, KvScales
+from weft.kernels.fp8_triton import saturated
 
 BLOCK = 2048
 """numbers that a program works on at once"""
@@ -30,7 +32,7 @@ def _inverse_rms(row, width, eps, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "layer"])
 def _place_kernel(
-    raw, count, M, q_norm, k_norm, eps, rotary, positions, slots, kv, layer, layers, q_out,
+    raw, count, M, q_norm, k_norm, eps, rotary, positions, slots, kv, kv_inverse, layer, layers, q_out,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
     OVER_ALL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -77,7 +79,12 @@ def _place_kernel(
             tl.store(q_out + token.to(tl.int64) * (HQ * D) + at, y, mask=real & is_q)
             kv_head = (head - HQ)[:, None] - tl.where(is_v, HKV, 0)
             target = kv + (page + tl.where(is_v, PAGE, 0)) * (HKV * D) + kv_head * D + d[None, :]
-            tl.store(target, y, mask=real & (is_q == 0))
+            if kv_inverse is not None:
+                plane = layer * (2 * HKV) + head - HQ
+                inverse = tl.load(kv_inverse + plane, mask=(head >= HQ) & (head < HQ + 2 * HKV), other=1.0)
+                tl.store(target, saturated(y.to(tl.float32) * inverse[:, None]), mask=real & (is_q == 0))
+            else:
+                tl.store(target, y, mask=real & (is_q == 0))
 
 
 def place_heads(
@@ -91,21 +98,25 @@ def place_heads(
     num_heads: int,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
+    kv_scales: KvScales | None = None,
     *,
     out: Tensor,
     num_tokens: Tensor | None = None,
 ) -> Tensor:
     """Products of q, k and v `[T, (Hq + 2 Hkv) D]` -> `out [T, Hq, D]` and the pages; see `projections.qkv_project`.
 
-    Rows from `num_tokens` on are left as they are.
+    Rows from `num_tokens` on are left as they are. kv_scales: of pages in e4m3.
     """
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
     if not raw.is_contiguous():
         raise ValueError("raw must be contiguous")
+    if (kv_scales is None) == (kv.dtype == E4M3):
+        raise ValueError("pages in e4m3 need scales, others have none")
     width = head_block(head_dim)
     all_heads = triton.next_power_of_2(num_heads + 2 * num_kv_heads)
     _place_kernel[(raw.shape[0],)](
-        raw, num_tokens, raw.shape[0], q_norm, k_norm, eps, rotary, positions, slot_mapping, kv, layer, layers, out,
+        raw, num_tokens, raw.shape[0], q_norm, k_norm, eps, rotary, positions, slot_mapping, kv,
+        None if kv_scales is None else kv_scales.inverse, layer, layers, out,
         HQ=num_heads, HKV=num_kv_heads, D=head_dim, DP=width, HEADS=min(all_heads, BLOCK // width), PAGE=page_size,
         OVER_ALL=q_norm is not None and q_norm.numel() != head_dim, BLOCK=BLOCK, num_warps=4, **pdl_options(),
     )  # fmt: skip

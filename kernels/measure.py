@@ -28,12 +28,15 @@ class Sustained(NamedTuple):
 
 
 class Meter:
-    """Clock and power of the GPU, ten times a second, while it is open."""
+    """Clock and power of the GPU, ten times a second, while it is open; of several, what is theirs in the mean."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpus: int = 1) -> None:
+        """gpus: this one and those behind it, as this process sees them."""
+        first = torch.cuda.current_device()
+        names = [f"GPU-{torch.cuda.get_device_properties(first + i).uuid}" for i in range(gpus)]
         query = [
             "nvidia-smi",
-            f"--id=GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}",
+            f"--id={','.join(names)}",
             "--query-gpu=clocks.sm,power.draw.instant",
             "--format=csv,noheader,nounits",
             "-lms",

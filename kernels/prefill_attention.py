@@ -10,6 +10,8 @@ everything else and is what the interpreter can run.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +21,7 @@ from weft.kernels.decode_workspace import head_block
 from weft.kernels.dependent_launch import begin, pdl_options, release
 from weft.kernels.gpu import is_hopper, on_gpu
 from weft.kernels.scores import bend, log2_scale, with_sink
-from weft.kernels.work_lists import TILE_ROWS
+from weft.kernels.work_lists import TILE_FIELDS, TILE_ROWS
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -81,6 +83,25 @@ def _prefill_kernel(
         tl.store(out + at[:, None] + d[None, :], (acc / norm[:, None]).to(DTYPE), mask=mine)
 
 
+class PrefillWorkspace(NamedTuple):
+    """Scratch of tiles that are cut along their keys: one per stream that runs prefill attention."""
+
+    partial: Tensor
+    """[slots, Hkv, 2, 64 * (D padded + 2)] float32: of the two halves of a tile's rows sums, maxima, row sums"""
+    arrived: Tensor
+    """[slots * Hkv * 2] int32, zero between launches"""
+    tickets: Tensor
+    """[2] int32, zero between launches: tasks drawn, and programs that have drawn their last"""
+
+
+def prefill_workspace(slots: int, num_kv_heads: int, head_dim: int, device: torch.device | str) -> PrefillWorkspace:
+    return PrefillWorkspace(
+        torch.empty(slots, num_kv_heads, 2, 64 * (head_block(head_dim) + 2), dtype=torch.float32, device=device),
+        torch.zeros(slots * num_kv_heads * 2, dtype=torch.int32, device=device),
+        torch.zeros(2, dtype=torch.int32, device=device),
+    )
+
+
 def _hopper(q: Tensor, head_dim: int) -> bool:
     return on_gpu(q.device) and is_hopper() and q.element_size() == 2 and head_block(head_dim) in (64, 128, 256)
 
@@ -99,6 +120,7 @@ def prefill_attention(
     window: int | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    space: PrefillWorkspace | None = None,
     portable: bool = False,
 ) -> Tensor:
     """Attention of the chunks' rows of `q [T, Hq, D]` over their pages -> the same rows of `out [T, Hq * D]`.
@@ -107,6 +129,8 @@ def prefill_attention(
     `[max_items, 4]` int32 from `prefill_items`; num_items `[1]` int32 in device memory. K and V of the chunk are in
     their pages already. window: positions that a query sees, its own included; None: all. softcap, sinks `[Hq]`: see
     `scores`. `portable` forces the plain Triton kernel.
+    With a `space`, items are `[max_items, 8]` from `prefill_parts`: the last part of a tile to end adds up all in their
+    order, so the result does not depend on timing. No window then, on Hopper alone.
     """
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
     group = q.shape[1] // num_kv_heads
@@ -114,6 +138,10 @@ def prefill_attention(
         raise ValueError("q, kv, out and items must be contiguous")
     if page_table.stride(1) != 1:
         raise ValueError("rows of the page table must be contiguous")
+    if (space is None) != (items.shape[1] == TILE_FIELDS):
+        raise ValueError("parts of tiles want a space, and whole tiles none")
+    if space is not None and (window is not None or portable or not _hopper(q, head_dim)):
+        raise ValueError("tiles are cut on Hopper alone, and not with a window")
     factor = log2_scale(scale, head_dim)
     width = head_block(head_dim)
     if portable or not _hopper(q, head_dim):
@@ -138,8 +166,9 @@ def prefill_attention(
     tiles = TensorDescriptor.from_tensor(slabs, [1, box, width], layout)
     prefill_kernel[(num_sms,)](
         q, tiles, out, page_table, page_table.stride(0), items, num_items, layer, layers, factor, sinks,
+        space.partial if space is not None else None, space.arrived if space is not None else None,
         HKV=num_kv_heads, G=group, D=head_dim, DP=width, PAGE=page_size, BN=block, BOX=box, STAGES=2, DTYPE=dtype,
-        WINDOW=window or 0, SOFTCAP=softcap, num_warps=4,
+        WINDOW=window or 0, SOFTCAP=softcap, FIELDS=items.shape[1], num_warps=4,
         **pdl_options(),
     )  # fmt: skip
     return out

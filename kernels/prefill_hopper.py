@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 # renamed after Triton 3.6
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
@@ -71,24 +72,37 @@ def _load_block(
 def _produce(
     kv, k_smem, v_smem, k_full, k_empty, v_full, v_empty, table, stride_table, items, tasks, layer, layers,
     HKV: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr, DP: gl.constexpr,
-    STAGES: gl.constexpr, WINDOW: gl.constexpr,
+    STAGES: gl.constexpr, WINDOW: gl.constexpr, FIELDS: gl.constexpr,
 ):  # fmt: skip
     count = 0
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
-        head = task % HKV
-        item = items + (task // HKV) * 4
-        end = gl.load(item + 2) + gl.load(item + 1)
-        pages = table + gl.load(item + 3).to(gl.int64) * stride_table
-        for first in range(_begin(gl.load(item + 2), BOX, WINDOW), end, BN):
-            stage = count % STAGES
-            phase = (count // STAGES) & 1
-            mbarrier.wait(k_empty.index(stage), phase ^ 1)
-            _load_block(kv, k_smem.index(stage), k_full.index(stage), pages, layer * 2, layers * 2, first, end,
-                        head * D, PAGE, BN, BOX, DP)  # fmt: skip
-            mbarrier.wait(v_empty.index(stage), phase ^ 1)
-            _load_block(kv, v_smem.index(stage), v_full.index(stage), pages, layer * 2 + 1, layers * 2, first, end,
-                        head * D, PAGE, BN, BOX, DP)  # fmt: skip
-            count += 1
+        count = feed(kv, k_smem, v_smem, k_full, k_empty, v_full, v_empty, table, stride_table, items, task, layer,
+                     layers, count, HKV, PAGE, BN, BOX, D, DP, STAGES, WINDOW, FIELDS)  # fmt: skip
+
+
+@gluon.jit
+def feed(
+    kv, k_smem, v_smem, k_full, k_empty, v_full, v_empty, table, stride_table, items, task, layer, layers, count,
+    HKV: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr, DP: gl.constexpr,
+    STAGES: gl.constexpr, WINDOW: gl.constexpr, FIELDS: gl.constexpr,
+):  # fmt: skip
+    """The producer's part of a task: its blocks of K and V into the rings, from the `count`-th of all on."""
+    head = task % HKV
+    item = items + (task // HKV) * FIELDS
+    end = gl.load(item + 2) + gl.load(item + 1)
+    pages = table + gl.load(item + 3).to(gl.int64) * stride_table
+    begin, last = _keys(item, gl.load(item + 2), end, BOX, WINDOW, FIELDS)
+    for first in range(begin, last, BN):
+        stage = count % STAGES
+        phase = (count // STAGES) & 1
+        mbarrier.wait(k_empty.index(stage), phase ^ 1)
+        _load_block(kv, k_smem.index(stage), k_full.index(stage), pages, layer * 2, layers * 2, first, end,
+                    head * D, PAGE, BN, BOX, DP)  # fmt: skip
+        mbarrier.wait(v_empty.index(stage), phase ^ 1)
+        _load_block(kv, v_smem.index(stage), v_full.index(stage), pages, layer * 2 + 1, layers * 2, first, end,
+                    head * D, PAGE, BN, BOX, DP)  # fmt: skip
+        count += 1
+    return count
 
 
 @gluon.jit
@@ -98,6 +112,64 @@ def _begin(start, BOX: gl.constexpr, WINDOW: gl.constexpr):
     if WINDOW > 0:
         first = gl.maximum(start + 1 - WINDOW, 0) // BOX * BOX
     return first
+
+
+@gluon.jit
+def _keys(item, start, end, BOX: gl.constexpr, WINDOW: gl.constexpr, FIELDS: gl.constexpr):
+    """First token of an item's first block of keys, and behind its last key: all keys of a tile, or a part of them."""
+    first = _begin(start, BOX, WINDOW)
+    if FIELDS == 8:
+        first = gl.load(item + 4)
+        end = gl.load(item + 5)
+    return first, end
+
+
+@gluon.jit
+def _leave(at, acc, m, norm, DP: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr):
+    """Sums `[64, DP]`, row maxima and row sums of a part, where `_fold` finds them."""
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
+    d = gl.arange(0, DP, layout=gl.SliceLayout(0, ACC))
+    gl.store(at + row[:, None] * DP + d[None, :], acc)
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, S))
+    gl.store(at + 64 * DP + row, m)
+    gl.store(at + 64 * (DP + 1) + row, norm)
+
+
+@gluon.jit
+def _fold(base, parts, STRIDE: gl.constexpr, DP: gl.constexpr, ACC: gl.constexpr):
+    """Sums, row sums and row maxima of all parts of a tile's 64 rows, added in the order of the keys."""
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
+    d = gl.arange(0, DP, layout=gl.SliceLayout(0, ACC))
+    m = gl.full([64], -1e30, gl.float32, layout=gl.SliceLayout(1, ACC))
+    norm = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, ACC))
+    acc = gl.zeros([64, DP], gl.float32, layout=ACC)
+    for part in range(parts):
+        at = base + gl.cast(part, gl.int64) * STRIDE
+        m_part = gl.load(at + 64 * DP + row, cache_modifier=".cg")
+        norm_part = gl.load(at + 64 * (DP + 1) + row, cache_modifier=".cg")
+        acc_part = gl.load(at + row[:, None] * DP + d[None, :], cache_modifier=".cg")
+        m_new = gl.maximum(m, m_part)
+        alpha = gl.exp2(m - m_new)
+        beta = gl.exp2(m_part - m_new)
+        norm = norm * alpha + norm_part * beta
+        acc = acc * alpha[:, None] + acc_part * beta[:, None]
+        m = m_new
+    return acc, norm, m
+
+
+@gluon.jit
+def _write(
+    out, acc, norm, q_row, queries, head, WG: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr,
+    DP: gl.constexpr, DTYPE: gl.constexpr, ACC: gl.constexpr,
+):  # fmt: skip
+    acc = acc / gl.convert_layout(norm, gl.SliceLayout(1, ACC))[:, None]
+    row = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
+    at = ((q_row + row // G).to(gl.int64) * (HKV * G) + head * G + row % G) * D
+    d = gl.arange(0, DP, layout=gl.SliceLayout(0, ACC))
+    mask = (row // G < queries)[:, None]
+    if DP != D:
+        mask = mask & (d < D)[None, :]
+    gl.store(out + at[:, None] + d[None, :], acc.to(DTYPE), mask=mask)
 
 
 @gluon.jit
@@ -132,98 +204,127 @@ def _softmax(s, m, norm, scale):
 
 @gluon.jit
 def _consume(
-    q, out, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items, tasks, scale, sinks, WG: gl.constexpr,
-    HKV: gl.constexpr, G: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr, DP: gl.constexpr,
-    STAGES: gl.constexpr, DTYPE: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
+    q, out, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items, tasks, scale, sinks, partial, arrived,
+    WG: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr,
+    DP: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
+    FIELDS: gl.constexpr,
 ):  # fmt: skip
+    count = 0
+    for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
+        count = attend(q, out, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items, task, scale, sinks,
+                       partial, arrived, count, WG, HKV, G, BN, BOX, D, DP, STAGES, DTYPE, WINDOW, SOFTCAP,
+                       FIELDS)  # fmt: skip
+
+
+@gluon.jit
+def attend(
+    q, out, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items, task, scale, sinks, partial, arrived,
+    count, WG: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr,
+    DP: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
+    FIELDS: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup's part of a task: 64 rows of its tile."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DP, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     Q: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DP, DP // 8], [4, 1], [1, 0])
     q_mine = q_smem.index(WG)
-    count = 0
-    for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
-        head = task % HKV
-        item = items + (task // HKV) * 4
-        q_row = gl.load(item)
-        queries = gl.load(item + 1)
-        start = gl.load(item + 2)
-        end = start + queries
+    head = task % HKV
+    item = items + (task // HKV) * FIELDS
+    q_row = gl.load(item)
+    queries = gl.load(item + 1)
+    start = gl.load(item + 2)
+    end = start + queries
 
-        row = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, Q))
-        at = ((q_row + row // G).to(gl.int64) * (HKV * G) + head * G + row % G) * D
-        d = gl.arange(0, DP, layout=gl.SliceLayout(0, Q))
-        mask = (row // G < queries)[:, None]
-        if DP != D:
-            mask = mask & (d < D)[None, :]
-        tile = gl.load(q + at[:, None] + d[None, :], mask=mask, other=0.0)
-        q_mine.store(tile)
-        fence_async_shared()
+    row = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, Q))
+    at = ((q_row + row // G).to(gl.int64) * (HKV * G) + head * G + row % G) * D
+    d = gl.arange(0, DP, layout=gl.SliceLayout(0, Q))
+    mask = (row // G < queries)[:, None]
+    if DP != D:
+        mask = mask & (d < D)[None, :]
+    tile = gl.load(q + at[:, None] + d[None, :], mask=mask, other=0.0)
+    q_mine.store(tile)
+    fence_async_shared()
 
-        rows = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
-        limit = start + rows // G
-        m = gl.full([64], -1e30, gl.float32, layout=gl.SliceLayout(1, S))
-        norm = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, S))
-        acc = gl.zeros([64, DP], gl.float32, layout=ACC)
+    rows = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
+    limit = start + rows // G
+    m = gl.full([64], -1e30, gl.float32, layout=gl.SliceLayout(1, S))
+    norm = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, S))
+    acc = gl.zeros([64, DP], gl.float32, layout=ACC)
 
+    stage = count % STAGES
+    mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
+    s = warpgroup_mma(q_mine, k_smem.index(stage).permute((1, 0)), gl.zeros([64, BN], gl.float32, layout=S),
+                      use_acc=False, is_async=True)  # fmt: skip
+    s = warpgroup_mma_wait(0, deps=[s])
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    begin, last = _keys(item, start, end, BOX, WINDOW, FIELDS)
+    s = _bend(s, scale, SOFTCAP)
+    if FIELDS == 8:
+        if begin + BN > start + 1:
+            s = _mask(s, begin, end, limit, BN, BOX, S, WINDOW)
+    elif (WINDOW > 0) | (start + 1 < BN):
+        s = _mask(s, begin, end, limit, BN, BOX, S, WINDOW)
+    p, m, norm, alpha = _softmax(s, m, norm, scale)
+    probs = gl.convert_layout(p.to(DTYPE), P)
+    for first in range(begin + BN, last, BN):
+        before = count % STAGES
+        before_phase = (count // STAGES) & 1
+        count += 1
         stage = count % STAGES
         mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
-        s = warpgroup_mma(q_mine, k_smem.index(stage).permute((1, 0)), gl.zeros([64, BN], gl.float32, layout=S),
-                          use_acc=False, is_async=True)  # fmt: skip
-        s = warpgroup_mma_wait(0, deps=[s])
+        s_token = warpgroup_mma(q_mine, k_smem.index(stage).permute((1, 0)),
+                                gl.zeros([64, BN], gl.float32, layout=S), use_acc=False, is_async=True)  # fmt: skip
+        mbarrier.wait(v_full.index(before), before_phase)
+        o_token = warpgroup_mma(probs, v_smem.index(before), acc, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[s_token])
         mbarrier.arrive(k_empty.index(stage), count=1)
-        begin = _begin(start, BOX, WINDOW)
         s = _bend(s, scale, SOFTCAP)
-        if (WINDOW > 0) | (start + 1 < BN):
-            s = _mask(s, begin, end, limit, BN, BOX, S, WINDOW)
+        if (first + BN > start + 1) | (WINDOW > 0):
+            s = _mask(s, first, end, limit, BN, BOX, S, WINDOW)
         p, m, norm, alpha = _softmax(s, m, norm, scale)
+        acc = warpgroup_mma_wait(0, deps=[o_token])
+        mbarrier.arrive(v_empty.index(before), count=1)
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, ACC))[:, None]
         probs = gl.convert_layout(p.to(DTYPE), P)
-        for first in range(begin + BN, end, BN):
-            before = count % STAGES
-            before_phase = (count // STAGES) & 1
-            count += 1
-            stage = count % STAGES
-            mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
-            s_token = warpgroup_mma(q_mine, k_smem.index(stage).permute((1, 0)),
-                                    gl.zeros([64, BN], gl.float32, layout=S), use_acc=False, is_async=True)  # fmt: skip
-            mbarrier.wait(v_full.index(before), before_phase)
-            o_token = warpgroup_mma(probs, v_smem.index(before), acc, is_async=True)
-            s = warpgroup_mma_wait(1, deps=[s_token])
-            mbarrier.arrive(k_empty.index(stage), count=1)
-            s = _bend(s, scale, SOFTCAP)
-            if (first + BN > start + 1) | (WINDOW > 0):
-                s = _mask(s, first, end, limit, BN, BOX, S, WINDOW)
-            p, m, norm, alpha = _softmax(s, m, norm, scale)
-            acc = warpgroup_mma_wait(0, deps=[o_token])
-            mbarrier.arrive(v_empty.index(before), count=1)
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, ACC))[:, None]
-            probs = gl.convert_layout(p.to(DTYPE), P)
-        stage = count % STAGES
-        mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
-        acc = warpgroup_mma(probs, v_smem.index(stage), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(v_empty.index(stage), count=1)
-        count += 1
+    stage = count % STAGES
+    mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
+    acc = warpgroup_mma(probs, v_smem.index(stage), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(v_empty.index(stage), count=1)
+    count += 1
 
+    whole = True  # whether these rows are complete here
+    if FIELDS == 8:
+        parts = gl.load(item + 7) & 65535
+        if parts > 1:
+            SIZE: gl.constexpr = 64 * (DP + 2)
+            place = (gl.load(item + 6) * HKV + head) * 2 + WG
+            base = partial + place.to(gl.int64) * SIZE
+            mine = base + (gl.load(item + 7) >> 16).to(gl.int64) * (HKV * 2 * SIZE)
+            _leave(mine, acc, m, norm, DP, S, ACC)
+            barrier()  # every thread's stores precede the release below
+            whole = gl.atomic_add(arrived + place, 1, sem="acq_rel") == parts - 1
+            barrier()
+            if whole:
+                acc, norm_all, m_all = _fold(base, parts, HKV * 2 * SIZE, DP, ACC)
+                norm = gl.convert_layout(norm_all, gl.SliceLayout(1, S))
+                m = gl.convert_layout(m_all, gl.SliceLayout(1, S))
+                gl.store(arrived + place, 0)
+    if whole:
         if sinks is not None:
             logit = gl.load(sinks + head * G + rows % G).to(gl.float32)
             norm += gl.exp2(logit * 1.4426950408889634 - m)
-        acc = acc / gl.convert_layout(norm, gl.SliceLayout(1, ACC))[:, None]
-        row = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
-        at = ((q_row + row // G).to(gl.int64) * (HKV * G) + head * G + row % G) * D
-        d = gl.arange(0, DP, layout=gl.SliceLayout(0, ACC))
-        mask = (row // G < queries)[:, None]
-        if DP != D:
-            mask = mask & (d < D)[None, :]
-        gl.store(out + at[:, None] + d[None, :], acc.to(DTYPE), mask=mask)
+        _write(out, acc, norm, q_row, queries, head, WG, HKV, G, D, DP, DTYPE, ACC)
+    return count
 
 
 @gluon.jit(do_not_specialize=["layer"])
 def prefill_kernel(
-    q, kv, out, table, stride_table, items, num_items, layer, layers, scale, sinks,
+    q, kv, out, table, stride_table, items, num_items, layer, layers, scale, sinks, partial, arrived,
     HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr,
     BOX: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
-    PDL: gl.constexpr,
+    FIELDS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     q_smem = gl.allocate_shared_memory(DTYPE, [2, 64, DP], shared)
@@ -247,11 +348,13 @@ def prefill_kernel(
     gl.warp_specialize(
         [
             (_consume, (q, out, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items, tasks, scale,
-                        sinks, 0, HKV, G, BN, BOX, D, DP, STAGES, DTYPE, WINDOW, SOFTCAP)),
+                        sinks, partial, arrived, 0, HKV, G, BN, BOX, D, DP, STAGES, DTYPE, WINDOW, SOFTCAP,
+                        FIELDS)),
             (_consume, (q, out, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items, tasks, scale,
-                        sinks, 1, HKV, G, BN, BOX, D, DP, STAGES, DTYPE, WINDOW, SOFTCAP)),
+                        sinks, partial, arrived, 1, HKV, G, BN, BOX, D, DP, STAGES, DTYPE, WINDOW, SOFTCAP,
+                        FIELDS)),
             (_produce, (kv, k_smem, v_smem, k_full, k_empty, v_full, v_empty, table, stride_table, items, tasks, layer,
-                        layers, HKV, PAGE, BN, BOX, D, DP, STAGES, WINDOW)),
+                        layers, HKV, PAGE, BN, BOX, D, DP, STAGES, WINDOW, FIELDS)),
         ],
         [4, 1],
         [240, 24],

@@ -1,4 +1,6 @@
-"""Passes over whole rows of the residual stream: its sums of squares, and what a norm behind a product adds to it."""
+"""Passes over whole rows of the residual stream: its sums of squares, what a norm behind a product adds to it, and the
+rows alone that somebody reads.
+"""
 
 # Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -91,3 +93,29 @@ def add_normed(x: Tensor, y: Tensor, weight: Tensor, eps: float, *, sumsq: Tenso
     hidden = x.shape[1]
     _add_normed_kernel[(x.shape[0],)](x, y, weight, sumsq, hidden, eps, **row_options(hidden))
     return x
+
+
+@triton.jit
+def _gather_kernel(x, a, at, count, x_out, a_out, H, A, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    release(PDL)
+    target = tl.program_id(0).to(tl.int64)
+    if target < tl.load(count):
+        row = tl.load(at + target).to(tl.int64)
+        for start in range(0, H, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            value = tl.load(x + row * H + column, mask=column < H, other=0.0)
+            tl.store(x_out + target * H + column, value, mask=column < H)
+        for start in range(0, A, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            value = tl.load(a + row * A + column, mask=column < A, other=0.0)
+            tl.store(a_out + target * A + column, value, mask=column < A)
+
+
+def gather_rows(x: Tensor, a: Tensor, rows: Tensor, count: Tensor, *, x_out: Tensor, a_out: Tensor) -> None:
+    """The first `count [1]` of `rows [T]` int32 of `x [T, H]` and `a [T, A]`, in this order, to the beginning of x_out
+    and a_out; the rows behind are left as they are."""
+    hidden, width = x.shape[1], a.shape[1]
+    _gather_kernel[(rows.shape[0],)](
+        x, a, rows, count, x_out, a_out, hidden, width, **row_options(max(hidden, width))
+    )  # fmt: skip

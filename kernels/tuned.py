@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weft.kernels import experts_config
+from weft.kernels import experts_config, fp8_config
 from weft.kernels.gemm_config import GemmConfig
 from weft.kernels.gpu import gpu
 from weft.kernels.source_digest import source_digest
@@ -33,7 +33,7 @@ log = logging.getLogger("weft.kernels")
 BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 SHIPPED = {((9, 0), 132): "gemm_h200.json"}
 """(compute capability, SMs) -> table. The H100 SXM has both in common with the H200 that it was measured on."""
-SOURCES = ("gemm*.py", "projections.py", "dependent_launch.py", "experts*.py", "router.py")
+SOURCES = ("gemm*.py", "projections.py", "dependent_launch.py", "experts*.py", "router.py", "fp8*.py")
 """what a timing depends on"""
 CANDIDATES = 4
 """configurations tried for a shape beside the rule's: those that win most often in the shipped tables"""
@@ -41,7 +41,8 @@ MIN_ELEMENTS = 1 << 21
 """of a weight that is worth tuning for"""
 
 Key = tuple[int, ...]
-"""(bucket, features, depth), and for experts (bucket, features, depth, experts, experts of a token)"""
+"""(bucket, features, depth), for operands in FP8 (bucket, features, depth, 8), for experts (bucket, features, depth,
+experts, experts of a token)"""
 Table = Mapping[Key, GemmConfig]
 
 
@@ -57,6 +58,8 @@ class Shape(NamedTuple):
     experts: int = 0
     top: int = 0
     """experts of a token"""
+    bits: int = 16
+    """of both operands' numbers; 8: e4m3"""
 
     @property
     def elements(self) -> int:
@@ -66,7 +69,9 @@ class Shape(NamedTuple):
 
     def key(self, bucket: int) -> Key:
         sizes = (bucket, self.features, self.depth)
-        return (*sizes, self.experts, self.top) if self.experts else sizes
+        if self.experts:
+            return (*sizes, self.experts, self.top)
+        return sizes if self.bits == 16 else (*sizes, self.bits)
 
 
 class Machine(NamedTuple):
@@ -102,12 +107,12 @@ def _encoded(table: Table) -> dict[str, list[int]]:
 def decoded(rows: Mapping[str, Sequence[int]]) -> dict[Key, GemmConfig]:
     """A table from its JSON form: `"M,N,K"` -> the fields of a `GemmConfig`. Raises `ValueError` or `TypeError`.
 
-    Experts have two more numbers in their key.
+    Experts have two more numbers in their key, products in FP8 one.
     """
     table: dict[Key, GemmConfig] = {}
     for key, row in rows.items():
         sizes = tuple(map(int, key.split(",")))
-        if len(sizes) not in (3, 5):
+        if len(sizes) not in (3, 4, 5):
             raise ValueError(f"{key} is no shape of a product")
         fields: list[Any] = [int(v) for v in row]
         config = GemmConfig(*fields)
@@ -135,12 +140,14 @@ def use(table: Table) -> None:
     _found.update(table)
 
 
-def lookup(num_tokens: int, features: int, depth: int, experts: int = 0, top: int = 0) -> GemmConfig | None:
+def lookup(
+    num_tokens: int, features: int, depth: int, experts: int = 0, top: int = 0, bits: int = 16
+) -> GemmConfig | None:  # fmt: skip
     """The measured configuration for a product (see `Shape`); None: nobody measured it."""
     bucket = bucket_of(num_tokens)
     if bucket is None:
         return None
-    key = Shape("", features, depth, experts, top).key(bucket)
+    key = Shape("", features, depth, experts, top, bits).key(bucket)
     return _shipped_here().get(key) or _found.get(key)
 
 
@@ -202,6 +209,8 @@ def tries(shape: Shape, by_rule: GemmConfig, bucket: int, special: bool) -> tupl
     """What `search` measures for a product."""
     if shape.experts:
         others = experts_config.candidates(bucket, shape.experts, shape.top, hopper=special)
+    elif shape.bits == 8:
+        others = fp8_config.candidates(shape.kind, bucket, shape.depth, few=not by_rule.special)
     else:
         others = candidates(bucket, special)
     return tuple(dict.fromkeys((by_rule, *others)))

@@ -15,6 +15,21 @@ TILE_ROWS = 128
 TILE_FIELDS = 4
 """of a prefill item, int32: q row of the first query, queries, tokens before the first query, page-table row"""
 
+PART_FIELDS = 8
+"""of a part of a prefill item, int32: those of the item, first key, behind the last key, first partial slot of the
+item, parts + 65536 * part"""
+PART_KEYS = 128
+"""parts of prefill items are cut at multiples of this"""
+FIRST_DECODERS = 40
+"""programs that keep the memory busy with decodes"""
+DECODE_KEYS = 110
+"""keys of one KV head that decodes read while a program attends to one key for all 128 rows of a tile, whatever the
+head's size: 4.25 TB/s beside 4.9 TFLOP/s, on an H200"""
+LEAST_KEYS = 17500
+"""below this (230 microseconds, heads of 128 numbers) one list behind the other was as quick as any mixture"""
+_TASK_KEYS = 160
+"""what a prefill task costs beside its keys, and as a part once more, in keys"""
+
 
 def decode_items(
     lengths: NDArray[np.integer],
@@ -98,3 +113,87 @@ def prefill_items(
     items[:, 2] = context[chunk] + first
     items[:, 3] = np.asarray(page_rows)[chunk]
     return items[np.argsort(-(items[:, 1] + items[:, 2]), kind="stable")]
+
+
+def prefill_parts(
+    items: NDArray[np.int32], *, num_kv_heads: int, num_programs: int, max_slots: int, part_keys: int | None = None
+) -> NDArray[np.int32]:
+    """Prefill items `[items, 4]` cut along their keys -> `[parts, 8]`, longest first, at most `max_slots` more.
+
+    A short chunk over a long context has fewer tiles than the GPU has SMs. They are cut into as many parts as give the
+    shortest run of one or two waves (POD-Attention, 4.2.4: no more than two); where that gains little, they stay whole.
+    part_keys: cut there, whatever it gains; 0: not at all.
+    """
+    count = len(items)
+    keys = (items[:, 1] + items[:, 2]).astype(np.int64)
+    parts = np.ones(count, np.int64)
+    if part_keys is None and count:
+        part_keys = _best_part(keys, num_kv_heads, num_programs, max_slots)
+    if part_keys:
+        parts = np.maximum(1, -(-keys // (-(-part_keys // PART_KEYS) * PART_KEYS)))  # so that no part is empty
+    row = np.repeat(np.arange(count), parts)
+    part = np.arange(len(row)) - (np.cumsum(parts) - parts)[row]
+    split = np.where(parts > 1, parts, 0)
+    size = -(-keys // (parts * PART_KEYS)) * PART_KEYS
+    out = np.empty((len(row), PART_FIELDS), np.int32)
+    out[:, :TILE_FIELDS] = items[row]
+    out[:, 4] = np.minimum(part * size[row], keys[row])
+    out[:, 5] = np.minimum(out[:, 4] + size[row], keys[row])
+    out[:, 6] = (np.cumsum(split) - split)[row]
+    out[:, 7] = parts[row] + (part << 16)
+    return out[np.argsort(out[:, 4] - out[:, 5], kind="stable")]
+
+
+def first_decoders(
+    decodes: NDArray[np.int32], parts: NDArray[np.int32], *, num_kv_heads: int, num_programs: int
+) -> int:
+    """Programs of a hybrid batch that begin with decode items `[items, 8]`; the others with parts `[parts, 8]`.
+
+    All of them, which is one list behind the other without a pause, unless some `FIRST_DECODERS` promise to end a tenth
+    sooner and there is enough work for that to be seen. What was measured on an H200: `DECODE_KEYS`, and that decodes
+    beside tiles are as quick as alone.
+    """
+    if not len(parts) or not len(decodes) or num_programs <= 2 * FIRST_DECODERS:
+        return num_programs if len(decodes) else 0
+    keys = (parts[:, 5] - parts[:, 4]).astype(np.int64)
+    tasks, tile = len(parts) * num_kv_heads, float(keys.mean())
+    reading = float((decodes[:, 3] - decodes[:, 2]).sum(dtype=np.int64)) * num_kv_heads / DECODE_KEYS
+    in_turn = reading + -(-tasks // num_programs) * tile
+    if in_turn < LEAST_KEYS:
+        return num_programs
+    others = num_programs - FIRST_DECODERS
+    done, at, wave, late = 0, 0.0, 0, 0
+    while done < tasks:  # whole waves of the others, and behind the decodes of all
+        behind = reading + (late + 1) * tile
+        if (wave + 1) * tile <= behind:
+            wave, at, done = wave + 1, (wave + 1) * tile, done + others
+        else:
+            late, at, done = late + 1, behind, done + FIRST_DECODERS
+    return FIRST_DECODERS if 1.1 * max(at, reading) < in_turn else num_programs
+
+
+def _best_part(keys: NDArray[np.int64], heads: int, programs: int, max_slots: int) -> int:
+    """Keys of a part that end soonest, where task t is program t % programs'; 0: whole items do."""
+    longest, total = int(keys.max()), int(keys.sum()) * heads
+    if longest < 4 * PART_KEYS or len(keys) * heads >= 4 * programs:
+        return 0
+    best, best_time = 0, 0.95 * _time(keys, heads, programs, 0)
+    tried = set()
+    for waves in (1, 2):
+        for slack in (1.0, 1.1, 1.25, 1.5):
+            part = -(-int(slack * total) // (waves * programs * PART_KEYS)) * PART_KEYS
+            part = max(part, 2 * PART_KEYS)
+            parts = -(-keys // part)
+            if part in tried or part >= longest or int(parts[parts > 1].sum()) > max_slots or parts.max() > 256:
+                continue
+            tried.add(part)
+            time = _time(np.repeat(-(-keys // parts), parts), heads, programs, _TASK_KEYS)
+            if time < best_time:
+                best, best_time = part, time
+    return best
+
+
+def _time(keys: NDArray[np.int64], heads: int, programs: int, part: int) -> float:
+    """Of the busiest program, in keys."""
+    first = np.sort(keys)[::-1][np.arange(0, len(keys) * heads, programs) // heads]
+    return float(first.sum() + len(first) * (_TASK_KEYS + part))

@@ -133,7 +133,11 @@ class ServeConfig(EngineConfig):
         False, description="let control tokens that users' messages and tools' results spell be such, not text"
     )
     replicas: int = Field(
-        1, ge=1, le=64, description="engines on the same device, which requests are shared out to; a CPU's so far"
+        1,
+        ge=1,
+        le=64,
+        description="engines on the same device, with one set of weights, which requests are shared out to; a CPU's "
+        "so far",
     )
     data_parallel_size: int = Field(
         1, ge=1, le=64, description="GPUs with --replicas engines each; on a CPU engines beside those"

@@ -167,7 +167,7 @@ def test_options_named_alone_exist() -> None:
         if document.name == "migrating.md":  # its own test has the options of weft
             text = re.sub(r"^\|.*", "", text, flags=re.MULTILINE)
         for code in re.findall(r"`([^`\n]+)`", text):
-            for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", code if code.startswith("--") else ""):
+            for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", code if code.startswith("--") else ""):
                 found += 1
                 if flag not in others and not re.search(rf"{flag}(?![\w-])", known):
                     wrong.append(f"{name_of(document)}: {flag}")

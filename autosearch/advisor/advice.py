@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,9 +11,10 @@ import numpy as np
 import yaml
 
 from weft.autosearch.advisor.curve import Curve, check_measures
-from weft.autosearch.advisor.rate import advised_rate
+from weft.autosearch.advisor.rate import predicted_rate
+from weft.autosearch.advisor.rate_search import MORE, MeasuredRate, knee, measured
 from weft.autosearch.advisor.replicas import ReplicaAdvice, advise_replicas
-from weft.autosearch.advisor.solve import Aim, Solution, solve
+from weft.autosearch.advisor.solve import Aim, Solution, held, solve
 from weft.engine.config import Objective
 from weft.engine.errors import ConfigError
 
@@ -26,7 +28,9 @@ class Advice(NamedTuple):
     replicas: ReplicaAdvice | None
     """None where no bound fits"""
     rate: float
-    """requests a second at which the objectives hold, played out on the curve; 0 where none does"""
+    """requests a second at which the objectives hold, and 15 % more at which they do not; 0 where none does"""
+    measured: MeasuredRate | None
+    """what runs at rates said; None: the rate was played out on the curve"""
     notes: tuple[str, ...]
 
 
@@ -37,21 +41,33 @@ def advise(
     check_measures(objectives)
     if not 0 <= epsilon < 1:
         raise ConfigError(f"--epsilon {epsilon:g} must be at least 0 and less than 1")
-    solution = solve(curve, objectives, epsilon, aim)
+    solution = solve(curve, held(objectives), epsilon, aim)
     if solution.best is None:
-        return Advice(curve, tuple(objectives), epsilon, aim, solution, None, 0.0, _notes(curve, objectives))
+        return Advice(curve, tuple(objectives), epsilon, aim, solution, None, 0.0, None, _notes(curve))
     drawn = np.array([curve.output]) if outputs is None else outputs
-    rate = advised_rate(curve, solution.best.point.bound, objectives, drawn)
+    bound = solution.best.point.bound
+    runs = curve.runs(bound, objectives)
+    found, (kept, missed) = measured(runs), knee(runs)
+    if found is not None:
+        rate = found.rate
+    else:  # not without what runs have shown so far
+        rate = min(predicted_rate(curve, bound, objectives, drawn), missed / MORE, kept or math.inf)
     replicas = advise_replicas(curve, solution.best)
-    return Advice(curve, tuple(objectives), epsilon, aim, solution, replicas, rate, _notes(curve, objectives))
+    notes = (*_notes(curve), *_of_the_bound(objectives))
+    return Advice(curve, tuple(objectives), epsilon, aim, solution, replicas, rate, found, notes)
 
 
-def _notes(curve: Curve, objectives: Sequence[Objective]) -> tuple[str, ...]:
+def _notes(curve: Curve) -> tuple[str, ...]:
     m, notes = curve.machine, []
     if m.no_joules and not m.joules:
         notes.append(f"no joules: {m.no_joules}")
     if m.no_activity:
         notes.append(f"no activity of memory and SMs: {m.no_activity}")
+    return tuple(notes)
+
+
+def _of_the_bound(objectives: Sequence[Objective]) -> tuple[str, ...]:
+    notes = []
     if objectives and all(o.measure == "itl" for o in objectives):
         notes.append(
             "the bound keeps objectives of itl at any rate: beyond the advised one requests wait longer and longer; "

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
+import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -16,10 +18,12 @@ from rich.console import Console
 from weft import install_hint
 from weft.autosearch.advisor import curve as curves
 from weft.autosearch.advisor.advice import Advice, advise, configuration, write
-from weft.autosearch.advisor.curve import Curve, check_measures
+from weft.autosearch.advisor.curve import Curve, RateRun, check_measures
+from weft.autosearch.advisor.rate import predicted_rate
+from weft.autosearch.advisor.rate_search import MORE, RateSearch
 from weft.autosearch.advisor.replicas import advise_replicas
-from weft.autosearch.advisor.side_by_side import side_by_side
-from weft.autosearch.advisor.solve import solve
+from weft.autosearch.advisor.side_by_side import SideBySide
+from weft.autosearch.advisor.solve import held, solve
 from weft.autosearch.advisor.sweep import Sweep
 from weft.autosearch.advisor.terminal import show
 from weft.autosearch.bar import SearchBar
@@ -27,6 +31,11 @@ from weft.engine.bench.options import Lengths, read_lengths
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError
 
+if TYPE_CHECKING:
+    from weft.autosearch.advisor.engine_bench import EngineBench
+
+SWEEP_SHARE = 0.5
+"""of the time for measurements; the rest is for runs at rates"""
 LEFT_OUT = {"slo", "max_num_seqs", "share", "model"}
 """options that do not tell how the points were measured, or are told apart"""
 
@@ -39,6 +48,8 @@ def options_given(config: EngineConfig) -> dict[str, Any]:
 
 def lengths_of(workload: str, file: Path | None, seed: int) -> Lengths:
     """Of `P:D`, `P:D:N` or lognormal:…, or a file. Raises `ConfigError`."""
+    if file is None and ":" not in workload:
+        raise ConfigError(f"--workload {workload}: give prompt and output tokens as P:D, or lognormal:…")
     return read_lengths(f"{workload}:1" if workload.count(":") == 1 else workload, file, seed)
 
 
@@ -48,10 +59,15 @@ def run(config: EngineConfig, arguments: argparse.Namespace) -> int:
         raise ConfigError("name a file to write: --out weft.yaml, --html, --png or --points")
     if (arguments.html or arguments.png) and find_spec("matplotlib") is None:
         raise ConfigError(f"--html and --png need matplotlib: {install_hint('loadgen')}")
+    for file in (arguments.out, arguments.html, arguments.png, arguments.points):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ConfigError(f"cannot write {file}: there is no folder {file.parent}")
     if config.adapts:
         raise ConfigError("--max-num-seqs is the largest bound that is tried here: a number, not auto")
     if arguments.budget_seconds <= 0 or arguments.point_seconds <= 0:
         raise ConfigError("--budget-seconds and --point-seconds must be more than 0")
+    if arguments.rate_seconds < 0:
+        raise ConfigError("--rate-seconds must be 0 or more")
     check_measures(config.objectives)
     if arguments.curves is not None:
         curve = curves.load(arguments.curves)
@@ -105,12 +121,20 @@ def measured(config: EngineConfig, lengths: Lengths, arguments: argparse.Namespa
         )  # fmt: skip
         if file is not None and file.exists():
             curve = continued(curve, file)
+        begun = time.monotonic()
+        share = SWEEP_SHARE if arguments.rate_seconds else 1.0
         sweep = Sweep(
-            bench, curve, config.objectives, arguments.epsilon, arguments.objective, arguments.budget_seconds,
+            bench, curve, held(config.objectives), arguments.epsilon, arguments.objective,
+            share * arguments.budget_seconds,
             (lambda c: curves.save(c, file)) if file is not None else (lambda _: None), bar, ended=lambda: bar.ended,
         )  # fmt: skip
         try:
             curve = sweep.run()
+            left = arguments.budget_seconds - (time.monotonic() - begun)
+            if arguments.rate_seconds and not bar.ended:
+                curve = with_rates(
+                    curve, bench, config, np.array([d for _, d in lengths], np.float64), arguments, left, bar
+                )
         finally:
             bench.close()
             engine.close()
@@ -122,6 +146,32 @@ def measured(config: EngineConfig, lengths: Lengths, arguments: argparse.Namespa
         return curve
 
 
+def with_rates(
+    curve: Curve, bench: EngineBench, config: EngineConfig, outputs: np.ndarray, arguments: argparse.Namespace,
+    seconds: float, bar: SearchBar,
+) -> Curve:  # fmt: skip
+    """Runs at rates around the knee, with the bound that was found. outputs: tokens of requests; seconds: for all."""
+    best = solve(curve, held(config.objectives), arguments.epsilon, arguments.objective).best
+    if best is None:
+        return curve
+    bound, objectives, made = best.point.bound, config.objectives, list(curve.rates)
+
+    def keep(run: RateRun) -> None:
+        made.append(run)
+        if arguments.points is not None:
+            curves.save(msgspec.structs.replace(curve, rates=tuple(made)), arguments.points)
+
+    class Runs:
+        def serve(self, bound: int, rate: float, seed: int) -> RateRun:
+            return bench.serve(bound, rate, seed, arguments.rate_seconds, objectives)
+
+    start = math.sqrt(MORE) * predicted_rate(curve, bound, objectives, outputs)
+    start = start or best.point.output_per_s / curve.output / 2
+    known = curve.runs(bound, objectives)
+    RateSearch(Runs(), bound, start, seconds, known, bar, keep, ended=lambda: bar.ended).run()
+    return msgspec.structs.replace(curve, rates=tuple(made))
+
+
 def with_replicas(
     curve: Curve, config: EngineConfig, lengths: Lengths, arguments: argparse.Namespace, tell: Callable[[str], None]
 ) -> Curve:
@@ -131,7 +181,7 @@ def with_replicas(
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    best = solve(curve, config.objectives, arguments.epsilon, arguments.objective).best
+    best = solve(curve, held(config.objectives), arguments.epsilon, arguments.objective).best
     if best is None:
         return curve
     found = advise_replicas(curve, best)
@@ -141,8 +191,9 @@ def with_replicas(
     if set(wanted) <= known:
         return curve
     measured = list(curve.replicas)
-    for number in [*wanted, 1]:  # one alone before and after: the machine may have changed meanwhile
-        measured.append(side_by_side(config, number, bound, pages, lengths, seconds, tell))
+    with SideBySide(config, max(wanted), bound, pages, lengths, seconds, tell) as engines:
+        for number in [*wanted, 1]:  # one alone before and after: the machine may have changed meanwhile
+            measured.append(engines.measure(number, bound))
     return msgspec.structs.replace(curve, replicas=tuple(measured))
 
 

@@ -89,6 +89,25 @@ class ReplicaPoint(msgspec.Struct, frozen=True, kw_only=True):
     joules_per_token: float | None = None
 
 
+class RateRun(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests that came at a rate, at random times."""
+
+    bound: int
+    rate: float
+    """requests a second"""
+    seconds: float
+    """for which they came"""
+    seed: int
+    objectives: tuple[str, ...]
+    kept: bool
+    """all of the objectives, and no queue grew"""
+    requests: int
+    """that had a first token; a run ends as soon as it is sure to miss"""
+    ttft: Times
+    """from its arrival to a request's first token"""
+    itl: Times
+
+
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """Where it was measured, and what an engine takes of it, in bytes."""
 
@@ -124,6 +143,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
     machine: Machine
     points: tuple[Point, ...] = ()
     replicas: tuple[ReplicaPoint, ...] = ()
+    rates: tuple[RateRun, ...] = ()
 
     def throughput(self, point: Point | ReplicaPoint) -> float:
         """T(B): prompt and output tokens a second, as the workload has them."""
@@ -138,6 +158,11 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
 
     def known(self, bound: int) -> Point | None:
         return next((p for p in self.points if p.bound == bound), None)
+
+    def runs(self, bound: int, objectives: Sequence[Objective]) -> list[RateRun]:
+        """At rates, with this bound and held to these objectives."""
+        asked = tuple(map(str, objectives))
+        return [run for run in self.rates if run.bound == bound and run.objectives == asked]
 
     def differs(self, other: Curve) -> str:
         """What was measured under other circumstances; empty where the points belong together."""

@@ -10,8 +10,9 @@ import numpy as np
 
 from weft import __version__
 from weft.autosearch.advisor.activity import activity_of
-from weft.autosearch.advisor.curve import Machine, Point, Times
+from weft.autosearch.advisor.curve import Machine, Point, RateRun, Times
 from weft.engine.bench.options import Lengths
+from weft.engine.config import Objective
 from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError
 from weft.engine.runner.batch import Batch
@@ -25,6 +26,8 @@ SPARE = 8
 FEWEST_ITERATIONS = 30
 LONGEST = 20.0
 """times as long as was asked a bound is measured at most, until a request has begun meanwhile"""
+GROWING = 0.05
+"""of a run's seconds: by so much longer the last tenth of its requests waits than the first where a queue grows"""
 STUCK = 20
 """iterations for which memory, not seats, holds requests back: no more fit"""
 
@@ -87,7 +90,8 @@ class EngineBench:
         engine, scheduler = self.engine, self.engine.scheduler
         scheduler.limit_running(bound)
         begun = [handle for handle, has_tokens in self._open.items() if has_tokens]
-        for handle in set(self._open) - set(begun[:bound]):  # with fewer seats nobody else takes requests away
+        stay = spread(begun, bound)
+        for handle in set(self._open) - set(stay):  # with fewer seats nobody else takes requests away
             engine.abort(handle)
             del self._open[handle]
         self._ramp(bound)
@@ -113,7 +117,8 @@ class EngineBench:
                 finished += int(np.count_nonzero(outputs.columns()[2]))
             elapsed = now - begin
             iterations = told.iterations - before.iterations
-            enough = elapsed >= self._seconds and iterations >= FEWEST_ITERATIONS and finished >= min(bound, 4)
+            # As many ends as requests run: each phase of a life counts as often as it is there.
+            enough = elapsed >= self._seconds and iterations >= FEWEST_ITERATIONS and finished >= stats.running
             long = elapsed >= 4 * self._seconds and (ttft or elapsed >= LONGEST * self._seconds)
             if enough or long or self._ended():
                 break
@@ -137,6 +142,48 @@ class EngineBench:
             sm_share=activity.sm if activity is not None else None,
             warps_share=activity.warps if activity is not None else None,
         )
+
+    def serve(self, bound: int, rate: float, seed: int, seconds: float, objectives: Sequence[Objective]) -> RateRun:
+        """Poisson arrivals for so many seconds, from an idle engine on, until all that came have begun."""
+        self.drop()
+        engine, rng = self.engine, np.random.default_rng((seed, 11))
+        engine.scheduler.limit_running(bound)
+        due = np.cumsum(rng.exponential(1 / rate, max(8, int(2 * rate * seconds) + 8)))
+        due = due[due < seconds] if due[0] < seconds else due[:1]
+        self._gaps = []
+        waiting: dict[int, float] = {}
+        ttft: list[float] = []
+        sent, begin = 0, time.perf_counter()
+        hopeless = False
+        while sent < len(due) or waiting:
+            now = time.perf_counter() - begin
+            while sent < len(due) and due[sent] <= now:
+                waiting[self._next] = float(due[sent])
+                self._add(*self.lengths[int(rng.integers(len(self.lengths)))])
+                sent += 1
+            if not engine.has_work:
+                time.sleep(min(0.001, max(0.0, due[sent] - now)))
+                continue
+            outputs = self._advance()
+            now = time.perf_counter() - begin
+            for started in outputs.started if outputs is not None else ():
+                if (at := waiting.pop(started.handle, None)) is not None:
+                    ttft.append(now - at)
+            hopeless = _hopeless(ttft, [now - at for at in waiting.values()], len(due), objectives)
+            if hopeless or self._ended():
+                break
+        first, gaps = np.array(ttft), np.concatenate(self._gaps) if self._gaps else np.zeros(0)
+        between = Times.of(gaps)
+        times = {"ttft": Times.of(first), "itl": between}
+        late = any(times[o.measure].at(o.statistic) > o.limit for o in objectives)
+        # A queue that grows is nobody's objective, and no rate to advise.
+        tenth = max(1, len(first) // 10)
+        growing = len(first) > bound and first[-tenth:].mean() - first[:tenth].mean() > GROWING * seconds
+        self.drop()
+        return RateRun(
+            bound=bound, rate=rate, seconds=seconds, seed=seed, objectives=tuple(map(str, objectives)),
+            kept=not (hopeless or late or growing), requests=len(first), ttft=times["ttft"], itl=between,
+        )  # fmt: skip
 
     def ready(self, bound: int) -> None:
         """All that a measurement at this bound begins with."""
@@ -181,6 +228,9 @@ class EngineBench:
         """An iteration, with enough requests behind those that run."""
         while len(self._open) < bound + SPARE + bound // 8:
             self._add(*self._draw())
+        return self._advance()
+
+    def _advance(self) -> Outputs | None:
         outputs = self.engine.step()
         if outputs is None:
             return None
@@ -209,6 +259,23 @@ class EngineBench:
         params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
         self._open[handle] = False
         self.engine.add(AddRequest(handle=handle, prompt_token_ids=ids.tobytes(), params=params))
+
+
+def spread(handles: Sequence[int], number: int) -> list[int]:
+    """So many of them, of all ages as they came: the oldest would end together, and their followers begin so."""
+    if len(handles) <= number:
+        return list(handles)
+    return [handles[i * len(handles) // number] for i in range(number)]
+
+
+def _hopeless(ttft: list[float], waits: list[float], number: int, objectives: Sequence[Objective]) -> bool:
+    """Whether a percentile of the time to first token is missed whatever comes. number: requests in all."""
+    for objective in objectives:
+        if objective.measure == "ttft" and objective.statistic is not None:
+            late = sum(t > objective.limit for t in ttft) + sum(t > objective.limit for t in waits)
+            if late > (1 - objective.statistic / 100) * number + 1:
+                return True
+    return False
 
 
 def _joules(before: EngineStats, after: EngineStats, tokens: int) -> float | None:

@@ -44,4 +44,8 @@ def add_advise_flags(parser: argparse.ArgumentParser) -> None:
         help="time for the measurements once the engine is up; Ctrl-C ends them with what there is [480]",
     )  # fmt: skip
     add("--point-seconds", metavar="S", type=float, default=3.0, help="how long one bound is measured [3]")
+    add(
+        "--rate-seconds", metavar="S", type=float, default=20.0,
+        help="how long requests come in each run that tries a rate; 0: play arrivals out on the curve instead [20]",
+    )  # fmt: skip
     parser.epilog = EPILOG

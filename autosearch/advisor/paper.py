@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
 
 import msgspec
 from pydantic import ValidationError
@@ -88,7 +90,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _measure_all(arguments: argparse.Namespace) -> bool:
-    """Each model in a process; says whether one failed. Time that one leaves is the others'."""
+    """Each model in a process; says whether one failed. Time that one leaves is the others'. After Ctrl-C that model
+    ends with what it has, and none follows."""
     models: list[str] = arguments.models
     end, failed = time.monotonic() + arguments.budget_seconds, False
     for i, name in enumerate(models):
@@ -106,8 +109,33 @@ def _measure_all(arguments: argparse.Namespace) -> bool:
             "lengthen": i == 0,
         }
         line = [sys.executable, "-P", "-m", "weft.autosearch.advisor.paper_run", json.dumps(order)]
-        failed = subprocess.run(line, check=False).returncode != 0 or failed
+        code, stopped = _run(line)
+        failed = code != 0 or failed
+        if stopped:
+            break
     return failed
+
+
+def _run(line: list[str]) -> tuple[int, bool]:
+    """The status of a command that hears Ctrl-C and SIGTERM from here alone, and whether there was one."""
+    stopped = False
+    child: subprocess.Popen[bytes] | None = None
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        nonlocal stopped
+        stopped = True
+        if child is not None:
+            child.send_signal(signal.SIGINT)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        child = subprocess.Popen(line, process_group=0)  # a terminal's Ctrl-C would come twice: that ends it at once
+        if stopped:
+            child.send_signal(signal.SIGINT)
+        return child.wait(), stopped
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def write(found: Sequence[Curve], out: Path) -> None:

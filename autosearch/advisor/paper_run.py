@@ -17,7 +17,7 @@ from weft.autosearch.advisor.curve import Curve
 from weft.autosearch.advisor.engine_bench import EngineBench, means
 from weft.autosearch.advisor.paper_table import EPSILON, objectives
 from weft.autosearch.advisor.replicas import advise_replicas
-from weft.autosearch.advisor.side_by_side import side_by_side
+from weft.autosearch.advisor.side_by_side import SideBySide
 from weft.autosearch.advisor.solve import solve
 from weft.autosearch.advisor.sweep import Sweep
 from weft.autosearch.bar import SearchBar
@@ -84,19 +84,30 @@ def measure_model(arguments: Namespace) -> None:
 def _replicas(
     curve: Curve, config: EngineConfig, lengths: Lengths, arguments: Namespace, file: Path, bar: SearchBar, end: float
 ) -> None:
-    took = 0.0
-    for slo in objectives(curve).values():
-        best = solve(curve, slo, EPSILON).best
-        if best is None:
-            continue
-        found, bound = advise_replicas(curve, best), best.point.bound
-        for number in range(1, min(arguments.replicas, found.fit) + 1):
+    """1, 2 … engines at the bound of each objective: as many start as fit at the larger one."""
+    asked = {
+        best.point.bound: advise_replicas(curve, best)
+        for slo in objectives(curve).values()
+        if (best := solve(curve, slo, EPSILON).best) is not None
+    }
+    wanted = [
+        (bound, number)
+        for bound in sorted(asked)
+        for number in range(1, arguments.replicas + 1)
+        if not any(r.bound == bound and r.replicas == number for r in curve.replicas)
+    ]
+    if not wanted or bar.ended or time.monotonic() >= end:
+        return
+    largest = max(bound for bound, _ in wanted)
+    number = min(arguments.replicas, asked[largest].fit)
+    pages = asked[largest].needed_pages + 1
+    with SideBySide(config, number, largest, pages, lengths, arguments.point_seconds, bar) as engines:
+        took = 0.0
+        for bound, several in wanted:
             begun = time.monotonic()
-            known = any(r.bound == bound and r.replicas == number for r in curve.replicas)
-            if known or bar.ended or begun + took > end:
+            if several > number or bar.ended or begun + took > end:
                 continue
-            pages = found.needed_pages + 1
-            point = side_by_side(config, number, bound, pages, lengths, arguments.point_seconds, bar)
+            point = engines.measure(several, bound)
             took = time.monotonic() - begun
             curve = msgspec.structs.replace(curve, replicas=(*curve.replicas, point))
             curves.save(curve, file)
@@ -139,3 +150,5 @@ if __name__ == "__main__":
     except WeftError as error:
         print(f"weft bench batching: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+    except KeyboardInterrupt:  # before there was anything to end with
+        raise SystemExit(130) from None

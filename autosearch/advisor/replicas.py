@@ -19,9 +19,7 @@ class ReplicaAdvice(NamedTuple):
     """to run"""
     reason: str
     fit: int
-    """engines at this bound, each with its own weights, as weft has them"""
-    fit_shared: int
-    """if they shared one copy of the weights"""
+    """engines at this bound, with one copy of the weights"""
     needed_pages: int
     freed: int
     """bytes of KV pages that this bound does not need"""
@@ -38,16 +36,14 @@ def advise_replicas(curve: Curve, best: Verdict) -> ReplicaAdvice:
     """
     m, point = curve.machine, best.point
     needed = min(m.pages, round(SLACK * point.kv_pages) + 1)
-    own = m.weights + m.working + needed * m.page_bytes
-    fit = max(1, min(MOST, m.memory // max(1, own)))
-    shared = max(1, min(MOST, (m.memory - m.weights) // max(1, m.working + needed * m.page_bytes)))
+    fit = max(1, min(MOST, (m.memory - m.weights) // max(1, m.working + needed * m.page_bytes)))
     most_gain = 1 / max(1e-9, 1 - min(point.idle_share, 0.999))
     freed = max(0, m.pages - needed) * m.page_bytes
     tried = [r for r in curve.replicas if r.bound == point.bound]
     one = max([best.throughput, *(curve.throughput(r) for r in tried if r.replicas == 1)])
     winner = max((r for r in tried if r.replicas > 1), key=curve.throughput, default=None)
     replicas, reason = _decision(curve, best, one, winner, most_gain, fit)
-    return ReplicaAdvice(replicas, reason, fit, shared, needed, freed, most_gain)
+    return ReplicaAdvice(replicas, reason, fit, needed, freed, most_gain)
 
 
 def _decision(

@@ -1,4 +1,4 @@
-"""`side_by_side`: several engines on one device, each a process with its own weights, measured at the same time."""
+"""`SideBySide`: several engines on one device, each a process, with one set of weights, measured at the same time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import select
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import IO, Any
+from types import TracebackType
+from typing import IO, Any, Self
 
 import msgspec
 import numpy as np
@@ -17,44 +18,81 @@ from weft.autosearch.advisor.curve import QUANTILES, Point, ReplicaPoint, Times
 from weft.engine.bench.options import Lengths
 from weft.engine.config import EngineConfig
 from weft.engine.errors import WeftError
+from weft.engine.wire.shelf import Shelf
 
+PATIENCE_SECONDS = 90.0
+"""for an answer: two engines on one GPU were seen to hang"""
+START_SECONDS = 600.0
 SETTLING = 4
 """iterations before one of several is measured"""
 
 
-def side_by_side(
-    config: EngineConfig, replicas: int, bound: int, pages: int, lengths: Lengths, seconds: float,
-    tell: Callable[[str], None] = lambda _: None,
-) -> ReplicaPoint:  # fmt: skip
-    """pages: KV pages of each. Raises `WeftError` when one of them does not start or ends.
+class SideBySide:
+    """Started once, measured in any number and at any bound: those that are not asked for rest.
 
     One alone is the measure for several: a process too, with as many pages, at about the same time.
     """
-    own: dict[str, Any] = {"num_pages": pages, "kv_cache_gib": None, "max_num_seqs": bound, "slo": []}
-    if config.device == "cpu" or config.cpu_threads is not None:
-        own["cpu_threads"] = max(1, (config.cpu_threads or len(os.sched_getaffinity(0)) - 1) // replicas)
-    told = config.model_copy(update=own).model_dump_json()
-    order = {"config": told, "bound": bound, "lengths": lengths, "seconds": seconds}
-    children: list[subprocess.Popen[str]] = []
-    try:
-        for i in range(replicas):  # one after the other: each takes what is left of the GPU
-            tell(f"starting engine {i + 1} of {replicas}")
-            child = subprocess.Popen(
-                [sys.executable, "-P", "-m", "weft.autosearch.advisor.side_by_side"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            )  # fmt: skip
-            children.append(child)
-            _say(child, json.dumps({**order, "seed": i}))
-            _heard(child)
-        tell(f"{replicas} engines, {bound} requests each")
-        for child in children:
-            _say(child, "go")
-        points = [msgspec.json.decode(_heard(child), type=Point) for child in children]
-    finally:
-        for child in children:
+
+    def __init__(
+        self, config: EngineConfig, most: int, bound: int, pages: int, lengths: Lengths, seconds: float,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        """most: engines; bound: the largest; pages: KV pages of each. Raises `WeftError` when one does not start."""
+        own: dict[str, Any] = {"num_pages": pages, "kv_cache_gib": None, "max_num_seqs": bound, "slo": []}
+        if config.device == "cpu" or config.cpu_threads is not None:
+            own["cpu_threads"] = max(1, (config.cpu_threads or len(os.sched_getaffinity(0)) - 1) // most)
+        told = config.model_copy(update=own).model_dump_json()
+        self._tell, self._patience = tell, PATIENCE_SECONDS + 20 * seconds  # `engine_bench.LONGEST`
+        self._children: list[subprocess.Popen[str]] = []
+        self._shelf = Shelf()
+        try:
+            for i in range(most):
+                tell(f"starting engine {i + 1} of {most}")
+                child = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "weft.autosearch.advisor.side_by_side"],
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=self._shelf.fds,
+                )  # fmt: skip
+                self._children.append(child)
+                order = {"config": told, "lengths": lengths, "seconds": seconds, "seed": i, "shelf": self._shelf.fds}
+                _say(child, json.dumps(order))
+            for child in self._children:
+                _heard(child, START_SECONDS)
+        except BaseException:
+            self.close()
+            raise
+
+    def measure(self, number: int, bound: int) -> ReplicaPoint:
+        """So many of them, each with this bound. Raises `WeftError` when one of them ends."""
+        working = self._children[:number]
+        for child in working:
+            _say(child, f"ready {bound}")
+        for child in working:
+            _heard(child, PATIENCE_SECONDS)
+        self._tell(f"{number} engines, {bound} requests each")
+        for child in working:
+            _say(child, f"measure {bound}")
+        points = [msgspec.json.decode(_heard(child, self._patience), type=Point) for child in working]
+        for child in working:
+            _say(child, "rest 0")
+        for child in working:
+            _heard(child, PATIENCE_SECONDS)
+        return together(points)
+
+    def close(self) -> None:
+        for child in self._children:
             child.kill()
+        for child in self._children:
             child.wait()
-    return together(points)
+        self._shelf.clear()
+        self._shelf.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 def together(points: list[Point]) -> ReplicaPoint:
@@ -84,8 +122,11 @@ def _say(child: subprocess.Popen[str], line: str) -> None:
         raise WeftError(f"an engine of several ended with status {child.wait()}; its reason is above") from None
 
 
-def _heard(child: subprocess.Popen[str]) -> str:
+def _heard(child: subprocess.Popen[str], seconds: float) -> str:
+    """Its answer, a line. Raises `WeftError` when it has ended, or says nothing for so long."""
     assert child.stdout is not None
+    if not select.select([child.stdout], [], [], seconds)[0]:  # it answers once: no line is read already
+        raise WeftError(f"an engine of several made no progress for {seconds:.0f} s beside the others")
     line = child.stdout.readline()
     if not line:
         raise WeftError(f"an engine of several ended with status {child.wait()}; its reason is above")
@@ -93,7 +134,7 @@ def _heard(child: subprocess.Popen[str]) -> str:
 
 
 def main() -> int:
-    """One of them: an order on stdin, a line when it is ready; then `go`, and what it measured."""
+    """One of them: an order on stdin, a line when it is there; then `ready`, `measure` and `rest`, each answered."""
     from weft.autosearch.advisor.engine_bench import EngineBench
     from weft.engine.engine import Engine
 
@@ -101,23 +142,29 @@ def main() -> int:
     told: IO[str] = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else prints is no answer
     try:
-        engine = Engine(EngineConfig.model_validate_json(order["config"]).for_measuring())
+        config = EngineConfig.model_validate_json(order["config"]).for_measuring()
+        engine = Engine(config, shelf=Shelf.of(order["shelf"]))
     except WeftError as error:
         print(f"weft advise: {error}", file=sys.stderr, flush=True)
         return 1
     lengths = [(int(p), int(d)) for p, d in order["lengths"]]
     bench = EngineBench(engine, lengths, order["seconds"], order["seed"])
-    bench.ready(order["bound"])
-    print("ready", file=told, flush=True)
-    if not sys.stdin.readline():
-        os._exit(0)
-    for _ in range(SETTLING):  # the device had nothing to do while this one waited
-        bench.run(order["bound"])
-    point = bench.measure(order["bound"])
-    print(msgspec.json.encode(point).decode(), file=told, flush=True)
-    # The others may still measure: none is left alone before whoever asked ends all of them, or ends itself.
-    while not select.select([0], [], [], 0)[0]:
-        bench.run(order["bound"])
+    print("there", file=told, flush=True)
+    while line := sys.stdin.readline():
+        verb, bound = line.split()[0], int(line.split()[1])
+        if verb == "ready":
+            bench.ready(bound)
+            print(verb, file=told, flush=True)
+        elif verb == "measure":
+            for _ in range(SETTLING):  # the device had nothing to do while this one waited
+                bench.run(bound)
+            print(msgspec.json.encode(bench.measure(bound)).decode(), file=told, flush=True)
+            # The others may still measure: none is left alone before whoever asked says so, or ends.
+            while not select.select([0], [], [], 0)[0]:
+                bench.run(bound)
+        else:
+            bench.drop()
+            print(verb, file=told, flush=True)
     os._exit(0)
 
 

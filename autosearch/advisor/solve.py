@@ -13,6 +13,8 @@ from weft.engine.errors import ConfigError
 Aim = Literal["throughput", "energy"]
 TIE = 0.01
 """points this close to the best are as good: the smallest of them is taken"""
+OWN = 0.95
+"""of a limit on itl: what the engine may take at the bound to advise"""
 ONE = 1.5
 """requests that batch 1 may have had"""
 
@@ -45,6 +47,12 @@ class Solution(NamedTuple):
     """the farthest above the line from the first to the last point"""
     why_not: str = ""
     """where there is no best: one line"""
+
+
+def held(objectives: Sequence[Objective]) -> list[Objective]:
+    """As a bound to advise is held to them: what is over is for the way to the client. So the time between tokens keeps
+    its limit at any rate, and what is too much shows where requests wait."""
+    return [o._replace(limit=OWN * o.limit) if o.measure == "itl" else o for o in objectives]
 
 
 def judge(curve: Curve, objectives: Sequence[Objective], epsilon: float) -> tuple[Verdict, ...]:

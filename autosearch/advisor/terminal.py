@@ -28,11 +28,13 @@ def sentences(advice: Advice) -> list[str]:
         f"They held {point.kv_pages} of {curve.machine.pages} KV pages at most: {replicas.freed / GIB:.2f} GiB of "
         f"{curve.machine.pages * curve.machine.page_bytes / GIB:.2f} GiB are free for prefixes, or for other engines.",
         f"replicas: {replicas.replicas}. {replicas.reason[0].upper()}{replicas.reason[1:]}. The memory has room for "
-        f"{replicas.fit} engines at this bound, {replicas.fit_shared} if they shared their weights.",
+        f"{replicas.fit} engines at this bound, with one copy of the weights.",
     ]
     if point.joules_per_token is not None:
         out.append(f"{point.joules_per_token:.3g} joules per output token.")
-    if advice.rate:
+    if advice.measured is not None:
+        out.append(f"Advised rate: {advice.rate:.3g} requests/s. Measured with Poisson arrivals: {advice.measured}.")
+    elif advice.rate:
         out.append(f"Advised rate: {advice.rate:.3g} requests/s, played out on these curves with Poisson arrivals.")
     else:
         out.append("No request rate keeps the objectives when played out on these curves.")

@@ -2,7 +2,9 @@
 
 Alone, one stream tells the time between its tokens and to the first one; what these have beyond the profile's
 iterations stands around the engine. Where a CPU's engines share cores, streams on more and more of them tell how much
-longer both take beside others: with all that works for a stream, load generator included.
+longer both take beside others, and how differently: with all that works for a stream, load generator included.
+
+Prompts have many lengths, as a load's have: a CPU's first iteration of so many tokens takes longer than its second.
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from weft.deploy.fleet.profile import Features, IterationProfile, Limits, SideBySide
+from weft.deploy.fleet.clock import evenly
+from weft.deploy.fleet.profile import Features, Floats, IterationProfile, Limits, SideBySide
 from weft.engine.errors import ConfigError
 from weft.loadgen.client import Client, Target
 from weft.loadgen.connection import Address, ConnectionBroken
@@ -25,9 +28,8 @@ from weft.loadgen.preflight import get, prepare
 from weft.loadgen.prompts import PromptMaker
 from weft.loadgen.record import Record
 
-PROMPT_TOKENS = 32
-LONG_PROMPT_TOKENS = 128
-"""for how long prompts take beside others: long enough that the kernel treats their engine as one that never sleeps"""
+PROMPT_TOKENS = (16, 240)
+"""the shortest and the longest, if an iteration takes that many"""
 STREAM_TOKENS = 64
 FIRST_TOKENS = 4
 """of a request whose first token is timed: some of a demo's are no text yet"""
@@ -39,28 +41,34 @@ PAUSE_SECONDS = 0.1
 """requests are seldom one behind the other: who handles them has slept"""
 ANSWER_SHARE = 0.25
 """of what stands around a first token, on the way back: a client cannot tell the two apart"""
+SHARES = 20
+"""into which times are sorted: a spread has the mean of each"""
 
 
 class Around(NamedTuple):
-    """Times in milliseconds: of a request's way to the engine, of a token's back, between two iterations."""
+    """Times in milliseconds: of a request's way to the engine, of a token's back, between two iterations. `silent`: see
+    `IterationProfile`."""
 
     request_ms: float
     answer_ms: float
     gap_ms: float
     side_by_side: SideBySide | None
+    silent: tuple[int, ...] = ()
 
     def put_into(self, profile: IterationProfile) -> IterationProfile:
         return msgspec.structs.replace(profile, **self._asdict())
 
 
 class Seen(NamedTuple):
-    """Mean seconds. `first`: to the first token of a short request, alone. By the number of engines that compute, from
-    one: `between` one token and the next; `prompts`: to the first token of a longer request that comes to the last of
-    these engines while the others have a stream each."""
+    """Seconds, by the number of engines that compute, from one."""
 
-    first: float
-    between: tuple[float, ...]
-    prompts: tuple[float, ...] = ()
+    between: tuple[tuple[float, ...], ...]
+    """one token and the next: means of equal shares, ascending; their mean is that of the streams"""
+    firsts: tuple[tuple[tuple[int, float], ...], ...]
+    """prompt tokens, and time to the first token, of requests that come to the last of these engines while the others
+    have a stream each"""
+    silent: tuple[int, ...] = ()
+    """tokens of each stream before its first that is text"""
 
 
 def measure(url: str, profile: IterationProfile) -> Around:
@@ -70,9 +78,9 @@ def measure(url: str, profile: IterationProfile) -> Around:
 
 def watch(url: str, limits: Limits, *, shared: bool, seconds: float = SECONDS) -> Seen:
     """limits: of the engines. shared: they compute on cores that all share, so it matters how many do. seconds: for
-    each of the figures. Raises `ConfigError`."""
+    each of the figures, for first tokens so long for each engine that computes. Raises `ConfigError`."""
     try:
-        return asyncio.run(_watch(url, shared=shared, long_prompt=_long(limits), seconds=seconds))
+        return asyncio.run(_watch(url, shared=shared, lengths=_lengths(limits), seconds=seconds))
     except LoadError as error:
         raise ConfigError(f"--server {url}: {error}") from None
     except (OSError, ConnectionBroken, msgspec.DecodeError) as error:
@@ -81,42 +89,77 @@ def watch(url: str, limits: Limits, *, shared: bool, seconds: float = SECONDS) -
 
 def derive(seen: Seen, profile: IterationProfile) -> Around:
     """From what was seen to what a profile has."""
-    decode = profile.seconds(Features(1, 1, PROMPT_TOKENS + STREAM_TOKENS // 2, 0, 0))
-    gap_ms = max(0.0, 1e3 * (seen.between[0] - decode))
+    context = sum(_range(profile.limits)) // 2 + STREAM_TOKENS // 2
+    gap_ms = max(0.0, 1e3 * float(np.mean(seen.between[0]) - profile.seconds(Features(1, 1, context, 0, 0))))
 
-    def beyond(first: float, tokens: int) -> float:
-        prefill = profile.seconds(Features(tokens, 0, 0, tokens * (tokens + 1) // 2, 1))
-        return 1e3 * (first - prefill) - gap_ms - profile.host_ms
+    def beside(firsts: Sequence[tuple[int, float]]) -> tuple[Floats, Floats]:
+        """Seconds, and what of them the profile explains."""
+        tokens, seconds = zip(*firsts, strict=True)
+        known = [profile.seconds(Features(n, 0, 0, n * (n + 1) // 2, 1)) for n in tokens]
+        return np.array(seconds), np.array(known) + (gap_ms + profile.host_ms) / 1e3
 
-    around = [beyond(seen.first, PROMPT_TOKENS)]
-    if seen.prompts:
-        around.append(beyond(seen.prompts[0], _long(profile.limits)))
-    around_ms = max(0.0, float(np.mean(around)))
+    seconds, known = beside(seen.firsts[0])
+    around = max(0.0, float(np.mean(seconds - known)))
     side_by_side = None
     if len(seen.between) > 1:
+        slower = [s / (k + around) for s, k in map(beside, seen.firsts)]
         cores = len(os.sched_getaffinity(0))
-        side_by_side = SideBySide(cores, _slowdown(seen.between), _slowdown(seen.prompts))
-    return Around(around_ms * (1 - ANSWER_SHARE), around_ms * ANSWER_SHARE, gap_ms, side_by_side)
+        decodes = _slowdown([float(np.mean(shares)) for shares in seen.between])
+        prompts = _slowdown([float(np.mean(ratios)) for ratios in slower])
+        side_by_side = SideBySide(
+            cores,
+            decodes,
+            prompts,
+            tuple(map(_spread, seen.between, decodes)),
+            tuple(map(_spread, slower, prompts)),
+        )
+    return Around(1e3 * around * (1 - ANSWER_SHARE), 1e3 * around * ANSWER_SHARE, gap_ms, side_by_side, seen.silent)
 
 
-def mean(runs: Sequence[Seen]) -> Seen:
+def together(runs: Sequence[Seen]) -> Seen:
     """Of runs at the same daemon."""
-    between, prompts = (np.mean([run[i] for run in runs], axis=0) for i in (1, 2))
-    return Seen(float(np.mean([run.first for run in runs])), tuple(between.tolist()), tuple(prompts.tolist()))
+    between = np.mean([run.between for run in runs], axis=0)
+    firsts = [sum(same, ()) for same in zip(*(run.firsts for run in runs), strict=True)]
+    silent: tuple[int, ...] = sum((run.silent for run in runs), ())
+    return Seen(tuple(tuple(shares) for shares in between.tolist()), tuple(firsts), silent)
 
 
-def _long(limits: Limits) -> int:
-    """Tokens of a longer prompt that one iteration computes."""
-    return min(LONG_PROMPT_TOKENS, limits.max_num_batched_tokens)
+def _range(limits: Limits) -> tuple[int, int]:
+    """Tokens of the shortest and the longest prompt; one iteration computes it."""
+    low, high = PROMPT_TOKENS
+    high = max(1, min(high, limits.max_num_batched_tokens, limits.max_model_len - STREAM_TOKENS))
+    return min(low, high), high
 
 
-def _slowdown(seconds: Sequence[float]) -> tuple[float, ...]:
+def _lengths(limits: Limits) -> Iterator[int]:
+    """Evenly over the range, however few are taken, and others in the next run."""
+    low, high = _range(limits)
+    return (low + int(x * (high + 1 - low)) for x in evenly(time.time() % 1))
+
+
+def _slowdown(times: Sequence[float]) -> tuple[float, ...]:
     """More beside it make none faster."""
-    slower = np.maximum.accumulate(np.array(seconds) / seconds[0])
-    return tuple(float(x) for x in slower)
+    return tuple(float(x) for x in np.maximum.accumulate(np.array(times) / times[0]))
 
 
-async def _watch(url: str, *, shared: bool, long_prompt: int, seconds: float) -> Seen:
+def _spread(values: Sequence[float] | Floats, slowdown: float) -> tuple[float, ...]:
+    """About one. Beside others nothing is quicker than alone: a token that came sooner was behind a late one."""
+    least = 1 / slowdown
+    beyond = np.maximum(_shares(values) / np.mean(values) - least, 0.0)
+    if not beyond.any():
+        return (1.0,) * SHARES
+    return tuple(float(x) for x in least + beyond * (1 - least) / beyond.mean())
+
+
+def _shares(values: Sequence[float] | Floats) -> Floats:
+    """Means of equal shares of the sorted values; their mean is that of the values. A share may have part of a
+    value."""
+    ordered = np.concatenate(([0.0], np.cumsum(np.sort(np.asarray(values, np.float64)))))
+    ends = np.linspace(0, len(ordered) - 1, SHARES + 1)
+    return np.diff(np.interp(ends, np.arange(len(ordered)), ordered)) * SHARES / (len(ordered) - 1)
+
+
+async def _watch(url: str, *, shared: bool, lengths: Iterator[int], seconds: float) -> Seen:
     maker = PromptMaker("ids", time.time_ns())  # an engine may still have the pages of an earlier watch
     target = Target("", Address.parse(url), "", False, None, {}, {}, 60.0, True)
     target = (await prepare(target, maker)).target
@@ -124,60 +167,75 @@ async def _watch(url: str, *, shared: bool, long_prompt: int, seconds: float) ->
     loop = asyncio.get_running_loop()
     client = Client(target, loop.time())
     asked = 0
+    silent: list[int] = []
 
-    async def ask(prompt_tokens: int, output_tokens: int) -> Record | None:
+    async def ask(output_tokens: int) -> Record | None:
         """None: all its tokens together were no text."""
         nonlocal asked
         asked += 1
-        record = Record(asked, 0.0, prompt_tokens, output_tokens)
-        await client.send(record, target.body(maker.prompt(asked, prompt_tokens), output_tokens))
+        tokens = next(lengths)
+        record = Record(asked, 0.0, tokens, output_tokens)
+        await client.send(record, target.body(maker.prompt(asked, tokens), output_tokens))
         if record.status == 200 and record.completion_tokens == output_tokens and not record.times:
             return None
         if not record.ok:
             raise LoadError(record.error or f"status {record.status}")
         return record
 
-    async def first(prompt_tokens: int) -> float:
-        taken: list[float] = []
+    async def streamed() -> Record | None:
+        record = await ask(STREAM_TOKENS)
+        silent.append(_silent(record))
+        return record
+
+    async def firsts(seconds: float) -> tuple[tuple[int, float], ...]:
+        taken: list[tuple[int, float]] = []
         end = loop.time() + seconds
         while len(taken) < FIRSTS or loop.time() < end:
-            record = await ask(prompt_tokens, FIRST_TOKENS)
+            record = await ask(FIRST_TOKENS)
             if record is not None:
-                taken.append(record.first - record.start)
+                taken.append((record.input_tokens, record.first - record.start))
             await asyncio.sleep(PAUSE_SECONDS)
-        return float(np.mean(taken))
+        return tuple(taken)
 
-    async def between(streams: int) -> float:
-        taken: list[float] = []
+    async def between(streams: int) -> tuple[float, ...]:
+        means: list[float] = []
+        gaps: list[float] = []
         end = loop.time() + seconds
-        while len(taken) < STREAMS * streams or loop.time() < end:
-            records = await asyncio.gather(*(ask(PROMPT_TOKENS, STREAM_TOKENS) for _ in range(streams)))
-            taken += [(r.end - r.first) / (r.completion_tokens - 1) for r in records if r is not None]
+        while len(means) < STREAMS * streams or loop.time() < end:
+            for r in await asyncio.gather(*(streamed() for _ in range(streams))):
+                if r is not None:
+                    means.append((r.end - r.first) / (r.completion_tokens - 1 - _silent(r)))
+                    gaps += np.diff(r.times).tolist()
             await asyncio.sleep(PAUSE_SECONDS)
-        return float(np.mean(taken))
+        return tuple(float(x) for x in _shares(gaps) * np.mean(means) / np.mean(gaps))
 
     async def stream(after: float) -> None:
         """One after the other."""
         await asyncio.sleep(after)
         while True:
-            await ask(PROMPT_TOKENS, STREAM_TOKENS)
+            await streamed()
 
-    async def prompts(streams: int) -> float:
+    async def prompts(streams: int) -> tuple[tuple[int, float], ...]:
         # Each begins a little later than the one before, or their prompts would always be computed together.
         beside = [asyncio.create_task(stream(0.1 * i)) for i in range(streams)]
         await asyncio.sleep(0.1 * streams)
         try:
-            return await first(long_prompt)
+            return await firsts(seconds * (1 + streams))
         finally:
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
 
-    alone = await first(PROMPT_TOKENS)
     times = [await between(streams) for streams in range(1, engines + 1)]
-    slowed = [await prompts(streams) for streams in range(engines)] if engines > 1 else []
+    slowed = [await prompts(streams) for streams in range(engines)]
     client.close()
-    return Seen(alone, tuple(times), tuple(slowed))
+    return Seen(tuple(times), tuple(slowed), tuple(silent))
+
+
+def _silent(stream: Record | None) -> int:
+    """Tokens of an answer that came without text, most of them at its beginning; a last one may lack an event."""
+    lacking = STREAM_TOKENS - (0 if stream is None else len(stream.times))
+    return lacking if lacking > 1 else 0
 
 
 async def _engines(address: Address) -> int:

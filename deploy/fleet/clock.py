@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
 Action = Callable[[], None]
+GOLDEN = (5**0.5 - 1) / 2
+
+
+def evenly(start: float) -> Iterator[float]:
+    """Numbers from 0 up to 1 that cover it evenly, however few are taken: a short simulation has a long one's means."""
+    return ((start + i * GOLDEN) % 1.0 for i in count())
 
 
 class Clock:
@@ -39,20 +46,26 @@ class Clock:
 class Slowdown(NamedTuple):
     """How many times as long a job takes beside others, by the number of all that compute.
 
-    `known`: from one; beyond it, and where nothing is known, `cores` are shared in equal parts, a core at most each
-    thread of a job.
+    `known`: from one, in the mean; beyond it, and where nothing is known, `cores` are shared in equal parts, a core at
+    most each thread of a job. `spread`: by the same number, how many times the mean it is for jobs of equal shares,
+    from the luckiest on: which core's queue a thread stands in.
     """
 
     cores: float
     threads: int = 1
     known: tuple[float, ...] = ()
+    spread: tuple[tuple[float, ...], ...] = ()
 
-    def of(self, jobs: int) -> float:
+    def of(self, jobs: int, luck: float | None = None) -> float:
+        """luck: of a job, from 0 up to 1, where all are equally likely; the most is the worst. None: the mean."""
         if not self.known:
             return self._equal(jobs)
-        if jobs <= len(self.known):
-            return self.known[max(jobs, 1) - 1]
-        return self.known[-1] * self._equal(jobs) / self._equal(len(self.known))
+        seen = min(max(jobs, 1), len(self.known))
+        slower = self.known[seen - 1]
+        if self.spread and luck is not None:
+            shares = self.spread[seen - 1]
+            slower *= shares[int(luck * len(shares))]
+        return slower if jobs <= seen else slower * self._equal(jobs) / self._equal(seen)
 
     def _equal(self, jobs: int) -> float:
         return max(1.0, jobs * self.threads / self.cores)
@@ -63,6 +76,7 @@ class _Job:
     left: float
     """seconds, were it alone"""
     slowdown: Slowdown
+    luck: float | None
     counts: bool
     done: Action
 
@@ -77,21 +91,26 @@ class Sharing(NamedTuple):
 class Processor:
     """Cores that jobs share; without `sharing` each job has its own, as a GPU is each engine's."""
 
-    def __init__(self, clock: Clock, sharing: Sharing | None = None) -> None:
+    def __init__(self, clock: Clock, sharing: Sharing | None = None, seed: int = 0) -> None:
         self._clock = clock
         self._sharing = sharing
+        lucks = random.Random(seed)
+        self._lucks = {prompt: evenly(lucks.random()) for prompt in (False, True)}
         self._jobs: list[_Job] = []
         self._since = 0.0
         self._version = 0
 
-    def start(self, seconds: float, done: Action, *, prompt: bool = False, counts: bool = True) -> None:
-        """A job that takes so long alone. counts: it slows the others; else they alone slow it."""
+    def start(
+        self, seconds: float, done: Action, *, prompt: bool = False, counts: bool = True, spreads: bool = False
+    ) -> None:
+        """A job that takes so long alone. counts: it slows the others; else they alone slow it. spreads: it may be
+        slowed more, or less, than the mean; of those that do not, none overtakes another."""
         if self._sharing is None:
             self._clock.after(seconds, done)
             return
         self._advance()
         slowdown = self._sharing.prompts if prompt else self._sharing.decodes
-        self._jobs.append(_Job(seconds, slowdown, counts, done))
+        self._jobs.append(_Job(seconds, slowdown, next(self._lucks[prompt]) if spreads else None, counts, done))
         self._expect()
 
     @property
@@ -102,7 +121,7 @@ class Processor:
         """Take off what was computed since the last look."""
         passed, computing = self._clock.now - self._since, self._computing
         for job in self._jobs:
-            job.left -= passed / job.slowdown.of(computing)
+            job.left -= passed / job.slowdown.of(computing, job.luck)
         self._since = self._clock.now
 
     def _expect(self) -> None:
@@ -111,7 +130,7 @@ class Processor:
         if not self._jobs:
             return
         version, computing = self._version, self._computing
-        ends = [max(0.0, job.left) * job.slowdown.of(computing) for job in self._jobs]
+        ends = [max(0.0, job.left) * job.slowdown.of(computing, job.luck) for job in self._jobs]
         first = self._jobs[ends.index(min(ends))]
 
         def look() -> None:

@@ -15,11 +15,13 @@ import numpy.typing as npt
 
 from weft.deploy.fleet.clock import Clock, Processor
 from weft.deploy.fleet.profile import Features, IterationProfile
+from weft.engine.config import Objective
 from weft.engine.errors import RequestError
 from weft.engine.memory.page_news import PageLedger
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
 from weft.engine.runner.batch import Batch, StepResult
+from weft.engine.scheduling.chunk_keeper import ChunkKeeper
 from weft.engine.scheduling.fairness import Fairness
 from weft.engine.scheduling.request import Request, check_request
 from weft.engine.scheduling.scheduler import Scheduler
@@ -45,6 +47,9 @@ class EngineOptions(NamedTuple):
     fair_prefill_share: float = 0.25
     depth: int = 1
     """iterations launched ahead"""
+    itl_slo: Objective | None = None
+    """what prompts computed beside decodes must leave them"""
+    itl_slo_patience: float = 5.0
 
 
 class Asked(NamedTuple):
@@ -103,6 +108,12 @@ class SimulatedEngine:
             prefix_caching=options.prefix_caching,
             fairness=Fairness(options.fair_prefill_share),
         )
+        if options.itl_slo is not None:
+            self.scheduler.chunk_keeper = ChunkKeeper.of(
+                options.itl_slo, (), profile.costs, self.scheduler.slots, most=options.max_num_batched_tokens,
+                chunk_step=1, patience=options.itl_slo_patience, share=options.fair_prefill_share,
+                clock=lambda: clock.now,
+            )  # fmt: skip
         self._ledger = PageLedger(pool.index)
         self._inbox: list[Asked] = []
         self._refused: list[int] = []
@@ -217,9 +228,10 @@ class SimulatedEngine:
         if self._ended:
             return
         iteration = self._launched.popleft()
-        events = self.scheduler.commit(
-            StepResult(iteration.batch, self._tokens(iteration.batch), None, (), iteration.seconds)
-        )
+        result = StepResult(iteration.batch, self._tokens(iteration.batch), None, (), iteration.seconds)
+        if self.scheduler.chunk_keeper is not None:
+            self.scheduler.chunk_keeper.committed(result, first=False)
+        events = self.scheduler.commit(result)
         self.iterations += 1
         handles, finish = events.handles.tolist(), events.finish.tolist()
         for handle, end in zip(handles, finish, strict=True):
@@ -265,7 +277,7 @@ class SimulatedEngine:
         self.busy_seconds += seconds
         self.computed_tokens += batch.num_tokens
         prompt = batch.num_requests > batch.num_decodes
-        self._processor.start(seconds + self._profile.gap_ms / 1e3, self._end, prompt=prompt)
+        self._processor.start(seconds + self._profile.gap_ms / 1e3, self._end, prompt=prompt, spreads=True)
 
     def _end(self) -> None:
         self._queue.popleft().done = True

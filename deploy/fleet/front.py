@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weft.deploy.fleet.clock import Clock, Processor
+from weft.deploy.fleet.clock import Clock, Processor, evenly
 from weft.deploy.fleet.engine import Asked, EngineOptions, Heard, SimulatedEngine
 from weft.deploy.fleet.profile import IterationProfile
 from weft.engine.errors import EngineDead
@@ -56,6 +57,8 @@ class _Sequence:
     ticket: Ticket
     on_end: Callable[[list[int]], None]
     said: list[int]
+    silent: int
+    """tokens before the first that is text"""
     lives: int = 1
     started: bool = False
 
@@ -83,8 +86,10 @@ class Front:
         profile: IterationProfile,
         engine: EngineOptions,
         options: FrontOptions,
+        seed: int = 0,
     ) -> None:
         self.options = options
+        self._lucks = evenly(random.Random(seed).random())
         self.retried = 0
         self._clock = clock
         self._processor = processor
@@ -183,7 +188,11 @@ class Front:
             record.outcome, record.error = Outcome.OVERLOADED, str(error) or "refused"
             on_end([])
             return
-        self._submit(_Sequence(record, prompt, output_tokens, look, ticket, on_end, []))
+        self._submit(_Sequence(record, prompt, output_tokens, look, ticket, on_end, [], self._silent(output_tokens)))
+
+    def _silent(self, output_tokens: int) -> int:
+        seen = sorted(self._profile.silent)
+        return min(seen[int(next(self._lucks) * len(seen))], output_tokens - 1) if seen else 0
 
     def _limit(self, sequence: _Sequence) -> int | None:
         return sequence.output_tokens if self.options.known else None
@@ -208,10 +217,12 @@ class Front:
             sequence = self._sequences[handle]
             record = sequence.record
             if token >= 0:
-                record.times.append(self._clock.now)
                 sequence.said.append(token)
+                if len(sequence.said) > sequence.silent:
+                    record.times.append(self._clock.now)
+                    record.first = record.times[0]
             if handle in heard.started:
-                record.first, record.cached_tokens = self._clock.now, heard.started[handle]
+                record.cached_tokens = heard.started[handle]
                 self._prefilled(sequence)
             if finish:
                 record.end = self._clock.now

@@ -28,6 +28,7 @@ def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("each engine").add_argument
     engine("--max-num-seqs", metavar="LIST", help="[the profile's]")
     engine("--max-num-batched-tokens", metavar="LIST", help="[the profile's]")
+    engine("--itl-slo", metavar="LIMIT", help="as weft serve has it: 50ms, p99:50ms [off]")
     engine("--num-pages", metavar="N", help="[the profile's]")
     engine("--max-model-len", metavar="N", help="[the profile's]")
     engine("--no-prefix-caching", action="store_true", help="find no prefix again")

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from weft.engine.errors import ConfigError
 from weft.engine.runner.batch import Batch
+from weft.engine.runner.work import Costs
 
 VERSION = 1
 SHIPPED = Path(__file__).with_name("profiles")
@@ -74,6 +75,9 @@ class SideBySide(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """an iteration without prompts, and what follows from it"""
     prompts: tuple[float, ...]
     """the way to a first token"""
+    decodes_spread: tuple[tuple[float, ...], ...] = ()
+    """by the same number: how many times the mean single ones take, as means of equal shares, ascending"""
+    prompts_spread: tuple[tuple[float, ...], ...] = ()
 
 
 class Error(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -114,6 +118,8 @@ class IterationProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """from a client's first byte to the engine: HTTP, text, routing, the socket"""
     answer_ms: float = 0.0
     """from the engine to a client"""
+    silent: tuple[int, ...] = ()
+    """tokens of an answer before its first that is text, such as parts of a letter: those of answers that were seen"""
     threads: int = 0
     """cores that an iteration keeps busy; 0: it runs on a device of its own"""
     side_by_side: SideBySide | None = None
@@ -128,6 +134,12 @@ class IterationProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             self.context_ms * f.context + self.pair_ms * f.pairs + self.chunk_ms * f.chunks + self.decode_ms * f.decodes
         )
         return ms / 1e3
+
+    @property
+    def costs(self) -> Costs:
+        """What an engine believes of its parts before it has measured any."""
+        slope = (self.dense_ms[-1] - self.dense_ms[0]) / max(1.0, self.knots[-1] - self.knots[0])
+        return Costs(self.dense_ms[0], max(slope, 1e-6), self.context_ms, self.pair_ms, {None: 1})
 
     def joules(self, f: Features) -> float:
         """Beyond those at rest; 0 where nothing is known."""
@@ -163,6 +175,12 @@ def load_profile(name: str) -> IterationProfile:
         raise ConfigError(f"{path}: knots and dense_ms must be as many, and knots ascend")
     if min(profile.dense_ms) <= 0 or min(profile.context_ms, profile.pair_ms, profile.chunk_ms, profile.decode_ms) < 0:
         raise ConfigError(f"{path} has a time that is not positive")
+    beside = profile.side_by_side
+    if beside is not None:
+        for name in ("decodes", "prompts"):
+            known, spread = getattr(beside, name), getattr(beside, f"{name}_spread")
+            if not known or (spread and (len(spread) != len(known) or not all(spread))):
+                raise ConfigError(f"{path}: side_by_side.{name} and its spread must be as many, and neither empty")
     return profile
 
 

@@ -12,6 +12,8 @@ from weft.deploy.fleet.engine import EngineOptions
 from weft.deploy.fleet.front import FrontOptions
 from weft.deploy.fleet.profile import IterationProfile, load_profile
 from weft.deploy.fleet.simulation import Failure, Fleet
+from weft.engine.config import itl_objective
+from weft.engine.errors import ConfigError
 from weft.loadgen import slo
 from weft.loadgen.errors import LoadError
 from weft.loadgen.prompts import PromptMaker
@@ -125,8 +127,14 @@ def _configurations(a: argparse.Namespace, profile: IterationProfile) -> Iterato
     longest = min(longest, (pages - 1) * limits.page_size)
     seqs = _list(a.max_num_seqs or str(limits.max_num_seqs), "--max-num-seqs")
     budgets = _list(a.max_num_batched_tokens or str(limits.max_num_batched_tokens), "--max-num-batched-tokens")
+    try:
+        objective = None if a.itl_slo is None else itl_objective(a.itl_slo)
+    except ConfigError as error:
+        raise LoadError(f"--itl-slo: {error}") from None
     for most, budget in product(list(seqs), list(budgets)):
-        yield EngineOptions(limits.page_size, pages, most, budget, longest, prefix_caching=not a.no_prefix_caching)
+        yield EngineOptions(
+            limits.page_size, pages, most, budget, longest, prefix_caching=not a.no_prefix_caching, itl_slo=objective
+        )  # fmt: skip
 
 
 def _failure(text: str) -> Failure:

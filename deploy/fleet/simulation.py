@@ -50,7 +50,10 @@ class Fleet:
         known = self.profile.side_by_side
         if known is None or known.cores != self.cores:
             return Sharing(equal, equal)
-        return Sharing(equal._replace(known=known.decodes), equal._replace(known=known.prompts))
+        return Sharing(
+            equal._replace(known=known.decodes, spread=known.decodes_spread),
+            equal._replace(known=known.prompts, spread=known.prompts_spread),
+        )
 
 
 @dataclass(frozen=True)
@@ -164,8 +167,9 @@ def simulate(
 ) -> Result:
     """`on_progress` is told the time in the simulation now and then."""
     clock = Clock()
-    processor = Processor(clock, fleet.sharing)
-    front = Front(clock, processor, fleet.profile, fleet.engine, fleet.front)
+    seed = workload.maker.seed
+    processor = Processor(clock, fleet.sharing, seed)
+    front = Front(clock, processor, fleet.profile, fleet.engine, fleet.front, seed)
     traffic = Traffic(clock, front, workload, fleet.engine.max_model_len)
     for failure in fleet.failures:
         clock.at(failure.at, lambda number=failure.engine: front.kill(number))  # type: ignore[misc]

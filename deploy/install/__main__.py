@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+import beside
 import package
 import packages
 import resolve
@@ -27,6 +28,10 @@ def main() -> int:
     one = commands.add_parser("packages", help="pip install, told in a few lines: TITLE ARGUMENTS …")
     one.add_argument("title")
     one.add_argument("arguments", nargs=argparse.REMAINDER)
+    one = commands.add_parser("beside", help="environments of their own: the file that says of what, a folder, names")
+    one.add_argument("file", type=Path)
+    one.add_argument("folder", type=Path)
+    one.add_argument("names", nargs="*")
     one = commands.add_parser("resolve", help="prove that everything resolves from the package index alone")
     one.add_argument("--pip", action="store_true", help="with pip too, for the running Python")
     one = commands.add_parser("archives", help="check what a source distribution and a wheel hold: their folder")
@@ -41,6 +46,9 @@ def main() -> int:
         return 0
     if given.command == "packages":
         return packages.install(given.title, torch_build.PIP, given.arguments)
+    if given.command == "beside":
+        beside.install(given.file, given.folder, given.names)
+        return 0
     if given.command == "resolve":
         return min(resolve.prove(ROOT, with_pip=given.pip), 1)
     problems = package.check(given.folder) if given.command == "archives" else package.serves(given.binaries.resolve())

@@ -20,7 +20,7 @@ KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("residual",), "o or down"),
     (("product",), "product"),
     (("matmul",), "lm head"),
-    (("flash",), "attention"),
+    (("flash", "pod_kernel"), "attention"),
     (("decode",), "decode attention"),
     (("prefill",), "prefill attention"),
     (("sample", "penalize", "remember", "softmax", "sort", "topk"), "sampling"),

@@ -11,6 +11,7 @@ from rich.table import Table
 from weft.engine.errors import ConfigError
 from weft.engine.memory.extent import Record, checksum
 from weft.engine.memory.ssd_store import StoreFile, StoreUnavailable, reason_of
+from weft.engine.memory.transfer import aligned
 
 
 def run(verb: str, path: Path) -> int:
@@ -40,11 +41,24 @@ def _bad(file: StoreFile, records: list[tuple[int, Record]]) -> list[int]:
 
     def holds(extent: int, record: Record) -> bool:
         try:
-            return file.read_extent(extent, view) and checksum(view[: geometry.payload_bytes]) == record.payload
+            if not file.read_extent(extent, view):
+                return False
+            parts = [view[: geometry.payload_bytes]]
+            if record.rest >= 0:
+                if not file.read_rest(record.rest, end):
+                    return False
+                parts.append(end[: geometry.rest_bytes])
+            return checksum(*parts) == record.payload
         except OSError:
             return False
 
-    with mmap.mmap(-1, geometry.extent_bytes) as buffer, memoryview(buffer) as view:
+    rest_bytes = max(1, aligned(geometry.rest_bytes))
+    with (
+        mmap.mmap(-1, geometry.extent_bytes) as buffer,
+        mmap.mmap(-1, rest_bytes) as other,
+        memoryview(buffer) as view,
+        memoryview(other) as end,
+    ):
         return [extent for extent, record in records if not holds(extent, record)]
 
 
@@ -61,6 +75,8 @@ def _print(file: StoreFile, records: list[tuple[int, Record]], bad: list[int] | 
         "model and layout": geometry.owner.hex(),
         "direct I/O": "yes" if file.direct else "no",
     }
+    if geometry.num_rests:
+        rows["pages not packed"] = f"{sum(r.rest >= 0 for _, r in records):,}, room for {geometry.num_rests:,}"
     if bad is not None:
         rows["pages that hold"] = f"{len(records) - len(bad):,}"
         rows["pages that do not"] = f"{len(bad):,}" + (f" (extents {', '.join(map(str, bad[:8]))} …)" if bad else "")

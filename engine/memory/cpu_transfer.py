@@ -1,4 +1,4 @@
-"""`CpuCopyEngine`: pages move by `memcpy`, on a thread of its own."""
+"""`CpuCopyEngine`: pages move by `memcpy`, or packed by the processor, on a thread of its own."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ import numpy as np
 from torch import Tensor
 
 from weft.engine.memory.kv_layout import page_rows
-from weft.engine.memory.transfer import Bytes, Copy, Pairs, map_host_pool
+from weft.engine.memory.transfer import Bytes, Copy, PageSizes, Pairs, map_host_pool, map_rests
+from weft.kernels.packed_page import PackedPage
 
 
 class CpuCopy:
-    def __init__(self, work: Callable[[], None]) -> None:
+    def __init__(self, work: Callable[[CpuCopy], None]) -> None:
         self._work = work
         self._done = threading.Event()
         self.failed = False
+        self.raw: list[int] = []
+        self.unkept: list[int] = []
         self.seconds = 0.0
 
     def run(self) -> None:
         begin = time.perf_counter()
         try:
-            self._work()
+            self._work(self)
         except (RuntimeError, ValueError):
             self.failed = True
         self.seconds = time.perf_counter() - begin
@@ -38,31 +41,57 @@ class CpuCopy:
 
 
 class CpuCopyEngine:
-    """One thread that copies in the order asked; numpy releases the interpreter lock while it copies."""
+    """One thread that copies in the order asked; numpy releases the interpreter lock while it copies and packs."""
 
-    def __init__(self, kv: Tensor, slots: int) -> None:
+    def __init__(self, kv: Tensor, slots: int, form: PackedPage | None = None) -> None:
+        """form: pages lie packed in the host pool."""
         self._kv: Bytes = page_rows(kv).numpy()
-        self.page_bytes = self._kv.shape[1]
-        self.host = map_host_pool(slots, self.page_bytes)
+        self._form = form
+        page_bytes = self._kv.shape[1]
+        self.sizes = PageSizes(page_bytes, form.nbytes if form is not None else page_bytes)
+        self.host = map_host_pool(slots, self.sizes.packed)
+        self.rests = map_rests(slots, self.sizes) if form is not None else None
         self._queue: queue.SimpleQueue[CpuCopy | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="weft-copies", daemon=True)
         self._thread.start()
 
     def out(self, pairs: Pairs) -> Copy:
-        return self._start(lambda: self._copy(pairs, to_host=True))
+        return self._start(lambda copy: self._out(copy, pairs))
 
     def back(self, pairs: Pairs) -> Copy:
-        return self._start(lambda: self._copy(pairs, to_host=False))
+        return self._start(lambda copy: self._back(copy, pairs))
 
-    def _copy(self, pairs: Pairs, to_host: bool) -> None:
+    def _out(self, copy: CpuCopy, pairs: Pairs) -> None:
+        first = self.sizes.packed
         for page, slot in pairs:
-            there, here = self._kv[page], self.host[slot, : self.page_bytes]
-            if to_host:
+            there, here = self._kv[page], self.host[slot, :first]
+            if self._form is None or self.rests is None:
                 np.copyto(here, there)
-            else:
-                np.copyto(there, here)
+                continue
+            self.rests.drop(slot)
+            if self._form.pack(there, here):
+                continue
+            copy.raw.append(slot)
+            if (end := self.rests.room(slot)) is None:
+                copy.unkept.append(slot)
+                continue
+            np.copyto(here, there[:first])
+            np.copyto(end, there[first:])
 
-    def _start(self, work: Callable[[], None]) -> Copy:
+    def _back(self, copy: CpuCopy, pairs: Pairs) -> None:
+        first = self.sizes.packed
+        for page, slot in pairs:
+            there, here = self._kv[page], self.host[slot, :first]
+            if self._form is None or self.rests is None:
+                np.copyto(there, here)
+            elif (end := self.rests.end(slot)) is None:
+                self._form.unpack(here, there)
+            else:
+                copy.raw.append(slot)
+                np.copyto(there[:first], here)
+                np.copyto(there[first:], end)
+
+    def _start(self, work: Callable[[CpuCopy], None]) -> Copy:
         copy = CpuCopy(work)
         self._queue.put(copy)
         return copy

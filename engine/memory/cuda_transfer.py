@@ -1,4 +1,7 @@
-"""`CudaCopyEngine`: pinned host memory on the GPU's NUMA node, one copy stream each way, an event for each batch."""
+"""`CudaCopyEngine`: pinned host memory on the GPU's NUMA node, one copy stream each way, an event for each batch.
+
+Pages that are packed pass `cuda_packing.py` on their way.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ import contextlib
 import mmap
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,7 +20,11 @@ from torch import Tensor
 
 from weft.engine.errors import OutOfMemory
 from weft.engine.memory.kv_layout import page_rows
-from weft.engine.memory.transfer import GIB, Copy, Gate, Pairs, map_host_pool
+from weft.engine.memory.transfer import GIB, Copy, Gate, PageSizes, Pairs, map_host_pool, map_rests
+from weft.kernels.packed_page import PackedPage
+
+if TYPE_CHECKING:
+    from weft.engine.memory.cuda_packing import CudaPacking
 
 PIN_CHUNK = GIB
 """bytes of the host pool that are touched and registered at once"""
@@ -70,9 +77,16 @@ class CudaCopy:
         self.begin = torch.cuda.Event(enable_timing=True)
         self.end = torch.cuda.Event(enable_timing=True)
         self.failed = False
+        self.raw: list[int] = []
+        self.unkept: list[int] = []
+        self.then: Callable[[], bool] | None = None
+        """asked once when `end` has passed: was that all?"""
 
     def done(self) -> bool:
-        return self.end.query()
+        if not self.end.query():
+            return False
+        then, self.then = self.then, None
+        return then is None or then()
 
     @property
     def seconds(self) -> float:
@@ -82,37 +96,87 @@ class CudaCopy:
 class CudaCopyEngine:
     """Copies of a direction run in the order asked; the two directions run beside each other and beside compute.
 
-    gates: a batch of pages to the host is spread over these, each page behind its own.
+    gates: a batch of pages to the host is spread over these, each page behind its own. form: pages are packed on their
+    way to the host, and unpacked on their way back.
     """
 
-    def __init__(self, kv: Tensor, slots: int, gates: Sequence[Gate] = ()) -> None:
+    def __init__(self, kv: Tensor, slots: int, gates: Sequence[Gate] = (), form: PackedPage | None = None) -> None:
         self._gates = gates
         self._kv = page_rows(kv)
-        self.page_bytes = self._kv.shape[1]
-        self.host = map_host_pool(slots, self.page_bytes)
+        page_bytes = self._kv.shape[1]
+        self.sizes = PageSizes(page_bytes, form.nbytes if form is not None else page_bytes)
+        self.host = map_host_pool(slots, self.sizes.packed)
         _pin(self.host, kv.device)
-        self._host = torch.from_numpy(self.host)[:, : self.page_bytes]
+        self.rests = map_rests(slots, self.sizes) if form is not None else None
+        if self.rests is not None:
+            _pin(self.rests.memory, kv.device)
+        self._host = torch.from_numpy(self.host)[:, : self.sizes.packed]
         self._out, self._back = torch.cuda.Stream(kv.device), torch.cuda.Stream(kv.device)
+        self._packing: CudaPacking | None = None
+        if form is not None:
+            from weft.engine.memory.cuda_packing import CudaPacking  # needs Triton
+
+            self._packing = CudaPacking(form, kv)
 
     def out(self, pairs: Pairs) -> Copy:
-        return self._copy(self._out, pairs, to_host=True)
+        copy, stream = CudaCopy(), self._out
+        with torch.inference_mode():
+            copy.begin.record(stream)
+            if self._packing is None:
+                with torch.cuda.stream(stream):
+                    for i, (page, slot) in enumerate(pairs):
+                        self._wait_at_gate(i, len(pairs))
+                        self._host[slot].copy_(self._kv[page], non_blocking=True)
+            else:
+                assert self.rests is not None
+                for _, slot in pairs:
+                    self.rests.drop(slot)
+                places = [(page, self._host[slot]) for page, slot in pairs]
+                self._packing.out(stream, places, lambda i: self._wait_at_gate(i, len(pairs)))
+                copy.then = lambda: self._keep_raw(copy, pairs)
+            copy.end.record(stream)
+        return copy
+
+    def _wait_at_gate(self, i: int, of: int) -> None:
+        if self._gates:
+            self._gates[i * len(self._gates) // of].wait(self._out)
+
+    def _keep_raw(self, copy: CudaCopy, pairs: Pairs) -> bool:
+        """Send what could not be packed as it is. True: there is none, or no room for it."""
+        assert self._packing is not None
+        assert self.rests is not None
+        form, first, sent = self._packing.form, self.sizes.packed, False
+        for page, slot in pairs:
+            if form.holds(self.host[slot]):
+                continue
+            copy.raw.append(slot)
+            if (end := self.rests.room(slot)) is None:
+                copy.unkept.append(slot)
+                continue
+            with torch.cuda.stream(self._out), torch.inference_mode():
+                self._host[slot].copy_(self._kv[page, :first], non_blocking=True)
+                torch.from_numpy(end).copy_(self._kv[page, first:], non_blocking=True)
+            sent = True
+        if sent:
+            copy.end.record(self._out)
+        return not sent
 
     def back(self, pairs: Pairs) -> Copy:
-        return self._copy(self._back, pairs, to_host=False)
-
-    def _copy(self, stream: torch.cuda.Stream, pairs: Pairs, to_host: bool) -> CudaCopy:
-        copy = CudaCopy()
+        copy, stream, first = CudaCopy(), self._back, self.sizes.packed
+        packed: list[tuple[int, Tensor]] = []
         with torch.cuda.stream(stream), torch.inference_mode():
-            copy.begin.record()
-            for i, (page, slot) in enumerate(pairs):
-                there, here = self._kv[page], self._host[slot]
-                if to_host:
-                    if self._gates:
-                        self._gates[i * len(self._gates) // len(pairs)].wait(stream)
-                    here.copy_(there, non_blocking=True)
+            copy.begin.record(stream)
+            for page, slot in pairs:
+                end = self.rests.end(slot) if self.rests is not None else None
+                if end is not None:
+                    copy.raw.append(slot)
+                    self._kv[page, first:].copy_(torch.from_numpy(end), non_blocking=True)
+                if end is not None or self._packing is None:
+                    self._kv[page, :first].copy_(self._host[slot], non_blocking=True)
                 else:
-                    there.copy_(here, non_blocking=True)
-            copy.end.record()
+                    packed.append((page, self._host[slot]))
+            last = self._packing.back(stream, packed) if self._packing is not None else stream
+            copy.end.record(last)
         return copy
 
     def wait(self, copies: Sequence[Copy], seconds: float) -> None:
@@ -123,5 +187,8 @@ class CudaCopyEngine:
     def close(self) -> None:
         self._out.synchronize()
         self._back.synchronize()
-        for chunk in _chunks(self.host):
-            torch.cuda.cudart().cudaHostUnregister(chunk.ctypes.data)
+        if self._packing is not None:
+            self._packing.close()
+        for memory in [self.host] + ([self.rests.memory] if self.rests is not None else []):
+            for chunk in _chunks(memory):
+                torch.cuda.cudart().cudaHostUnregister(chunk.ctypes.data)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from weft.engine.model.spec import ModelSpec
+from weft.kernels.packed_page import PackedPage
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,14 @@ class KvLayout:
     @property
     def page_bytes(self) -> int:
         return self.page_size * self.token_bytes
+
+    @property
+    def packed(self) -> PackedPage | None:
+        """The form of these pages in 12 bits a scalar; None where they have none."""
+        # Layers of several sizes lie at multiples of theirs: the smallest row divides them all.
+        width = min(heads * head for heads, head in self.mixed or ((self.num_kv_heads, self.head_dim),))
+        form = PackedPage(math.prod(self.page_shape), self.page_size, width)
+        return form if self.dtype == torch.bfloat16 and form.possible else None
 
     @property
     def id(self) -> str:

@@ -31,6 +31,7 @@ from weft.engine.memory.extent import (
     unpack_header,
     unpack_superblock,
 )
+from weft.engine.memory.rests import Rests
 from weft.engine.memory.transfer import ALIGNMENT, Bytes
 
 FILE_NAME = "pages.weft"
@@ -62,6 +63,8 @@ class Job:
         """monotonic; None while it waits for a thread"""
         self.seconds = 0.0
         self.reason = ""
+        self.raw = False
+        """of a page that could not be packed; known with the outcome"""
 
 
 class Store(Protocol):
@@ -83,7 +86,7 @@ class Store(Protocol):
         ...
 
     def write(self, extent: int, record: Record, slot: int) -> Job:
-        """The host slot's page into the extent; its old content is gone at once."""
+        """The host slot's page into the extent; its old content is gone at once. LOST: there is no room for it."""
         ...
 
     def read(self, extent: int, slot: int) -> Job:
@@ -224,6 +227,13 @@ class StoreFile:
         """False when the file ends before the extent does."""
         return self._past_the_cache(lambda fd: self._read_all(fd, into, self.geometry.extent_at(extent)))
 
+    def write_rest(self, rest: int, data: memoryview) -> None:
+        self._past_the_cache(lambda fd: self._write_all(fd, data, self.geometry.rest_at(rest)))
+
+    def read_rest(self, rest: int, into: memoryview) -> bool:
+        """False when the file ends before the rest does."""
+        return self._past_the_cache(lambda fd: self._read_all(fd, into, self.geometry.rest_at(rest)))
+
     def _past_the_cache(self, work: Callable[[int], T]) -> T:
         """`work(descriptor)` with O_DIRECT, or for ever without it once a file system that took it at first refuses."""
         if self.direct:
@@ -302,20 +312,24 @@ def _difference(found: Geometry, wanted: Geometry) -> str:
     if found.page_tokens != wanted.page_tokens:
         return f"its pages have {found.page_tokens} tokens, not {wanted.page_tokens}"
     if found.owner != wanted.owner:
-        return "its pages are of another model or dtype"
+        return "its pages are of another model, dtype or --tier-kv-format"
     return f"it has room for {found.num_extents} pages, not {wanted.num_extents}"
 
 
 class _Task(NamedTuple):
     job: Job
-    work: Callable[[], Outcome]
+    work: Callable[[Job], Outcome]
 
 
 class SsdStore:
-    """The SSD tier's file with its threads (see `Store`). `host [slots, stride]` is where pages come from and go to."""
+    """The SSD tier's file with its threads (see `Store`)."""
 
-    def __init__(self, file: StoreFile, host: Bytes) -> None:
+    def __init__(self, file: StoreFile, host: Bytes, rests: Rests | None = None) -> None:
+        """`host [slots, stride]` is where pages come from and go to, `rests` the ends of those that are not packed."""
         self.file = file
+        self._host_rests = rests if rests is not None else Rests(0)
+        self._rests = Rests(file.geometry.num_rests)
+        self._ends = [memoryview(rest) for rest in self._host_rests.memory]
         self._slots = [memoryview(host[i])[: file.geometry.extent_bytes] for i in range(len(host))]
         self._payload_bytes = file.geometry.payload_bytes
         self._checksums: dict[int, bytes] = {}
@@ -349,50 +363,81 @@ class SsdStore:
         for extent, record in records:
             self._checksums[extent] = record.payload
             self._serial = max(self._serial, record.serial)
+        # The youngest of two that claim one rest wrote it; what the other has there does not hold.
+        for extent, record in reversed(records):
+            if record.rest >= 0:
+                self._rests.claim(extent, record.rest)
         return records
 
     def write(self, extent: int, record: Record, slot: int) -> Job:
         self._serial += 1
         serial, epoch, stale = self._serial, self.file.epoch, self._checksums.pop(extent, None)
 
-        def work() -> Outcome:
+        def work(job: Job) -> Outcome:
             data = self._slots[slot]
-            payload = checksum(data[: self._payload_bytes])
             if stale is not None:
                 self.file.write_header(extent, None, epoch)
+            self._rests.drop(extent)
+            rest, end = -1, self._end_of(slot)
+            if end is not None:
+                job.raw = True
+                if (place := self._rests.take(extent)) is None:
+                    return Outcome.LOST
+                rest = place
+                self.file.write_rest(rest, end)
+            payload = self._checksum(slot, end)
             self.file.write_extent(extent, data)
-            self.file.write_header(extent, replace(record, payload=payload, serial=serial), epoch)
+            self.file.write_header(extent, replace(record, payload=payload, serial=serial, rest=rest), epoch)
             self._checksums[extent] = payload
             return Outcome.DONE
 
         return self._submit(self._writes[extent % WRITERS], work)
 
     def read(self, extent: int, slot: int) -> Job:
-        def work() -> Outcome:
-            into = self._slots[slot]
-            if not self.file.read_extent(extent, into):
+        def work(job: Job) -> Outcome:
+            self._host_rests.drop(slot)
+            end: memoryview | None = None
+            if (rest := self._rests.of(extent)) is not None:
+                job.raw = True
+                if self._host_rests.take(slot) is None:
+                    return Outcome.LOST
+                end = self._end_of(slot)
+                if end is None or not self.file.read_rest(rest, end):
+                    return Outcome.LOST
+            if not self.file.read_extent(extent, self._slots[slot]):
                 return Outcome.LOST
-            right = checksum(into[: self._payload_bytes]) == self._checksums.get(extent)
+            right = self._checksum(slot, end) == self._checksums.get(extent)
             return Outcome.DONE if right else Outcome.LOST
 
         return self._submit(self._reads, work)
+
+    def _end_of(self, slot: int) -> memoryview | None:
+        """Of a page on the host that could not be packed."""
+        rest = self._host_rests.of(slot)
+        return None if rest is None else self._ends[rest]
+
+    def _checksum(self, slot: int, end: memoryview | None) -> bytes:
+        parts = [self._slots[slot][: self._payload_bytes]]
+        return checksum(*parts, *([end[: self.file.geometry.rest_bytes]] if end is not None else []))
 
     def erase(self, extent: int) -> None:
         epoch = self.file.epoch
         self._checksums.pop(extent, None)
 
-        def work() -> Outcome:
+        def work(_: Job) -> Outcome:
             self.file.write_header(extent, None, epoch)
+            self._rests.drop(extent)
             return Outcome.DONE
 
         self._submit(self._writes[extent % WRITERS], work)
 
     def reset(self) -> None:
         self._checksums.clear()
+        self._rests = Rests(self.file.geometry.num_rests)
         with contextlib.suppress(OSError):
             self.file.new_epoch()
 
-    def _submit(self, tasks: queue.SimpleQueue[_Task | None], work: Callable[[], Outcome]) -> Job:
+    def _submit(self, tasks: queue.SimpleQueue[_Task | None], work: Callable[[Job], Outcome]) -> Job:
         job = Job()
         tasks.put(_Task(job, work))
         return job
@@ -402,7 +447,7 @@ class SsdStore:
             job, begin = task.job, time.monotonic()
             job.begun = begin
             try:
-                outcome = task.work()
+                outcome = task.work(job)
             except OSError as error:
                 outcome, job.reason = Outcome.BROKEN, reason_of(error)
             job.seconds = time.monotonic() - begin

@@ -18,6 +18,7 @@ from weft.engine.memory.extent import Record
 from weft.engine.memory.loads import LoadSpeeds, PageLoad
 from weft.engine.memory.prefix_index import NOWHERE, PrefixEntry, PrefixIndex
 from weft.engine.memory.ssd_store import Job, Outcome, Store, chains
+from weft.engine.memory.transfer import PageSizes
 from weft.engine.wire.messages import TierStats
 
 MAX_READS, MAX_WRITES = 32, 32
@@ -53,13 +54,13 @@ class SsdTier:
         self,
         index: PrefixIndex,
         host: BlockAllocator,
-        page_bytes: int,
+        sizes: PageSizes,
         store: Store | None,
         speeds: LoadSpeeds,
         keep_on_host: Callable[[PrefixEntry, int], None],
         missed: Callable[[PageLoad], None],
     ) -> None:
-        self.index, self.host, self.page_bytes, self.store = index, host, page_bytes, store
+        self.index, self.host, self.store, self._sizes = index, host, store, sizes
         self._speeds, self._keep_on_host, self._missed = speeds, keep_on_host, missed
         self.stats = TierStats()
         self.places = BlockAllocator(store.num_extents if store else 0, PrefixEntry.spared_by_ssd, self.lose)
@@ -172,7 +173,9 @@ class SsdTier:
         for read in ended:
             entry = read.load.entry
             if read.job.outcome is Outcome.DONE:
-                self.stats.bytes_out += self.page_bytes
+                size = self._sizes.stored(raw=read.job.raw)
+                self.stats.bytes_out += size
+                self.stats.bytes_saved += self._sizes.page - size
                 if entry.host == NOWHERE and self.index.contains(entry):
                     self._keep_on_host(entry, read.slot)
                 self.places.unpin(read.extent)
@@ -273,12 +276,17 @@ class SsdTier:
             write = self._writes.popleft()
             entry = write.entry
             self._writing.discard(entry)
-            if (
+            if write.job.outcome is Outcome.LOST:
+                self.stats.failures += 1  # no room for a page that could not be packed
+            elif (
                 self.index.contains(entry)
                 and entry.extent == NOWHERE
                 and (entry.parent is None or entry.parent.extent >= 0)
             ):
-                self.stats.bytes_in += self.page_bytes
+                size = self._sizes.stored(raw=write.job.raw)
+                self.stats.bytes_in += size
+                self.stats.bytes_saved += self._sizes.page - size
+                self.stats.raw_pages += write.job.raw
                 self.stats.spilled += write.idle
                 self.places.settle(write.extent, entry)
                 self.index.set_extent(entry, write.extent)

@@ -13,10 +13,12 @@ from weft.engine.errors import ConfigError
 from weft.engine.memory.extent import Geometry
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.memory.pages import PagePool
+from weft.engine.memory.rests import SHARE, Rests
 from weft.engine.memory.ssd_store import SsdStore, Store, StoreFile, StoreUnavailable
 from weft.engine.memory.tiers import Tiers
-from weft.engine.memory.transfer import GIB, Bytes, CopyEngine, aligned
+from weft.engine.memory.transfer import GIB, Bytes, CopyEngine, PageSizes, aligned
 from weft.engine.model.spec import Shard
+from weft.kernels.packed_page import PackedPage
 
 LOCK_PATIENCE_SECONDS = 6.0
 """for the engine of a daemon that was killed: it stores what it can for a few seconds, then it ends"""
@@ -29,6 +31,7 @@ def open_store(
     layout: KvLayout,
     model_id: str,
     shard: Shard = Shard(),  # noqa: B008 - a constant
+    packed: PackedPage | None = None,
 ) -> StoreFile | None:
     """The file of the SSD tier, or None when it is not asked for, or cannot be had (one line says why).
 
@@ -41,8 +44,14 @@ def open_store(
     if shard.ranks > 1:
         model_id = f"{model_id}|rank {shard.rank} of {shard.ranks}"
         directory = directory / f"rank-{shard.rank}-of-{shard.ranks}"
+    if packed is not None:
+        model_id = f"{model_id}|packed in 12 bits"
     owner = xxhash.xxh3_128_digest(model_id.encode())
-    geometry = Geometry.fitting(layout.page_size, layout.page_bytes, owner, int(config.ssd_kv_gib * GIB / shard.ranks))
+    stored, room = (
+        packed.nbytes if packed is not None else layout.page_bytes,
+        int(config.ssd_kv_gib * GIB / shard.ranks),
+    )
+    geometry = Geometry.fitting(layout.page_size, stored, owner, room, layout.page_bytes - stored)
     if geometry.num_extents < 1:
         raise ConfigError(
             f"--ssd-kv-gib {config.ssd_kv_gib:g} has no room for one page of {layout.page_bytes / 2**20:.1f} MiB"
@@ -63,36 +72,44 @@ def make_tiers(
     pool: PagePool,
     file: StoreFile | None,
     copy_engine: Callable[[int], CopyEngine],
-    make_store: Callable[[StoreFile, Bytes], Store] = SsdStore,
+    make_store: Callable[[StoreFile, Bytes, Rests | None], Store] = SsdStore,
     ranks: int = 1,
+    packed: PackedPage | None = None,
 ) -> Tiers | None:
     """The tiers below a device's pool; None when there are none.
 
-    copy_engine: `Runner.copy_engine`. make_store: of a file and the host pool. ranks: that share the host's memory.
+    copy_engine: `Runner.copy_engine`. make_store: of a file, the host pool and its rests. ranks: that share the host's
+    memory. packed: how pages lie there; None: as on the device.
     Raises `ConfigError` or `OutOfMemory`.
     """
     if not config.host_kv_gib:
         return None
-    page_bytes = layout.page_bytes
-    slots = int(config.host_kv_gib * GIB / ranks) // aligned(page_bytes)
+    sizes = PageSizes(layout.page_bytes, packed.nbytes if packed is not None else layout.page_bytes)
+    slots = _slots_in(int(config.host_kv_gib * GIB / ranks), sizes)
     if slots < 2:
         raise ConfigError(
-            f"--host-kv-gib {config.host_kv_gib:g} has room for {slots} pages of {page_bytes / 2**20:.1f} MiB, "
+            f"--host-kv-gib {config.host_kv_gib:g} has room for {slots} pages of {sizes.packed / 2**20:.1f} MiB, "
             "it needs at least 2"
         )
     available = _available_bytes()
-    if ranks * slots * aligned(page_bytes) > MEMORY_SHARE * available:
+    if ranks * slots * aligned(sizes.packed) > MEMORY_SHARE * available:
         raise ConfigError(
             f"--host-kv-gib {config.host_kv_gib:g} is more than {MEMORY_SHARE:.0%} of the "
             f"{available / GIB:.1f} GiB of memory that are free"
         )
     copies = copy_engine(slots)
-    store = make_store(file, copies.host) if file is not None else None
+    store = make_store(file, copies.host, copies.rests) if file is not None else None
     asked = config.ssd_kv_path is not None
     tiers = Tiers(pool, copies, slots, store, asked_for_ssd=asked, idle_seconds=config.idle_spill_seconds)
     if store is not None:
         store.on_done = tiers.ssd.wake
     return tiers
+
+
+def _slots_in(size: int, sizes: PageSizes) -> int:
+    """Slots, and rests for them, that so many bytes have room for."""
+    slot, rest = aligned(sizes.packed), aligned(sizes.page - sizes.packed)
+    return max(0, size - rest) * SHARE // (slot * SHARE + rest)
 
 
 def _available_bytes() -> int:

@@ -62,11 +62,9 @@ class Tiers:
     ) -> None:
         """`idle_seconds`: pages unused for so long are stored by themselves; 0: none are."""
         self.pool, self.index, self.copies = pool, pool.index, copies
-        self.speeds = LoadSpeeds(copies.page_bytes, pool.page_size)
+        self.speeds = LoadSpeeds(copies.sizes.page, pool.page_size)
         self.host = BlockAllocator(num_slots, PrefixEntry.spared_by_host, self._lose_host)
-        self.ssd = SsdTier(
-            self.index, self.host, copies.page_bytes, store, self.speeds, self._keep_on_host, self._missed
-        )
+        self.ssd = SsdTier(self.index, self.host, copies.sizes, store, self.speeds, self._keep_on_host, self._missed)
         self.index.on_spared = self._reconsider
         self._coming: dict[PrefixEntry, PageLoad] = {}
         """loads that are bringing entries to the GPU"""
@@ -204,10 +202,11 @@ class Tiers:
             for entry, _, slot in out.moves:
                 self._storing.discard(entry)
                 reachable = entry.parent is None or entry.parent.lower
-                if out.copy.failed:
+                if out.copy.failed or slot in out.copy.unkept:
                     stats.failures += 1
                 elif reachable and entry.host == NOWHERE and self.index.contains(entry):
-                    stats.bytes_in += self.copies.page_bytes
+                    stats.bytes_in += self._stored(out.copy, slot)
+                    stats.raw_pages += slot in out.copy.raw
                     stats.spilled += entry.spilled == entry.used
                     self._keep_on_host(entry, slot)
                 self.host.unpin(slot)
@@ -216,6 +215,13 @@ class Tiers:
             for of in (False, True):
                 pages = [page for (_, page, _), lay in zip(out.moves, idle, strict=True) if lay is of]
                 self.pool.release(np.array(pages, np.int32), used=not of)
+
+    def _stored(self, copy: Copy, slot: int) -> int:
+        """Bytes that a page took on its way to or from the host; what packing saved is counted."""
+        sizes = self.copies.sizes
+        size = sizes.stored(raw=slot in copy.raw)
+        self._stats.bytes_saved += sizes.page - size
+        return size
 
     def _keep_on_host(self, entry: PrefixEntry, slot: int) -> None:
         self.host.settle(slot, entry)
@@ -249,7 +255,7 @@ class Tiers:
                     if entry.extent >= 0:
                         self.ssd.lose(entry)
                 else:
-                    self._stats.bytes_out += self.copies.page_bytes
+                    self._stats.bytes_out += self._stored(back.copy, slot)
                     if entry.page == NOWHERE and self.index.contains(entry):
                         self.pool.adopt(entry, load.page)
                 self.host.unpin(slot)

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from weft.engine.errors import OutOfMemory
+from weft.engine.memory.rests import Rests, rests_for
 
 ALIGNMENT = 4096
 """bytes: what O_DIRECT asks of addresses, lengths and offsets"""
@@ -32,6 +33,17 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+class PageSizes(NamedTuple):
+    """Bytes of a page on the device, and in the tiers below it where it is packed."""
+
+    page: int
+    packed: int
+
+    def stored(self, *, raw: bool) -> int:
+        """raw: it could not be packed."""
+        return self.page if raw else self.packed
+
+
 class Copy(Protocol):
     """A batch of page copies under way."""
 
@@ -42,6 +54,17 @@ class Copy(Protocol):
     @property
     def failed(self) -> bool:
         """Known once `done()`."""
+        ...
+
+    @property
+    def raw(self) -> Collection[int]:
+        """Slots of pages that could not be packed; known once `done()`."""
+        ...
+
+    @property
+    def unkept(self) -> Collection[int]:
+        """Slots that hold nothing, though it has not failed: pages that could not be packed, and no room for such was
+        left; known once `done()`."""
         ...
 
     @property
@@ -59,11 +82,16 @@ class Gate(Protocol):
 class CopyEngine(Protocol):
     @property
     def host(self) -> Bytes:
-        """`[slots, stride]` uint8, each slot at a multiple of `ALIGNMENT`; a page fills a slot's first bytes."""
+        """`[slots, stride]` uint8, each slot at a multiple of `ALIGNMENT`; a page fills `sizes.packed` of one."""
         ...
 
     @property
-    def page_bytes(self) -> int: ...
+    def rests(self) -> Rests | None:
+        """The ends of pages in there that could not be packed; None where pages are not packed."""
+        ...
+
+    @property
+    def sizes(self) -> PageSizes: ...
 
     def out(self, pairs: Pairs) -> Copy:
         """Device pages to host slots."""
@@ -82,9 +110,9 @@ class CopyEngine(Protocol):
         ...
 
 
-def map_host_pool(slots: int, page_bytes: int) -> Bytes:
+def map_host_pool(slots: int, row_bytes: int) -> Bytes:
     """Anonymous memory `[slots, stride]`, given by the system on first touch. Raises `OutOfMemory`."""
-    stride = aligned(page_bytes)
+    stride = aligned(row_bytes)
     try:
         memory = mmap.mmap(-1, slots * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError):
@@ -92,3 +120,9 @@ def map_host_pool(slots: int, page_bytes: int) -> Bytes:
     with contextlib.suppress(OSError, ValueError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8).reshape(slots, stride)
+
+
+def map_rests(slots: int, sizes: PageSizes) -> Rests:
+    """For a host pool of so many slots. Raises `OutOfMemory`."""
+    count, rest_bytes = rests_for(slots), sizes.page - sizes.packed
+    return Rests(count, map_host_pool(count, rest_bytes), rest_bytes)

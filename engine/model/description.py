@@ -37,6 +37,12 @@ def describe(spec: ModelSpec) -> list[tuple[str, str]]:
     rows.append(("biases", ", ".join(name for name, there in biases.items() if there) or "none"))
     if spec.quantization is not None:
         rows.append(("weights in FP8", _quantization(spec.quantization)))
+    if spec.integers is not None:
+        own = spec.integers
+        by = f"groups of {own.group} columns" if own.group else "rows"
+        rows.append(
+            ("weights on disk", f"{own.bits} bits as {own.method} has them, scales of {by}; 16 bits once loaded")
+        )
     tied = "tied" if spec.tie_embeddings else "untied"
     rows.append(("vocabulary", f"{spec.vocab_size} tokens, {tied}{_scales(spec)}"))
     return rows

@@ -19,7 +19,7 @@ def choose_spec(config: EngineConfig) -> tuple[ModelSpec, str]:
     path = config.model_path
     if config.model_impl != "transformers":
         try:
-            return _in_format(read_spec(path), config.quantization), "weft's own layers"
+            return in_format(read_spec(path), config.quantization), "weft's own layers"
         except UnknownArchitecture:
             if config.model_impl == "native":
                 raise
@@ -42,7 +42,7 @@ def choose_spec(config: EngineConfig) -> tuple[ModelSpec, str]:
     return spec, f"transformers' code with weft's attention, {why}{limit}"
 
 
-def _in_format(spec: ModelSpec, quantization: str | None) -> ModelSpec:
+def in_format(spec: ModelSpec, quantization: str | None) -> ModelSpec:
     """What the checkpoint has in FP8 stays as it is."""
     if quantization is None or spec.quantization is not None:
         return spec

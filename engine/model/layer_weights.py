@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from weft.engine.errors import ModelError
 from weft.engine.model import matrices
 from weft.engine.model.checkpoint import WHOLE, Part, Tensors
+from weft.engine.model.expert_weights import ExpertWeights, cut_to
 from weft.engine.model.families.family import TensorNames
 from weft.engine.model.matrices import Quantised, Unpacked
 from weft.engine.model.parts import Experts
@@ -70,11 +70,7 @@ def norm_weight(tensors: Tensors, spec: ModelSpec, name: str, width: int, part: 
 
 
 def _own_rows(begin: int, end: int, part: Part, together: Tensor) -> Tensor:
-    return _cut(together[begin:end], part)
-
-
-def _cut(whole: Tensor, part: Part) -> Tensor:
-    return whole.chunk(part.of, part.dim)[part.part] if part.of > 1 else whole
+    return cut_to(together[begin:end], part)
 
 
 def _times(tensor: Tensor, scale: float) -> Tensor:
@@ -97,10 +93,20 @@ class _Layer:
         """pieces of a tensor are read one by one; what is made up is cut from the whole"""
 
     def matrix(self, name: str, out: int, inner: int, part: Part = WHOLE) -> Unpacked:
+        asked = self.spec.quantization
+        if asked is not None and asked.at_load and part.of > 1 and part.dim == 1:
+            # the scale of a row is that of all its columns, on whatever rank: all are read
+            whole = self.in_format(self.read(name, out, part.whole((out, inner))[1], WHOLE))
+            assert isinstance(whole, Quantised)
+            own = whole.weight.values[part.of_whole((out, inner))].contiguous()
+            return whole._replace(weight=whole.weight._replace(values=own))
+        return self.read(name, out, inner, part)
+
+    def read(self, name: str, out: int, inner: int, part: Part) -> Unpacked:
         if not self.names.transposed:
             given = self.spec.quantization
-            if given is None and (scale := matrices.stored_as(self.tensors, f"{self.prefix}{name}")) is not None:
-                raise ModelError(f"the checkpoint has {scale}, but its config.json has no quantization_config")
+            if given is None:
+                matrices.refuse_untold(self.tensors, f"{self.prefix}{name}")
             static = given is not None and given.activations == "static"
             return matrices.read(self.tensors, f"{self.prefix}{name}", out, inner, part, static=static)
         turned = part._replace(dim=1 - part.dim)
@@ -272,31 +278,22 @@ class _Layer:
 
     def experts(self, e: Experts) -> dict[str, ProductWeights]:
         spec, names, get = self.spec, self.names, self.tensors.get
-        h, inter = spec.hidden_size, e.intermediate_size
-        router = get(f"{self.prefix}{names.router}.weight", (e.count, h), dtype=torch.float32)
+        h = spec.hidden_size
+        if matrices.stored_as(self.tensors, f"{self.prefix}{names.router}") is None:
+            router = get(f"{self.prefix}{names.router}.weight", (e.count, h), dtype=torch.float32)
+        else:  # some checkpoints have it in FP8: here it stays in 32 bits
+            router = matrices.plain(self.matrix(names.router, e.count, h), torch.float32)
         router_bias = choice = None
         if e.router_bias:
             router_bias = get(f"{self.prefix}{names.router}.bias", (e.count,), dtype=torch.float32)
         if e.choice_bias:
             choice = get(f"{self.prefix}{names.choice_bias}", (e.count,), dtype=torch.float32)
         weight, router_bias = self.folded(router, names.mlp_norm, router_bias)
-        gate_up: Unpacked
-        down: Unpacked
-        if names.experts_gate_up:
-            gate_up, gate_up_bias, down, down_bias = self.stacked(e)
-        else:
-            each = [name.format(i) for i in range(e.count) for name in (names.expert_gate, names.expert_up)]
-            halves = [self.matrix(name, inter, h, self.rows) for name in each]
-            pairs = zip(halves[0::2], halves[1::2], strict=True)
-            gate_up = self.stack([self.moved(pack.interleave_gate_up, *pair) for pair in pairs])
-            down = self.stack(
-                [self.matrix(names.expert_down.format(i), h, inter, self.columns) for i in range(e.count)]
-            )
-            gate_up_bias = down_bias = None
+        made = ExpertWeights(self.tensors, spec, names, self.prefix, self.matrix, self.bias).read(e)
         out = {
             "router": ProductWeights(weight, router_bias, choice_bias=choice),
-            "experts_gate_up": self.reading(gate_up, names.mlp_norm, gate_up_bias),
-            "experts_down": self.product(down, down_bias),
+            "experts_gate_up": self.reading(made.gate_up, names.mlp_norm, made.gate_up_bias),
+            "experts_down": self.product(made.down, made.down_bias),
         }
         if e.shared_size:
             gate = None
@@ -308,52 +305,6 @@ class _Layer:
             )
             out["shared_down"] = self.product(self.matrix(names.shared_down, h, e.shared_size, self.columns), None)
         return out
-
-    def stack(self, of: list[Unpacked]) -> Unpacked:
-        return self.moved(lambda *each: torch.stack(each), *of, keep=True)
-
-    def stacked(self, e: Experts) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        """Gate-up matrices `[E, 2 I, H]` (rows alternate) and down matrices `[E, H, I]` with their biases, of experts
-        that lie in one tensor each.
-        """
-        names, h, get = self.names, self.spec.hidden_size, self.tensors.get
-        inter, n = e.intermediate_size, e.count
-        rows, columns = self.rows._replace(dim=1), self.columns._replace(dim=2)
-        gate_up_name, down_name = f"{self.prefix}{names.experts_gate_up}", f"{self.prefix}{names.experts_down}"
-        if names.experts_alternate:
-            gate_up = self.turned(gate_up_name, n, 2 * inter, h, rows)
-            down = self.turned(down_name, n, h, inter, columns)
-        else:
-            if self.piecewise:
-                first, whole = rows.part * inter, rows.of * inter
-                spans = (Part.span(first, 2 * whole, 1), Part.span(whole + first, 2 * whole, 1))
-                gate, up = (get(gate_up_name, (n, inter, h), span) for span in spans)
-            else:
-                halves = get(gate_up_name, (n, 2 * inter * rows.of, h)).chunk(2, 1)
-                gate, up = (_cut(half, rows) for half in halves)
-            gate_up = pack.interleave_gate_up(gate, up)
-            down = get(down_name, (n, h, inter), columns)
-        gate_up_bias = down_bias = None
-        if e.bias:
-            gate_up_bias = get(f"{gate_up_name}_bias", (n, 2 * inter), rows)
-            down_bias = get(f"{down_name}_bias", (n, h))
-        return gate_up, gate_up_bias, down, down_bias
-
-    def turned(self, name: str, count: int, out: int, inner: int, part: Part) -> Tensor:
-        """`[count, out, inner]` from a tensor `[count, inner, out]`, or from MXFP4 blocks of `[count, out, inner]`.
-
-        `part`: along `out` (1) or `inner` (2); blocks have 32 numbers of `inner` each, which are not cut.
-        """
-        if not self.tensors.has(f"{name}_blocks"):
-            turned = part._replace(dim=3 - part.dim)
-            return self.tensors.get(name, (count, inner, out), turned).transpose(1, 2).contiguous()
-        cut = WHOLE
-        if part.dim == 2 and inner % 32:
-            inner, part, cut = inner * part.of, WHOLE, part
-        groups = inner // 32
-        blocks = self.tensors.get(f"{name}_blocks", (count, out, groups, 16), part, torch.uint8)
-        scales = self.tensors.get(f"{name}_scales", (count, out, groups), part, torch.uint8)
-        return _cut(pack.unpack_mxfp4(blocks, scales, self.tensors.dtype), cut).contiguous()
 
 
 def pack_layer(tensors: Tensors, spec: ModelSpec, names: TensorNames, i: int) -> LayerWeights:

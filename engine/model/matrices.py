@@ -78,14 +78,52 @@ def read(tensors: Tensors, module: str, out: int, inner: int, part: Part = WHOLE
     scale = _scale(tensors, name, (out, inner), part)
     input_scale = None
     if static:
-        given = next((n for end in INPUT_SCALES if tensors.has(n := f"{module}.{end}")), None)
-        if given is None:
-            raise ModelError(
-                f"the checkpoint has no tensor {module}.{INPUT_SCALES[0]}, which its static activations need"
-            )
+        given = _input_scale(tensors, module)
         one = tensors.get(given, _one(tensors, given), WHOLE, torch.float32)
         input_scale = _positive(given, one).reshape(())
     return Quantised(Fp8Weight(values, scale), input_scale)
+
+
+def read_stacked(
+    tensors: Tensors, name: str, shape: tuple[int, int, int], part: Part = WHOLE, *, static: bool = False
+) -> Unpacked:
+    """As `read`, of the tensor `name`, which has matrices of several experts `[count, out, inner]`.
+
+    Scales lie in one tensor too: one an expert, or as a matrix has them, with the experts in front.
+    """
+    module, (count, out, inner) = name.removesuffix(".weight"), shape
+    scale_name = stored_as(tensors, module)
+    if scale_name is None:
+        return tensors.get(name, shape, part)
+    values = tensors.get(name, shape, part, E4M3)
+    there = tensors.shape_of(scale_name)
+    scales = _positive(scale_name, tensors.get(scale_name, there, WHOLE, torch.float32))
+    if not there or there[0] != count:
+        raise ModelError(f"{scale_name} has shape {there}: it has scales of {count} experts, theirs in front")
+    own = part._replace(dim=part.dim - 1) if part.of > 1 else part
+    scale = torch.stack([_by_row(scale_name, each, (out, inner), own) for each in scales.unbind()])
+    input_scale = None
+    if static:
+        given = _input_scale(tensors, module)
+        shape_of_it = tensors.shape_of(given)
+        one = _positive(given, tensors.get(given, shape_of_it, WHOLE, torch.float32)).reshape(-1)
+        if len(one) not in (1, count):
+            raise ModelError(f"{given} has shape {shape_of_it}: one scale is read, or one for each of {count} experts")
+        input_scale = one.expand(count)
+    return Quantised(Fp8Weight(values, scale), input_scale)
+
+
+def refuse_untold(tensors: Tensors, module: str) -> None:
+    """Raises `ModelError` where a matrix has a scale, of a checkpoint whose config does not say so."""
+    if (scale := stored_as(tensors, module)) is not None:
+        raise ModelError(f"the checkpoint has {scale}, but its config.json has no quantization_config of FP8")
+
+
+def _input_scale(tensors: Tensors, module: str) -> str:
+    given = next((n for end in INPUT_SCALES if tensors.has(n := f"{module}.{end}")), None)
+    if given is None:
+        raise ModelError(f"the checkpoint has no tensor {module}.{INPUT_SCALES[0]}, which its static activations need")
+    return given
 
 
 def _one(tensors: Tensors, name: str) -> tuple[int, ...]:
@@ -97,8 +135,14 @@ def _one(tensors: Tensors, name: str) -> tuple[int, ...]:
 
 def _scale(tensors: Tensors, name: str, shape: tuple[int, int], part: Part) -> Tensor:
     """`[out, n]` float32 of that part of a matrix."""
-    out, inner = part.whole(shape)
     there = tensors.shape_of(name)
+    return _by_row(name, _positive(name, tensors.get(name, there, WHOLE, torch.float32)), shape, part)
+
+
+def _by_row(name: str, scale: Tensor, shape: tuple[int, int], part: Part) -> Tensor:
+    """`[out, n]` of that part of a matrix, of its scale in whichever form."""
+    out, inner = part.whole(shape)
+    there = tuple(scale.shape)
     blocks = (-(-out // BLOCK), -(-inner // BLOCK))
     if all(n == 1 for n in there):
         kind = "tensor"
@@ -111,7 +155,6 @@ def _scale(tensors: Tensors, name: str, shape: tuple[int, int], part: Part) -> T
             f"{name} has shape {there}: a matrix of {out} x {inner} has one scale, {out} of them, or "
             f"{blocks[0]} x {blocks[1]} of blocks of {BLOCK} x {BLOCK}"
         )
-    scale = _positive(name, tensors.get(name, there, WHOLE, torch.float32))
     rows, columns = part.of_whole(shape) if part.of > 1 else (slice(None), slice(None))
     if kind == "tensor":
         return scale.reshape(1, 1).expand(shape[0], 1).contiguous()
@@ -129,7 +172,8 @@ def _scale(tensors: Tensors, name: str, shape: tuple[int, int], part: Part) -> T
 
 
 def _positive(name: str, scale: Tensor) -> Tensor:
-    if not scale.is_meta and not bool((scale > 0).all()):
+    # and not so small that its inverse is none
+    if not scale.is_meta and not bool((scale >= torch.finfo(torch.float32).tiny).all()):
         raise ModelError(f"{name} has scales that are not above zero: the checkpoint is damaged")
     return scale
 
@@ -172,13 +216,24 @@ def _head_scales(tensors: Tensors, name: str, spec: ModelSpec) -> Tensor:
     return scale.view(own.kv_parts, -1)[own.kv_part]
 
 
-def quantize(weight: Tensor) -> Quantised:
-    """`[..., out, inner]` with a scale for each output channel."""
+def quantize(weight: Tensor, *, exact: bool = False) -> Quantised:
+    """`[..., out, inner]` with a scale for each output channel; of experts one after the other, for the room it takes.
+
+    exact: scales are powers of two, so that numbers of four bits stay what they are.
+    """
     if weight.is_meta:
         values = torch.empty(weight.shape, dtype=E4M3, device="meta")
         return Quantised(Fp8Weight(values, torch.empty((*weight.shape[:-1], 1), device="meta")))
-    made = fp8.quantize_weight(weight.reshape(-1, weight.shape[-1]))
-    return Quantised(Fp8Weight(made.values.view(weight.shape), made.scale.view(*weight.shape[:-1], 1)))
+    if weight.dim() > 2:
+        values = torch.empty(weight.shape, dtype=E4M3, device=weight.device)
+        scale = torch.empty((*weight.shape[:-1], 1), device=weight.device)
+        for i, each in enumerate(weight):
+            own = quantize(each, exact=exact).weight
+            values[i].copy_(own.values)
+            scale[i].copy_(own.scale)
+        return Quantised(Fp8Weight(values, scale))
+    made = fp8.quantize_weight(weight, exact=exact)
+    return Quantised(made._replace(scale=made.scale[:, None]))
 
 
 def plain(matrix: Unpacked, dtype: torch.dtype) -> Tensor:

@@ -109,3 +109,18 @@ class Quantization:
     """what has a scale of its own, in a word: tensor, channel or block"""
     kept: int = 0
     """modules that the config leaves in 16 bits"""
+
+
+@dataclass(frozen=True, slots=True)
+class Integers:
+    """How a checkpoint has matrices in whole numbers of a few bits, which become 16 bits while they load."""
+
+    method: Literal["awq", "gptq", "compressed-tensors"]
+    bits: int
+    """of a code: 2, 4 or 8"""
+    group: int
+    """columns that share a scale; 0: all"""
+    symmetric: bool = False
+    """no zeros are written: it is the middle of the codes"""
+    zeros_less_one: bool = False
+    """as GPTQ writes them, but for its second version"""

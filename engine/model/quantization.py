@@ -20,7 +20,7 @@ def read_quantization(config: Config) -> Quantization:
     if reader is None:
         raise ModelError(
             f"checkpoints quantized by {method or 'no quant_method'} are not supported: use one in FP8 "
-            f"({', '.join(_READERS)}), or a bf16, fp16 or fp32 one"
+            f"({', '.join(_READERS)}), in 4 bits (awq, gptq, compressed-tensors), or a bf16, fp16 or fp32 one"
         )
     return reader(config)
 
@@ -33,8 +33,8 @@ def of_modelopt_file(file: Config) -> Config:
 
 def _compressed_tensors(config: Config) -> Quantization:
     groups = config.get("config_groups") or {}
-    if not isinstance(groups, dict) or not groups:
-        raise ModelError("config.json: its quantization_config has no config_groups")
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()) or not groups:
+        raise ModelError("config.json: its quantization_config has no config_groups, or none that are objects")
     kinds = {_group(name, group) for name, group in groups.items()}
     if len(kinds) > 1:
         raise ModelError("config.json: config_groups that quantize activations in different ways are not supported")

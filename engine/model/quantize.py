@@ -22,6 +22,7 @@ from torch import Tensor
 
 from weft.engine.errors import ConfigError, ModelError, UnknownArchitecture
 from weft.engine.model import matrices
+from weft.engine.model.apart import Together, together
 from weft.engine.model.checkpoint import Checkpoint, Part, Tensors
 from weft.engine.model.directory import MODELOPT, read_json, read_spec
 from weft.engine.model.families import family_of
@@ -91,13 +92,13 @@ def quantize(source: Path, target: Path, keep: tuple[str, ...] = (), progress: P
     spec = read_spec(source)
     with ExitStack() as stack:
         checkpoint = Checkpoint(source, stack)
-        modules = _modules(spec, checkpoint)
+        modules, joined = _modules(spec, checkpoint)
         chosen = _chosen(modules, keep)
         shards = checkpoint.shards()
-        kept = _kept(checkpoint, chosen, spec)
+        kept = _kept(checkpoint, modules, chosen, spec)
         folder = target.with_name(target.name + PARTIAL)
         _check_room(folder, source, shards)
-        run = _Run(checkpoint, chosen, folder, _identity(source, shards, chosen), progress)
+        run = _Run(checkpoint, chosen, joined, folder, _identity(source, shards, chosen), progress)
         written = [run.shard(file, names, _new_name(file, len(shards))) for file, names in shards.items()]
     weight_map = {name: file for file, names in written for name in names}
     total = sum((folder / file).stat().st_size for file, _ in written)
@@ -121,29 +122,38 @@ def _config(source: Path) -> dict[str, Any]:
     return config
 
 
-def _modules(spec: ModelSpec, checkpoint: Checkpoint) -> dict[str, int]:
-    """The modules of matrices that layers multiply with, as the checkpoint names them, and their layers."""
+def _modules(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[dict[str, int], dict[str, Together]]:
+    """The modules of matrices that layers multiply with, as the result names them, and their layers; and the tensors of
+    the checkpoint that have something of all experts.
+    """
     names = family_of(spec.architecture).names
-    if names.transposed or (spec.experts is not None and names.experts_gate_up):
-        what = "matrices lie turned" if names.transposed else "experts lie in one tensor"
+    if names.transposed:
         raise ModelError(
-            f"the {what} in checkpoints of {spec.architecture}, which compressed-tensors has no form for: "
+            f"the matrices lie turned in checkpoints of {spec.architecture}, which compressed-tensors has no form for: "
             "serve it with --quantization fp8 instead"
         )
     checkpoint.rename(f"{names.embedding}.weight", names.prefix, names.other_prefixes)
     layer = re.compile(re.escape(names.layer).replace(re.escape("{}"), r"(\d+)"))
     found: dict[str, int] = {}
+    joined: dict[str, Together] = {}
 
     def source(name: str, shape: tuple[int, ...], part: Part, kind: torch.dtype) -> Tensor:
         checkpoint(name, shape, part)
         place = layer.match(name)
-        if place and name.endswith(".weight") and kind == ASKED_AS and len(shape) == 2 and shape[0] > 1:
-            found[checkpoint.inside(name).removesuffix(".weight")] = int(place[1])
+        if place is None or kind != ASKED_AS:
+            return torch.empty(shape, dtype=kind, device="meta")
+        inside = checkpoint.inside(name)
+        prefix = inside.removesuffix(name[place.end() :])
+        if spec.experts is not None and (of_all := together(names, prefix, spec.experts.count).get(inside)) is not None:
+            joined[inside] = of_all
+            found.update(dict.fromkeys(of_all.modules(), int(place[1])))
+        elif name.endswith(".weight") and len(shape) == 2 and shape[0] > 1:
+            found[inside.removesuffix(".weight")] = int(place[1])
         return torch.empty(shape, dtype=kind, device="meta")
 
     with ShapesAlone():
         ask(spec, Tensors(source, checkpoint.__contains__, ASKED_AS, checkpoint.shape_of))
-    return found
+    return found, joined
 
 
 def _chosen(modules: dict[str, int], keep: tuple[str, ...]) -> dict[str, int]:
@@ -156,7 +166,7 @@ def _chosen(modules: dict[str, int], keep: tuple[str, ...]) -> dict[str, int]:
     return {m: layer for m, layer in modules.items() if not any(re.search(pattern, m) for pattern in keep)}
 
 
-def _kept(checkpoint: Checkpoint, chosen: dict[str, int], spec: ModelSpec) -> list[str]:
+def _kept(checkpoint: Checkpoint, modules: dict[str, int], chosen: dict[str, int], spec: ModelSpec) -> list[str]:
     names = family_of(spec.architecture).names
     tables = {checkpoint.inside(f"{name}.weight") for name in (names.embedding, names.positions)}
     there = [
@@ -165,7 +175,7 @@ def _kept(checkpoint: Checkpoint, chosen: dict[str, int], spec: ModelSpec) -> li
         for name in shard
         if name.endswith(".weight") and name not in tables and len(checkpoint.inside_shape(name, file)) == 2
     ]
-    return sorted({"lm_head", *(m for m in there if m not in chosen)})
+    return sorted({"lm_head", *(m for m in (*there, *modules) if m not in chosen)})
 
 
 def _says(kept: list[str]) -> dict[str, Any]:
@@ -220,10 +230,11 @@ class _Run:
     """Writes shards into `folder`, and notes beside them what is done."""
 
     def __init__(
-        self, checkpoint: Checkpoint, chosen: dict[str, int], folder: Path, identity: list[Any],
-        progress: Progress | None,
+        self, checkpoint: Checkpoint, chosen: dict[str, int], joined: dict[str, Together], folder: Path,
+        identity: list[Any], progress: Progress | None,
     ) -> None:  # fmt: skip
         self._checkpoint, self._chosen, self._folder, self._identity = checkpoint, chosen, folder, identity
+        self._joined = joined
         self._progress, self._at = progress, 0
         self.errors: list[MatrixError] = []
         self.resumed = 0
@@ -251,14 +262,16 @@ class _Run:
             return new, list(done["names"])
         tensors: dict[str, Tensor] = {}
         errors: list[MatrixError] = []
-        for name in names:
-            tensor, module = self._checkpoint.whole(name, file), name.removesuffix(".weight")
-            if name.endswith(".weight") and module in self._chosen:
-                values, scale, error = _quantized(name, tensor, self._chosen[module])
-                tensors[name], tensors[f"{module}.{matrices.SCALES[0]}"] = values, scale
-                errors.append(error)
-            else:
-                tensors[name] = tensor
+        for inside in names:
+            whole, of_all = self._checkpoint.whole(inside, file), self._joined.get(inside)
+            for name, tensor in ((inside, whole),) if of_all is None else of_all.parts(whole):
+                module = name.removesuffix(".weight")
+                if name.endswith(".weight") and module in self._chosen:
+                    values, scale, error = _quantized(name, tensor, self._chosen[module])
+                    tensors[name], tensors[f"{module}.{matrices.SCALES[0]}"] = values, scale
+                    errors.append(error)
+                else:
+                    tensors[name] = tensor
             self._tell(1)
         beside = self._folder / f"{new}.tmp"
         save_file({name: t.contiguous() for name, t in tensors.items()}, beside, {"format": "pt"})

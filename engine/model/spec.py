@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 from weft.engine.errors import ModelError
 from weft.engine.model.operations import Operation, Resource, Role, all_reduce, attention, product
 from weft.engine.model.operations import experts as _experts
-from weft.engine.model.parts import ACTIVATIONS, GATED_ACTIVATIONS, Experts, Layer, Norm, Placement, Quantization
+from weft.engine.model.parts import (
+    ACTIVATIONS,
+    GATED_ACTIVATIONS,
+    Experts,
+    Integers,
+    Layer,
+    Norm,
+    Placement,
+    Quantization,
+)
 from weft.engine.model.rope import Rope, inv_freq
 from weft.engine.model.sums import Way, with_ways
 
@@ -82,6 +91,8 @@ class ModelSpec:
     experts: Experts | None = None
     quantization: Quantization | None = None
     """of the matrices; None: they are in 16 or 32 bits"""
+    integers: Integers | None = None
+    """matrices that the checkpoint has in fewer bits, which are made 16 while they load"""
     shard_of: Shard = Shard()
     sums: tuple[tuple[str, Way], ...] = ()
     """all-reduces that are done in another way (`sums.Way`), by their names"""

@@ -46,6 +46,19 @@ def ways(operations: Iterable[Operation], ranks: int) -> dict[str, tuple[Way, ..
     return found
 
 
+def summed_alone(operations: Iterable[Operation]) -> list[Operation]:
+    """The dense products of a layer that an all-reduce follows which adds up nothing else."""
+    found: list[Operation] = []
+    adders: list[Operation] = []
+    for op in operations:
+        if op.kernel == ALL_REDUCE:
+            found += adders if [a.role for a in adders] == [Role.PRODUCT] else []
+            adders = []
+        elif op.target == "x":
+            adders.append(op)
+    return found
+
+
 def _can_gather(op: Operation, ranks: int) -> bool:
     return op.out % ranks == 0 and op.inner * ranks <= op.out
 

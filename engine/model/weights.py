@@ -19,13 +19,14 @@ from weft.engine.model.families.family import TensorNames
 from weft.engine.model.finite import FiniteCheck
 from weft.engine.model.gguf.checkpoint import GgufCheckpoint
 from weft.engine.model.gguf.file import INDEX
+from weft.engine.model.integers import IntegerCheckpoint
 from weft.engine.model.layer_weights import LayerWeights, ProductWeights, norm_weight, pack_layer
 from weft.engine.model.realistic import RealisticDummy
 from weft.engine.model.shapes import ShapesAlone
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.staging import Staging
 from weft.engine.progress import LOADING, Progress
-from weft.kernels import pack
+from weft.kernels import fp8, pack
 
 HARMLESS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
 """ends of names that checkpoints carry and nobody needs: tables that follow from the config"""
@@ -57,6 +58,14 @@ class Weights:
         own = (self.embedding, self.norm, self.lm_head, self.norm_bias, self.head_bias, self.places, self.kv_scales)
         tensors = (*own, *self.rotary, *(tensor for product in products for tensor in product.tensors()))
         return [tensor for tensor in tensors if tensor is not None]
+
+    def scales_of_pages(self, spec: ModelSpec, dtype: torch.dtype) -> fp8.KvScales | None:
+        """Of pages in FP8: the checkpoint's, or 1 for every head. None for pages in another format."""
+        if dtype != fp8.E4M3:
+            return None
+        if self.kv_scales is not None:
+            return fp8.kv_scales(self.kv_scales)
+        return fp8.unit_kv_scales(spec.num_layers, spec.num_kv_heads, self.norm.device)
 
     @property
     def num_bytes(self) -> int:
@@ -139,6 +148,12 @@ def _skewed(weights: Weights, by: float) -> Weights:
     return replace(weights, layers=tuple(layers))
 
 
+def _checkpoint(spec: ModelSpec, path: Path, stack: ExitStack) -> TensorSource:
+    if (path / INDEX).is_file():
+        return GgufCheckpoint(path)
+    return Checkpoint(path, stack) if spec.integers is None else IntegerCheckpoint(path, stack, spec.integers)
+
+
 def load_weights(
     spec: ModelSpec,
     path: Path,
@@ -177,7 +192,7 @@ def load_weights(
         return _skewed(_pack(spec, names, Tensors(made, None, dtype), tables, tied=spec.tie_embeddings), dummy_skew)
     head = f"{names.lm_head}.weight"
     with ExitStack() as stack:
-        checkpoint: TensorSource = GgufCheckpoint(path) if (path / INDEX).is_file() else Checkpoint(path, stack)
+        checkpoint = _checkpoint(spec, path, stack)
         checkpoint.rename(f"{names.embedding}.weight", names.prefix, names.other_prefixes)
         # Some checkpoints say "untied" and ship no lm_head: the file decides.
         tied = spec.tie_embeddings or head not in checkpoint
@@ -193,6 +208,8 @@ def load_weights(
             spec, names, Tensors(reader, checkpoint.__contains__, dtype, checkpoint.shape_of), tables, tied=tied
         )
         reader.finite.end(dtype)
+        if isinstance(checkpoint, IntegerCheckpoint) and spec.shard_of.rank == 0:
+            print(f"weft: {checkpoint.told(weights.num_bytes, spec)}", file=sys.stderr, flush=True)
         harmless = (*HARMLESS, *names.harmless, *matrices.HARMLESS)
         warn_of_surplus(checkpoint.surplus((*harmless, head) if tied else harmless))
     return weights

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from weft.engine.errors import ConfigError
-from weft.engine.model.operations import Role
+from weft.engine.model.operations import ALL_REDUCE, Role
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.plan import Plan, Target, by_name, load_plan, model_key
 from weft.kernels.gpu import gpu
@@ -18,21 +18,25 @@ from weft.kernels.source_digest import source_digest
 
 log = logging.getLogger("weft.engine")
 SHIPPED = Path(__file__).parent
-COLLECTIVES: Collection[str] = ()
-"""kernels of collectives that an executor runs as operations of a pipeline; none yet"""
+COLLECTIVES: Collection[str] = (ALL_REDUCE,)
+"""kernels of collectives that an executor runs as operations of a pipeline"""
 
 
-def kernels_digest() -> str:
-    """Of the kernels' code: a plan's configurations and timings belong to it."""
-    return source_digest("gemm*.py", "projections.py", "decode_*.py", "prefill_*.py", "dependent_launch.py")
+def kernels_digest(*, eight: bool = False) -> str:
+    """Of the kernels' code: a plan's configurations and timings belong to it. eight: with that of FP8."""
+    more = ("fp8*.py",) if eight else ()
+    return source_digest("gemm*.py", "projections.py", "decode_*.py", "prefill_*.py", "dependent_launch.py", *more)
 
 
-def target_of(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Target:
-    """What this engine is, as plan files name it."""
+def target_of(
+    spec: ModelSpec, device: torch.device, dtype: torch.dtype, pages: torch.dtype | None = None
+) -> Target:  # fmt: skip
+    """What this engine is, as plan files name it. pages: the dtype of K and V, where it is not that of activations."""
     here = gpu(device)
     assert here is not None
     name = str(dtype).removeprefix("torch.") + ("+fp8" if spec.quantization is not None else "")
-    return Target(here.name, here.sms, model_key(spec), name, kernels_digest())
+    name += "+kv8" if pages not in (None, dtype) else ""
+    return Target(here.name, here.sms, model_key(spec), name, kernels_digest(eight="fp8" in name or "kv8" in name))
 
 
 def _mismatch(made_for: Target, here: Target) -> str | None:

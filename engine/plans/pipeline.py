@@ -9,7 +9,11 @@ import msgspec
 from weft.engine.errors import ConfigError
 from weft.engine.model.operations import Operation, Role
 from weft.engine.model.spec import ModelSpec
-from weft.engine.plans.plan import Edge, NanoOperation, Period, by_name
+from weft.engine.plans.plan import Edge, NanoOperation, Period, by_name, serial_period
+
+UNREAD_FROM = 129
+"""tokens of a bucket from which on rows that nobody reads leave the last layer: few tokens are one tile of a product,
+which costs what reading its weights does"""
 
 
 class Pipeline:
@@ -36,6 +40,29 @@ class Pipeline:
         """SMs of decode attention for each of the `nano_batches`"""
         self.gate = next((i for i, op in enumerate(period.operations) if op is period.gate), None)
         """index of the operation from whose beginning on pages leave for the host"""
+        self.behind = self._behind(spec)
+        """operations of the last layer behind its attention, if rows that nobody reads leave before them; else empty"""
+
+    def _behind(self, spec: ModelSpec) -> frozenset[str]:
+        operations = list(spec.layer_operations())
+        first, *others = (i for i, op in enumerate(operations) if op.role.attends)
+        roles = {known.role for _, known in self.operations}
+        # Where every row is of a decode all are read; a product beside attention, and a sum over ranks, takes all rows;
+        # `transformers`' code knows no rows.
+        if self.tokens < UNREAD_FROM or Role.PREFILL_ATTENTION not in roles:
+            return frozenset()
+        if first > 1 or not spec.native or spec.shard_of.ranks > 1:
+            return frozenset()
+        return frozenset(op.name for op in operations[max(first, *others) + 1 :])
+
+    def alone(self, spec: ModelSpec, num_sms: int) -> Pipeline:
+        """This one if it is serial, else a serial one with the configurations of its first token ranges."""
+        if len(self.begins) == 1 and len(self.lanes) == 1:
+            return self
+        given = {op.operation: op.config for op in self.period.operations if op.begin == 0}
+        period = serial_period(spec, self.tokens, num_sms)
+        operations = (msgspec.structs.replace(op, config=given.get(op.operation)) for op in period.operations)
+        return Pipeline(msgspec.structs.replace(period, operations=tuple(operations)), spec)
 
     def _by_layer(self, period: Period, spec: ModelSpec) -> list[range]:
         """Which of the operations are each layer's; where layers differ (some dense, some with experts) those of the

@@ -142,6 +142,9 @@ class Period(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
             )
         if any(not 0 <= i < len(self.operations) for edge in self.waits for i in edge[:2]):
             raise ConfigError(f"a plan waits for an operation that it does not have (it has {len(self.operations)})")
+        lanes = {op.lane for op in self.operations if operations[op.operation].resource is Resource.NETWORK}
+        if len(lanes) > 1:  # on two, each rank could run another one first, and wait for the others for ever
+            raise ConfigError(f"a plan must have all collectives on one lane, not on {' and '.join(sorted(lanes))}")
         for edge in self.dependencies(spec):
             before, after = self.operations[edge.before], self.operations[edge.after]
             # `distance` periods earlier: always launched before; in the same period: the order of the list decides

@@ -39,7 +39,8 @@ class Arena:
 
     Attributes:
     memory: `[size]` uint8, this rank's.
-    addresses: `[ranks]` int64 on the device: where each rank's begins, as this one sees it.
+    bases: where each rank's begins, as this one sees it.
+    addresses: the same, `[ranks]` int64 on the device.
     """
 
     def __init__(self, size: int, device: torch.device, collectives: Collectives) -> None:
@@ -68,6 +69,7 @@ class Arena:
                 f"{f' ({failed})' if failed else ''}: nvidia-smi topo -p2p rw tells which do"
             )
         self.memory: Tensor = torch.as_tensor(_Raw(own.value, size), device=device)
+        self.bases = tuple(addresses)
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
 
     def _called(self, name: str, *arguments: Any) -> str:

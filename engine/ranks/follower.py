@@ -17,7 +17,7 @@ import torch
 
 from weft.engine.memory.extent import Record
 from weft.engine.memory.ssd_store import Job, Outcome, SsdStore, StoreFile
-from weft.engine.memory.transfer import Copy, CopyEngine
+from weft.engine.memory.transfer import Copy, CopyEngine, Pairs
 from weft.engine.ranks.batches import batch_of
 from weft.engine.ranks.leader import BROKEN, DONE, LOST, PENDING, POLL_SECONDS
 from weft.engine.ranks.links import LOOK_SECONDS, Bytes, Links
@@ -32,8 +32,20 @@ from weft.engine.wire.beat import BEAT_SECONDS
 _OF_JOB = {Outcome.PENDING: PENDING, Outcome.DONE: DONE, Outcome.LOST: LOST, Outcome.BROKEN: BROKEN}
 
 
+LAUNCHED_SECONDS = 0.02
+"""between looks at an iteration on a GPU that nothing follows"""
 AHEAD = 1
 """iterations launched behind the one that is waited for, as on rank 0"""
+
+
+class _Held(NamedTuple):
+    """A copy that waits for the iterations before it."""
+
+    behind: int
+    """iterations"""
+    kind: Kind
+    place: int
+    pairs: Pairs
 
 
 class _Act(NamedTuple):
@@ -48,7 +60,9 @@ def _outcome(what: Copy | Job) -> int:
         return _OF_JOB[what.outcome]
     if not what.done():
         return PENDING
-    return BROKEN if what.failed else DONE
+    if what.failed:
+        return BROKEN
+    return LOST if what.unkept else DONE
 
 
 class Follower:
@@ -61,6 +75,9 @@ class Follower:
         self._ring = RingReader(links)
         self._outcomes = links.outcomes()[links.rank]
         self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._taken = self._computed = 0
+        """iterations out of the ring, and those that are done here"""
+        self._held: deque[_Held] = deque()
         self._acts: list[_Act] = []
         self._copies: CopyEngine | None = None
         self._store: SsdStore | None = None
@@ -76,6 +93,7 @@ class Follower:
             while (batch := self._next(beat)) is not None:
                 if isinstance(self._runner, CpuRunner):
                     self._runner.run(batch)
+                    self._computed += 1
                 else:
                     self._launched.append(self._runner.launch(batch))
                     self._wait_for_launched(AHEAD)
@@ -88,18 +106,21 @@ class Follower:
         while True:
             beat()
             try:
-                return self._batches.get(timeout=BEAT_SECONDS)
+                return self._batches.get(timeout=LAUNCHED_SECONDS if self._launched else BEAT_SECONDS)
             except queue.Empty:
-                self._wait_for_launched(0)
+                if self._launched and self._launched[0].ends_within(0.0):
+                    self._wait_for_launched(len(self._launched) - 1)
 
     def _wait_for_launched(self, but: int) -> None:
         """Of a GPU: for all but so many iterations. Raises what went wrong with them."""
         while len(self._launched) > but:
             self._launched.popleft().wait()
+            self._computed += 1
 
     def _listen(self) -> None:
         try:
             while self._take():
+                self._begin_copies()
                 self._report()
         except BaseException as error:  # of a thread: raised where its batches are taken
             self._error = error
@@ -107,11 +128,12 @@ class Follower:
 
     def _take(self) -> bool:
         """One order, if there is one. False: it was the last."""
-        order = self._ring.receive(POLL_SECONDS if self._acts else LOOK_SECONDS)
+        order = self._ring.receive(POLL_SECONDS if self._acts or self._held else LOOK_SECONDS)
         if order is None:
             return True
         kind, arrays = order
         if kind is Kind.BATCH:
+            self._taken += 1
             self._batches.put(batch_of(arrays))
             return True
         if kind is Kind.END:
@@ -119,11 +141,11 @@ class Follower:
         numbers = arrays[0].view(np.int64).tolist() if arrays else []
         if kind is Kind.POOL:
             self._copies = self._runner.copy_engine(*numbers)
-            self._store = SsdStore(self._file, self._copies.host) if self._file is not None else None
+            if self._file is not None:
+                self._store = SsdStore(self._file, self._copies.host, self._copies.rests)
         elif kind in (Kind.OUT, Kind.BACK):
-            assert self._copies is not None
-            act = self._copies.out if kind is Kind.OUT else self._copies.back
-            self._acts.append(_Act(numbers[0], act([(page, slot) for page, slot in _pairs(arrays[1])])))
+            pairs = [(page, slot) for page, slot in _pairs(arrays[1])]
+            self._held.append(_Held(self._taken, kind, numbers[0], pairs))
         elif kind is Kind.CLOSE_POOL:
             assert self._copies is not None
             if self._store is not None:
@@ -149,6 +171,18 @@ class Follower:
             store.erase(*numbers)
         elif kind is Kind.RESET:
             store.reset()
+
+    def _begin_copies(self) -> None:
+        """Those that nothing computed here before them can touch any more.
+
+        Rank 0 was done with the pages when it asked. This rank need not be: behind the last layer's keys and values of
+        an iteration of which no row is read, nothing is added up, and so nobody waits for anybody.
+        """
+        while self._held and self._held[0].behind <= self._computed:
+            held = self._held.popleft()
+            assert self._copies is not None
+            act = self._copies.out if held.kind is Kind.OUT else self._copies.back
+            self._acts.append(_Act(held.place, act(held.pairs)))
 
     def _report(self) -> None:
         """Show what has ended."""

@@ -128,13 +128,14 @@ class Ranks:
                 "here; lower it, or use --device cpu"
             )
         if here:
-            told = "it has run on two H200s, where its tokens were not compared with one's"
-            print(f"weft: --tensor-parallel-size on GPUs is experimental: {told}", file=sys.stderr, flush=True)
+            told = "is experimental: it has run on two H200s and on no others"
+            print(f"weft: --tensor-parallel-size on GPUs {told}", file=sys.stderr, flush=True)
         if not here and (there := cores()) < config.tensor_parallel_size:
             told = f"{config.tensor_parallel_size} ranks share {there} core(s): fewer would be quicker"
             print(f"weft: --tensor-parallel-size: {told}", file=sys.stderr, flush=True)
         each = config.cpu_threads or threads(cores(), config.tensor_parallel_size)
-        config = config.model_copy(update={"cpu_threads": each})
+        # a pipeline is there on all ranks before one of them runs it
+        config = config.for_measuring().model_copy(update={"cpu_threads": each})
         own = Stacks() if stacks_fd is None else None
         return cls(config, beats or Beats(row + 1), row, own.fd if own else stacks_fd or 0, pin=pin)
 

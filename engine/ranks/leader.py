@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from weft.engine.config import EngineConfig
 from weft.engine.errors import RankLost
 from weft.engine.memory.extent import Record
+from weft.engine.memory.rests import Rests
 from weft.engine.memory.ssd_store import Job, Outcome, SsdStore, StoreFile
 from weft.engine.memory.transfer import Bytes, Copy, CopyEngine, Pairs
 from weft.engine.model.spec import ModelSpec
@@ -108,9 +109,9 @@ class LeadingRunner:
         self._ring.send(Kind.POOL, np.array([slots]))
         return LeadingCopies(self.own.copy_engine(slots), self._ring, self._operations)
 
-    def make_store(self, file: StoreFile, host: Bytes) -> LeadingStore:
+    def make_store(self, file: StoreFile, host: Bytes, rests: Rests | None) -> LeadingStore:
         """Of the SSD tier, behind `copy_engine`."""
-        return LeadingStore(SsdStore(file, host), self._ring, self._operations, self._collectives)
+        return LeadingStore(SsdStore(file, host, rests), self._ring, self._operations, self._collectives)
 
     def launch(self, batch: Batch) -> InFlight:
         self._ring.send(Kind.BATCH, *arrays_of(batch))
@@ -125,8 +126,8 @@ class LeadingRunner:
 class LeadingCopy:
     """See `transfer.Copy`."""
 
-    def __init__(self, own: Copy, place: int, operations: Operations) -> None:
-        self.own, self._place, self._operations = own, place, operations
+    def __init__(self, own: Copy, place: int, operations: Operations, slots: Collection[int]) -> None:
+        self.own, self._place, self._operations, self._slots = own, place, operations, slots
         self._worst = PENDING
 
     def done(self) -> bool:
@@ -136,7 +137,16 @@ class LeadingCopy:
 
     @property
     def failed(self) -> bool:
-        return self.own.failed or self._worst > DONE
+        return self.own.failed or self._worst == BROKEN
+
+    @property
+    def raw(self) -> Collection[int]:
+        return self.own.raw
+
+    @property
+    def unkept(self) -> Collection[int]:
+        """All of them, where another rank had no room for one: it does not say which."""
+        return self._slots if self._worst == LOST else self.own.unkept
 
     @property
     def seconds(self) -> float:
@@ -148,7 +158,7 @@ class LeadingCopies:
 
     def __init__(self, own: CopyEngine, ring: RingWriter, operations: Operations) -> None:
         self._own, self._ring, self._operations = own, ring, operations
-        self.host, self.page_bytes = own.host, own.page_bytes
+        self.host, self.rests, self.sizes = own.host, own.rests, own.sizes
 
     def out(self, pairs: Pairs) -> Copy:
         return self._begin(Kind.OUT, self._own.out, pairs)
@@ -159,7 +169,7 @@ class LeadingCopies:
     def _begin(self, kind: Kind, act: Callable[[Pairs], Copy], pairs: Pairs) -> LeadingCopy:
         place = self._operations.begin()
         self._ring.send(kind, np.array([place]), np.array(pairs, np.int64))
-        return LeadingCopy(act(pairs), place, self._operations)
+        return LeadingCopy(act(pairs), place, self._operations, {slot for _, slot in pairs})
 
     def wait(self, copies: Sequence[Copy], seconds: float) -> None:
         first = copies[0]
@@ -198,6 +208,10 @@ class LeadingJob(Job):
     @property
     def seconds(self) -> float:  # type: ignore[override]
         return self._own.seconds
+
+    @property
+    def raw(self) -> bool:  # type: ignore[override]
+        return self._own.raw
 
     @property
     def reason(self) -> str:  # type: ignore[override]

@@ -30,37 +30,24 @@ def _end_with_stdin() -> None:
 def _serve(config: EngineConfig, links: Links, beat: RankBeat, start_timeout: float) -> None:
     beat.stage(start_timeout)
     use_cache(config)
-    import torch
 
     from weft.engine.memory.model_id import model_id
     from weft.engine.memory.tier_setup import open_store
     from weft.engine.model.directory import read_spec
-    from weft.engine.model.weights import load_weights
+    from weft.engine.model.implementation import in_format
     from weft.engine.ranks.follower import Follower
     from weft.engine.ranks.runners import rank_runner
     from weft.engine.ranks.scans import agree
     from weft.engine.ranks.shared_collectives import SharedCollectives
-    from weft.engine.runner.make import grow_in_place
+    from weft.engine.runner.load import prepare, read_weights
     from weft.engine.runner.resolve import resolve
 
-    spec = read_spec(config.model_path).shard(links.rank, links.ranks)
+    spec = in_format(read_spec(config.model_path), config.quantization).shard(links.rank, links.ranks)
     resolved = resolve(config, spec)
     model = model_id(config, resolved.kv)
-    file = open_store(config, resolved.kv, model, spec.shard_of)
-    torch.set_num_threads(resolved.cpu_threads)
-    if resolved.device.type == "cuda":
-        grow_in_place()
-    weights = load_weights(
-        spec,
-        config.model_path,
-        device=resolved.device,
-        dtype=resolved.weight_dtype,
-        max_positions=resolved.max_model_len,
-        dummy_seed=config.seed if config.load_format == "dummy" else None,
-        dummy_skew=config.dummy_skew,
-        dummy_realistic=config.dummy_weights == "realistic",
-        progress=lambda _phase, _done, _total: beat.stage(start_timeout),
-    )
+    file = open_store(config, resolved.kv, model, spec.shard_of, resolved.packed)
+    prepare(resolved)
+    weights = read_weights(spec, config, resolved, lambda _phase, _done, _total: beat.stage(start_timeout))
     links.moved = beat.still
     collectives = SharedCollectives(links)
     resolved, stores = agree(collectives, resolved, model, store=file is not None)

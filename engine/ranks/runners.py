@@ -9,12 +9,13 @@ import torch
 
 from weft.engine.config import EngineConfig
 from weft.engine.model.spec import ModelSpec
+from weft.engine.model.sums import summed_alone
 from weft.engine.model.weights import Weights
 from weft.engine.progress import Progress
 from weft.engine.ranks.arena import Arena
 from weft.engine.ranks.links import Links
 from weft.engine.ranks.shared_collectives import SharedCollectives
-from weft.engine.ranks.shots import agreed_shots, file_of
+from weft.engine.ranks.shots import agreed_steps, file_of
 from weft.engine.runner.collectives import Several
 from weft.engine.runner.compile_job import CompileJob
 from weft.engine.runner.cpu_runner import CpuRunner
@@ -23,23 +24,48 @@ from weft.engine.runner.resolve import ResolvedConfig
 from weft.engine.runner.runner import Runner
 from weft.kernels.gpu import gpu
 from weft.kernels.source_digest import source_digest
+from weft.kernels.tuned import BUCKETS
 
 if TYPE_CHECKING:
     from weft.engine.runner.peer_collectives import PeerCollectives
 
+PRODUCT_LAYERS = 4
+"""whose products are measured with the sums behind them"""
 
-def _shots(
-    device: PeerCollectives, host: SharedCollectives, spec: ModelSpec, config: ResolvedConfig
-) -> dict[int, int]:  # fmt: skip
+
+def _use_measured(
+    device: PeerCollectives, host: SharedCollectives, spec: ModelSpec, weights: Weights, config: ResolvedConfig
+) -> None:
+    """How sums are made. With these weights."""
     here = gpu(config.device)
     assert here is not None
-    source = source_digest("collectives.py")
-    file = file_of(config.cache_dir, here.name, source, host.ranks, spec.hidden_size)
-    measure = partial(device.microseconds, hidden=spec.hidden_size, dtype=config.compute_dtype)
+    # those that may write to the ranks themselves, of a few layers: one alone would lie in the L2
+    names = [op.name for op in summed_alone(spec.layer_operations())] if spec.quantization is None else []
+    layers = [layer for layer in weights.layers[-PRODUCT_LAYERS:] if all(name in layer for name in names)]
+    products = [layer[name].weight for layer in layers for name in names]
+    shape = "-".join(map(str, (spec.hidden_size, *dict.fromkeys(product.shape[1] for product in products))))
+    file = file_of(
+        config.cache_dir, here.name, source_digest("collectives.py", "gemm*.py", "pushed*.py"), host.ranks, shape
+    )
+    measure = partial(
+        device.microseconds, hidden=spec.hidden_size, dtype=config.compute_dtype, products=products
+    )  # fmt: skip
+    seconds = config.tuning_seconds
+    pushes = bool(products) and _tiles_agree(host, products, here.sms)
     with torch.inference_mode():
-        return agreed_shots(
-            host, file, config.max_num_batched_tokens, measure if config.tuning_seconds > 0 else None
+        steps = agreed_steps(
+            host, file, config.max_num_batched_tokens, measure if seconds > 0 else None, pushes=pushes
         )  # fmt: skip
+    device.use(steps)
+
+
+def _tiles_agree(host: SharedCollectives, products: list[torch.Tensor], sms: int) -> bool:
+    """Whether all ranks cut these products into the same tiles, which is what flags tell of."""
+    from weft.kernels.gemm_launch import choose  # needs Triton
+
+    tiles = [choose(tokens, product.shape[0], product.shape[1], sms) for product in products for tokens in BUCKETS]
+    every = host.all_gather(torch.tensor(tiles, dtype=torch.int64))
+    return bool((every == every[0]).all())
 
 
 def rank_runner(
@@ -63,6 +89,5 @@ def rank_runner(
     sizes = Sizes(spec, config.max_num_batched_tokens, config.max_num_seqs, config.compute_dtype)
     device = PeerCollectives(Arena(sizes.total, config.device, host), links.rank, links.ranks, sizes)
     links.on_lost = device.end_waiting
-    device.use(_shots(device, host, spec, config))
-    several = Several(host, device, links.check)
+    several = Several(host, device, links.check, partial(_use_measured, device, host, spec, weights, config))
     return make_runner(spec, weights, options, config, progress, compiling, several)

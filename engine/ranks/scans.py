@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import torch
 import xxhash
@@ -13,7 +14,7 @@ from weft.engine.memory.extent import Record
 from weft.engine.runner.collectives import Collectives
 from weft.engine.runner.resolve import ResolvedConfig
 
-_COLUMNS = ("the model", "--max-model-len", "--max-num-seqs", "--max-num-batched-tokens", "--page-size")
+_COLUMNS = ("the model", "--max-model-len", "--max-num-seqs", "--max-num-batched-tokens", "--page-size", "--plan")
 
 
 def agree(collectives: Collectives, config: ResolvedConfig, model: str, *, store: bool) -> tuple[ResolvedConfig, bool]:
@@ -21,8 +22,9 @@ def agree(collectives: Collectives, config: ResolvedConfig, model: str, *, store
 
     model: see `memory.model_id`. Raises `RankLost` when ranks were told different things.
     """
-    digest = xxhash.xxh3_64_intdigest(model.encode()) >> 1
-    same = (digest, config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens, config.kv.page_size)
+    plan = msgspec.json.encode(config.plan) if config.plan is not None else b""
+    sizes = (config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens, config.kv.page_size)
+    same = (_number(model.encode()), *sizes, _number(plan))
     pages = config.num_pages if config.num_pages is not None else 0
     every = collectives.all_gather(torch.tensor([*same, pages, store], dtype=torch.int64))
     for rank, row in enumerate(every.tolist()):
@@ -31,6 +33,10 @@ def agree(collectives: Collectives, config: ResolvedConfig, model: str, *, store
                 raise RankLost(f"rank {rank} disagrees with rank 0 about {name}: start again")
     least = int(every[:, -2].min())
     return replace(config, num_pages=least or None), bool(every[:, -1].all())
+
+
+def _number(data: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(data) >> 1
 
 
 def agreed(collectives: Collectives, records: list[tuple[int, Record]]) -> list[tuple[int, Record]]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from weft.engine.runner.attention_path import AttentionPath
 from weft.engine.wire.sampling import COLUMNS
 
 PROMPT_LOGPROB_ROWS = 256
@@ -120,6 +121,18 @@ class Batch(NamedTuple):
         return np.unique(np.concatenate((self.sampling.logit_tokens, *asked))).astype(np.int64)
 
     @property
+    def rows_by_reader(self) -> npt.NDArray[np.int64]:
+        """As `read_rows`, but those that are sampled come first, in their order."""
+        sampled = self.sampling.logit_tokens.astype(np.int64)
+        if not self.prompt_logprobs and not self.pooled:
+            return sampled
+        return np.concatenate((sampled, np.setdiff1d(self.read_rows, sampled, assume_unique=True)))
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.slots) - self.num_decodes
+
+    @property
     def num_requests(self) -> int:
         return len(self.slots)
 
@@ -155,6 +168,8 @@ class StepResult(NamedTuple):
     """[S] rows whose logits were no numbers: their tokens mean nothing. None: no row's were"""
     pooled: F32 | None = None
     """[P, H] sums, a row for each of `batch.pooled`; None: nothing was asked for"""
+    attention: AttentionPath | None = None
+    """which way it went; None: what the batch says"""
 
 
 def uniform_draw(seeds: npt.NDArray[np.uint64], index: I32) -> F32:

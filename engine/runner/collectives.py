@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -54,6 +54,19 @@ class Graph(Enum):
     SAMPLE = 1
 
 
+class Steps(NamedTuple):
+    """How sums of some size are made."""
+
+    sums: int = 1
+    """1 or 2: see `kernels.collectives`"""
+    pushed: int = 0
+    """the same behind a product that writes to the ranks itself (`kernels.pushed`); 0: none does"""
+
+
+MEASURED_STEPS = (Steps(1), Steps(2), Steps(1, 1), Steps(1, 2))
+"""what a start measures, the simplest first"""
+
+
 class DeviceCollectives(Protocol):
     """Of GPUs: what they do is launched on the current stream, and may be captured. See `Collectives`."""
 
@@ -69,6 +82,17 @@ class DeviceCollectives(Protocol):
 
     def inside(self, graph: Graph) -> AbstractContextManager[None]:
         """Inside, launches belong to that graph: the first of its exchanges, the second, … each time."""
+        ...
+
+    def push(
+        self, a: Tensor, weight: Tensor, bias: Tensor | None, *, num_sms: int, space: Any, num_tokens: Tensor | None,
+        config: Any = None,
+    ) -> bool:  # fmt: skip
+        """The product `a [T, K] @ weight [H, K].T`, plus `bias [H]`, with its tiles sent to where the next `reduce`
+        adds them up instead of `partial`. False, and nothing is launched, where that is not the quicker way.
+
+        For launches that run one behind the other; between two of them comes a `reduce`.
+        """
         ...
 
     def reduce(self, partial: Tensor, x: Tensor, sumsq: Tensor, *, live: Tensor, add: bool, num_sms: int) -> Tensor:
@@ -92,3 +116,5 @@ class Several(NamedTuple):
     device: DeviceCollectives
     check: Callable[[], None]
     """raises `RankLost` when one has ended"""
+    measure: Callable[[], None] = lambda: None
+    """called by all ranks at a start, once tiles of products are known and compiled"""

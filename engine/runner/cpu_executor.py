@@ -19,7 +19,6 @@ from weft.engine.runner.batch import Batch
 from weft.engine.runner.collectives import Alone, Collectives
 from weft.engine.runner.launchers import launchers_of
 from weft.kernels import experts_reference as expert_twins
-from weft.kernels import fp8
 from weft.kernels import reference as twins
 from weft.kernels.attention import HostAttention
 
@@ -216,12 +215,7 @@ class CpuExecutor:
     ) -> None:
         self.spec, self.weights, self.kv, self.attention = spec, weights, kv, attention
         self.collectives = collectives or Alone()
-        self.kv_scales: fp8.KvScales | None = None
-        """of pages in FP8"""
-        if kv.dtype == fp8.E4M3:
-            given = weights.kv_scales
-            shape = spec.num_layers, spec.num_kv_heads
-            self.kv_scales = fp8.unit_kv_scales(*shape, kv.device) if given is None else fp8.kv_scales(given)
+        self.kv_scales = weights.scales_of_pages(spec, kv.dtype)
         self.unit_scales = self.kv_scales is not None and bool((self.kv_scales.scale == 1).all())
         self.means: twins.Means | None = None
         if self.collectives.ranks > 1 and spec.qk_norm == "projection":

@@ -112,6 +112,7 @@ class CpuRunner:
         self._last_token = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=config.device)
         self._sampling = Sampling(config.device, config.max_num_seqs, spec.vocabulary, collectives)
         self._num_threads = config.cpu_threads
+        self._packed = config.packed
         self._last_end = 0.0
         self._queue: queue.SimpleQueue[CpuInFlight | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="weft-runner", daemon=True)
@@ -128,7 +129,7 @@ class CpuRunner:
         return None
 
     def copy_engine(self, slots: int) -> CpuCopyEngine:
-        return CpuCopyEngine(self.kv, slots)
+        return CpuCopyEngine(self.kv, slots, self._packed)
 
     def launch(self, batch: Batch) -> CpuInFlight:
         in_flight = CpuInFlight(batch)

@@ -1,7 +1,8 @@
 """`CudaArena` and `PinnedBacking`: the memory of a model on a GPU, and the host memory that keeps it while it sleeps.
 
 The driver separates addresses from memory: an arena reserves addresses once, and maps physical memory under them as
-long as the model is awake. **Not run on a GPU yet**: its order of calls is tested with a driver made of a dictionary.
+long as the model is awake. Its order of calls is tested with a driver made of a dictionary, itself by
+`tests/gpu/test_sleep.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from weft.engine.runner.resting import Resting
 GIB = 2**30
 CHUNK = 2**28
 """bytes of pinned memory at once"""
-_OUT_OF_MEMORY = 2
+OUT_OF_MEMORY = 2
 """the driver's word for it"""
 
 
@@ -83,13 +84,16 @@ class _Access(ctypes.Structure):
 class CudaDriver:
     """See `Driver`: libcuda, on the context that torch has made."""
 
-    DEVICE, PINNED, READ_WRITE = 1, 1, 3
+    DEVICE, PINNED, READ, READ_WRITE = 1, 1, 1, 3
+    DESCRIPTOR = 1
+    """a handle for other processes is a file descriptor"""
 
     def __init__(self, device: int) -> None:
         """Raises `OSError` where there is no driver."""
         self._cuda = ctypes.CDLL("libcuda.so.1")
         self._place = _Location(self.DEVICE, device)
         self._prop = _AllocationProp(type=self.PINNED, location=self._place)
+        self._shared = _AllocationProp(type=self.PINNED, handle_types=self.DESCRIPTOR, location=self._place)
 
     def _call(self, name: str, *arguments: Any) -> None:
         if code := getattr(self._cuda, name)(*arguments):
@@ -106,16 +110,34 @@ class CudaDriver:
         self._call("cuMemAddressReserve", ctypes.byref(address), ctypes.c_size_t(size), ctypes.c_size_t(0), none, none)
         return address.value
 
-    def create(self, size: int) -> int:
+    def create(self, size: int, *, shared: bool = False) -> int:
+        """shared: it can be `exported`."""
         handle = ctypes.c_uint64()
-        none = ctypes.c_uint64(0)
-        self._call("cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(size), ctypes.byref(self._prop), none)
+        none, prop = ctypes.c_uint64(0), self._shared if shared else self._prop
+        self._call("cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(size), ctypes.byref(prop), none)
         return handle.value
 
-    def map(self, address: int, size: int, handle: int) -> None:
+    def exported(self, handle: int) -> int:
+        """A file descriptor of the memory, the caller's to close. The memory lives for as long as it is open."""
+        fd, none = ctypes.c_int(-1), ctypes.c_uint64(0)
+        self._call(
+            "cuMemExportToShareableHandle", ctypes.byref(fd), ctypes.c_uint64(handle), ctypes.c_int(self.DESCRIPTOR),
+            none,
+        )  # fmt: skip
+        return fd.value
+
+    def imported(self, fd: int) -> int:
+        """A handle of the memory behind a descriptor, which may be another process's and may be closed then."""
+        handle = ctypes.c_uint64()
+        self._call(
+            "cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(fd), ctypes.c_int(self.DESCRIPTOR)
+        )
+        return handle.value
+
+    def map(self, address: int, size: int, handle: int, *, writable: bool = True) -> None:
         at, length, none = ctypes.c_uint64(address), ctypes.c_size_t(size), ctypes.c_uint64(0)
         self._call("cuMemMap", at, length, ctypes.c_size_t(0), ctypes.c_uint64(handle), none)
-        access = _Access(self._place, self.READ_WRITE)
+        access = _Access(self._place, self.READ_WRITE if writable else self.READ)
         self._call("cuMemSetAccess", at, length, ctypes.byref(access), ctypes.c_size_t(1))
 
     def unmap(self, address: int, size: int) -> None:
@@ -132,6 +154,11 @@ class _Span:
         self.__cuda_array_interface__ = {
             "shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None,
         }  # fmt: skip
+
+
+def view_of(address: int, size: int, device: torch.device) -> Tensor:
+    """`[size]` uint8 at these addresses."""
+    return torch.as_tensor(_Span(address, size), device=device)
 
 
 class CudaArena:
@@ -166,7 +193,7 @@ class CudaArena:
         try:
             handle = self._driver.create(self._size)
         except DriverFailed as error:
-            if error.code != _OUT_OF_MEMORY:
+            if error.code != OUT_OF_MEMORY:
                 raise
             raise OutOfMemory(
                 f"{self._size / GIB:.1f} GiB do not fit the GPU: lower memory_share or --gpu-memory-utilization"
@@ -207,7 +234,7 @@ def cuda_resting(device: torch.device) -> Resting:
     driver = CudaDriver(device.index or 0)
 
     def view(address: int, size: int) -> Tensor:
-        return torch.as_tensor(_Span(address, size), device=device)
+        return view_of(address, size, device)
 
     def settle() -> None:
         torch.cuda.synchronize(device)

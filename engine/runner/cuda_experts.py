@@ -30,7 +30,8 @@ class ExpertLayers:
         self._dtype, self._device = dtype, device
         self.choice: Choice = router.choice_buffers(tokens, spec.hidden_size, e.count, e.top, device)
         """of all tokens of an iteration"""
-        self._spaces = [self._space()]
+        # in FP8 experts have rows of their own (`cuda_fp8_experts`)
+        self._spaces = [self._space()] if spec.quantization is None else []
 
     def _space(self) -> ExpertSpace:
         return experts.expert_space(*self._sizes, self._dtype, self._device)
@@ -61,7 +62,7 @@ class ExpertLayers:
     ) -> None:
         experts.experts_gate_up(
             x, sumsq, self.choice.part(nano.begin, nano.end), w.weight, self._spec.norm.eps,
-            activation=self._spec.activation, bias=w.bias, space=self.space(_range_of(pipeline, nano)),
+            activation=self._spec.activation, bias=w.bias, space=self.space(range_of(pipeline, nano)),
             num_sms=nano.sms, num_tokens=live, config=nano.config or self.config(nano.end - nano.begin),
         )  # fmt: skip
 
@@ -71,13 +72,13 @@ class ExpertLayers:
         """x is added to in place. Returns the sums of squares, one part: in `sumsq [parts, tokens]`."""
         _, sums = experts.experts_residual(
             self.choice.part(nano.begin, nano.end), w.weight, x, bias=w.bias, out=x, sumsq=sumsq,
-            space=self.space(_range_of(pipeline, nano)), num_sms=nano.sms, num_tokens=live,
+            space=self.space(range_of(pipeline, nano)), num_sms=nano.sms, num_tokens=live,
             config=nano.config or self.config(nano.end - nano.begin),
         )  # fmt: skip
         return sums
 
 
-def _range_of(pipeline: Pipeline, nano: NanoOperation) -> int:
+def range_of(pipeline: Pipeline, nano: NanoOperation) -> int:
     """Which of the token ranges that experts are cut into. Raises `ConfigError` where their two products differ in them
     or in the rows of a tile.
     """

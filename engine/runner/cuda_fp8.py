@@ -1,7 +1,10 @@
-"""`Fp8Layers`: the products of a dense model in FP8 on a GPU, and the operands that pass between them.
+"""`Fp8Layers`: the products of layers in FP8 on a GPU but for those of experts, and the operands between them.
 
 A product that adds to the stream leaves the operand of the product that reads it next, times that one's norm weight; an
 MLP's first product leaves that of its second. Behind the embedding and attention, a pass over the rows quantises.
+
+Static scales of a checkpoint's activations are left aside: behind a norm they could be applied only once a whole row is
+summed, in a pass of its own, and the scales made here are at least as fine (`kernels.fp8`).
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.kernels import fp8_projections
 from weft.kernels.fp8 import Fp8Rows
+from weft.kernels.fp8_experts import switch_shared
 from weft.kernels.fp8_matrix import Fp8Matrix
 from weft.kernels.fp8_rows import quantize_rows
 
@@ -25,13 +29,19 @@ HEADS = (64, 128)
 """head sizes whose way into q and the pages is an epilogue of an FP8 product"""
 
 
-def lacking(spec: ModelSpec, *, invariant: bool) -> str | None:
-    """What of a quantised model a GPU's FP8 products cannot do, in a few words; None if they do all of it."""
-    asked = spec.quantization
+def lacking(spec: ModelSpec, *, invariant: bool, experts: bool) -> str | None:
+    """What of a quantised model a GPU's FP8 products cannot do, in a few words; None if they do all of it.
+
+    experts: those may be tried, whose kernels no GPU has run.
+    """
+    asked, e = spec.quantization, spec.experts
+    widths = [spec.hidden_size, spec.intermediate_size]
+    if e is not None:
+        widths += [e.intermediate_size, e.shared_size]
     assert asked is not None
     cases = (
-        (asked.activations != "dynamic", f"{asked.activations} activations"),
-        (spec.experts is not None, "experts"),
+        (asked.activations == "none", "weights alone in FP8"),
+        (e is not None and not experts, "experts (--fp8-experts on tries what was not run on one)"),
         (spec.shard_of.ranks > 1, "several ranks"),
         (spec.norm.centred or spec.norm.bias, "norms with a mean or a bias"),
         (not spec.placement.before or spec.placement.behind or spec.placement.parallel, "norms at other places"),
@@ -40,7 +50,7 @@ def lacking(spec: ModelSpec, *, invariant: bool) -> str | None:
             spec.qk_norm == "projection" or spec.head_dim not in HEADS,
             "heads of other sizes, or a norm over all of them",
         ),
-        (bool(spec.hidden_size % 16 or spec.intermediate_size % 16), "widths that are no multiple of 16"),
+        (any(width % 16 for width in widths), "widths that are no multiple of 16"),
         (invariant, "--batch-invariant"),
     )
     return next((name for is_lacking, name in cases if is_lacking), None)
@@ -53,36 +63,46 @@ class Fp8Layers:
         self._spec, self._layers = spec, weights.layers
         for layer in weights.layers:
             for name, product in layer.items():
-                if product.fp8 is None:
+                if product.fp8 is None and name != "router":
                     raise ModelError(
                         f"a GPU multiplies all matrices of the layers in FP8 or none: {name} is in 16 bits"
                     )
         widths = {"x": spec.hidden_size, "a": spec.num_heads * spec.head_dim, "h": spec.intermediate_size}
+        if spec.experts is not None and spec.experts.shared_size:
+            widths["s"] = spec.experts.shared_size
         self._operands = {name: fp8_projections.rows_buffer(tokens, width, device) for name, width in widths.items()}
         """by activation: of all tokens, as the next product reads it"""
 
-    def _matrix(self, layer: int, name: str) -> Fp8Matrix:
+    def matrix(self, layer: int, name: str) -> Fp8Matrix:
         matrix = self._layers[layer][name].fp8
         assert matrix is not None
         return matrix
 
-    def _operand(self, name: str, tokens: slice) -> Fp8Rows:
+    def operand(self, name: str, tokens: slice) -> Fp8Rows:
         values, scale = self._operands[name]
         return Fp8Rows(values[tokens], scale[:, tokens])
 
+    def first_of(self, layer: int) -> Fp8Matrix | None:
+        """The matrix that reads the stream first in a layer; None behind the last one."""
+        return self.matrix(layer, "qkv") if layer < len(self._layers) else None
+
+    def _behind_attention(self, layer: int) -> Fp8Matrix:
+        """A matrix of those that read the stream there: one norm is before all."""
+        return self.matrix(layer, "gate_up" if "gate_up" in self._layers[layer] else "experts_gate_up")
+
     def _quantized(self, name: str, tokens: slice, x: Tensor, norm: Tensor | None, live: Tensor) -> Fp8Rows:
-        return quantize_rows(x, norm, out=self._operand(name, tokens), num_tokens=live)
+        return quantize_rows(x, norm, out=self.operand(name, tokens), num_tokens=live)
 
     def qkv(
         self, layer: int, tokens: slice, product: ProductWeights, x: Tensor, sums: Tensor, eps: float,
         heads: tuple[Any, ...], out: Tensor, common: dict[str, Any],
     ) -> None:  # fmt: skip
         """x and sums `[parts, T]`: of the tokens' part of the stream; heads: see `fp8_projections.qkv_project`."""
-        matrix = self._matrix(layer, "qkv")
+        matrix = self.matrix(layer, "qkv")
         if layer == 0:
             rows = self._quantized("x", tokens, x, matrix.norm, common["num_tokens"])
         else:
-            rows = self._operand("x", tokens)
+            rows = self.operand("x", tokens)
         fp8_projections.qkv_project(rows, sums, matrix.weight, product.bias, eps, *heads, out=out, **common)
 
     def residual(
@@ -92,22 +112,27 @@ class Fp8Layers:
         """Adds to x; returns the view of sumsq that was written. a: what attention gave; not read behind an MLP."""
         if op.source == "a":
             rows = self._quantized("a", tokens, a, None, common["num_tokens"])
-            reader: Fp8Matrix | None = self._matrix(layer, "gate_up")
+            reader: Fp8Matrix | None = self._behind_attention(layer)
         else:
-            rows = self._operand("h", tokens)
-            reader = self._matrix(layer + 1, "qkv") if layer + 1 < len(self._layers) else None
-        matrix = self._matrix(layer, op.name)
+            rows = self.operand(op.source, tokens)
+            reader = self.first_of(layer + 1)
+        matrix = self.matrix(layer, op.name)
         _, sums = fp8_projections.residual_project(
             rows, matrix.weight, x, out=x, sumsq=sumsq, bias=product.bias,
-            quantized=None if reader is None else self._operand("x", tokens),
+            quantized=None if reader is None else self.operand("x", tokens),
             next_norm=None if reader is None else reader.norm, **common,
         )  # fmt: skip
         return sums
 
     def gate_up(
-        self, layer: int, tokens: slice, product: ProductWeights, sums: Tensor, eps: float, common: dict[str, Any]
-    ) -> None:
+        self, layer: int, tokens: slice, op: Operation, product: ProductWeights, x: Tensor, sums: Tensor, eps: float,
+        common: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """x: the stream, for the gate of a shared expert alone."""
+        out = self.operand(op.target, tokens)
         fp8_projections.gate_up_project(
-            self._operand("x", tokens), sums, self._matrix(layer, "gate_up").weight, eps,
-            activation=self._spec.activation, bias=product.bias, quantized=self._operand("h", tokens), **common,
+            self.operand("x", tokens), sums, self.matrix(layer, op.name).weight, eps,
+            activation=self._spec.activation, bias=product.bias, quantized=out, **common,
         )  # fmt: skip
+        if product.gate is not None:
+            switch_shared(x, sums, product.gate, eps, out=out, num_tokens=common["num_tokens"])

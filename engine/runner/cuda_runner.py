@@ -23,19 +23,21 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.progress import Progress
+from weft.engine.runner.attention_path import AttentionPath, possible_paths
 from weft.engine.runner.batch import Batch, PromptLogprobs, StepResult
 from weft.engine.runner.collectives import Several
 from weft.engine.runner.compile_job import CompileJob
 from weft.engine.runner.cuda_arena import DriverFailed, cuda_resting
 from weft.engine.runner.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda_inputs import INVARIANT_PART_TOKENS, device_inputs
+from weft.engine.runner.nano import Assignment
 from weft.engine.runner.pipelines import Pipelines
 from weft.engine.runner.pooling import pooled
 from weft.engine.runner.preparation import Preparation, Step, Work
 from weft.engine.runner.resolve import GIB, ResolvedConfig
 from weft.engine.runner.resting import Resting
 from weft.engine.runner.sampling import Sampling, Scores
-from weft.kernels import reference
+from weft.kernels import break_evens, reference
 from weft.kernels.attention import AttentionBackend, HostAttention
 from weft.kernels.attention_backends import make_host_attention
 from weft.kernels.attention_triton import PER_SM, TritonAttention
@@ -77,6 +79,7 @@ class CudaInFlight:
         self.nano_batches = nano_batches
         self.sampled = torch.empty(2, num_slots, dtype=torch.int64, pin_memory=True)
         """tokens, and 1 for rows whose logits were no numbers; the first rows are the batch's"""
+        self.attention: AttentionPath | None = None
         self.scores: Scores | None = None
         self.prompt_scores: list[Scores] = []
         self.pooled: Tensor | None = None
@@ -110,6 +113,7 @@ class CudaInFlight:
             self.nano_batches,
             bad.astype(np.bool_),
             None if self.pooled is None else self.pooled.numpy(),
+            self.attention,
         )
 
 
@@ -146,6 +150,13 @@ class CudaRunner:
             self._eager = ""
             """why the model runs as ordinary launches; "" where it is captured"""
             self._executor = self._make_executor(here.sms)
+            layout = self._inputs.layout
+            paths = possible_paths(config.attention, cuts=layout.prefill_slots > 0, pod=layout.pod)
+            print(f"weft: {paths}", file=sys.stderr, flush=True)
+            if layout.pod == "auto" and layout.prefill_slots:
+                of = break_evens.Made.here(*config.attention_shape(spec)[:4])
+                self._inputs.break_evens, said = break_evens.read(config.cache_dir, of)
+                print(f"weft: {said}", file=sys.stderr, flush=True)
             self._last_end: torch.cuda.Event | None = None
             self._sampling = Sampling(
                 device, config.max_num_seqs, spec.vocabulary, None if several is None else several.device
@@ -179,10 +190,10 @@ class CudaRunner:
             assert isinstance(weights, BroadModule)
             return BroadCudaExecutor(spec, weights, self._inputs, config)
         assert isinstance(weights, Weights)
-        shape = config.attention_shape(spec)
+        shape, scales = config.attention_shape(spec), weights.scales_of_pages(spec, config.kv.dtype)
         attention: AttentionBackend[Any]
         if config.attention == "triton":
-            attention = TritonAttention(shape, num_sms)
+            attention = TritonAttention(shape, num_sms, scales)
         else:
             self._eager = f"the {config.attention} attention back end plans on the host"
             attention = self._host_attention = make_host_attention(
@@ -190,7 +201,7 @@ class CudaRunner:
             )
         return CudaExecutor(
             spec, weights, self._inputs, config.compute_dtype, attention, invariant=config.batch_invariant,
-            collectives=None if self._several is None else self._several.device,
+            collectives=None if self._several is None else self._several.device, kv_scales=scales,
         )  # fmt: skip
 
     @property
@@ -202,7 +213,7 @@ class CudaRunner:
         return self._preparation
 
     def copy_engine(self, slots: int) -> CudaCopyEngine:
-        return CudaCopyEngine(self.kv, slots, self._executor.gates)
+        return CudaCopyEngine(self.kv, slots, self._executor.gates, self.config.packed)
 
     def _make_resting(self) -> Resting | None:
         """With the weights in it; None, with a line, where the driver does not do it."""
@@ -337,6 +348,7 @@ class CudaRunner:
                 batch, pipeline, num_kv_heads=self.spec.num_kv_heads, group=self.spec.heads_per_kv, per_sm=PER_SM,
                 part_tokens=self._part_tokens, page_size=self.config.kv.page_size,
             )  # fmt: skip
+            in_flight.attention = None if self._host_attention is not None else self._inputs.attention
             if not self._eager:
                 graphs.model.replay()
             else:
@@ -344,9 +356,9 @@ class CudaRunner:
                     self._executor.steps = [self._host_attention.prepare(batch)]
                 self._model(pipeline)
             in_flight.prompt_scores = [
-                self._prompt_scores(asked, assigned.places, pipeline) for asked in batch.prompt_logprobs
+                self._prompt_scores(asked, assigned, pipeline) for asked in batch.prompt_logprobs
             ]
-            states = pooled(batch, lambda rows: self._hidden(rows, assigned.places, pipeline))
+            states = pooled(batch, lambda rows: self._hidden(rows, assigned, pipeline))
             if states is not None:
                 (in_flight.pooled,) = self._sampling.down([states])
             raw = self._sampling.asked(logits, s)
@@ -376,27 +388,25 @@ class CudaRunner:
         self._preparation.stop()
         self.stream.synchronize()
 
-    def _hidden(self, rows: np.ndarray, places: np.ndarray | None, pipeline: Pipeline) -> Tensor:
+    def _hidden(self, rows: np.ndarray, assigned: Assignment, pipeline: Pipeline) -> Tensor:
         """States behind the final norm of rows `[N]` of the batch's tokens."""
-        at = self._sampling.up((rows if places is None else places[rows]).astype(np.int64))
+        at = self._sampling.up(assigned.left_at(rows).astype(np.int64))
         if isinstance(self.weights, Weights):
-            return self._executor.hidden(at)
+            return self._executor.hidden(pipeline, at)
         return self._executor.hidden_of(pipeline, self.kv, at)
 
-    def _prompt_scores(self, asked: PromptLogprobs, places: np.ndarray | None, pipeline: Pipeline) -> Scores:
+    def _prompt_scores(self, asked: PromptLogprobs, assigned: Assignment, pipeline: Pipeline) -> Scores:
         """Eager: the graph computed logits of sampled rows only."""
         w, spec = self.weights, self.spec
 
         def logits_of(rows: Tensor) -> Tensor:
             if not isinstance(w, Weights):
                 return self._executor.logits_of(pipeline, self.kv, rows).float()
-            x = self._executor.x
-            picked = x[rows]
+            picked = self._executor.states(pipeline)[rows]
             return reference.lm_head(
                 picked, reference.row_sumsq(picked, spec.norm.centred), w.norm, w.lm_head, spec.norm.eps,
                 norm_bias=w.norm_bias, centred=spec.norm.centred, bias=w.head_bias, scale=spec.logits_scale,
                 softcap=spec.logits_softcap,
             )  # fmt: skip
 
-        rows = asked.token_rows if places is None else places[asked.token_rows]
-        return self._sampling.prompt_scores(asked, rows, logits_of)
+        return self._sampling.prompt_scores(asked, assigned.left_at(asked.token_rows), logits_of)

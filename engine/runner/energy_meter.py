@@ -9,6 +9,7 @@ import contextlib
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -35,11 +36,11 @@ class Reading(NamedTuple):
 
 
 class NvmlCounter:
-    """An NVIDIA GPU's counter: of the whole board, memory included, whoever makes it work."""
+    """The counters of NVIDIA GPUs added up: of whole boards, memory included, whoever makes them work."""
 
     source = "nvml"
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, devices: Sequence[torch.device]) -> None:
         """Raises `OSError` where the driver has no such counter (before Volta; a slice of a GPU)."""
         import pynvml
 
@@ -47,15 +48,16 @@ class NvmlCounter:
         self._read = pynvml.nvmlDeviceGetTotalEnergyConsumption
         try:
             pynvml.nvmlInit()
-            # By its name: torch's number is one among the visible devices.
-            self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+            # By their names: torch's number is one among the visible devices.
+            names = [f"GPU-{torch.cuda.get_device_properties(device).uuid}" for device in devices]
+            self._handles = [pynvml.nvmlDeviceGetHandleByUUID(name) for name in names]
         except pynvml.NVMLError as error:
             raise OSError(str(error)) from None
         self.joules()
 
     def joules(self) -> float:
         try:
-            return float(self._read(self._handle)) / 1e3
+            return sum(float(self._read(handle)) for handle in self._handles) / 1e3
         except self._error as error:
             raise OSError(str(error)) from None
 
@@ -83,9 +85,13 @@ class RaplCounter:
         return self._microjoules / 1e6
 
 
-def energy_counter(device: torch.device) -> EnergyCounter:
-    """That of a GPU, or of the CPUs. Raises `OSError`, which says why there is none."""
-    return NvmlCounter(device) if device.type == "cuda" else RaplCounter()
+def energy_counter(device: torch.device, ranks: int = 1) -> EnergyCounter:
+    """That of the GPUs of so many ranks, of which this process sees the first `device` and then the others'; or of the
+    CPUs. Raises `OSError`, which says why there is none.
+    """
+    if device.type != "cuda":
+        return RaplCounter()
+    return NvmlCounter([torch.device("cuda", (device.index or 0) + rank) for rank in range(ranks)])
 
 
 class EnergyMeter:

@@ -16,6 +16,7 @@ from weft.engine.model.implementation import choose_spec
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import load_weights
 from weft.engine.plans.pipeline import Pipeline
+from weft.engine.runner.collectives import MEASURED_STEPS
 from weft.engine.runner.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda_inputs import device_inputs
 from weft.engine.runner.peer_collectives import Imagined, PeerCollectives, Sizes
@@ -64,10 +65,11 @@ def _parts(spec: ModelSpec, config: ResolvedConfig, gpu: Gpu) -> list[list[Kerne
     if (ranks := spec.shard_of.ranks) > 1:
         sizes = Sizes(spec, config.max_num_batched_tokens, config.max_num_seqs, config.compute_dtype)
         collectives = PeerCollectives(Imagined(sizes.total, ranks), 0, ranks, sizes)
+    scales = weights.scales_of_pages(spec, config.kv.dtype)
     executor = CudaExecutor(
         spec, weights, device_inputs(spec, config, pipelines.nano_batches), config.compute_dtype,
-        TritonAttention(config.attention_shape(spec), gpu.sms), invariant=config.batch_invariant,
-        collectives=collectives,
+        TritonAttention(config.attention_shape(spec), gpu.sms, scales), invariant=config.batch_invariant,
+        collectives=collectives, kv_scales=scales,
     )  # fmt: skip
     kv = torch.empty(config.kv.shape(2), dtype=config.kv.dtype, device=config.device)
 
@@ -77,5 +79,13 @@ def _parts(spec: ModelSpec, config: ResolvedConfig, gpu: Gpu) -> list[list[Kerne
             executor.touch(pipeline, kv, rows)
             executor.sample(rows)
 
-    serial = collect(lambda: touch(pipelines.serial), gpu)
+    def touch_serial() -> None:
+        if collectives is None:
+            touch(pipelines.serial)
+            return
+        for steps in MEASURED_STEPS if config.tuning_seconds > 0 else (None,):  # each is measured at the start
+            collectives.use({} if steps is None else {0: steps})
+            touch(pipelines.serial)
+
+    serial = collect(touch_serial, gpu)
     return [tuning + serial, *(collect(partial(touch, [pipeline]), gpu) for pipeline in pipelines.planned)]

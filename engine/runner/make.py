@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,14 +23,6 @@ from weft.engine.runner.runner import Runner
 if TYPE_CHECKING:
     from weft.engine.model.broad.module import BroadModule
     from weft.engine.runner.cuda_runner import CudaRunner
-
-
-def grow_in_place() -> None:
-    """Have torch extend the segments of GPU memory that it holds, which gives the ends back: what reading and packing
-    weights leaves between segments is else lost to KV pages. An operator's setting stays.
-    """
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
 def make_runner(
@@ -71,6 +62,8 @@ def make_runner(
                 several.host.all_gather(torch.tensor([1]))
             if not first:
                 prepare_products(spec, config.device, config.max_num_batched_tokens, config.cache_dir, 0.0)
+            if several is not None:
+                several.measure()
             return CudaRunner(spec, weights, config, progress, compiling, several)
         except BaseException:
             if compiling is not None:

@@ -41,6 +41,16 @@ class Assignment(NamedTuple):
     places: Rows | None
     """[T] the place of each token of the batch"""
     nano_batches: tuple[NanoBatch, ...]
+    read: Rows | None = None
+    """[N] tokens of the batch that somebody reads behind the last layer, in the order in which it leaves them; None:
+    all, each at its place"""
+
+    def left_at(self, rows: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
+        """Where the last layer leaves tokens `[n]` of the batch."""
+        if self.read is not None:
+            order = np.argsort(self.read)
+            return np.asarray(order[np.searchsorted(self.read, rows, sorter=order)])
+        return rows if self.places is None else self.places[rows]
 
 
 def decode_counts(num_decodes: int, room: Sequence[int]) -> list[int]:

@@ -6,28 +6,39 @@ graphs in the same order. What is launched outside of graphs has flags and a cou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from weft.engine.model.spec import ModelSpec
-from weft.engine.runner.collectives import Graph
+from weft.engine.plans.plan import MAX_NANO_BATCHES
+from weft.engine.runner.collectives import Graph, Steps
 from weft.kernels import collectives as kernels
 from weft.kernels.collectives import Peers
+from weft.kernels.gemm_config import GemmConfig
+from weft.kernels.gemm_launch import Workspace, workspace
 from weft.kernels.gpu import gpu
+from weft.kernels.projections import linear_project
+from weft.kernels.pushed import Inbox, Pushed, push_project, reduce_pushed, width_of
 
 ALIGNED = 256
 FEW = 32
 """tokens up to which one step is taken for the quicker one where nothing was measured"""
 MEASURED = 16
 """sums whose time is taken"""
+REPLAYS = 3
+"""of them"""
 SAMPLED_WORDS = 8
 """of a row that a captured exchange of samplers takes, at most"""
 LOOSE_WORDS = 1 << 16
 """of each rank, in an exchange outside of graphs; what is longer takes several"""
+MOST_PUSHED = 4096
+"""tokens up to which products write to other ranks at all"""
+PUSHED_TO_ALL = 256
+"""tokens up to which they write to more than one other rank: a link would have to take as much of each"""
 
 
 class Memory(Protocol):
@@ -39,23 +50,39 @@ class Memory(Protocol):
     @property
     def addresses(self) -> Tensor: ...
 
+    @property
+    def bases(self) -> tuple[int, ...]: ...
+
 
 class Sizes:
     """What a rank's memory is divided into, before `take`: bytes, the same on all ranks."""
 
     def __init__(self, spec: ModelSpec, max_tokens: int, max_seqs: int, dtype: torch.dtype) -> None:
         ranks = spec.shard_of.ranks
-        self.sums = max(2 * spec.num_layers + 1, MEASURED)
-        """of a model's graph, the embedding's included"""
+        self.sums = max(2 * spec.num_layers * MAX_NANO_BATCHES + 1, MEASURED)
+        """of a model's graph, the embedding's included: each nano-batch has its own"""
         self.room = max_seqs * SAMPLED_WORDS
         """words of a rank's inbox"""
         self.of_sums = self.sums * 2 * ranks * 4
         self.of_samples = kernels.gather_programs(self.room) * ranks * 4
         self.of_loose = kernels.gather_programs(LOOSE_WORDS) * ranks * 4
         hidden = spec.hidden_size
+        self.pushed_tokens = min(max_tokens, MOST_PUSHED)
+        self.tiles = max(-(-self.pushed_tokens // 64), 2) * -(-hidden // 64)
+        """flags of what one rank sends in a sum"""
+        to_all = self.pushed_tokens if ranks == 2 else min(self.pushed_tokens, PUSHED_TO_ALL)
+        self.rows = {1: to_all, 2: self.pushed_tokens}
+        """of what one rank sends, by steps of the sum"""
+        sent = max(rows * width_of(hidden, ranks, steps) for steps, rows in self.rows.items())
+        self.inbox = ranks * sent * dtype.itemsize
+        """bytes of a place that takes turns"""
+        self.pushes = max(2 * spec.num_layers, MEASURED)
+        """products of a model's graph that write to the ranks: of the serial plan"""
+        self.of_tiles = ranks * self.tiles * 4
+        """bytes of flags of a sum behind one"""
         activations = 4 * max_tokens * hidden * dtype.itemsize + max_tokens * max(ranks, -(-hidden // 64)) * 4
         own = self.of_sums + self.of_samples + self.of_loose + 4 * ranks * (self.room + 2 * LOOSE_WORDS)
-        self.total = activations + own + 32 * ALIGNED
+        self.total = activations + own + 2 * self.inbox + self.pushes * self.of_tiles + 32 * ALIGNED
 
 
 class PeerCollectives:
@@ -67,7 +94,7 @@ class PeerCollectives:
         device = self._memory.device
         self.abort = torch.zeros(1, dtype=torch.int32, device=device)
         """see `Peers`"""
-        self._peers = Peers(memory.addresses, rank, ranks, self.abort)
+        self._peers = Peers(memory.addresses, rank, ranks, self.abort, memory.bases)
         self._sums = self._place(self.take((sizes.of_sums,), torch.uint8))
         self._samples = self._place(self.take((sizes.of_samples,), torch.uint8))
         self._sample_inbox = self._place(self.take((ranks, sizes.room), torch.int32))
@@ -75,9 +102,14 @@ class PeerCollectives:
         self._loose_inboxes = [self._place(self.take((ranks, LOOSE_WORDS), torch.int32)) for _ in range(2)]
         self._numbers = {graph: torch.zeros(1, dtype=torch.int32, device=device) for graph in Graph}
         self._loose_number = torch.zeros(1, dtype=torch.int32, device=device)
+        self._inboxes = [self._place(self.take((sizes.inbox,), torch.uint8)) for _ in range(2)]
+        self._tiles = self._place(self.take((sizes.pushes * sizes.of_tiles,), torch.uint8))
         self._graph: Graph | None = None
-        self._shots: list[tuple[int, int]] = []
+        self._steps: list[tuple[int, Steps]] = []
         self._next = 0
+        self._pushes = 0
+        self._pushed: Pushed | None = None
+        """the product whose sum is to follow"""
         self._turn = 0
         if device.type == "cuda":
             self._beside = torch.cuda.Stream(device)
@@ -101,62 +133,108 @@ class PeerCollectives:
     @contextmanager
     def inside(self, graph: Graph) -> Iterator[None]:
         kernels.advance(self._numbers[graph])
-        self._graph, self._next = graph, 0
+        # the first product of a graph may write where the last one did: the embedding's sum is between
+        self._graph, self._next, self._pushes, self._pushed = graph, 0, 0, None
         try:
             yield
         finally:
             self._graph = None
 
-    def use(self, shots: dict[int, int]) -> None:
+    def use(self, steps: dict[int, Steps]) -> None:
         """What was measured: steps by tokens."""
-        self._shots = sorted(shots.items())
+        self._steps = sorted(steps.items())
 
-    def shots(self, tokens: int) -> int:
-        """In how many steps a sum of so many tokens is made."""
-        for size, shots in reversed(self._shots):
+    def steps(self, tokens: int) -> Steps:
+        """How sums of so many tokens are made."""
+        for size, steps in reversed(self._steps):
             if size <= tokens:
-                return shots
+                return steps
         # Two ranks write as much in two steps as they read in one.
-        return 1 if self._shots or self.ranks == 2 or tokens <= FEW else 2
+        return Steps(1 if self._steps or self.ranks == 2 or tokens <= FEW else 2)
 
-    def microseconds(self, tokens: int, shots: int, hidden: int, dtype: torch.dtype) -> float:
-        """Of such a sum, measured: every rank does so at once. Its memory is free again afterwards."""
-        taken = self._taken
+    def microseconds(
+        self, tokens: int, steps: Steps, hidden: int, dtype: torch.dtype, products: Sequence[Tensor] = ()
+    ) -> float:
+        """Of a sum of so many tokens and, where there are any, one of the products `[hidden, K]` before it, which take
+        turns; measured: every rank does so at once. Its memory is free again afterwards.
+        """
+        taken, used = self._taken, self._steps
         partials = [self.take((tokens, hidden), dtype) for _ in range(2)]
         x, sumsq = self.take((tokens, hidden), dtype), self.take((self.ranks, tokens), torch.float32)
-        live = torch.full((1,), tokens, dtype=torch.int32, device=x.device)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        device = x.device
+        live = torch.full((1,), tokens, dtype=torch.int32, device=device)
+        inputs = [torch.zeros(tokens, weight.shape[1], dtype=dtype, device=device).normal_() for weight in products]
         here = gpu()
         assert here is not None
-        for launches in (2, MEASURED):
-            begin.record()
+        common: dict[str, Any] = {
+            "num_sms": here.sms,
+            "num_tokens": live,
+            "space": workspace(device) if products else None,
+        }
+
+        def launch(i: int) -> None:
+            if products:
+                a, weight = inputs[i % len(products)], products[i % len(products)]
+                if not self.push(a, weight, None, **common):
+                    linear_project(a, None, weight, 0.0, out=partials[i % 2], **common)
+            self.reduce(partials[i % 2], x, sumsq, live=live, add=True, num_sms=here.sms)
+
+        def launch_all() -> None:
             with self.inside(Graph.MODEL):
-                for i in range(launches):
-                    self._sum(partials[i % 2], x, sumsq, live, add=True, num_sms=here.sms, shots=shots)
-            end.record()
-        end.synchronize()
+                for i in range(MEASURED):
+                    launch(i)
+
+        self.use({0: steps})
+        found = _milliseconds(launch_all, device) / MEASURED
         for tensor in (*partials, x, sumsq):
             tensor.zero_()
         torch.cuda.synchronize()  # others will run on other streams
-        self._taken = taken
-        return 1e3 * begin.elapsed_time(end) / MEASURED
+        self._taken, self._steps = taken, used
+        return 1e3 * found
+
+    def push(
+        self, a: Tensor, weight: Tensor, bias: Tensor | None, *, num_sms: int, space: Workspace | None,
+        num_tokens: Tensor | None, config: GemmConfig | None = None,
+    ) -> bool:  # fmt: skip
+        if self._graph is not Graph.MODEL:
+            return False  # timed alone: no sum follows
+        tokens, sizes = len(a), self._sizes
+        steps = self.steps(tokens).pushed
+        if not steps or tokens > sizes.rows[steps]:
+            return False
+        assert self._pushes < sizes.pushes
+        place, flags = self._inboxes[self._pushes % 2], self._tiles + self._pushes * sizes.of_tiles
+        inbox = Inbox(place, sizes.rows[steps], flags, sizes.tiles, self._flags() + 4 * self.ranks)
+        self._pushed = push_project(
+            self._peers, self._numbers[Graph.MODEL], inbox, a, weight, bias, steps=steps, num_sms=num_sms, space=space,
+            num_tokens=num_tokens, config=config,
+        )  # fmt: skip
+        self._pushes += self._pushed is not None
+        return self._pushed is not None
+
+    def _flags(self) -> int:
+        """`[2, ranks]` of the next sum."""
+        assert self._next < self._sizes.sums
+        return self._sums + self._next * 2 * self.ranks * 4
 
     def reduce(self, partial: Tensor, x: Tensor, sumsq: Tensor, *, live: Tensor, add: bool, num_sms: int) -> Tensor:
-        self._sum(partial, x, sumsq, live, add=add, num_sms=num_sms, shots=self.shots(len(x)))
-        return sumsq[: self.ranks]
-
-    def _sum(
-        self, partial: Tensor, x: Tensor, sumsq: Tensor, live: Tensor, *, add: bool, num_sms: int, shots: int
-    ) -> None:
         assert self._graph is Graph.MODEL
-        assert self._next < self._sizes.sums
-        flags, self._next = self._sums + self._next * 2 * self.ranks * 4, self._next + 1
+        flags, pushed = self._flags(), self._pushed
+        self._next, self._pushed = self._next + 1, None
         tokens, hidden = x.shape
-        kernels.reduce(
-            self._peers, self._numbers[Graph.MODEL], flags, partial=self._place(partial), x=self._place(x),
-            sumsq=self._place(sumsq), stride_sumsq=sumsq.stride(0), live=live, tokens=tokens, hidden=hidden,
-            dtype=x.dtype, add=add, shots=shots, num_sms=num_sms,
-        )  # fmt: skip
+        number = self._numbers[Graph.MODEL]
+        if pushed is not None:
+            reduce_pushed(
+                self._peers, number, pushed, x=self._place(x), sumsq=self._place(sumsq), stride_sumsq=sumsq.stride(0),
+                live=live, tokens=tokens, hidden=hidden, dtype=x.dtype, add=add, num_sms=num_sms,
+            )  # fmt: skip
+        else:
+            kernels.reduce(
+                self._peers, number, flags, partial=self._place(partial), x=self._place(x), sumsq=self._place(sumsq),
+                stride_sumsq=sumsq.stride(0), live=live, tokens=tokens, hidden=hidden, dtype=x.dtype, add=add,
+                shots=self.steps(tokens).sums, num_sms=num_sms,
+            )  # fmt: skip
+        return sumsq[: self.ranks]
 
     def all_gather(self, mine: Tensor) -> Tensor:
         words = mine.contiguous().view(-1).view(torch.int32)
@@ -188,9 +266,36 @@ class PeerCollectives:
             out[:, begin : begin + len(words)] = into
 
 
+def _milliseconds(launch: Callable[[], None], device: torch.device) -> float:
+    """Of launches as an iteration makes them: in a graph, where they take the host no time. All ranks at once."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            launch()  # what is captured must have been loaded
+            stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            launch()
+        with torch.cuda.stream(stream):
+            return _played(graph.replay)
+    return _played(launch)
+
+
+def _played(play: Callable[[], None]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    play()  # from here on the ranks are in step
+    begin.record()
+    for _ in range(REPLAYS):
+        play()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / REPLAYS
+
+
 class Imagined:
     """Memory of the meta device: what would be launched with it can be compiled."""
 
     def __init__(self, size: int, ranks: int) -> None:
         self.memory = torch.empty(size, dtype=torch.uint8, device="meta")
         self.addresses = torch.empty(ranks, dtype=torch.int64, device="meta")
+        self.bases = (0,) * ranks

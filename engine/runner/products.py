@@ -20,14 +20,15 @@ TUNING = "tuning matrix products"
 def product_shapes(spec: ModelSpec) -> list[Shape]:
     """The products of layers of each kind, by the names of their kernels' epilogues; those of experts are one."""
     found: list[Shape] = []
-    if spec.quantization is not None:  # products in FP8 have tiles by rule
-        return found
+    bits = 16 if spec.quantization is None else 8
     kinds = {spec.layer(i).experts: i for i in range(spec.num_layers)}
     for op in (op for layer in kinds.values() for op in spec.layer_operations(layer)):
         if op.kernel == "experts_gate_up" and spec.experts is not None:
+            if bits == 8:  # whose tiles have one rule so far
+                continue
             found.append(Shape("experts", op.out, op.inner, spec.experts.count, spec.experts.top))
         elif op.role is Role.PRODUCT and op.kernel != "router":  # which has one way to be computed
-            found.append(Shape(op.kernel, op.out, op.inner))
+            found.append(Shape(op.kernel, op.out, op.inner, bits=bits))
     return list(dict.fromkeys(found))
 
 

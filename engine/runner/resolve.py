@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from weft.engine.config import EngineConfig
+from weft.engine.config import EngineConfig, Pod
 from weft.engine.errors import ConfigError, OutOfMemory
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.broad.spec import BroadSpec
@@ -24,6 +24,7 @@ from weft.kernels.attention import AttentionShape, AttentionUnavailable
 from weft.kernels.attention_backends import TRITON_HEAD_DIMS, BackendName
 from weft.kernels.fp8 import E4M3
 from weft.kernels.gpu import gpu, gpu_device
+from weft.kernels.packed_page import PackedPage
 from weft.kernels.work_lists import tokens_of_whole_tiles
 
 log = logging.getLogger("weft.engine")
@@ -69,6 +70,10 @@ class ResolvedConfig:
     """weights and KV pool lie where their memory can be given back"""
     has_neighbours: bool = False
     """other models are on the same device"""
+    packed: PackedPage | None = None
+    """how pages lie in the tiers below the device; None: as they are"""
+    pod: Pod = "off"
+    """whether attention of decodes and of chunks is one launch"""
 
     def chunk_step(self, spec: ModelSpec) -> int:
         """Tokens at whose multiples alone prompts are cut: with batch invariance no tile of attention is."""
@@ -108,8 +113,8 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     ranks, sharers = spec.shard_of.ranks, config.share.sharers
     if cuda and sharers > 1:
         raise ConfigError(
-            f"{sharers} engines on one GPU would each need their own copy of the weights, which weft does not "
-            "share between them yet: leave --replicas out, or use --data-parallel-size for an engine per GPU"
+            f"{sharers} engines on one GPU do not work yet: of two, one was seen to hang beside the other. Leave "
+            "--replicas out, or use --data-parallel-size for an engine per GPU"
         )
     if cuda and not isinstance(spec, BroadSpec) and spec.quantization is not None:
         from weft.engine.runner.cuda_fp8 import lacking  # needs Triton
@@ -120,10 +125,12 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
             raise ConfigError(
                 f"{what}: {here.name} does not multiply FP8; use a checkpoint in 16 bits, or --device cpu"
             )
-        if reason := lacking(spec, invariant=config.batch_invariant):
+        if reason := lacking(spec, invariant=config.batch_invariant, experts=config.fp8_experts == "on"):
             raise ConfigError(
                 f"{what}: a GPU's FP8 products do not do {reason} yet; use a checkpoint in 16 bits, or --device cpu"
             )
+        if spec.quantization.activations == "static":
+            log.warning("the checkpoint's static scales of activations are not used: a GPU makes its own, as fine")
     device = gpu_device() if cuda else torch.device("cpu")
     if config.dtype != "auto":
         dtype = getattr(torch, config.dtype)
@@ -149,8 +156,8 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     pages_dtype = dtype if config.kv_cache_dtype == "auto" else E4M3
     if pages_dtype == E4M3 and isinstance(spec, BroadSpec):
         raise ConfigError("--kv-cache-dtype fp8 needs weft's own layers: transformers' code has none; leave it out")
-    if pages_dtype == E4M3 and cuda:
-        raise ConfigError("--kv-cache-dtype fp8: a GPU's attention reads no pages in FP8 yet; leave it out")
+    if pages_dtype == E4M3 and here is not None and cuda and here.capability < (8, 9):
+        raise ConfigError(f"--kv-cache-dtype fp8: {here.name} has no FP8; leave it out, or use --device cpu")
     shapes: Sequence[AttentionShape]
     if isinstance(spec, BroadSpec):
         kv = KvLayout.of(spec, config.page_size, dtype, TRITON_HEAD_DIMS if cuda else ())
@@ -162,10 +169,10 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         kv = KvLayout.of(spec, config.page_size, pages_dtype)
         shapes = [_attention_shape(spec, kv, dtype, device, max_model_len)]
     (backend,) = {_attention(config, shape) for shape in shapes}
-    planned = cuda and spec.native and ranks == 1
+    planned = cuda and spec.native
     if not planned:
         _check_plan(config)
-    plan = _plan(config, spec, device, dtype, backend) if planned else None
+    plan = _plan(config, spec, device, dtype, pages_dtype, backend) if planned else None
     dense = plan.dense_batch if plan is not None else 0
     max_num_batched_tokens = config.max_num_batched_tokens or dense or (2048 if cuda else 512)
     if config.batch_invariant and max_num_batched_tokens < INVARIANT_CHUNK:
@@ -175,8 +182,9 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     weight_bytes = spec.weight_bytes(dtype.itemsize)
     here_bytes = weight_bytes * (1 if cuda else ranks)  # ranks of a CPU share its memory
     part = config.share.memory
-    if device.type != "meta" and sharers * here_bytes > 0.9 * part * memory_bytes(device):
-        times = f" for each of {sharers} engines" if sharers > 1 else ""
+    copies = sharers if isinstance(spec, BroadSpec) else sharers // config.share.weight_sharers
+    if device.type != "meta" and copies * here_bytes > 0.9 * part * memory_bytes(device):
+        times = f" for each of {copies} engines" if copies > 1 else ""
         times += f", and {part:.0%} of it is this model's (memory_share)" if part < 1 else ""
         raise OutOfMemory(
             f"the weights need {here_bytes / GIB:.1f} GiB in {str(dtype).removeprefix('torch.')}{times}, "
@@ -192,7 +200,8 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     elif cuda:
         num_pages = None
     else:
-        room = int(memory_bytes(device) * part * CPU_MEMORY_SHARE / (sharers * ranks)) - weight_bytes
+        room = int(memory_bytes(device) * part * CPU_MEMORY_SHARE / (sharers * ranks))
+        room -= weight_bytes * copies // sharers
         num_pages = min(max_num_seqs * pages_per_request + 1, kv.pages_in(room))
     if num_pages is not None and num_pages < 2:
         raise OutOfMemory(
@@ -200,10 +209,12 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
             "it needs at least 2: raise --kv-cache-gib or lower --page-size"
         )
     if num_pages is not None and (sharers > 1 or part < 1) and not cuda:
-        _check_shares(config, ranks * (weight_bytes + num_pages * kv.page_bytes), device)
+        _check_shares(config, ranks * (weight_bytes * copies // sharers + num_pages * kv.page_bytes), device)
     # No context is longer than its pages: what the config promises beyond that needs no table of positions.
     in_memory = num_pages - 1 if num_pages is not None else kv.pages_in(memory_bytes(device))
     max_model_len = max(2, min(max_model_len, in_memory * kv.page_size))
+    if config.pod != "off":
+        _check_pod(config, spec, backend, kv, dtype, device, max_model_len)
     return ResolvedConfig(
         device,
         dtype,
@@ -221,10 +232,37 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         config.cache_path,
         config.tuning_seconds,
         plan,
-        config.wait_for_plan,
+        config.wait_for_plan or ranks > 1,  # all ranks must have a pipeline before one of them runs it
         sleeps=config.share.sleeps and ranks == 1,
         has_neighbours=part < 1,
+        packed=_packed(kv) if config.tier_kv_format == "packed" else None,
+        pod=config.pod,
     )
+
+
+def _check_pod(
+    config: EngineConfig, spec: ModelSpec, backend: str, kv: KvLayout, dtype: torch.dtype, device: torch.device,
+    max_model_len: int,
+) -> None:  # fmt: skip
+    """Raises `ConfigError` where attention cannot be one launch."""
+    able = device.type != "cpu" and backend == "triton" and spec.native and not config.batch_invariant
+    if able:
+        from weft.kernels.attention_triton import cuts_prefill  # Triton, which a CPU need not have
+
+        able = cuts_prefill(_attention_shape(spec, kv, dtype, device, max_model_len))
+    if not able:
+        raise ConfigError(
+            f"--pod {config.pod} needs a Hopper GPU, the triton attention back end, 16-bit KV, heads of 64 or 128 "
+            "numbers, no windows and no --batch-invariant: leave it out"
+        )
+
+
+def _packed(kv: KvLayout) -> PackedPage:
+    if (form := kv.packed) is None:
+        name = str(kv.dtype).removeprefix("torch.")
+        why = f"they are {name}" if kv.dtype != torch.bfloat16 else "lower --page-size"
+        raise ConfigError(f"--tier-kv-format packed: these KV pages cannot be packed: {why}; bfloat16 is what it packs")
+    return form
 
 
 def _check_shares(config: EngineConfig, own_bytes: int, device: torch.device) -> None:
@@ -243,10 +281,12 @@ def _check_plan(config: EngineConfig) -> None:
     """A CPU runs no plan, nor does transformers' code; one that is named must still be one. Raises `ConfigError`."""
     if config.plan not in ("auto", "serial"):
         load_plan(Path(config.plan).expanduser())
-        log.warning("the plan %s is not used: plans are for one GPU and weft's own layers", config.plan)
+        log.warning("the plan %s is not used: plans are for a GPU and weft's own layers", config.plan)
 
 
-def _plan(config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype, backend: str) -> Plan | None:
+def _plan(
+    config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype, pages: torch.dtype, backend: str
+) -> Plan | None:  # fmt: skip
     if len({layer.experts for layer in spec.layers}) > 1:
         if config.plan not in ("auto", "serial"):
             raise ConfigError(f"--plan {config.plan}: a model with dense layers and ones with experts runs serially")
@@ -257,7 +297,8 @@ def _plan(config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: to
                 f"--plan {config.plan}: pipelines need the triton attention back end and no batch invariance"
             )
         return None
-    return choose_plan(config.plan, spec, target_of(spec, device, dtype), config.max_num_batched_tokens)
+    target = target_of(spec, device, dtype, pages)
+    return choose_plan(config.plan, spec, target, config.max_num_batched_tokens)
 
 
 def _attention_shape(

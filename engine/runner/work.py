@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +15,32 @@ from weft.engine.runner.batch import Batch
 GPU_BALANCE = 150.0
 CPU_BALANCE = 20.0
 """operations of a matrix product that cost about as much as one byte of memory"""
+
+
+class Costs(NamedTuple):
+    """What the parts of an iteration cost beside each other, in bytes of memory traffic or what costs as much."""
+
+    weights: float
+    """of all of them, read once"""
+    token: float
+    """multiplied with the weights"""
+    position: float
+    """of one layer, that a decode reads"""
+    pair: float
+    """of a prompt's token and a position of one layer that it attends to"""
+    layers: Mapping[int | None, int]
+    """how many layers see so many positions; None: all"""
+
+    def seen(self, length: float) -> float:
+        """Positions that a token sees in all layers, its own included, behind a context of this length."""
+        return sum(n * (length if window is None else min(length, window)) for window, n in self.layers.items())
+
+    def all_seen(self, lengths: npt.NDArray[np.integer | np.floating]) -> npt.NDArray[np.float64]:
+        """The same, of several."""
+        total = np.zeros(len(lengths))
+        for window, layers in self.layers.items():
+            total += layers * (lengths if window is None else np.minimum(lengths, window))
+        return total
 
 
 class Work:
@@ -30,15 +58,16 @@ class Work:
         self._kv_bytes = float(kv_bytes)
         self._per_pair = 4.0 * spec.num_heads * spec.head_dim / self._balance
         self._layers = Counter(spec.windows)
-        """how many layers see so many positions; None: all"""
+
+    @property
+    def costs(self) -> Costs:
+        return Costs(self._weight_bytes, self._per_token, self._kv_bytes, self._per_pair, self._layers)
 
     def shares(self, batch: Batch) -> npt.NDArray[np.float64]:
         """`[R]`: of the whole iteration; they add up to one."""
         tokens = batch.query_len.astype(np.float64)
         dense = max(self._per_token, self._weight_bytes / max(batch.num_tokens, 1))
         context = batch.kv_len - 0.5 * (tokens - 1)
-        seen = np.zeros(len(tokens))
-        for window, layers in self._layers.items():
-            seen += layers * (context if window is None else np.minimum(context, window))
+        seen = self.costs.all_seen(context)
         cost = tokens * dense + seen * np.maximum(self._kv_bytes, self._per_pair * tokens)
         return np.asarray(cost / cost.sum())

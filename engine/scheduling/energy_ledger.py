@@ -37,6 +37,9 @@ class EnergyLedger:
         """at that reading"""
         self._watts = 0.0
         self._rest_watts: float | None = None
+        self._left = False
+        self._others = 0.0
+        """drawn while another engine had the device"""
         self.at_rest = 0.0
         self.drawn_at_work = 0.0
         self.charged = 0.0
@@ -70,7 +73,7 @@ class EnergyLedger:
     def settle(self) -> None:
         """Take in what the meter has read since."""
         reading = self._meter.latest
-        if reading.time <= self._last.time:
+        if self._left or reading.time <= self._last.time:
             return
         joules, seconds = reading.joules - self._last.joules, reading.time - self._last.time
         worked = self._worked_until(reading)
@@ -98,10 +101,21 @@ class EnergyLedger:
         self._was_working = working
         return worked + (reading.time - at if working else 0.0)
 
+    def leave(self) -> None:
+        """Another engine has the device from now on: what is drawn is that one's to count."""
+        self.settle()
+        self._left = True
+
+    def come_back(self) -> None:
+        if self._left:
+            reading = self._meter.latest
+            self._others += reading.joules - self._last.joules
+            self._last, self._left, self._was_working = reading, False, self._working
+            self._turns.clear()
+
     def stats(self) -> EnergyStats:
-        return EnergyStats(
-            source=self._meter.source, joules=self._last.joules, at_rest=self.at_rest, charged=self.charged
-        )
+        joules = self._last.joules - self._others
+        return EnergyStats(source=self._meter.source, joules=joules, at_rest=self.at_rest, charged=self.charged)
 
     def close(self) -> None:
         self._meter.close()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 
 from weft.engine.scheduling.build import Chunk
+from weft.engine.scheduling.chunk_keeper import Cut
 from weft.engine.scheduling.fairness import Fairness
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.slots import SlotTable
@@ -31,16 +32,29 @@ class Prefills:
         self._chunk_step = chunk_step
         self._chunks: dict[int, int] = {}
         """tokens by slot, of the iteration that is being formed"""
+        self._cut: Cut | None = None
+        """what bounds it beside the budget"""
 
-    def schedule(self, budget: int) -> list[Chunk]:
-        """(slot, tokens) chunks until `budget` tokens are used up: a share of it for the shortest prompts, then running
-        prefills, then new requests, among which those that began before their turn have theirs.
+    def in_turn(self) -> list[Request]:
+        """Prompts under way, the first in line first; without those that began before their turn, until it has come."""
+        going = sorted(self._requests(self._slots.prefilling().tolist()), key=SORT_KEY)
+        head = self._waiting.head()
+        return [r for r in going if not r.early] or [r for r in going if head is None or r.sort_key < head.sort_key]
+
+    def schedule(self, budget: int, cut: Cut | None = None) -> list[Chunk]:
+        """(slot, tokens) chunks until `budget` tokens are used up, or `cut` gives no more: a share of it for the
+        shortest prompts, then running prefills, then new requests, among which those that began before their turn have
+        theirs.
         """
         s, queue = self._slots, self._waiting
-        self._chunks = {}
+        self._chunks, self._cut = {}, cut
         going: list[int] = s.prefilling().tolist()
         if len(queue) or len(going) > 1:
+            if cut is not None:
+                cut.early = True
             budget -= self._shortest_first(going, self._fairness.share(budget, self._chunk_step))
+            if cut is not None:
+                cut.early = False
         early: list[Request] = []
         for request in sorted(self._requests(going), key=SORT_KEY):
             if request.early:
@@ -48,7 +62,7 @@ class Prefills:
             else:
                 budget -= self._take(request.slot, budget)
         stuck = False
-        while budget > 0:
+        while budget > 0 and (cut is None or not cut.bound):
             head = queue.head() if s.num_open and not stuck else None
             if early and (head is None or early[0].sort_key < head.sort_key):
                 budget -= self._take(early.pop(0).slot, budget)
@@ -134,11 +148,14 @@ class Prefills:
 
     def _take(self, slot: int, budget: int) -> int:
         """Add to the slot's chunk all that is left of its prefill, or up to a multiple of `chunk_step`."""
-        taken = self._chunks.get(slot, 0)
+        taken, cut = self._chunks.get(slot, 0), self._cut
         done, target = int(self._slots.scheduled[slot]) + taken, int(self._slots.target[slot])
         length = target - done
-        if length > budget:
-            length = max(0, (done + budget) // self._chunk_step * self._chunk_step - done)
+        room = budget if cut is None else cut.most(done, min(length, budget))
+        if length > room:
+            length = max(0, (done + room) // self._chunk_step * self._chunk_step - done)
         if length:
             self._chunks[slot] = taken + length
+            if cut is not None:
+                cut.took(done, length)
         return length

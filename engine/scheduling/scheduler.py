@@ -13,10 +13,12 @@ import numpy as np
 
 from weft.engine.memory.pages import PagePool, Pages
 from weft.engine.memory.tiers import Tiers
+from weft.engine.runner.attention_path import AttentionPath, PathCounts
 from weft.engine.runner.batch import I32, Batch, CountReset, StepResult
 from weft.engine.scheduling import constraints
 from weft.engine.scheduling.admission import OutputLengths, fits
 from weft.engine.scheduling.build import build_batch
+from weft.engine.scheduling.chunk_keeper import ChunkKeeper
 from weft.engine.scheduling.events import (
     NOT_FINITE,
     Events,
@@ -70,8 +72,11 @@ class Scheduler:
         self.decode_tokens = 0
         self.prefill_tokens = 0
         self.nonfinite_logits = 0
+        self.attention = PathCounts()
         self.seat_changes: dict[str, int] = {}
         """of whoever calls `limit_running` for a reason"""
+        self.chunk_keeper: ChunkKeeper | None = None
+        """who keeps prompts as small as the time between tokens asks for; None: nobody"""
 
     # -- what comes in
 
@@ -140,13 +145,17 @@ class Scheduler:
         self.pool.promises.expire(time.monotonic())
         self._make_seats()
         decodes = self._schedule_decodes()
-        budget = self.max_num_batched_tokens - len(decodes)
-        chunks = self._prefills.schedule(budget)
+        budget, keeper = self.max_num_batched_tokens - len(decodes), self.chunk_keeper
+        cut = None if keeper is None else keeper.cut(decodes, self._prefills.in_turn())
+        chunks = self._prefills.schedule(budget, cut)
         self._fetch_for_head()
         if not len(decodes) and not chunks:
             return None
         resets, self._count_resets = self._count_resets, []
-        return build_batch(self.slots, self.pool.page_size, step, decodes, chunks, resets)
+        batch = build_batch(self.slots, self.pool.page_size, step, decodes, chunks, resets)
+        if keeper is not None:
+            keeper.formed(batch)
+        return batch
 
     def _fetch_for_head(self) -> None:
         """What the next request will need comes while it waits for something else than memory."""
@@ -292,6 +301,7 @@ class Scheduler:
     def commit(self, result: StepResult) -> Events:
         """Take in what iteration `result.batch.step` computed. Rows of requests that ended meanwhile are dropped."""
         s, batch = self.slots, result.batch
+        self.attention.add(result.attention or AttentionPath.of(batch.num_decodes, batch.num_chunks))
         self.fences.completed(batch.step)
         live = s.epoch.take(batch.slots) == batch.epochs
         slots = batch.slots[live]
@@ -333,7 +343,8 @@ class Scheduler:
             self._give_up(slot)
         # Prompts that are scored, or pooled (max_tokens 0), end with their prefill, without a token.
         scored = slots[s.max_total_tokens.take(slots) == s.prompt_len.take(slots)]
-        scored = scored[(s.confirmed[scored] >= s.target[scored]) & ~np.isin(scored, spoilt_slots)]
+        if len(scored):
+            scored = scored[(s.confirmed[scored] >= s.target[scored]) & ~np.isin(scored, spoilt_slots)]
         ends, pooled = s.handle[scored], dict[int, bytes]()
         for slot in scored.tolist():
             started.append(self._start(slot))
@@ -355,6 +366,8 @@ class Scheduler:
 
         `told`: those whose row of the events says so. Returns the handles of the others, which need an event.
         """
+        if not len(slots):
+            return []
         s = self.slots
         self.nonfinite_logits += len(slots)
         for slot in slots.tolist():
@@ -450,6 +463,9 @@ class Scheduler:
             tiers=self.prefixes.stats.tiers(pool, self.tiers),
             preemptions=self.preemptions,
             displaced=self.fairness.displaced,
+            attention=dict(self.attention.iterations),
+            chunks_cut=dict(self.chunk_keeper.bounds) if self.chunk_keeper is not None else {},
+            chunks_late=self.chunk_keeper.limit.late if self.chunk_keeper is not None else 0,
             overtaken=self.fairness.overtaken,
             prompt_tokens=self.prompt_tokens,
             generation_tokens=self.generation_tokens,

@@ -30,6 +30,9 @@ class SeatKeeper:
         """An iteration is done, and not committed yet."""
         scheduler = self._scheduler
         gaps = self._pace.committed(batch, now)
+        if scheduler.chunk_keeper is not None:
+            # Prompts fill what decodes leave of the limit: that is no reason for fewer of these.
+            gaps = gaps * scheduler.chunk_keeper.part_of_decodes(batch.step)
         window = self._pace.window(gaps, scheduler.num_running, scheduler.short_of_seats, now)
         if window is None:
             return

@@ -82,7 +82,7 @@ class Blank:
 
 
 def told(stdin: socket.socket, count: int) -> tuple[bytes, list[int]]:
-    """In the process: its configuration and `count` descriptors; empty if the daemon has gone."""
+    """In the process: its configuration and up to `count` descriptors; empty if the daemon has gone."""
     _, fds, _, _ = socket.recv_fds(stdin, 1, count)
     line = b""
     while not line.endswith(b"\n") and (part := stdin.recv(65536)):

@@ -190,6 +190,10 @@ class TierStats(msgspec.Struct, kw_only=True):
     """prompt tokens found neither here nor in a faster tier"""
     bytes_in: int = 0
     bytes_out: int = 0
+    bytes_saved: int = 0
+    """that packing left out of those stored and loaded"""
+    raw_pages: int = 0
+    """stored as they are, because they could not be packed"""
     evictions: int = 0
     spilled: int = 0
     """pages stored here because they lay idle"""
@@ -249,6 +253,13 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """computed, one for each running request of an iteration"""
     prefill_tokens: int = 0
     """computed, after a preemption again"""
+    attention: dict[str, int] = {}
+    """iterations, by the path that attention took and by what was cut (`runner.attention_path`)"""
+    chunks_cut: dict[str, int] = {}
+    """iterations whose prompts were cut short for the time between tokens, by what decided how far
+    (`scheduling.chunk_limit.BOUNDS`)"""
+    chunks_late: int = 0
+    """of those cut by the limit: that took longer than it all the same"""
     nonfinite_logits: int = 0
     """requests that ended because their logits, or those of their prompt, were no numbers"""
 

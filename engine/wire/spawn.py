@@ -12,6 +12,7 @@ from weft.engine.wire.beat import ENGINE, Beats
 from weft.engine.wire.blank import Blank
 from weft.engine.wire.child import Stacks
 from weft.engine.wire.private_socket import PrivateSocket
+from weft.engine.wire.shelf import Shelf
 
 LAST_WORDS_SECONDS = 0.05
 
@@ -35,11 +36,13 @@ class EngineProcess:
         config: EngineConfig,
         socket: PrivateSocket | None = None,
         beats: Beats | None = None,
+        shelf: Shelf | None = None,
     ) -> EngineProcess:
         """Spawn it. Returns at once; a client's `wait_ready` waits for the model to be loaded.
 
         `socket`: where it listens, one of its own by default. `beats`: where it shows that it lives, in the row of its
-        number. Raises `ConfigError` where no socket can be made, `OSError` where no process can be started.
+        number. `shelf`: of the weights that it shares. Raises `ConfigError` where no socket can be made, `OSError`
+        where no process can be started.
         """
         owns_socket = socket is None
         socket = socket or PrivateSocket()
@@ -50,7 +53,8 @@ class EngineProcess:
         blank = Blank.take(config.share.gpu)
         beats.of(row).begin("starting", beats.start_timeout, blank.process.pid)
         # It ends when its stdin closes: it cannot outlive this process.
-        blank.tell(config.model_dump_json().encode(), (socket.fd, beats.fd, stacks.fd))
+        fds = (socket.fd, beats.fd, stacks.fd, *(shelf.fds if shelf is not None else ()))
+        blank.tell(config.model_dump_json().encode(), fds)
         return cls(blank, socket, stacks, owns_socket=owns_socket)
 
     @property

@@ -17,8 +17,9 @@ from weft.engine.errors import ModelError
 from weft.engine.wire.sampling import SamplingParams
 from weft.server.api.answer import Answer
 from weft.server.api.choice import Choice, Piece
+from weft.server.api.field_types import INT32, Inputs
 from weft.server.api.generate import Generation, Prompt
-from weft.server.api.protocol import INT32, REQUEST_ID, GenerationBody, Inputs
+from weft.server.api.protocol import REQUEST_ID, GenerationBody
 from weft.server.api.routing import JsonRoute, ServiceOf
 from weft.server.api.service import Service, too_long
 from weft.server.bodies import Body

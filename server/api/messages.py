@@ -16,7 +16,7 @@ from weft.server.api.events import MARK, event
 from weft.server.api.messages_protocol import CountTokensBody, MessagesBody, MessagesErrorBody
 from weft.server.api.protocol import ChatBody
 from weft.server.api.routing import STREAMED, JsonRoute, ServiceOf
-from weft.server.api.turn import Turn, begin_turn, offered, prompt_ids
+from weft.server.api.turn import Parts, Turn, begin_turn, offered, prompt_ids
 from weft.server.errors import ApiError, anthropic_error, translate
 from weft.server.tools.stream import Call
 
@@ -82,18 +82,24 @@ class MessagesDialect:
 
     async def body(self, wholes: Sequence[Piece]) -> bytes:
         piece = wholes[0]
-        parts = self._parser.feed(self._generation.choices[0], piece)
         content: list[dict[str, Any]] = []
-        if self._max_tokens:
+
+        def more(kind: str, field: str, text: str, **fields: Any) -> None:
+            if self._open != kind:
+                content.append({"type": kind, field: "", **fields})
+            self._open = kind
+            content[-1][field] += text
+
+        for parts in self._parser.runs(self._generation.choices[0], piece) if self._max_tokens else ():
             if parts.reasoning:
-                content.append({"type": "thinking", "thinking": parts.reasoning, "signature": SIGNATURE})
-            if parts.text if not parts.calls else parts.text.strip():
-                content.append({"type": "text", "text": parts.text})
-            content += [
-                {"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)}
-                for call in parts.calls
-            ]
-        self._call = len(parts.calls) - 1
+                more("thinking", "thinking", parts.reasoning, signature=SIGNATURE)
+            if text := self._shown(parts.text):
+                more("text", "text", text)
+            for call in parts.calls:
+                content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)})
+                self._call, self._open, self._held = call.index, "tool_use", ""
+        if self._held and self._call < 0:
+            more("text", "text", self._held)
         return orjson.dumps({**self._message(content), **self._stop(piece), "usage": self._usage()})
 
     # -- streamed
@@ -108,8 +114,10 @@ class MessagesDialect:
             self._last = piece
         if not self._max_tokens:
             return out
-        parts = self._parser.feed(choice, piece)
-        calls = parts.calls
+        return out + b"".join(self._events(parts) for parts in self._parser.runs(choice, piece))
+
+    def _events(self, parts: Parts) -> bytes:
+        out, calls = b"", parts.calls
         if calls and calls[0].id is None:  # what is new of the open call, before what came behind it
             out += self._call_events(calls[0])
             calls = calls[1:]

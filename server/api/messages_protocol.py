@@ -20,7 +20,8 @@ from pydantic import (
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import CoreSchema
 
-from weft.server.api.protocol import INT32, MAX_MESSAGES, MAX_PARTS, MAX_STOP_CHARS
+from weft.server.api.chat_message import MAX_MESSAGES
+from weft.server.api.field_types import INT32, MAX_PARTS, MAX_STOP_CHARS
 from weft.server.bodies import Body
 from weft.server.errors import bad_request, clip
 from weft.server.tools.cache_control import CacheControl

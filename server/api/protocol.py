@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from pydantic.json_schema import SkipJsonSchema
 
 from weft.engine.wire.grammar_text import literal
-from weft.engine.wire.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS, SamplingParams
+from weft.engine.wire.sampling import MAX_LOGPROBS, MAX_STOP_TOKENS, SamplingParams
+from weft.server.api.chat_message import Messages
+from weft.server.api.field_types import INT32, MAX_PROMPTS, LogitBias, Prompts, Stop, TokenId, TokenIds
 from weft.server.bodies import Body
-from weft.server.errors import bad_request, clip
+from weft.server.errors import bad_request
 from weft.server.text.tokenizer import Tokenizer
 from weft.server.text.truncation import Side, Truncation
-from weft.server.tools.cache_control import MINUTES, CacheControl, longest_mark
+from weft.server.tools.cache_control import MINUTES, CacheControl
 from weft.server.tools.structured import (
     Grammar,
     LegacyConstraints,
@@ -31,20 +31,9 @@ from weft.server.tools.template import TemplateBody
 from weft.server.tools.tool_format import Marker
 from weft.server.tools.tools import AllowedTools, NamedToolChoice, ToolChoice, names_of
 
-MAX_PROMPTS = 1024
-MAX_INPUTS = 2048
-"""of one request for embeddings: as many as OpenAI takes"""
 MAX_SEQUENCES = 1024
 """n × prompts of one request"""
-MAX_STOP_STRINGS = 4
-MAX_STOP_CHARS = 1024
-MAX_MESSAGES = 8192
-"""they are checked on the event loop"""
-MAX_PARTS = 8192
-"""of one message"""
-MAX_CALLS = 1024
 REQUEST_ID = r"^[!-~]{1,128}$"
-INT32 = 2**31 - 1
 DAY = 86400.0
 """seconds"""
 
@@ -64,257 +53,6 @@ class ErrorBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     error: ErrorDetail
-
-
-# -- field types
-
-
-def _parse_prompts(value: Any, most: int = MAX_PROMPTS) -> list[str] | list[list[int]]:
-    """Any of the four forms of `prompt` as a list of prompts. By hand: a union of lists is slow on long id lists."""
-    if isinstance(value, str):
-        prompts: list[Any] = [value]
-    elif isinstance(value, list):
-        prompts = [value] if value and set(map(type, value)) == {int} else value
-    else:
-        raise ValueError("must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
-    if not prompts or not all(prompts):
-        raise ValueError("must not be empty")
-    if len(prompts) > most:
-        raise ValueError(f"must have at most {most} entries, not {len(prompts)}")
-    kinds = set(map(type, prompts))
-    if kinds == {str} or (kinds == {list} and all(set(map(type, prompt)) == {int} for prompt in prompts)):
-        return prompts
-    raise ValueError("must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
-
-
-def _parse_stop(value: Any) -> list[str]:
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise ValueError("must be a string or a list of strings")
-    if len(stops) > MAX_STOP_STRINGS:
-        raise ValueError(f"must have at most {MAX_STOP_STRINGS} entries")
-    if not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
-        raise ValueError(f"entries must have 1 to {MAX_STOP_CHARS} characters")
-    return stops
-
-
-def _parse_logit_bias(value: Any) -> dict[int, float]:
-    if not isinstance(value, dict):
-        raise ValueError("must be an object of token ids and numbers")
-    if len(value) > MAX_LOGIT_BIAS:
-        raise ValueError(f"must have at most {MAX_LOGIT_BIAS} entries")
-    bias: dict[int, float] = {}
-    for key, number in value.items():
-        if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10):
-            raise ValueError(f"keys must be token ids, not {clip(key)!r}")
-        if type(number) not in (int, float) or not -100 <= number <= 100:
-            raise ValueError("values must be numbers between -100 and 100")
-        bias[int(key)] = float(number)
-    return bias
-
-
-_TEXT_FIELDS = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "refusal": "refusal",
-    "thinking": "thinking",
-}
-"""types of parts that are text, and the field that has it"""
-
-
-def _flatten_content(value: Any) -> str:
-    """Content as one string; a list of text parts is joined with newlines."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError("must be a string or a list of text parts")
-    if len(value) > MAX_PARTS:
-        raise ValueError(f"must have at most {MAX_PARTS} parts")
-    return "\n".join(map(_part_text, value))
-
-
-def _part_text(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    kind = part.get("type", "text") if isinstance(part, dict) else None
-    field = _TEXT_FIELDS.get(kind) if isinstance(kind, str) else None
-    if field is None:
-        raise ValueError(f"a part of type {clip(kind)!r} is not supported: this server takes text")
-    if not isinstance(part.get(field), str):
-        raise ValueError(f"a part of type {kind} needs a string {field!r}")
-    text: str = part[field]
-    return text
-
-
-def _some(items: dict[str, Any], most: int | None = None) -> dict[str, Any]:
-    """The schema of a list that is not empty."""
-    return {"type": "array", "items": items, "minItems": 1} | ({} if most is None else {"maxItems": most})
-
-
-_TEXT = {"type": "string", "minLength": 1}
-_ID = {"type": "integer", "minimum": 0, "maximum": INT32}
-_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
-_TEXT_PART = {
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "object",
-            "properties": {"type": {"enum": ["text", "input_text", "output_text"]}, "text": {"type": "string"}},
-            "required": ["text"],
-        },
-        *(
-            {
-                "type": "object",
-                "properties": {"type": {"const": kind}, kind: {"type": "string"}},
-                "required": ["type", kind],
-            }
-            for kind in ("refusal", "thinking")
-        ),
-    ]
-}
-
-Prompts = Annotated[
-    list[str] | list[list[int]],
-    PlainValidator(_parse_prompts),
-    WithJsonSchema({"anyOf": [_TEXT, _some(_TEXT, MAX_PROMPTS), _some(_ID), _some(_some(_ID), MAX_PROMPTS)]}),
-]
-Inputs = Annotated[
-    list[str] | list[list[int]],
-    PlainValidator(partial(_parse_prompts, most=MAX_INPUTS)),
-    WithJsonSchema({"anyOf": [_TEXT, _some(_TEXT, MAX_INPUTS), _some(_ID), _some(_some(_ID), MAX_INPUTS)]}),
-]
-Stop = Annotated[
-    list[str],
-    PlainValidator(_parse_stop),
-    WithJsonSchema({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOP_STRINGS}]}),
-]
-LogitBias = Annotated[
-    dict[int, float],
-    PlainValidator(_parse_logit_bias),
-    WithJsonSchema(
-        {
-            "type": "object",
-            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-            "maxProperties": MAX_LOGIT_BIAS,
-        }
-    ),
-]
-Content = Annotated[
-    str,
-    PlainValidator(_flatten_content),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART, "maxItems": MAX_PARTS}]}),
-]
-TokenId = Annotated[int, Field(ge=0, le=INT32)]
-
-
-def _parse_ids(value: Any) -> list[int]:
-    """By hand: as for prompts."""
-    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
-        raise ValueError("must be a list of token ids")
-    if value and not (min(value) >= 0 and max(value) <= INT32):
-        raise ValueError(f"token ids must be between 0 and {INT32}")
-    return value
-
-
-TokenIds = Annotated[list[int], PlainValidator(_parse_ids), WithJsonSchema({"type": "array", "items": _ID})]
-"""Any number; the endpoint knows how many the model can mean"""
-
-
-# -- chat messages
-
-
-class ToolFunction(Body):
-    name: str
-    arguments: str = "{}"
-
-
-class ToolCall(Body):
-    id: str = ""
-    type: Literal["function"] = "function"
-    function: ToolFunction
-
-    @model_validator(mode="before")
-    @classmethod
-    def _as_function(cls, data: Any) -> Any:
-        """A custom tool's call is that of a function of one text (`Tool`)."""
-        if isinstance(data, dict) and data.get("type") == "custom" and isinstance(data.get("custom"), dict):
-            about = data["custom"]
-            function = {"name": about.get("name"), "arguments": json.dumps({"input": about.get("input", "")})}
-            return {"id": data.get("id"), "function": function}
-        return data
-
-
-_THOUGHTS = ("thinking", "reasoning")
-
-
-def _thought_text(part: dict[str, Any]) -> str:
-    """Of a part that is thinking: a text, or, as Mistral has it, parts that are text."""
-    inside = part.get(part["type"], part.get("text", ""))
-    if isinstance(inside, str):
-        return inside
-    return _flatten_content(inside)
-
-
-class ChatMessage(Body):
-    model_config = ConfigDict(
-        json_schema_extra={
-            "anyOf": [
-                {"properties": {"content": {"not": {"type": "null"}}}, "required": ["content"]},
-                {"properties": {"role": {"const": "assistant"}}, "required": ["role"]},
-            ]
-        }
-    )
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_CALLS)
-    tool_call_id: str | None = None
-    reasoning_content: str | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
-    """what the assistant thought before: some templates show it again"""
-    refusal: str | None = Field(None, exclude=True)
-    """what the assistant said instead of content"""
-    cache_control: CacheControl | None = Field(None, exclude=True)
-    """keep the conversation up to here; it may stand in a part of the content, too"""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _marked(cls, data: Any) -> Any:
-        """A mark on a part counts for the message."""
-        if not isinstance(data, dict) or not isinstance(parts := data.get("content"), list):
-            return data
-        mark = longest_mark((data, *parts[:MAX_PARTS]))
-        return data if mark is None else {**data, "cache_control": mark}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _thoughts_apart(cls, data: Any) -> Any:
-        """Parts of the assistant's content that are thinking are its reasoning."""
-        if not isinstance(data, dict) or data.get("role") != "assistant" or not isinstance(data.get("content"), list):
-            return data
-        thoughts = [part for part in data["content"] if isinstance(part, dict) and part.get("type") in _THOUGHTS]
-        if not thoughts:
-            return data
-        rest = [part for part in data["content"] if not any(part is thought for thought in thoughts)]
-        texts = [_thought_text(part) for part in thoughts]
-        given = data.get("reasoning_content") or data.get("reasoning")
-        return {**data, "content": rest or None, "reasoning_content": given or "\n".join(texts)}
-
-    @model_validator(mode="after")
-    def _has_content(self) -> ChatMessage:
-        if self.content is None and self.role != "assistant":
-            raise ValueError("a message needs content (null is for the assistant's)")
-        if self.content is None and self.refusal is not None:
-            self.content = self.refusal
-        return self
-
-
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
-
-
-# -- generation
 
 
 class StreamOptions(Body):
@@ -555,9 +293,6 @@ class ChatBody(GenerationBody, TemplateBody):
                 raise bad_request(f"tool_choice: there is no tool {min(missing)!r}.", "tool_choice")
             self.tools = [tool for tool in self.tools if tool.function.name in allowed.names]
             self.tool_choice = allowed.mode
-
-
-# -- tokens
 
 
 class TemplatedBody(TemplateBody):

@@ -14,7 +14,8 @@ from weft.engine.wire.beat import ENGINE, LATE_SECONDS, Watch
 from weft.engine.wire.messages import EngineReady
 from weft.engine.wire.streams import Streams
 from weft.server.api.admission import Admission
-from weft.server.api.protocol import ChatMessage, GenerationBody
+from weft.server.api.chat_message import ChatMessage
+from weft.server.api.protocol import GenerationBody
 from weft.server.bodies import BodyBounds
 from weft.server.config import ServeConfig
 from weft.server.errors import ApiError, bad_request, clip, unavailable
@@ -350,6 +351,11 @@ class Service:
         return states
 
     @property
+    def starts(self) -> bool:
+        """The model is to be awake and has not been loaded yet: nobody is sent here before it is."""
+        return self.state == "loading" and self._loaded is None
+
+    @property
     def unready(self) -> ApiError | None:
         """Why a router should send its work elsewhere, or None."""
         if (reason := self.stalled) is not None:
@@ -386,11 +392,17 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
 
     async def encode(
-        self, texts: Sequence[str], *, add_special_tokens: bool, param: str, truncation: Truncation | None = None
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool,
+        param: str,
+        truncation: Truncation | None = None,
+        salt: str | None = None,
     ) -> list[list[int]]:
         """Token ids of texts, in a worker thread. Raises `ApiError` for what can never fit, before any work.
 
-        `truncation`: shortens what is too long instead.
+        `truncation`: shortens what is too long instead. `salt`: as `Tokenizer.encode`.
         """
         loaded = self.loaded
         if truncation is not None:
@@ -398,7 +410,9 @@ class Service:
         for text in texts:
             self._check_length(len(text), param)
         encode = loaded.tokenizer.encode
-        ids = await self.offload(lambda: [encode(text, add_special_tokens=add_special_tokens) for text in texts])
+        ids = await self.offload(
+            lambda: [encode(text, add_special_tokens=add_special_tokens, salt=salt) for text in texts]
+        )
         if truncation is None:
             return ids
         return [truncation.ids(i, loaded.tokenizer.bos_token_id if add_special_tokens else None) for i in ids]
@@ -417,10 +431,11 @@ class Service:
         *,
         add_special_tokens: bool,
         truncation: Truncation | None = None,
+        salt: str | None = None,
     ) -> EncodedChat:
         """A conversation as tokens. The template writes the special tokens itself. Raises `ApiError`.
 
-        `arguments`: of the template.
+        `arguments`: of the template. `salt`: as `Tokenizer.encode`.
         """
         render = self.loaded.tokenizer.render_chat
         if truncation is None:
@@ -428,7 +443,7 @@ class Service:
         control = self.config.allow_special_tokens
         text = await self._in_time(lambda: render(messages, arguments, control=control))
         (ids,) = await self.encode(
-            [text], add_special_tokens=add_special_tokens, param="messages", truncation=truncation
+            [text], add_special_tokens=add_special_tokens, param="messages", truncation=truncation, salt=salt
         )
         return EncodedChat(ids, text)
 

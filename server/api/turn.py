@@ -14,10 +14,11 @@ from starlette.requests import Request
 from weft.engine.wire.messages import Promise
 from weft.engine.wire.thinking import Thinking, ThoughtCount
 from weft.server.api.cache_marks import marks_of, promises_of
+from weft.server.api.chat_message import ChatMessage
 from weft.server.api.choice import Choice, Piece
 from weft.server.api.conversation_names import is_later_turn, names_of
 from weft.server.api.generate import Generation, Prompt, constrain, output_limit
-from weft.server.api.protocol import ChatBody, ChatMessage
+from weft.server.api.protocol import ChatBody
 from weft.server.api.service import EncodedChat, Service
 from weft.server.errors import ApiError, bad_request
 from weft.server.text.tokenizer import Tokenizer
@@ -120,6 +121,25 @@ class TurnParser:
         """The parts of a choice's next piece. All are empty while it may yet become a call."""
         if self.plain:
             return Parts("", piece.text, [])
+        return self._joined(choice, self._read(choice, piece), ended=piece.finish_reason is not None)
+
+    def runs(self, choice: Choice, piece: Piece) -> list[Parts]:
+        """As `feed`, in the order in which they were written, however large the piece: text behind a call comes behind
+        it."""
+        if self.plain:
+            return [Parts("", piece.text, [])]
+        found: list[list[str | Thought | Call]] = [[]]
+        for part in self._read(choice, piece):
+            if found[-1] and _rank(part) < _rank(found[-1][-1]):
+                found.append([])
+            found[-1].append(part)
+        ended = piece.finish_reason is not None
+        return [
+            *(self._joined(choice, parts, ended=False) for parts in found[:-1]),
+            self._joined(choice, found[-1], ended=ended),
+        ]
+
+    def _read(self, choice: Choice, piece: Piece) -> list[str | Thought | Call]:
         thoughts, parser = self._thoughts, self._parsers.get(choice.index)
         if parser is None:
             form = thoughts.form if thoughts is not None else None
@@ -130,6 +150,9 @@ class TurnParser:
         parts = parser.feed(piece.text)
         if piece.finish_reason is not None:
             parts += parser.flush()
+        return parts
+
+    def _joined(self, choice: Choice, parts: Sequence[str | Thought | Call], *, ended: bool) -> Parts:
         calls: dict[int, Call] = {}
         for part in parts:
             if isinstance(part, Call) and (self._parallel or part.index == 0):
@@ -139,7 +162,7 @@ class TurnParser:
             self._called.add(choice.index)
         text = "" if self._forced else "".join(part for part in parts if isinstance(part, str))
         reasoning = "".join(part.text for part in parts if isinstance(part, Thought)) if self._show_thoughts else ""
-        return Parts(reasoning, text, self._whole_inputs(choice, calls, ended=piece.finish_reason is not None))
+        return Parts(reasoning, text, self._whole_inputs(choice, calls, ended=ended))
 
     def passes(self, choice: Choice, token_id: int, text: str) -> bool:
         """Whether this token is nothing but text to be shown. If so it has been taken in: it is not to be fed."""
@@ -187,6 +210,11 @@ class TurnParser:
         return out
 
 
+def _rank(part: str | Thought | Call) -> int:
+    """Its place in `Parts`."""
+    return 0 if isinstance(part, Thought) else 1 if isinstance(part, str) else 2
+
+
 def _input(arguments: str) -> str | None:
     """The text that a custom tool is called with, once the arguments are whole."""
     try:
@@ -223,13 +251,14 @@ async def begin_turn(
     await service.enter(body.model, request.scope)
     loaded, model = service.loaded, service.name(body.model)
     service.check_sampled_ids(body)
-    names = names_of(body, request.scope["weft.salt"] + body.cache_salt)
+    salt = request.scope["weft.salt"] + body.cache_salt
+    names = names_of(body, salt)
     if is_later_turn(body):
         loaded.replicas.prefetch(names)  # while the prompt is written
     tools = offered(body)
     form = _tool_format(service, body) if tools else None
     forced = form is not None and body.tool_choice != "auto"
-    ids, text = await _prompt(body, tools, service)
+    ids, text = await _prompt(body, tools, service, salt)
     thoughts = thoughts_of(service, ids)
     try:
         grammar = await constrain(_constraint(body, tools, form, thoughts, loaded.tokenizer), request, service)
@@ -287,11 +316,12 @@ async def prompt_ids(body: ChatBody, tools: list[Tool], service: Service) -> lis
     return (await _prompt(body, tools, service)).ids
 
 
-async def _prompt(body: ChatBody, tools: list[Tool], service: Service) -> EncodedChat:
+async def _prompt(body: ChatBody, tools: list[Tool], service: Service, salt: str | None = None) -> EncodedChat:
     prompt = await service.encode_chat(
         *conversation(body, body.messages, tools, service),
         add_special_tokens=bool(body.add_special_tokens),
         truncation=body.truncation(service.loaded.ready.max_model_len, body.output_limit),
+        salt=salt,
     )
     if not prompt.ids:
         raise bad_request("messages: nothing is left of them.", "truncate_prompt_tokens")

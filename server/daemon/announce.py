@@ -15,6 +15,7 @@ from typing import Any
 from weft import __version__
 from weft.engine.wire.messages import EngineReady, MemoryBudget
 from weft.server.config import ServeConfig
+from weft.server.daemon.placement import shares_weights
 
 GIB = 2**30
 
@@ -47,7 +48,7 @@ def announce(
             f"weft {__version__} serves {name} at {url} "
             f"({ready.model_type}, {ready.dtype} on {ready.device}, {pages}, ready in {seconds:.1f} s)\n"
             f"try: {_curl(url, name, chat=chat, key=key, unproven=unproven)}\n"
-            f"memory: {_memory(ready.memory, ready.device, len(engines), config.engine.tensor_parallel_size)}\n"
+            f"memory: {_memory(ready.memory, ready.device, len(engines), config)}\n"
             f"energy: {_energy(ready)}",
             flush=True,
         )
@@ -71,8 +72,10 @@ def _announce_several(
     )
 
 
-def _memory(budget: MemoryBudget, device: str, engines: int, ranks: int) -> str:
-    parts = {"weights": budget.weights, "KV pages": budget.kv_pages, "working memory": budget.working}
+def _memory(budget: MemoryBudget, device: str, engines: int, config: ServeConfig) -> str:
+    ranks = config.engine.tensor_parallel_size
+    weights = "weights, in common," if shares_weights(config) else "weights"
+    parts = {weights: budget.weights, "KV pages": budget.kv_pages, "working memory": budget.working}
     where = "the engine takes" if device == "cpu" else f"{device} is used for"
     if engines > 1:
         where = f"each of {engines} engines takes"

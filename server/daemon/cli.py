@@ -204,6 +204,18 @@ COMMANDS = (
         own_parser=True,
     ),
     Command(
+        "bench attention",
+        "attention of hybrid batches, each way there is, in bursts and sustained",
+        "weft.kernels.bench_attention:main",
+        own_parser=True,
+    ),
+    Command(
+        "bench ranks",
+        "an iteration on several GPUs, its sums made in each way by turns",
+        "weft.autosearch.ablation:main",
+        own_parser=True,
+    ),
+    Command(
         "bench batching",
         "Table IV and the figures of Mind the Memory Gap, with this engine",
         "weft.autosearch.advisor.paper:main",

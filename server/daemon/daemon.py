@@ -16,6 +16,7 @@ from weft.engine.errors import ConfigError, WeftError
 from weft.engine.wire.beat import Beats, Watch
 from weft.engine.wire.blank import gpus
 from weft.engine.wire.cores import nodes_here
+from weft.engine.wire.shelf import Shelf
 from weft.engine.wire.spawn import EngineProcess
 from weft.server.config import ServeConfig
 from weft.server.daemon.announce import announce
@@ -39,7 +40,7 @@ from weft.server.daemon.control import (
 from weft.server.daemon.dormitory import Dormitory
 from weft.server.daemon.engine_keeper import STOP_SECONDS, EngineKeeper
 from weft.server.daemon.front import Front
-from weft.server.daemon.placement import described, place
+from weft.server.daemon.placement import described, place, shares_weights
 from weft.server.daemon.restarts import Restarts
 from weft.server.daemon.rollout import Rollout
 from weft.server.daemon.rota import Rota
@@ -109,6 +110,8 @@ class Daemon:
         if engines > 1:
             for each in configs:
                 logger.info("%s", described(each))
+        # One for the replicas of each device. It is never closed: it goes with this process.
+        shelves = [Shelf() for _ in range(engines // config.replicas)] if shares_weights(config) else []
         self._engines = {
             i: EngineKeeper(
                 self,
@@ -117,6 +120,7 @@ class Daemon:
                 limit=config.engine_restart_limit,
                 several=engines > 1,
                 asleep=i in asleep,
+                shelf=shelves[i // config.replicas] if shelves else None,
             )
             for i, each in enumerate(configs)
         }

@@ -12,6 +12,7 @@ from weft.engine.wire.beat import ENGINE, Beats
 from weft.engine.wire.client import EngineClient
 from weft.engine.wire.messages import EngineReady, EngineStats
 from weft.engine.wire.private_socket import PrivateSocket
+from weft.engine.wire.shelf import Shelf
 from weft.engine.wire.spawn import EngineProcess
 from weft.server.daemon.control import EngineDown, EngineUp
 from weft.server.daemon.restarts import Restarts
@@ -61,11 +62,13 @@ class EngineKeeper:
     """
 
     def __init__(
-        self, owner: Owner, config: EngineConfig, *, restart: bool, limit: int, several: bool, asleep: bool = False
-    ) -> None:
+        self, owner: Owner, config: EngineConfig, *, restart: bool, limit: int, several: bool, asleep: bool = False,
+        shelf: Shelf | None = None,
+    ) -> None:  # fmt: skip
         """`restart`: another process follows one that has ended, `limit` times within ten minutes.
 
-        `several`: there are others. `asleep`: no process is started before `rouse`.
+        `several`: there are others. `asleep`: no process is started before `rouse`. `shelf`: of the weights
+        that it shares.
         """
         self.engine = config.share.engine
         self.name = f"engine {self.engine}" if several else "the engine"
@@ -77,6 +80,7 @@ class EngineKeeper:
         self.given_up = False
         self._owner = owner
         self._config = config
+        self._shelf = shelf
         self._restart = restart
         self._restarts = Restarts(*RESTART_SECONDS, limit)
         self._control: EngineClient | None = None
@@ -138,7 +142,7 @@ class EngineKeeper:
     async def _run(self) -> str:
         """One process from start to end; tells why it ended, or why it could not start."""
         owner = self._owner
-        start = EngineProcess.start(self._config, self.socket, owner.beats)
+        start = EngineProcess.start(self._config, self.socket, owner.beats, self._shelf)
         try:
             self.process = process = await owner.started(start)
         except OSError as error:
@@ -222,6 +226,8 @@ class EngineKeeper:
             await self.process.stop(STOP_SECONDS)
         while self.process is not None and not self.given_up:  # until `keep` has told everybody
             await asyncio.sleep(POLL_SECONDS)
+        if self._shelf is not None:  # the memory goes with the last engine that sleeps
+            self._shelf.clear()
         return 2
 
     async def rouse(self) -> bool:

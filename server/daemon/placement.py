@@ -27,7 +27,8 @@ def place(config: ServeConfig, gpus: Sequence[str], cpus: set[int], nodes: Mappi
             path = Path(own.ssd_kv_path) / own.model_names[0].replace("/", "--")
             own = own.model_copy(update={"ssd_kv_path": str(path)})
         for alone in _of_a_model(own, gpus, set(), {}):
-            share = alone.share.model_copy(update={"engine": len(engines), "memory": part, "sleeps": True})
+            told = {"engine": len(engines), "memory": part, "sleeps": True, "models": len(each), "awake": len(awake)}
+            share = alone.share.model_copy(update=told)
             engines.append(alone.model_copy(update={"share": share, "cpu_threads": own.cpu_threads or threads}))
     return engines
 
@@ -50,8 +51,9 @@ def _of_a_model(
     """
     count = config.num_engines
     on_gpus = bool(gpus) and config.device != "cpu"
-    # One model alone is put to sleep by its operator only. On a GPU its engine ends then: so nothing changes there.
-    sleeps = config.admin_api_key is not None and not on_gpus
+    shared = shares_weights(config)
+    # One model alone is put to sleep by its operator only. Replicas keep no place for what is not theirs alone.
+    sleeps = config.admin_api_key is not None and not shared
     if count == 1:
         return [config.engine.model_copy(update={"share": Share(sleeps=True)}) if sleeps else config.engine]
     ranks = config.tensor_parallel_size
@@ -65,6 +67,7 @@ def _of_a_model(
         share = Share(
             engine=engine,
             sharers=config.replicas if on_gpus else count,
+            weight_sharers=config.replicas if shared else 1,
             sleeps=sleeps,
             cpus=tuple(sorted(parts[engine])) if parts else (),
             gpu=",".join(gpus[engine // config.replicas * ranks :][:ranks]) if on_gpus else "",
@@ -74,6 +77,12 @@ def _of_a_model(
             own["ssd_kv_path"] = str(Path(config.ssd_kv_path) / f"engine-{engine}")
         configs.append(config.engine.model_copy(update=own))
     return configs
+
+
+def shares_weights(config: ServeConfig) -> bool:
+    """Whether the replicas on a device have its weights in common. Those of several models sleep one by one, and have
+    a copy each."""
+    return config.replicas > 1 and config.tensor_parallel_size == 1 and len(config.each) == 1
 
 
 def described(config: EngineConfig) -> str:

@@ -23,6 +23,11 @@ from weft.server.observe.totals import plus, summed
 TIERS = ("gpu", "host", "ssd")
 SEAT_REASONS = ("room", "late", "shift", "worse", "out_of_reach")
 """why --max-num-seqs auto changes the bound (docs/advisor.md)"""
+CUTS = ("slo", "least", "waited")
+"""what decides how far --itl-slo cuts prompts (`engine.scheduling.chunk_limit.BOUNDS`)"""
+ATTENTION = ("decodes", "chunks", "serial", "pod", "pod_in_turn", "pipeline")
+ATTENTION_PARTS = ("split_decodes", "cut_chunks")
+"""which way attention goes, and what of it is cut (`engine.runner.attention_path`)"""
 _QUEUE = ("slots", "pages", "tokens", "sibling", "grammar", "load")
 
 _TIER_COUNTERS = (
@@ -30,6 +35,8 @@ _TIER_COUNTERS = (
     ("weft_prefix_cache_missed_tokens", "missed_tokens", "Prompt tokens found neither in a tier nor in a faster one"),
     ("weft_kv_tier_bytes_in", "bytes_in", "KV bytes stored in a tier"),
     ("weft_kv_tier_bytes_out", "bytes_out", "KV bytes loaded from a tier"),
+    ("weft_kv_tier_bytes_saved", "bytes_saved", "KV bytes that packing left out of those stored and loaded"),
+    ("weft_kv_tier_raw_pages", "raw_pages", "KV pages stored as they are because they could not be packed"),
     ("weft_kv_tier_evictions", "evictions", "KV pages that a tier dropped for others"),
     ("weft_kv_tier_idle_spilled_pages", "spilled", "KV pages stored in a tier because they lay idle"),
     ("weft_kv_tier_prefetched_pages", "prefetched", "KV pages loaded from a tier before their request could run"),
@@ -140,11 +147,21 @@ class EngineMetrics:
         yield _counter("weft_nonfinite_logits", lost, stats.nonfinite_logits)
         yield _counter("weft_displaced", "Preemptions for a seat, in favour of a better priority", stats.displaced)
         yield _counter("weft_overtaken", "Requests admitted before one that lacked pages or a seat", stats.overtaken)
+        cut = "Iterations whose prompts --itl-slo cut short, by what decided how far"
+        cuts = {by: stats.chunks_cut.get(by, 0) for by in CUTS}
+        yield _family("weft_prompts_cut_total", "counter", cut, "by", cuts)
+        yield _counter("weft_itl_slo_late", "Those cut to the limit that took longer all the same", stats.chunks_late)
         computed = {"decode": stats.decode_tokens, "prefill": stats.prefill_tokens}
         yield _family("weft_computed_tokens_total", "counter", "Tokens that went through the model", "phase", computed)
         pipelined = engine.iterations_pipelined
         plans = {"serial": engine.iterations - pipelined, "pipelined": pipelined}
         yield _family("weft_iterations_total", "counter", "Iterations, by the plan that ran them", "plan", plans)
+        for name, help, label, values in (
+            ("weft_attention_iterations", "Iterations, by the path that their attention took", "path", ATTENTION),
+            ("weft_attention_cut_iterations", "Iterations with pieces that are added up", "what", ATTENTION_PARTS),
+        ):
+            figures = {value: stats.attention.get(value, 0) for value in values}
+            yield _family(f"{name}_total", "counter", help, label, figures)
         plan = engine.plan
         left = plan.pipelines - plan.serving - plan.left_out
         pipelines = {"serving": plan.serving, "preparing": left, "left_out": plan.left_out}

@@ -26,9 +26,21 @@ _SCHEDULER = (
     "nonfinite_logits",
     "displaced",
     "overtaken",
+    "chunks_late",
 )
 _ENERGY = ("joules", "at_rest", "charged")
-_TIER = ("hit_tokens", "missed_tokens", "bytes_in", "bytes_out", "evictions", "spilled", "prefetched", "failures")
+_TIER = (
+    "hit_tokens",
+    "missed_tokens",
+    "bytes_in",
+    "bytes_out",
+    "bytes_saved",
+    "raw_pages",
+    "evictions",
+    "spilled",
+    "prefetched",
+    "failures",
+)
 _LENGTH = ("gpu", "host", "ssd", "missed")
 
 
@@ -41,17 +53,22 @@ def plus(before: EngineStats, now: EngineStats) -> EngineStats:
     lengths = now.scheduler.prefix_lengths
     for name, of in before.scheduler.prefix_lengths.items():
         lengths = {**lengths, name: _raised(lengths.get(name, LengthHits()), of, _LENGTH)}
-    changes = {**now.scheduler.seat_changes}
-    for reason, count in before.scheduler.seat_changes.items():
-        changes[reason] = changes.get(reason, 0) + count
+    counted = {
+        name: _counts(getattr(now.scheduler, name), getattr(before.scheduler, name))
+        for name in ("seat_changes", "chunks_cut", "attention")
+    }
     scheduler = replace(
-        _raised(now.scheduler, before.scheduler, _SCHEDULER), tiers=tiers, seat_changes=changes, prefix_lengths=lengths
+        _raised(now.scheduler, before.scheduler, _SCHEDULER), tiers=tiers, prefix_lengths=lengths, **counted
     )
     energy = now.energy
     if before.energy is not None:
         source = energy or EnergyStats(source=before.energy.source)
         energy = _raised(source, before.energy, _ENERGY)
     return replace(_raised(now, before, _ENGINE), scheduler=scheduler, energy=energy)
+
+
+def _counts(now: dict[str, int], before: dict[str, int]) -> dict[str, int]:
+    return {**now, **{name: now.get(name, 0) + count for name, count in before.items()}}
 
 
 def _raised(now: Stats, before: Stats, names: tuple[str, ...]) -> Stats:

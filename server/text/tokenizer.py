@@ -19,6 +19,7 @@ from weft.engine.errors import ModelError, refuse_pointer
 from weft.server.bodies import parse_json
 from weft.server.errors import ApiError, bad_request, clip
 from weft.server.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from weft.server.text.encoder import Encoder, any_of
 from weft.server.text.token_bytes import TokenBytes
 
 _CONTEXT_TOKENS = 8
@@ -47,7 +48,9 @@ class Tokenizer:
             if token.special or (token.content.startswith("<") and token.content.endswith(">"))
         )
         """ids that grammars take for no text: special ones, and, as llguidance sees it, all that look like tags"""
+        self._encoder = Encoder(self._backend)
         self._control = [token.content for token in added.values() if token.special and len(token.content) > 1]
+        self._spells_control = any_of(self._control)
         self._seam = str(secrets.randbits(96))
         """stands inside what spells a control token but is text, from `as_text` to `encode`; digits go through any
         template, and nobody knows them"""
@@ -98,26 +101,27 @@ class Tokenizer:
 
     # -- to ids
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        if self._seam in text:
-            first, *rest = text.split(self._seam)
-            ids = self.encode(first, add_special_tokens=add_special_tokens)
-            for part in self._backend.encode_batch_fast(rest, add_special_tokens=False):
-                ids += part.ids
-            return ids
-        # The batch call releases the GIL and computes no offsets.
-        return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+    def encode(self, text: str, *, add_special_tokens: bool = True, salt: str | None = None) -> list[int]:
+        """`salt`: it is a conversation, most of which may have been encoded before for whoever has this salt too."""
+        first, *rest = text.split(self._seam)
+        if salt is not None and not add_special_tokens:
+            ids = self._encoder.encode_again(first, salt)
+        else:
+            (ids,) = self._encoder.encode([first], add_special_tokens=add_special_tokens)
+        if salt is not None:
+            return sum((self._encoder.encode_again(part, salt) for part in rest), ids)
+        return sum(self._encoder.encode(rest, add_special_tokens=False), ids)
 
     def as_text(self, text: str) -> str:
         """The text, in which no control token will be found by `encode`, though it may spell some."""
+        if self._spells_control is None or not self._spells_control.search(text):
+            return text
         inside: set[int] = set()
         for token in self._control:
             at = text.find(token)
             while at >= 0:
                 inside.add(at + 1)
                 at = text.find(token, at + 1)
-        if not inside:
-            return text
         cuts = [0, *sorted(inside), len(text)]
         return self._seam.join(text[begin:end] for begin, end in pairwise(cuts))
 

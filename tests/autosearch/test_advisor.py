@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -16,18 +17,21 @@ import pytest
 import torch
 
 from weft.autosearch.advisor import curve as curves
+from weft.autosearch.advisor import paper
 from weft.autosearch.advisor.activity import activity_of
 from weft.autosearch.advisor.advice import advise, configuration
-from weft.autosearch.advisor.curve import QUANTILES, Curve, Machine, Point, ReplicaPoint, Times
+from weft.autosearch.advisor.curve import QUANTILES, Curve, Machine, Point, RateRun, ReplicaPoint, Times
+from weft.autosearch.advisor.engine_bench import spread
 from weft.autosearch.advisor.paper import write
 from weft.autosearch.advisor.paper_table import objectives
-from weft.autosearch.advisor.rate import advised_rate
+from weft.autosearch.advisor.rate import predicted_rate
+from weft.autosearch.advisor.rate_search import MORE, RateSearch, measured
 from weft.autosearch.advisor.replicas import advise_replicas
-from weft.autosearch.advisor.side_by_side import together
+from weft.autosearch.advisor.side_by_side import SideBySide, together
 from weft.autosearch.advisor.solve import solve
 from weft.autosearch.advisor.sweep import CLOSE, Sweep
-from weft.engine.config import Objective
-from weft.engine.errors import ConfigError
+from weft.engine.config import EngineConfig, Objective
+from weft.engine.errors import ConfigError, WeftError
 from weft.server.config import ServeConfig
 from weft.server.daemon.cli import main
 from weft.server.options import load
@@ -282,6 +286,33 @@ def test_table_iv_and_the_figures_of_the_paper(tmp_path: Path, capsys: pytest.Ca
     assert "| opt-2.7b | strict | 64 |" in capsys.readouterr().out
 
 
+def test_ctrl_c_lets_the_model_that_is_measured_end_and_none_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The process of a model is one that ends at the first Ctrl-C, and leaves its points."""
+    pytest.importorskip("matplotlib")
+    out, points = tmp_path / "out", tmp_path / "points.json"
+    curves.save(curve(model="opt-1.3b"), points)
+    child = f"""
+import os, signal, sys, time
+def end(*_): os.replace({str(points)!r}, {str(out / "opt-1.3b.json")!r}); sys.exit(0)
+signal.signal(signal.SIGINT, end)
+os.kill(os.getppid(), signal.SIGINT)
+while True: time.sleep(1)
+"""
+    begun: list[list[str]] = []
+    run = paper._run
+
+    def stand_in(line: list[str]) -> tuple[int, bool]:
+        begun.append(line)
+        return run([sys.executable, "-c", child])
+
+    monkeypatch.setattr(paper, "_run", stand_in)
+    assert main(["bench", "batching", "--out", str(out), "--models", "opt-1.3b", "opt-2.7b", "--device", "cpu"]) == 0
+    assert len(begun) == 1
+    assert "| opt-1.3b | MAX |" in capsys.readouterr().out
+
+
 def test_a_model_that_nobody_knows_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "batching", "--out", str(tmp_path), "--models", "opt-9b"]) == 2
     assert "there is no model preset 'opt-9b'" in capsys.readouterr().err
@@ -294,15 +325,86 @@ def test_engines_side_by_side_are_told_as_one() -> None:
     assert 0.0116 < both.itl.at(25.0) < both.itl.at(75.0) <= 0.05
 
 
-def test_the_rate_is_what_the_seats_can_serve() -> None:
+def test_the_predicted_rate_is_what_the_seats_can_serve() -> None:
     made, outputs = curve(), np.full(1, 338.0)
     bound = 64
     most = made.points[6].output_per_s / 338
-    rate = advised_rate(made, bound, SLO, outputs)
+    rate = predicted_rate(made, bound, SLO, outputs)
     assert 0.8 * most < rate <= 1.05 * most
-    strict = advised_rate(made, bound, [*SLO, Objective.parse("ttft:p99:150ms")], outputs)
+    strict = predicted_rate(made, bound, [*SLO, Objective.parse("ttft:p99:150ms")], outputs)
     assert strict < rate
-    assert advised_rate(made, bound, [*SLO, Objective.parse("ttft:p99:1ms")], outputs) == 0
+    assert predicted_rate(made, bound, [*SLO, Objective.parse("ttft:p99:1ms")], outputs) == 0
+
+
+class Plant:
+    """An engine that keeps its objectives at half of the runs at its knee, and at nearly all a little below it."""
+
+    def __init__(self, knee: float, width: float, seed: int) -> None:
+        self.knee, self.width, self.rng, self.now = knee, width, np.random.default_rng(seed), 0.0
+
+    def keeps(self, rate: float) -> bool:
+        return bool(self.rng.normal(1, self.width) * self.knee > rate)
+
+    def serve(self, bound: int, rate: float, seed: int) -> RateRun:
+        self.now += 20.0
+        return RateRun(
+            bound=bound, rate=rate, seconds=20.0, seed=seed, objectives=(), kept=self.keeps(rate), requests=1,
+            ttft=Times(), itl=Times(),
+        )  # fmt: skip
+
+
+def searched(plant: Plant, start: float, budget: float = 400.0, runs: Sequence[RateRun] = ()) -> list[RateRun]:
+    return RateSearch(plant, 8, start, budget, runs, clock=lambda: plant.now).run()
+
+
+def test_the_advised_rate_is_kept_three_times_and_fifteen_percent_more_is_not() -> None:
+    good = 0
+    for seed in range(100):
+        plant = Plant(knee=50.0, width=0.02, seed=seed)
+        found = measured(searched(plant, start=50.0 * plant.rng.uniform(0.7, 1.4)))
+        assert found is not None
+        good += all(plant.keeps(found.rate) for _ in range(3)) and not plant.keeps(MORE * found.rate)
+    assert good >= 97
+
+
+def test_what_was_run_at_rates_is_told() -> None:
+    runs = searched(Plant(knee=50.0, width=0.0, seed=0), start=50.0)
+    found = measured(runs)
+    assert found is not None
+    told = "3 of 3 runs of 20 s at it kept the objectives, of 1 at 15% more 0"
+    assert str(found) == f"{told}; with {found.requests} requests in a run, chance moves its rate by 3%"
+    assert str(found._replace(requests=1000)) == told
+    made = curve(rates=tuple(msgspec.structs.replace(r, bound=64, objectives=("itl:p99:50ms",)) for r in runs))
+    advice = advise(made, SLO, 0.1, "throughput")
+    assert advice.solution.best is not None
+    assert advice.measured == (found if advice.solution.best.point.bound == 64 else None)
+    known = Plant(knee=50.0, width=0.0, seed=0)
+    assert searched(known, start=50.0, runs=runs) == runs
+    assert known.now == 0.0
+
+
+def test_a_rate_is_not_advised_on_runs_that_all_kept_or_all_missed() -> None:
+    assert measured([]) is None
+    for knee in (1e9, 1e-9):
+        runs = searched(Plant(knee=knee, width=0.0, seed=0), start=50.0, budget=100.0)
+        assert len(runs) == 5
+        assert measured(runs) is None
+        made = curve(rates=tuple(msgspec.structs.replace(r, bound=64, objectives=("itl:p99:50ms",)) for r in runs))
+        advised = advise(made, SLO, 0.1, "throughput")
+        assert advised.measured is None
+        # Nothing is advised that missed, and nothing beyond what was tried.
+        rates = [r.rate for r in runs]
+        assert advised.rate < min(rates) if knee < 1 else advised.rate <= max(rates)
+
+
+def test_a_miss_at_the_advised_rate_lowers_it() -> None:
+    runs = searched(Plant(knee=50.0, width=0.0, seed=0), start=50.0)
+    found = measured(runs)
+    assert found is not None
+    unlucky = msgspec.structs.replace(runs[-1], rate=found.rate, kept=False)
+    again = measured([*runs, unlucky])
+    assert again is not None
+    assert 0.9 * found.rate < again.rate < 0.97 * found.rate
 
 
 def test_the_configuration_is_one_that_serve_takes(tmp_path: Path) -> None:
@@ -357,7 +459,9 @@ def test_when_nothing_fits_it_says_so_and_writes_no_configuration(
     recorded, out = tmp_path / "curve.json", tmp_path / "weft.yaml"
     curves.save(curve(), recorded)
     assert main(["advise", "--curves", str(recorded), "--slo", "itl:p99:1ms", "--out", str(out)]) == 1
-    assert "No bound fits" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "No bound fits" in told
+    assert "The bound keeps" not in told
     assert not out.exists()
 
 
@@ -370,7 +474,9 @@ def test_when_nothing_fits_it_says_so_and_writes_no_configuration(
         (["--out", "x", "--max-num-seqs", "auto", "--slo", "itl:p99:5ms"], "a number, not auto"),
         (["--out", "x", "--curves", "/nowhere/c.json"], "cannot read"),
         (["--out", "x", "--budget-seconds", "0"], "more than 0"),
-        (["--out", "x", "--workload", "many"], "--workload 'many' is neither"),
+        (["--out", "x", "--workload", "many"], "--workload many: give prompt and output tokens as P:D"),
+        (["--out", "x", "--workload", "many:few"], "--workload 'many:few:1' is neither"),
+        (["--out", "/nowhere/x"], "cannot write /nowhere/x: there is no folder /nowhere"),
     ],
 )
 def test_bad_input_is_one_line(line: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -383,6 +489,7 @@ def test_bad_input_is_one_line(line: list[str], message: str, capsys: pytest.Cap
 def test_the_demo_model_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     points, out = tmp_path / "points.json", tmp_path / "weft.yaml"
     line = ["advise", "--device", "cpu", "--workload", "6:8", "--max-num-seqs", "4", "--page-size", "8"]
+    line += ["--rate-seconds", "0.05"]
     line += ["--num-pages", "64", "--point-seconds", "0.02", "--points", str(points), "--out", str(out)]
     assert main([*line, "--slo", "itl:p99:60s"]) == 0
     found = curves.load(points)
@@ -400,3 +507,26 @@ def test_the_demo_model_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[s
     line[line.index("6:8")] = "5:8"
     assert main(line) == 2
     assert "was measured with workload '6:8'" in capsys.readouterr().err
+
+
+def test_a_lower_bound_keeps_requests_of_all_ages() -> None:
+    assert spread(range(8), 4) == [0, 2, 4, 6]
+    assert spread(range(5), 3) == [0, 1, 3]
+    assert spread(range(3), 8) == [0, 1, 2]
+
+
+@pytest.mark.nightly
+def test_engines_that_were_started_once_are_measured_in_any_number_at_any_bound() -> None:
+    config = EngineConfig(device="cpu", page_size=8, cpu_threads=2)
+    with SideBySide(config, most=2, bound=4, pages=64, lengths=[(6, 8)], seconds=0.05) as engines:
+        found = [engines.measure(number, bound) for number, bound in ((1, 4), (2, 2), (2, 4), (1, 2))]
+    assert [(p.replicas, p.bound) for p in found] == [(1, 4), (2, 2), (2, 4), (1, 2)]
+    for p in found:
+        assert 0 < p.batch <= p.replicas * p.bound + 1e-9
+        assert p.output_per_s > 0
+
+
+@pytest.mark.nightly
+def test_one_of_several_engines_that_cannot_start_is_one_line() -> None:
+    with pytest.raises(WeftError, match="an engine of several ended with status 1; its reason is above"):
+        SideBySide(EngineConfig(model="/nowhere", device="cpu"), 2, 4, 64, [(6, 8)], 0.05)

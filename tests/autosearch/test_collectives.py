@@ -31,6 +31,7 @@ from weft.engine.model.directory import read_spec
 from weft.engine.model.operations import Resource, Role
 from weft.engine.model.parts import Placement
 from weft.engine.model.spec import Shard
+from weft.engine.plans.choose import COLLECTIVES
 from weft.engine.plans.plan import NanoOperation, Period, Plan, load_plan, model_key, serial_period
 from weft.server.daemon import cli
 
@@ -201,6 +202,23 @@ def test_a_profile_has_collectives_alone_beside_products_and_beside_attention() 
     assert found.modelled == ()
 
 
+def test_on_gpus_the_profile_has_what_an_engine_runs_and_so_has_the_plan() -> None:
+    spec = LLAMA_70B.shard(0, 2)
+    profiler = Profiler(SyntheticBench(spec), spec, LOAD, Grid.coarse(LOAD, 132), lambda *_: None, None, COLLECTIVES)
+    found = profiler.run(target_for(spec), 1000.0)
+    assert {n for n, o in every_operation(spec).items() if o.role is Role.NETWORK} > {"o_reduce", "down_reduce"}
+    assert set(found.features) == {o.name for o in spec.layer_operations()}
+    assert {p.guest for p in found.pairs} == {"decode", "down_reduce"}
+    # the largest product beside attention and beside a sum, before more of what is measured alone
+    texts = [text for text, _ in profiler.tasks()]
+    beside = [text for text in texts if text.startswith("gate_up beside")]
+    assert {text.split()[2] for text in beside[:8]} == {"decode", "down_reduce"}
+    alone = max(i for i, text in enumerate(texts) if text == "down alone")
+    assert max(texts.index(text) for text in beside[:8]) < alone
+    variants = alternatives.compare(spec, found, LOAD, {}, lambda *_: None, 1.0, lambda: False)
+    assert [v.spec.sums for v in variants] == [()]
+
+
 def test_a_product_is_modelled_to_take_half_as_long_again_beside_a_collective() -> None:
     found = modelled_profile(FOUR, LOAD, accelerator("h200"))
     kinds = {n: o.resource for n, o in every_operation(FOUR).items()}
@@ -261,7 +279,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(search, "DENSE_STEPS", 1)
     monkeypatch.setattr(search, "LOADS", search.LOADS[:1])
     monkeypatch.setattr(search, "decode_batches", lambda *_: [])
-    monkeypatch.setattr(search, "has_gpu", lambda: False)
+    monkeypatch.setattr(search, "num_gpus", lambda: 1)
     monkeypatch.setattr(profile, "SHIPPED", tmp_path / "none")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")
@@ -343,7 +361,7 @@ def test_the_modelled_accelerator_meets_what_was_measured_on_four_cards() -> Non
         (["--gpu", "tpu"], "unknown accelerator 'tpu'"),
         (["--gpu", "gaudi2"], "--gpu gaudi2: its multiprocessors are not known"),
         (["--gpu", "h200", "--profile", "x.json"], "leave out --profile"),
-        (["--tensor-parallel-size", "2", "--full-profile"], "leave out --tensor-parallel-size"),
+        (["--tensor-parallel-size", "2", "--full-profile"], "--full-profile measures on 2 GPUs, and there are 1 here"),
         (["--model", "demo"], "not allowed with"),
         (["--tensor-parallel-size", "2", "--gpu", "a100-40gb"], "--tensor-parallel-size"),
     ],

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,10 +22,11 @@ from synthetic import LLAMA_8B, TYPICAL, SyntheticBench, spec_of, target_for
 from weft.autosearch import gantt, profile, search, show, stages
 from weft.autosearch.bench_protocol import Load, Timing
 from weft.autosearch.profile import Profile
-from weft.autosearch.profiler import Grid, Profiler
+from weft.autosearch.profiler import Grid, Profiler, configs_of
 from weft.autosearch.refine import without_overlap
 from weft.autosearch.report import report
 from weft.engine.errors import ConfigError
+from weft.engine.model.parts import Quantization
 from weft.engine.plans.plan import Period, Plan, load_plan, serial_period
 from weft.server.daemon import cli
 
@@ -50,7 +52,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(search, "DENSE_STEPS", 2)
     monkeypatch.setattr(stages, "EFFORT", 0.2)
     monkeypatch.setattr(search, "LOADS", search.LOADS[:1])
-    monkeypatch.setattr(search, "has_gpu", lambda: False)
+    monkeypatch.setattr(search, "num_gpus", lambda: 0)
     monkeypatch.setattr(profile, "SHIPPED", tmp_path / "none")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
@@ -461,7 +463,7 @@ def test_a_full_profile_has_every_step_is_kept_and_found_again(
         def close(self) -> None: ...
 
     target = target_for(LLAMA_8B)
-    monkeypatch.setattr(search, "has_gpu", lambda: True)
+    monkeypatch.setattr(search, "num_gpus", lambda: 1)
     monkeypatch.setattr(search, "open_gpu", lambda *_, **__: (Gpu(LLAMA_8B), target))
     arguments = ["--model", str(model), "--out", str(tmp_path / "p.json"), "--budget-seconds", "1"]
     assert cli.main(["search", *arguments, "--full-profile"]) == 0
@@ -497,6 +499,23 @@ def test_a_model_with_experts_is_refused_in_one_line(
     error = capsys.readouterr().err.strip()
     assert "has experts, which weft search cannot measure yet" in error
     assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("asked", [("--predict-only",), ("--gpu", "h200"), ("--tensor-parallel-size", "2")])
+def test_products_in_fp8_are_not_modelled(
+    model: Path, tmp_path: Path, asked: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ("--quantization", "fp8", "--out", str(tmp_path / "p.json"))
+    assert cli.main(["search", "--model", str(model), *out, *asked]) != 0
+    error = capsys.readouterr().err.strip()
+    assert "products in FP8 are measured on one GPU" in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_search_tries_the_tiles_of_the_models_number_format() -> None:
+    eight = configs_of(replace(LLAMA_8B, quantization=Quantization("fp8")))
+    assert all(config.special and config.depth == 128 for config in eight)
+    assert not set(eight) & set(configs_of(LLAMA_8B))
 
 
 def test_a_model_that_leaves_no_room_for_a_request_is_refused_in_one_line(

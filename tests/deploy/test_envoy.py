@@ -69,13 +69,13 @@ async def envoy(tmp_path: Path, *ports: int) -> AsyncIterator[Envoy]:
     where = tmp_path / "admin"
     words = ["-c", str(tmp_path / "envoy.yaml"), "--concurrency", "1", "--admin-address-path", str(where), "-l", "warn"]
     log = (tmp_path / "log").open("wb")
-    process = subprocess.Popen([program, *words, "--use-dynamic-base-id"], stdout=log, stderr=log)
+    process = subprocess.Popen([program, *words, "--disable-hot-restart"], stdout=log, stderr=log)
     try:
         async with asyncio.timeout(240):
             while not where.exists() or not where.read_text():
                 assert process.poll() is None, (tmp_path / "log").read_text()
                 await asyncio.sleep(0.05)
-        async with httpx.AsyncClient(base_url=f"http://{where.read_text()}") as admin:
+        async with httpx.AsyncClient(base_url=f"http://{where.read_text()}", timeout=240) as admin:
             listeners = (await admin.get("/listeners?format=json")).json()["listener_statuses"]
             port = listeners[0]["local_address"]["socket_address"]["port_value"]
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=240) as http:

@@ -57,11 +57,16 @@ FORMATS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "fp8, static": ("tensor", True, {"quant_method": "fp8", "activation_scheme": "static"}),
 }
 """what has a scale, whether activations are static, the config"""
-_MATRIX = re.compile(r"layers\.\d+\..*(_proj|w[123]|fc[12]|query_key_value|gate_up_proj)\.weight$")
+_MATRIX = re.compile(
+    r"layers\.\d+\..*(_proj|w[123]|fc[12]|query_key_value|gate_up_proj|input_linear|output_linear)\.weight$"
+)
 
 
 def quantized(weight: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """e4m3 values, the scale as files have it, and what both stand for."""
+    """e4m3 values, the scale as files have it, and what both stand for; of all experts in one tensor one by one."""
+    if weight.ndim == 3:
+        values, scales, meant = zip(*(quantized(each, kind) for each in weight), strict=True)
+        return torch.stack(values), torch.stack(scales), torch.stack(meant)
     if kind == "tensor":
         scale = weight.abs().max() / 448
         by_element = scale.expand(weight.shape)

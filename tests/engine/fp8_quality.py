@@ -1,4 +1,5 @@
-"""Measures the demo model's skills in the engine: `python tests/engine/fp8_quality.py [N]` prints a row for each.
+"""Measures the demo model's skills in the engine: `python tests/engine/fp8_quality.py [N]` prints a row for each,
+`best` how often its best token is that of bfloat16 weights.
 
 Columns: bfloat16 weights, FP8 weights, FP8 weights and KV, FP8 KV alone; all computed in float32, on the held-out
 questions of `weft demo evaluate`. An answer is right when each of its tokens is the first choice where it stands.
@@ -45,7 +46,45 @@ def accuracy(harness: Harness, task: Task, limit: int) -> float:
     return right / len(examples)
 
 
+def best_tokens(harness: Harness, questions: int) -> list[tuple[list[int], list[float], int]]:
+    """For so many questions of each skill: the best token behind each one, how far it is ahead, and of how many of
+    the last positions it is the answer's.
+    """
+    tokenizer = Tokenizer.from_file(str(MODEL_PATH / "tokenizer.json"))
+    asked: list[tuple[int, int]] = []
+    for task in (task for task in TASKS if task.skill not in ("recall", "story")):
+        for example in task.examples(questions):
+            prompt = prompt_ids(tokenizer, example)
+            answer = tokenizer.encode(example.answer, add_special_tokens=False).ids + [END_ID] * example.ends
+            asked.append((harness.add(np.array(prompt + answer), max_tokens=0, prompt_logprobs=2), len(answer)))
+    harness.run()
+    found = []
+    for handle, answer_tokens in asked:
+        entries = harness.prompt_logprobs[handle]  # each token's own, then the two best
+        ahead = [float(e.values[1] - e.values[2]) for e in entries]
+        found.append(([int(e.ids[1]) for e in entries], ahead, answer_tokens))
+    return found
+
+
+def compare_best(questions: int = 4) -> None:
+    exact = best_tokens(served(), questions)
+    for name, options in list(FORMATS.items())[1:]:
+        every = same = answers = kept = 0
+        apart: list[float] = []
+        for (want, ahead, n), (got, _, _) in zip(exact, best_tokens(served(**options), questions), strict=True):
+            alike = np.array(want) == np.array(got)
+            every, same, answers, kept = every + len(alike), same + alike.sum(), answers + n, kept + alike[-n:].sum()
+            apart += [a for a, equal in zip(ahead, alike, strict=True) if not equal]
+        print(
+            f"{name}: {same / every:.2%} of {every}; of answers {kept} of {answers}; where they differ the best is "
+            f"ahead by {np.median(apart):.2f}, at most {max(apart):.2f}"
+        )
+
+
 def main() -> None:
+    if sys.argv[1:] == ["best"]:
+        compare_best()
+        return
     limit = int(sys.argv[1]) if len(sys.argv) > 1 else 200
     engines = {name: served(**options) for name, options in FORMATS.items()}
     print(f"| {'skill':42} | {' | '.join(f'{name:>10}' for name in engines)} |", flush=True)

@@ -13,11 +13,14 @@ from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, OutOfMemory
 from weft.engine.model.directory import read_spec
 from weft.engine.model.parts import Quantization
+from weft.engine.model.spec import ModelSpec
 from weft.engine.model.sums import Way
 from weft.engine.plans import choose
 from weft.engine.plans.choose import choose_plan
 from weft.engine.plans.plan import Period, Plan, Target, model_key, serial_period
+from weft.engine.runner import resolve as resolving
 from weft.engine.runner.resolve import resolve
+from weft.kernels.fp8 import E4M3
 from weft.kernels.gpu import KNOWN, compiling_for
 
 SPEC = read_spec(EngineConfig().model_path)
@@ -67,21 +70,39 @@ def test_a_plan_without_pipelines_and_no_plan_mean_the_serial_plan(tmp_path: Pat
     assert choose_plan("auto", SPEC, HERE, None) is None
 
 
-@pytest.mark.parametrize("sums", [{}, {"o_reduce": "scatter_gather"}])
-def test_a_plan_with_collectives_that_no_executor_runs_is_refused_with_a_line(
-    sums: dict[str, Way], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _of_two_ranks(sums: dict[str, Way]) -> tuple[ModelSpec, Plan]:
     half = SPEC.shard(0, 2)
     here = msgspec.structs.replace(HERE, model=model_key(half))
     plan = Plan(here, "1024:512", (), sums=sums)
-    plan = msgspec.structs.replace(plan, periods=(serial_period(plan.spec_of(half), 1792, 132),))
+    return half, msgspec.structs.replace(plan, periods=(serial_period(plan.spec_of(half), 1792, 132),))
+
+
+def test_a_plan_with_collectives_that_no_executor_runs_is_refused_with_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half, plan = _of_two_ranks({"o_reduce": "scatter_gather"})
     plan.save(tmp_path / "plan.json")
-    assert choose_plan(str(tmp_path / "plan.json"), half, here, None) is None
+    assert choose_plan(str(tmp_path / "plan.json"), half, plan.target, None) is None
     (line,) = (r.getMessage() for r in caplog.records if "is not used" in r.getMessage())
-    first = "o_scatter (reduce_scatter), o_gather (all_gather)" if sums else "o_reduce (all_reduce)"
-    assert f"pipelines cannot run {first}, down_reduce (all_reduce) yet; the serial plan runs" in line
+    assert "pipelines cannot run o_scatter (reduce_scatter), o_gather (all_gather) yet; the serial plan runs" in line
     monkeypatch.setattr(choose, "COLLECTIVES", {"all_reduce", "reduce_scatter", "all_gather"})
-    assert choose_plan(str(tmp_path / "plan.json"), half, here, None) == plan
+    assert choose_plan(str(tmp_path / "plan.json"), half, plan.target, None) == plan
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_rank_on_a_gpu_takes_a_plan_and_waits_for_all_its_pipelines(
+    wait: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half, plan = _of_two_ranks({})
+    monkeypatch.setattr(resolving, "target_of", lambda *_: plan.target)
+    plan.save(tmp_path / "plan.json")
+    config = EngineConfig(
+        device="cuda", plan=str(tmp_path / "plan.json"), tensor_parallel_size=2, wait_for_plan=wait,
+    )  # fmt: skip
+    with compiling_for(KNOWN["h200"]):
+        found = resolve(config, half)
+    assert found.plan == plan
+    assert found.wait_for_plan
 
 
 def test_an_impossible_pipeline_is_an_error(tmp_path: Path) -> None:
@@ -108,10 +129,27 @@ def test_a_context_whose_tables_do_not_fit_is_one_line() -> None:
     assert resolve(config.model_copy(update={"max_model_len": 512}), spec).max_model_len == 512
 
 
-def test_a_plan_for_16_bits_is_not_for_the_same_model_in_fp8() -> None:
+def test_a_plan_for_16_bits_is_not_for_the_same_model_in_fp8_nor_for_pages_in_fp8() -> None:
     device = torch.device("meta")
     with compiling_for(KNOWN["h200"]):
         plain = choose.target_of(SPEC, device, torch.bfloat16)
         eight = choose.target_of(replace(SPEC, quantization=Quantization("fp8")), device, torch.bfloat16)
+        pages = choose.target_of(SPEC, device, torch.bfloat16, E4M3)
     assert plain.dtype == "bfloat16"
-    assert eight != plain
+    assert len({plain, eight, pages}) == 3
+    assert plain.kernels != eight.kernels == pages.kernels  # other code of FP8 kernels makes other plans of these alone
+
+
+def test_attention_in_one_launch_is_refused_where_it_cannot_be() -> None:
+    config = EngineConfig(model_preset="opt-1.3b", load_format="dummy", pod="auto", plan="serial")
+    spec = read_spec(config.model_path)
+    with pytest.raises(ConfigError, match="--pod auto needs a Hopper GPU"):
+        resolve(EngineConfig(device="cpu", pod="auto"), SPEC)
+    pytest.importorskip("triton")
+    on_a_gpu = config.model_copy(update={"kv_cache_gib": 1.0, "dtype": "bfloat16"})
+    with compiling_for(KNOWN["h200"]):
+        assert resolve(on_a_gpu, spec).pod == "auto"
+        with pytest.raises(ConfigError, match="--batch-invariant"):
+            resolve(on_a_gpu.model_copy(update={"batch_invariant": True}), spec)
+    with compiling_for(KNOWN["a100"]), pytest.raises(ConfigError, match="Hopper"):
+        resolve(on_a_gpu, spec)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -108,7 +109,9 @@ def test_a_job_that_cannot_work_lets_the_engine_go_on(config: EngineConfig, monk
 def test_a_compiler_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_job, "PATIENCE_SECONDS", 0.3)
     words = ("sh", "-c", "sleep 250 & echo 1 2; wait")
-    job = CompileJob(subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True))
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert select.select([process.stdout], [], [], 240)[0]  # it has begun before its time begins
+    job = CompileJob(process)
     told: list[tuple[str, int, int]] = []
     job.wait(lambda *report: told.append(report))
     job.stop()
@@ -126,7 +129,7 @@ def echoing(**options: bool) -> tuple[CompileJob, Callable[[str], None], Callabl
 
 def heard(job: CompileJob, pipeline: int) -> str | None:
     """Its outcome, once the process has got so far."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 240
     while (outcome := job.outcome(pipeline)) is None and time.monotonic() < end:
         time.sleep(0.01)
     return outcome
@@ -201,8 +204,8 @@ def test_compilers_end_with_the_engine_that_asked_for_them() -> None:
         compiler = int(process.stdout.readline().split()[0])
         assert not has_ended(compiler)
         process.stdout.close()  # as an engine that is killed does
-        assert process.wait(60) == -signal.SIGKILL
-    end = time.monotonic() + 60
+        assert process.wait(240) == -signal.SIGKILL
+    end = time.monotonic() + 240
     while not has_ended(compiler):
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -318,3 +321,38 @@ def test_the_kernels_of_a_model_are_known_without_its_weights_and_gpu(
     assert {"_embed_kernel", "product_kernel", "decode_kernel", "prefill_kernel", "_sample_kernel"} <= set(planned)
     assert planned["product_kernel"] > serial["product_kernel"] > 4
     assert planned["decode_kernel"] > serial["decode_kernel"] == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a process with a GPU has Triton's driver for it")
+def test_the_kernels_of_weights_and_pages_in_fp8_are_known_too(
+    config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    from triton.runtime.driver import driver
+
+    from weft.engine.runner.kernel_set import kernel_set
+    from weft.kernels.gpu import KNOWN
+
+    def modules(layers: int = 3, **options: object) -> Counter[str]:
+        monkeypatch.setattr(driver, "_active", None)
+        if not (tmp_path / str(layers)).exists():
+            llama(tmp_path / str(layers), num_hidden_layers=layers)
+        known = config.model_copy(update={"model": str(tmp_path / str(layers)), "tuning_seconds": 0.0} | options)
+        names = (kernel.function.fn.__module__.rpartition(".")[2] for kernel in kernel_set(known, KNOWN["h200"]))
+        return Counter("fp8_decode" if name.startswith("fp8_decode") else name for name in names)
+
+    both, weights, pages = (
+        modules(**options)
+        for options in ({"quantization": "fp8", "kv_cache_dtype": "fp8"}, {"quantization": "fp8"},
+                        {"kv_cache_dtype": "fp8", "plan": "serial"})
+    )  # fmt: skip
+    products = {"fp8_hopper", "fp8_triton", "fp8_rows"}
+    assert products <= set(both) & set(weights)
+    assert both == modules(2, quantization="fp8", kv_cache_dtype="fp8"), "nothing of the first or the last layer lacks"
+    assert not products & set(pages)
+    assert {"fp8_decode", "fp8_attention"} <= set(both) & set(pages)
+    assert both["fp8_decode"] == 1
+    assert not {"fp8_decode", "fp8_attention"} & set(weights)
+    assert "decode_hopper" not in set(both) | set(pages)
+    assert both["fp8_unpack"] == both["prefill_hopper"] == 1
+    assert pages["heads"] == 1  # the way into pages in FP8 of products in 16 bits

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import random
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from harness import GREEDY, Harness
 
+from weft.engine.config import Share
 from weft.engine.engine import Engine
 from weft.engine.model.directory import read_spec
 from weft.engine.runner.batch import Batch
-from weft.engine.runner.energy_meter import EnergyMeter, RaplCounter, Reading
+from weft.engine.runner.energy_meter import EnergyMeter, RaplCounter, Reading, energy_counter
 from weft.engine.runner.work import Work
 from weft.engine.scheduling.energy_ledger import EnergyLedger
 from weft.engine.scheduling.slots import SlotTable
@@ -41,6 +46,20 @@ def test_packages_are_added_up_and_a_counter_may_begin_again(tmp_path: Path) -> 
     assert counter.joules() == pytest.approx(0.15 + 0.5)
 
 
+def test_the_gpus_of_all_ranks_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = {"GPU-a": 1000, "GPU-b": 20_000, "GPU-c": 300_000}
+    nvml = SimpleNamespace(
+        NVMLError=RuntimeError, nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=lambda name: name,
+        nvmlDeviceGetTotalEnergyConsumption=lambda name: drawn[name],
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(uuid="abc"[d.index]))
+    first = torch.device("cuda", 0)
+    assert energy_counter(first).joules() == 1.0
+    assert energy_counter(first, 2).joules() == 21.0
+    assert energy_counter(torch.device("cuda", 1), 2).joules() == 320.0
+
+
 def test_a_machine_without_a_counter_says_so(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="lists no CPU package"):
         RaplCounter(tmp_path)
@@ -59,7 +78,7 @@ class Failing:
 
 def test_a_counter_that_fails_later_ends_the_meter_and_keeps_what_it_read(capsys: pytest.CaptureFixture[str]) -> None:
     meter = EnergyMeter(Failing(), period=0.001)
-    meter._thread.join(10)
+    meter._thread.join(240)
     assert (meter.why, meter.latest.joules) == ("the driver has gone", 10.0)
     assert capsys.readouterr().err == "weft: joules are not counted any more: the driver has gone\n"
     meter.close()
@@ -162,6 +181,28 @@ def test_a_pause_between_two_readings_is_at_rest_by_the_power_seen_then(work: Wo
     assert ledger.drawn_at_work == pytest.approx(690 * 10, rel=0.02)
 
 
+def test_what_others_draw_while_an_engine_has_left_its_device_is_not_its_own(work: Work) -> None:
+    plant = Plant()
+    ledgers = [ledger_on(plant, work), ledger_on(plant, work)]
+    ledgers[1].leave()
+    for turn in range(6):
+        here, away = ledgers[turn % 2], ledgers[1 - turn % 2]
+        here.working(plant.now, True)
+        for _ in range(100):
+            plant.passes(0.05, True)
+            here.charge(batch([0], [1], [10]), 0.05)
+            away.settle()
+        here.working(plant.now, False)
+        plant.passes(1, False)
+        here.leave()
+        away.come_back()
+    stats = [ledger.stats() for ledger in ledgers]
+    assert sum(s.joules for s in stats) == pytest.approx(plant.total)
+    assert [s.joules for s in stats] == [pytest.approx(plant.total / 2)] * 2
+    for s in stats:
+        assert s.charged + s.at_rest == pytest.approx(s.joules, rel=0.05)
+
+
 def test_work_divides_by_tokens_and_context(work: Work) -> None:
     shares = work.shares(batch([0, 1, 2, 3], [1, 1, 1, 40], [10, 10, 100, 40]))
     assert shares.sum() == pytest.approx(1)
@@ -174,23 +215,27 @@ def test_work_behind_a_window_costs_nothing(tiny_model: Callable[[str], Path]) -
     assert shares[0] == pytest.approx(shares[1])
 
 
-class Steady:
-    """A counter of so many joules a reading."""
+class Prompt:
+    """A meter whose last reading is always new, whatever its thread would have got of the processor."""
 
-    source = "test"
+    source, why = "test", ""
 
     def __init__(self) -> None:
         self.total = 0.0
 
-    def joules(self) -> float:
+    @property
+    def latest(self) -> Reading:
         self.total += 1.0
-        return self.total
+        return Reading(time.monotonic(), self.total)
+
+    def close(self) -> None:
+        pass
 
 
 @pytest.fixture
 def metered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.engine.engine.energy_counter", lambda _device: Steady())
-    monkeypatch.setattr("weft.engine.engine.EnergyMeter", lambda counter: EnergyMeter(counter, period=0.001))
+    monkeypatch.setattr("weft.engine.engine.energy_counter", lambda *_: None)
+    monkeypatch.setattr("weft.engine.engine.EnergyMeter", lambda _: Prompt())
 
 
 @pytest.mark.usefixtures("metered")
@@ -232,10 +277,21 @@ def test_an_engine_at_rest_tells_what_is_drawn_once_a_second(
     engine.close()
 
 
+@pytest.mark.usefixtures("metered")
+@pytest.mark.parametrize("share", [Share(sharers=2), Share(models=3, awake=2)])
+def test_engines_that_may_work_at_once_on_a_device_do_not_count(
+    tiny_model: Callable[[str], Path], share: Share
+) -> None:
+    engine = Harness(tiny_model("llama2"), share=share).engine
+    assert engine.stats().energy is None
+    assert engine.describe().energy_missing.startswith("several engines work on this device")
+    engine.close()
+
+
 def test_an_engine_without_a_counter_says_why_and_charges_nobody(
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def none(_device: object) -> None:
+    def none(*_: object) -> None:
         raise OSError("no counter in this test")
 
     monkeypatch.setattr("weft.engine.engine.energy_counter", none)

@@ -163,7 +163,7 @@ def test_mxfp4_experts_are_unpacked_when_they_load(tmp_path: Path) -> None:
     config = {**model.config.to_dict(), "architectures": ["GptOssForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
     _agrees(tmp_path, model)
-    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "awq"}}))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "aqlm"}}))
     with pytest.raises(ModelError, match="quantized"):
         read_spec(tmp_path)
 

@@ -92,7 +92,8 @@ def test_pages_hold_keys_and_values_over_the_scales_of_the_checkpoint(
 
 
 def test_scales_that_are_wrong_are_named(tmp_path: Path) -> None:
-    for number, (scale, words) in enumerate([(torch.ones(3), "shape"), (torch.tensor(0.0), "not above zero")]):
+    wrong = [(torch.ones(3), "shape"), *((torch.tensor(x), "not above zero") for x in (0.0, 1e-42, float("nan")))]
+    for number, (scale, words) in enumerate(wrong):
         path = with_scales(tmp_path / str(number), {"model.layers.2.self_attn.v_scale": scale})
         with pytest.raises(ModelError, match=rf"layers\.2\.self_attn\.v_scale.*{words}"):
             Engine(EngineConfig(model=str(path), **FP8))
@@ -159,5 +160,9 @@ def test_what_cannot_have_it_refuses_in_one_line() -> None:
     broad = BroadSpec(**{field.name: getattr(spec, field.name) for field in fields(spec)})
     with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8 needs weft's own layers"):
         resolve(EngineConfig(kv_cache_dtype="fp8", device="cpu"), broad)
-    with compiling_for(KNOWN["h200"]), pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8: a GPU"):
+    with compiling_for(KNOWN["a100"]), pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8: .*A100.* no FP8"):
         resolve(EngineConfig(kv_cache_dtype="fp8"), spec)
+    with compiling_for(KNOWN["h200"]):
+        assert resolve(EngineConfig(kv_cache_dtype="fp8"), spec).kv.dtype == fp8.E4M3
+        with pytest.raises(ConfigError, match="pages of the queries' dtype"):
+            resolve(EngineConfig(kv_cache_dtype="fp8", attention_backend="flash-attn"), spec)

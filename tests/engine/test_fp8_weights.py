@@ -26,6 +26,7 @@ from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.memory.model_id import model_id
 from weft.engine.model.directory import read_spec
 from weft.engine.model.implementation import choose_spec
+from weft.engine.model.quantization import read_quantization
 from weft.engine.model.weights import load_weights
 from weft.engine.runner.resolve import resolve
 from weft.kernels import fp8, fp8_matrix
@@ -206,6 +207,8 @@ def test_what_lacks_and_what_is_wrong_is_named(wide: Path, tmp_path: Path) -> No
     assert f"{name}.input_scale" in refusal(input_scale=None)
     assert f"{name}.weight_scale has shape (3,)" in refusal(weight_scale=torch.ones(3))
     assert "not above zero" in refusal(weight_scale=torch.tensor(0.0))
+    assert "not above zero" in refusal(input_scale=torch.tensor(1e-42))  # its inverse is infinite
+    assert "not finite" in refusal(weight_scale=torch.tensor(float("inf")))
     assert f"{name}.weight_scale" in refusal(weight_scale=torch.tensor(float("nan")))
     assert "is bfloat16, but the checkpoint has a scale" in refusal(weight=torch.zeros(160, 144, dtype=torch.bfloat16))
     spoilt = tensors[f"{name}.weight"].clone()
@@ -234,7 +237,11 @@ def test_modelopt_may_say_it_in_a_file_of_its_own(wide: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ([1], "is no object"),
+        ("fp8", "is no object"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": [1]}}, "none that are objects"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": [1]}}, "no objects"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"\[64, 64\]"),
         ({"quant_method": "fp8", "activation_scheme": "magic"}, "magic"),
@@ -262,6 +269,20 @@ def test_pages_of_quantised_weights_are_others() -> None:
 def test_transformers_code_refuses_the_option(tiny_model: Made) -> None:
     with pytest.raises(ModelError, match=r"--quantization fp8 needs weft's own layers"):
         Engine(EngineConfig(model=str(tiny_model("llama2")), model_impl="transformers", quantization="fp8"))
+
+
+@pytest.mark.parametrize(
+    ("form", "refused"),
+    [("compressed-tensors, tensor, static", None), ("modelopt", None), ("compressed-tensors, weights alone", "alone")],
+)
+def test_which_activations_a_gpu_serves(form: str, refused: str | None) -> None:
+    """Static scales are left aside there: `cuda_fp8`."""
+    pytest.importorskip("triton")
+    from weft.engine.runner.cuda_fp8 import lacking
+
+    made = read_quantization(FORMATS[form][2])
+    said = lacking(replace(read_spec(MODEL_PATH), quantization=made), invariant=False, experts=False)
+    assert said is None if refused is None else said is not None and refused in said
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ def test_a_turn_that_comes_before_its_pages_waits_for_the_same_copies() -> None:
     assert len(engine.copies.under_way) == 1
     engine.run()
     assert request.cached_tokens == 6
-    assert engine.tiers.stats()["host"].bytes_out == 3 * engine.copies.page_bytes
+    assert engine.tiers.stats()["host"].bytes_out == 3 * engine.copies.sizes.page
 
 
 def test_what_nobody_knows_fetches_nothing() -> None:

@@ -124,6 +124,8 @@ def test_lost_messages_are_sent_again(publisher: KvPublisher) -> None:
     source = IndexEvents(traffic.index, publisher, 4)
     luck = random.Random(2)
     subscriber = Subscriber(publisher.address, publisher.replay_address, loses=lambda: luck.random() < 0.2)
+    traffic.step()
+    follow(subscriber, traffic.index, source)  # it hears what is sent from now on
     for _ in range(200):
         traffic.step()
         source.flush()

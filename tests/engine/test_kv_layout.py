@@ -53,7 +53,7 @@ def test_host_slots_and_extents_hold_a_page() -> None:
     kv = LAYOUT.view(torch.zeros(3 * LAYOUT.page_bytes, dtype=torch.uint8))
     copies = CpuCopyEngine(kv, 2)
     try:
-        assert copies.page_bytes == LAYOUT.page_bytes
+        assert copies.sizes.page == LAYOUT.page_bytes
     finally:
         copies.close()
     geometry = Geometry.fitting(LAYOUT.page_size, LAYOUT.page_bytes, b"x" * 16, 1 << 20)

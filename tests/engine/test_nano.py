@@ -41,7 +41,7 @@ def test_every_token_has_one_place_and_every_query_is_attended_once(batch: Batch
     ranges = list(itertools.pairwise(edges))
     if any(a >= b for a, b in ranges):
         return
-    order, places, nano_batches = assign(batch, ranges)
+    order, places, nano_batches, _ = assign(batch, ranges)
     t = batch.num_tokens
     order = np.arange(t) if order is None else order
     places = np.arange(t) if places is None else places
@@ -72,11 +72,11 @@ def test_every_token_has_one_place_and_every_query_is_attended_once(batch: Batch
 def test_nano_batches_read_about_as_much_kv() -> None:
     rng = np.random.default_rng(0)
     kv = rng.lognormal(6, 1, 600).astype(int) + 1
-    _, _, nano_batches = assign(_batch(kv.tolist(), [(0, 1400)]), [(0, 1024), (1024, 2048)])
+    _, _, nano_batches, _ = assign(_batch(kv.tolist(), [(0, 1400)]), [(0, 1024), (1024, 2048)])
     work = [int(kv[n.decodes].sum()) for n in nano_batches]
     assert abs(work[0] - work[1]) < 0.03 * sum(work)
 
 
 def test_decodes_that_do_not_fit_a_short_last_range_go_to_the_others() -> None:
-    _, _, nano_batches = assign(_batch([10] * 1030, []), [(0, 640), (640, 1280)])
+    _, _, nano_batches, _ = assign(_batch([10] * 1030, []), [(0, 640), (640, 1280)])
     assert [len(n.decodes) for n in nano_batches] == [640, 390]

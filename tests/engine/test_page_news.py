@@ -71,6 +71,9 @@ def test_engines_that_share_a_machine_divide_its_memory(monkeypatch: pytest.Monk
         pages(4, kv_cache_gib=0.3)
     with pytest.raises(OutOfMemory, match="for each of 100 engines"):
         pages(100)
+    in_common = {"share": Share(sharers=3, weight_sharers=3)}
+    assert 3 * pages(3, **in_common) <= pages(1) < 3 * pages(3, **in_common) + 3
+    assert pages(100, share=Share(sharers=100, weight_sharers=100)) > 1
 
 
 def test_engines_on_one_gpu_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

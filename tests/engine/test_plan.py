@@ -100,6 +100,20 @@ def test_attention_is_cut_alike() -> None:
         msgspec.structs.replace(period, operations=(*operations, whole), waits=()).check(SPEC, 132)
 
 
+def test_collectives_on_two_lanes_are_refused() -> None:
+    half = SPEC.shard(0, 2)
+    period = serial_period(half, 512, 132)
+    period.check(half, 132)
+
+    def on_the_network(*names: str) -> Period:
+        moved = (msgspec.structs.replace(o, lane="network") if o.operation in names else o for o in period.operations)
+        return msgspec.structs.replace(period, operations=tuple(moved))
+
+    on_the_network("o_reduce", "down_reduce").check(half, 132)
+    with pytest.raises(ConfigError, match="all collectives on one lane, not on compute and network"):
+        on_the_network("o_reduce").check(half, 132)
+
+
 def test_too_many_beginnings_are_refused() -> None:
     operations = [
         NanoOperation(o.name, b, b + 128, 1) for o in SPEC.layer_operations() for b in range(0, 128 * 9, 128)

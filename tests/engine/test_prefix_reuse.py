@@ -55,7 +55,7 @@ class TieredEngine(ListEngine):
         entries = list(self.pool.index.entries())
         assert all(entry.page == NOWHERE and entry.host >= 0 for entry in entries)
         stats = self.tiers.stats()["host"]
-        assert (stats.bytes_in, stats.bytes_out) == (len(entries) * self.copies.page_bytes, 0)
+        assert (stats.bytes_in, stats.bytes_out) == (len(entries) * self.copies.sizes.page, 0)
         return entries
 
 
@@ -76,8 +76,8 @@ def test_a_request_runs_once_its_beginning_has_been_loaded() -> None:
     assert engine.launched[0].query_len.tolist() == [1]
     assert (engine.scheduler.slots.phase[request.slot], request.loading) == (Phase.DECODE, None)
     assert (request.hits, request.cached_tokens) == ((0, 6, 0), 6)
-    assert engine.tiers.speeds.bytes_per_second["host"] == 3 * engine.copies.page_bytes, "each copy takes a second"
-    assert engine.tiers.stats()["host"].bytes_out == 3 * engine.copies.page_bytes
+    assert engine.tiers.speeds.bytes_per_second["host"] == 3 * engine.copies.sizes.page, "each copy takes a second"
+    assert engine.tiers.stats()["host"].bytes_out == 3 * engine.copies.sizes.page
     assert engine.scheduler.prompt_tokens == before + len(PROMPT)
     engine.complete()
     engine.run()
@@ -343,21 +343,21 @@ def test_waiting_ends_with_the_copies_that_somebody_waits_for() -> None:
     (out,) = publish(engine, 1)
     waits: list[tuple[list[bool], float]] = []
     engine.copies.wait = lambda copies, seconds: waits.append(([c.to_host for c in copies], seconds))  # type: ignore
-    engine.tiers.wait(5.0)
+    engine.tiers.wait(0.5)
     assert waits == [], "nothing moves"
     engine.tiers.published(out)
     assert stored(engine)
-    engine.tiers.wait(5.0)
-    assert waits.pop() == ([True], 5.0)
+    engine.tiers.wait(0.5)
+    assert waits.pop() == ([True], 0.5)
     engine.settle()
     (other,) = publish(engine, 2)
     engine.tiers.load([out], engine.pool.allocate(1).tolist(), Loading(0, [out]))
-    engine.tiers.wait(5.0)
-    assert waits.pop() == ([False], 5.0)
+    engine.tiers.wait(0.5)
+    assert waits.pop() == ([False], 0.5)
     engine.tiers.published(other)
     assert len(stored(engine)) == 2
-    engine.tiers.wait(5.0)
-    assert waits.pop() == ([False], 5.0), "what comes back has a request waiting"
+    engine.tiers.wait(0.5)
+    assert waits.pop() == ([False], 0.5), "what comes back has a request waiting"
     engine.settle()
 
 

@@ -123,7 +123,6 @@ def test_what_cannot_be_written_is_refused_in_one_line(tiny_model: Made, sharded
     refused: list[tuple[Path, dict[str, Any], type[WeftError], str]] = [
         (sharded, {"target": made.path}, ConfigError, "is there already"),
         (made.path, {}, ModelError, "quantized already"),
-        (tiny_model("gpt-oss"), {}, ModelError, "experts lie in one tensor"),
         (tiny_model("gpt2"), {}, ModelError, "--quantization fp8 instead"),
         (sharded, {"keep": ("nothing_such",)}, ConfigError, "no module of the model fits"),
         (sharded, {"keep": ("(",)}, ConfigError, "no regular expression"),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,10 +22,12 @@ from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError, ModelError, RankLost
 from weft.engine.memory.ssd_store import StoreFile
-from weft.engine.ranks import batches, group
-from weft.engine.ranks.links import SLOT_BYTES, Descriptors, Links
+from weft.engine.ranks import batches, follower, group
+from weft.engine.ranks.leader import DONE, PENDING
+from weft.engine.ranks.links import OPERATIONS, SLOT_BYTES, Descriptors, Links
 from weft.engine.ranks.ring import Kind, RingReader, RingWriter
 from weft.engine.runner.batch import Batch, CountReset, PromptLogprobs, SamplingInputs
+from weft.engine.runner.cpu_runner import CpuRunner
 from weft.engine.wire import cores
 from weft.engine.wire.sampling import COLUMNS
 
@@ -272,3 +277,103 @@ def test_cores_are_shared_out_by_node() -> None:
     assert cores.shares({0, 1}, {}, 2) == []
     assert cores.threads(2, 2) == 1
     assert cores.threads(17, 4) == 4
+
+
+class SlowRunner(CpuRunner):
+    """Runs an iteration when it is let; its copies are noted."""
+
+    def __init__(self) -> None:  # nothing of a real one
+        self.may = threading.Semaphore(0)
+        self.begun: list[tuple[str, list[tuple[int, int]]]] = []
+
+    def run(self, _: Batch) -> Any:
+        self.may.acquire()
+
+    def copy_engine(self, _: int) -> Any:
+        copy = SimpleNamespace(done=lambda: True, failed=False, unkept=())
+
+        def begin(kind: str, pairs: list[tuple[int, int]]) -> Any:
+            self.begun.append((kind, pairs))
+            return copy
+
+        return SimpleNamespace(
+            host=None, rests=None, out=lambda pairs: begin("out", pairs), back=lambda pairs: begin("back", pairs)
+        )
+
+    def close(self) -> None:
+        pass
+
+
+class SlowGpuRunner:
+    """The same as on a GPU: what is launched comes to its end by itself."""
+
+    def __init__(self) -> None:
+        self.slow = SlowRunner()
+        self.may, self.begun, self.copy_engine, self.close = (
+            self.slow.may, self.slow.begun, self.slow.copy_engine, self.slow.close
+        )  # fmt: skip
+
+    def launch(self, _: Batch) -> Any:
+        ended: list[bool] = []
+
+        def ends_within(seconds: float) -> bool:
+            if not ended and self.may.acquire(timeout=seconds):
+                ended.append(True)
+            return bool(ended)
+
+        def wait() -> None:
+            while not ends_within(0.01):
+                pass
+
+        return SimpleNamespace(wait=wait, ends_within=ends_within)
+
+
+@pytest.mark.parametrize("kind_of_runner", [SlowRunner, SlowGpuRunner])
+def test_copies_wait_for_the_iterations_before_them_on_this_rank_too(
+    monkeypatch: pytest.MonkeyPatch, kind_of_runner: type[SlowRunner] | type[SlowGpuRunner]
+) -> None:
+    """Rank 0 may be done with an iteration whose last keys and values another rank has yet to write."""
+    orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    outcomes = np.zeros((2, OPERATIONS), np.int8)
+
+    def receive(seconds: float) -> Any:
+        try:
+            return orders.get(timeout=seconds)
+        except queue.Empty:
+            return None
+
+    monkeypatch.setattr(follower, "RingReader", lambda _: SimpleNamespace(receive=receive))
+    monkeypatch.setattr(follower, "batch_of", lambda arrays: arrays)
+    links: Any = SimpleNamespace(rank=1, outcomes=lambda: outcomes)
+    runner: Any = kind_of_runner()
+    one = follower.Follower(links, runner, SimpleNamespace(), None, 1)  # type: ignore[arg-type]
+    thread = threading.Thread(target=one.run, args=(lambda: None,), daemon=True)
+    thread.start()
+
+    def order(kind: Kind, *arrays: np.ndarray) -> None:
+        orders.put((kind, [np.asarray(a, np.int64).view(np.uint8).reshape(-1) for a in arrays]))
+
+    def until(condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 240
+        while not condition():
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+    order(Kind.POOL, np.array([4]))
+    order(Kind.OUT, np.array([0]), np.array([[1, 2]]))
+    until(lambda: bool(outcomes[1, 0] == DONE))  # nothing is computed: at once
+    order(Kind.BATCH)
+    order(Kind.OUT, np.array([1]), np.array([[3, 0]]))
+    order(Kind.BATCH)
+    order(Kind.BACK, np.array([2]), np.array([[5, 1]]))
+    until(lambda: len(one._held) == 2)
+    assert runner.begun == [("out", [(1, 2)])]
+    runner.may.release()
+    until(lambda: bool(outcomes[1, 1] == DONE))
+    assert runner.begun[1:] == [("out", [(3, 0)])]
+    assert outcomes[1, 2] == PENDING
+    runner.may.release()
+    until(lambda: bool(outcomes[1, 2] == DONE))
+    assert runner.begun[2:] == [("back", [(5, 1)])]
+    order(Kind.END)
+    thread.join()

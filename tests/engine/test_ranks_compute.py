@@ -12,6 +12,7 @@ from harness import Harness
 from threads import of_threads
 from tiny import FAMILIES
 
+from weft.engine.errors import ModelError
 from weft.engine.model.checkpoint import WHOLE, Checkpoint, Part
 from weft.engine.model.directory import read_spec
 from weft.engine.model.spec import ModelSpec
@@ -57,6 +58,22 @@ def test_tokens_are_those_of_one_rank(tiny_model: Callable[[str], Path], family:
                 values, want = ([v for e in found for v in e.values] for found in (mine[handle], entries))
                 # sums are cut into as many parts as there are ranks: the last bits differ
                 np.testing.assert_allclose(values, want, atol=1e-4)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", FAMILIES)
+def test_four_ranks_give_the_tokens_of_one_or_say_what_cannot_be_cut(
+    tiny_model: Callable[[str], Path], family: str
+) -> None:
+    """A vocabulary that four do not divide, and fewer KV heads than ranks."""
+    path = tiny_model(family)
+    spec = read_spec(path)
+    assert spec.vocab_size % 4
+    if spec.num_heads % 4 or (spec.num_kv_heads % 4 and 4 % spec.num_kv_heads):
+        with pytest.raises(ModelError, match="cannot be split over 4 ranks"):
+            spec.shard(3, 4)
+        return
+    assert served(path, 4).tokens == served(path, 1).tokens
 
 
 def test_batch_invariance_holds_on_ranks(tiny_model: Callable[[str], Path]) -> None:

@@ -45,10 +45,27 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> LLM:
         "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "eos_token_id": 2,
     }  # fmt: skip
     (path / "config.json").write_text(json.dumps(config))
-    return LLM(
+    llm = LLM(
         str(path), load_format="dummy", device="cpu", dtype="bfloat16", num_pages=400, page_size=16, max_num_seqs=4,
         host_kv_gib=0.01, cache_dir=str(path / "cache"), share=Share(sleeps=True),
     )  # fmt: skip
+    assert llm.engine.tiers is not None
+    # however slow this machine's memory is beside its processor just now
+    llm.engine.tiers.speeds.worthwhile = lambda entries, *_: len(entries)  # type: ignore[method-assign]
+    return llm
+
+
+def test_weights_and_pages_in_fp8_sleep_with_their_scales() -> None:
+    llm = LLM(
+        "demo", device="cpu", dtype="float32", num_pages=40, page_size=16, max_num_seqs=2, quantization="fp8",
+        kv_cache_dtype="fp8", share=Share(sleeps=True),
+    )  # fmt: skip
+    before = llm.generate([PROMPT[:40]], GREEDY, progress=False)[0].token_ids
+    engine = llm.engine
+    assert engine.doze() >= engine._memory.weights + engine._memory.kv_pages
+    engine.rise()
+    engine.reset_prefix_cache()
+    assert llm.generate([PROMPT[:40]], GREEDY, progress=False)[0].token_ids == before
 
 
 def test_a_sleeping_engine_holds_neither_weights_nor_pages_and_wakes_as_it_was(big: LLM) -> None:
@@ -79,12 +96,9 @@ def test_a_sleeping_engine_holds_neither_weights_nor_pages_and_wakes_as_it_was(b
     assert big.generate([PROMPT], GREEDY, progress=False)[0].token_ids == before
 
 
-def test_pages_on_their_way_for_an_announced_turn_do_not_keep_it_awake(
-    big: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_on_their_way_for_an_announced_turn_do_not_keep_it_awake(big: LLM) -> None:
     engine, name = big.engine, (b"n" * 16,)
     assert engine.tiers is not None
-    monkeypatch.setattr(engine.tiers.speeds, "worthwhile", lambda entries, *_: len(entries))
     prompt = np.array(PROMPT, np.int32).tobytes()
     engine.add(AddRequest(handle=1 << 39, prompt_token_ids=prompt, params=GREEDY, names=name))
     while engine.has_work:

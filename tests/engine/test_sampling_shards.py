@@ -28,7 +28,7 @@ def on_ranks(ranks: int, work: Callable[[Collectives], Any]) -> list[Any]:
     shared = Descriptors.make(ranks)
     with ThreadPoolExecutor(ranks) as pool:
         jobs = [pool.submit(work, SharedCollectives(Links(rank, shared))) for rank in range(ranks)]
-        found = [job.result(60) for job in jobs]
+        found = [job.result(240) for job in jobs]
     shared.close()
     return found
 

@@ -64,4 +64,4 @@ def test_an_error_while_reading_is_raised_and_the_threads_end() -> None:
         assert torch.equal(staging.take(), wanted[0])
         with pytest.raises((RuntimeError, TypeError, NotImplementedError)):
             staging.take()
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # of tests before this one some may have ended meanwhile

@@ -21,7 +21,7 @@ from weft.engine.memory.extent import Record
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.ssd_store import Job, Outcome
 from weft.engine.memory.tiers import Tiers
-from weft.engine.memory.transfer import Copy, Pairs
+from weft.engine.memory.transfer import Copy, PageSizes, Pairs
 
 NUM_SLOTS = 5
 NUM_EXTENTS = 5
@@ -32,17 +32,22 @@ class ListCopy:
         self.engine, self.pairs, self.to_host = engine, list(pairs), to_host
         self.seen = self._contents()
         self.ended = self.failed = False
+        self.raw: list[int] = []
+        self.unkept: list[int] = []
         self.seconds = 1.0
 
     def _contents(self) -> list[list[int]]:
         kv, host = self.engine.device.kv, self.engine.host
         return [(kv[page] if self.to_host else host[slot]).tolist() for page, slot in self.pairs]
 
-    def end(self, failed: bool) -> None:
+    def end(self, failed: bool, no_room: bool = False) -> None:
+        """no_room: the first page to the host could not be packed, and finds no room as it is."""
         assert self._contents() == self.seen, "a page changed while it was copied"
         self.ended, self.failed = True, failed
+        if no_room and self.to_host:
+            self.raw = self.unkept = [self.pairs[0][1]]
         for page, slot in self.pairs:
-            if failed:
+            if failed or slot in self.unkept:
                 (self.engine.host[slot] if self.to_host else self.engine.device.kv[page])[:] = -9
             elif self.to_host:
                 self.engine.host[slot] = self.engine.device.kv[page]
@@ -54,7 +59,8 @@ class ListCopy:
 
 
 class ListCopies:
-    page_bytes = 4 * PAGE_SIZE
+    sizes = PageSizes(4 * PAGE_SIZE, 4 * PAGE_SIZE)
+    rests = None
 
     def __init__(self, device: ListDevice) -> None:
         self.device = device
@@ -157,13 +163,13 @@ class TierMachine(SchedulerMachine):
             # In a direction copies end in order.
             copy = directions.get(last) or directions[not last]
             self.copies.under_way.remove(copy)
-            copy.end(failed=fate == 5)
+            copy.end(failed=fate == 5, no_room=fate == 6)
 
     @rule(which=st.integers(0, 9), fate=st.integers(0, 7))
     def a_job_ends(self, which: int, fate: int) -> None:
         if self.store.under_way:
             job = self.store.under_way[which % len(self.store.under_way)]
-            self.store.end(job, Outcome.LOST if fate == 5 and not job.writes else Outcome.DONE)
+            self.store.end(job, Outcome.LOST if fate == (6 if job.writes else 5) else Outcome.DONE)
 
     @rule(which=st.integers(0, 9), really=st.integers(0, 6))
     def the_disk_breaks(self, which: int, really: int) -> None:

@@ -16,7 +16,7 @@ from harness import GREEDY, Harness
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, save_tiny
 
-import weft.engine.engine as engine_module
+import weft.engine.runner.load as model_load
 from weft.engine.config import EngineConfig
 from weft.engine.demo import MODEL_PATH
 from weft.engine.engine import Engine
@@ -228,14 +228,14 @@ os._exit(0)
 
 
 def test_a_checkpoint_that_changes_while_it_loads_is_refused(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = engine_module.load_weights
+    load = model_load.load_weights
 
     def slow_load(*args: object, **kwargs: object) -> object:
         weights = load(*args, **kwargs)  # type: ignore[arg-type]
         os.utime(whole / "model.safetensors", (1, 1))
         return weights
 
-    monkeypatch.setattr(engine_module, "load_weights", slow_load)
+    monkeypatch.setattr(model_load, "load_weights", slow_load)
     assert "changed while it was loaded" in refusal(whole)
 
 

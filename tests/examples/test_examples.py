@@ -47,7 +47,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     finally:
         process.terminate()
         try:
-            process.wait(30)
+            process.wait(240)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

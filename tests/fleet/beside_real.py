@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "server"))
 
 from live import running  # noqa: E402
 
-from weft.deploy.fleet.around import Around, Seen, derive, mean, measure, watch  # noqa: E402
+from weft.deploy.fleet.around import Around, Seen, derive, measure, together, watch  # noqa: E402
 from weft.deploy.fleet.profile import IterationProfile, Limits  # noqa: E402
 from weft.deploy.fleet.record import WARM_UP, Recorder, fitted, levels, limits_of  # noqa: E402
 from weft.engine.config import EngineConfig  # noqa: E402
@@ -38,7 +39,9 @@ BOUND = 0.10
 BUSY = 1.0
 """load average of a machine that has other work"""
 LIMITS = ("--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--num-pages", "400", "--page-size", "16")
-REAL_LOAD = ("--input", "uniform:32:192", "--output", "uniform:16:96", "--rate", "2", "--duration", "20")
+REAL_LOAD = ("--input", "uniform:32:192", "--output", "uniform:16:96", "--duration", "20")
+RATES = (2.0,)
+"""requests a second, of one round after the other"""
 ROUNDS = 8
 LEVEL_SECONDS = 0.8
 WATCH_SECONDS = 1.5
@@ -142,14 +145,14 @@ def paced(folder: Path, rounds: int) -> list[list[Figure]]:
     return found
 
 
-def real(folder: Path, rounds: int) -> list[list[Figure]]:
+def real(folder: Path, rounds: int, rates: Sequence[float] = RATES) -> list[list[Figure]]:
     """With the demo model. Every round records iterations for a while, watches what stands around the engines, and puts
     the load on them; then all rounds are simulated with the one profile that all recordings together give: a machine
     that becomes slower or faster meanwhile does so for both."""
     recording = Recording()
     seen: list[Seen] = []
     options = ("--device", "cpu", "--data-parallel-size", str(ENGINES), "--cpu-threads", "1", *LIMITS)
-    loads = [(*REAL_LOAD, "--seed", str(i)) for i in range(rounds)]
+    loads = [(*REAL_LOAD, "--rate", f"{rates[i % len(rates)]:g}", "--seed", str(i)) for i in range(rounds)]
     with running(folder, *options) as daemon:
         for i, load in enumerate(loads):
             recording.go_on()
@@ -158,14 +161,14 @@ def real(folder: Path, rounds: int) -> list[list[Figure]]:
             print(f"round {i + 1}: load average {os.getloadavg()[0]:.1f}", flush=True)
     (folder / "seen.json").write_bytes(msgspec.json.encode(seen))
     known = recording.profile()
-    around, profile = derive(mean(seen), known), folder / "profile.json"
+    around, profile = derive(together(seen), known), folder / "profile.json"
     around.put_into(known).save(profile)
     print(told(around))
     found = []
     for i, load in enumerate(loads):
         simulation = simulated(profile, load, folder / f"simulated-{i}.json")
         found.append(compared(folder / f"real-{i}.json", simulation))
-        show(f"demo model, round {i + 1}", found[-1])
+        show(f"demo model, round {i + 1}, {rates[i % len(rates)]:g} requests/s", found[-1])
     return found
 
 
@@ -220,7 +223,7 @@ def told(around: Around) -> str:
     )
     return (
         f"around the engine: {around.request_ms:.1f} ms before, {around.answer_ms:.1f} ms behind, "
-        f"{around.gap_ms:.1f} ms between iterations\n"
+        f"{around.gap_ms:.1f} ms between iterations; {np.mean(around.silent):.2f} tokens before the first with text\n"
         f"times as long, by the number of engines that compute on {beside.cores} cores: {slower}"
     )
 
@@ -275,6 +278,7 @@ def main() -> int:
     parser.add_argument("--paced", action="store_true", help="engines that sleep what a profile says")
     parser.add_argument("--routing", action="store_true", help="prefix hits and loads of three engines beside one's")
     parser.add_argument("--rounds", type=int, help=f"[{ROUNDS}; with --paced 1]")
+    parser.add_argument("--rate", type=float, nargs="+", default=RATES, help="of the demo model's rounds, in turns [2]")
     parser.add_argument("--keep", type=Path, help="an empty folder for profiles and figures")
     a = parser.parse_args()
     print(f"load average {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores")
@@ -287,7 +291,7 @@ def main() -> int:
         if a.paced:
             found = paced(folder, a.rounds or 1)
         else:
-            rounds = real(folder, a.rounds or ROUNDS)
+            rounds = real(folder, a.rounds or ROUNDS, a.rate)
             print(table(rounds))
             found = [pooled(rounds)]
     worst = max(abs(f.error) for figures in found for f in figures if f.name in BOUNDED)

@@ -86,6 +86,7 @@ def test_a_failure_costs_answers(made: str, tmp_path: Path) -> None:
         (("--fail", "0:1s", "--engines", "2"), "is not ENGINE:AT:FOR"),
         (("--fail", "0:1s:9s", "--fail", "0:5s:1s", "--engines", "2"), "is still away"),
         (("--slo", "speed:p99:1s"), "--slo"),
+        (("--itl-slo", "ttft:p99:1s"), "--itl-slo: ttft is not"),
         (("--prompts", "words"), "--prompts words"),
         (("--json", "/nowhere/x.json"), "there is no directory"),
     ],

@@ -10,7 +10,7 @@ import pytest
 from fleets import profile
 
 from weft.deploy.fleet import record
-from weft.deploy.fleet.profile import Features, fit, knots_for, load_profile, nonnegative
+from weft.deploy.fleet.profile import Features, SideBySide, fit, knots_for, load_profile, nonnegative
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError
 
@@ -86,6 +86,13 @@ def test_a_file_that_is_no_profile_is_refused_in_a_line(tmp_path: Path, text: st
     with pytest.raises(ConfigError, match=why) as caught:
         load_profile(str(tmp_path / "p.json"))
     assert "\n" not in str(caught.value)
+
+
+def test_a_spread_for_another_number_of_engines_is_refused_in_a_line(tmp_path: Path) -> None:
+    for spread in (((1.0,),), ((1.0,), ())):
+        profile(side_by_side=SideBySide(2, (1.0, 1.5), (1.0, 2.0), (), spread)).save(tmp_path / "p.json")
+        with pytest.raises(ConfigError, match=r"side_by_side\.prompts and its spread"):
+            load_profile(str(tmp_path / "p.json"))
 
 
 def test_a_profile_that_is_not_there_names_those_that_are() -> None:

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from fleets import ENGINE, at, drawn, profile, run
 
-from weft.deploy.fleet.around import PROMPT_TOKENS, Seen, derive
+from weft.deploy.fleet.around import Seen, derive
 from weft.deploy.fleet.clock import Clock, Processor, Sharing, Slowdown
 from weft.deploy.fleet.engine import Asked, EngineOptions, SimulatedEngine
-from weft.deploy.fleet.profile import Features, load_profile
+from weft.deploy.fleet.profile import Features, SideBySide, load_profile
 from weft.deploy.fleet.simulation import Failure
+from weft.engine.config import itl_objective
 from weft.loadgen.lengths import Lengths
 from weft.loadgen.record import Outcome
 
@@ -127,23 +128,51 @@ def test_what_does_not_compute_slows_nobody() -> None:
 
 
 def test_what_was_watched_at_a_daemon_is_what_its_simulation_shows() -> None:
-    seen = Seen(first=0.030, between=(0.012, 0.013, 0.018), prompts=(0.030, 0.036, 0.060))
+    between, firsts, prompt = (0.012, 0.013, 0.018), (0.030, 0.036, 0.060), 32
+    seen = Seen(tuple((b,) for b in between), tuple(((prompt, f),) for f in firsts))
     made = profile(threads=1)
     around = derive(seen, made)
     assert around.side_by_side is not None
     made, cores = around.put_into(made), float(around.side_by_side.cores)
     for engines in (1, 2, 3):
-        load = at([0.0] * (engines - 1) + [0.5, 5.0], PROMPT_TOKENS, [100] * engines + [1])
+        load = at([0.0] * (engines - 1) + [0.5, 5.0], prompt, [100] * engines + [1])
         *streams, alone = run(load, 3, cores=cores, of=made).everything.records
-        assert alone.first - alone.start == pytest.approx(seen.first)
+        assert alone.first - alone.start == pytest.approx(firsts[0])
         first = streams[-1]
-        slower = seen.prompts[engines - 1] / seen.prompts[0]
-        assert first.first - first.start == pytest.approx(seen.first * slower, rel=0.02)
+        assert first.first - first.start == pytest.approx(firsts[engines - 1], rel=0.02)
         together = np.diff(first.times[:40])
-        assert together == pytest.approx([seen.between[engines - 1]] * 39, rel=0.02)
+        assert together == pytest.approx([between[engines - 1]] * 39, rel=0.02)
     # On other cores it was not seen.
-    apart = run(at([0.0] * 3, PROMPT_TOKENS, 20), 3, cores=64.0, of=made).everything.records
-    assert np.diff(apart[0].times) == pytest.approx([seen.between[0]] * 19)
+    apart = run(at([0.0] * 3, prompt, 20), 3, cores=64.0, of=made).everything.records
+    assert np.diff(apart[0].times) == pytest.approx([between[0]] * 19)
+
+
+def test_what_takes_differently_long_beside_others_does_so_and_again_with_the_same_seed() -> None:
+    beside = SideBySide(2, (1.0, 2.0), (1.0, 3.0), ((1.0,), (0.5, 1.5)), ((1.0,), (0.5, 0.5, 0.5, 2.5)))
+    made = profile(threads=1, side_by_side=beside)
+    load = at([0.0, 0.0, 5.0], 20, [200, 200, 50])
+    found, again = (run(load, 2, cores=2.0, of=made).everything.records for _ in range(2))
+    assert [r.times for r in found] == [r.times for r in again]
+    for together in found[:2]:
+        gaps = np.diff(together.times)[:150]
+        assert gaps.min() == pytest.approx(0.010, rel=0.01)
+        assert gaps.max() == pytest.approx(0.030, rel=0.01)
+        assert gaps.mean() == pytest.approx(0.020, rel=0.15)
+    assert np.diff(found[2].times) == pytest.approx([0.010] * 49)
+
+
+def test_an_answer_may_begin_with_tokens_that_are_no_text() -> None:
+    (plain,) = run(at([0.0], 20, 9)).everything.records
+    (late,) = run(at([0.0], 20, 9), of=profile(silent=(3,))).everything.records
+    assert late.first == plain.times[3]
+    assert list(late.times) == list(plain.times[3:])
+    assert (late.end, late.completion_tokens) == (plain.end, 9)
+    (short,) = run(at([0.0], 20, 2), of=profile(silent=(60,))).everything.records
+    assert list(short.times) == [short.end]
+    many = run(at([float(i) for i in range(200)], 20, 9), of=profile(silent=(0, 0, 0, 2))).everything.records
+    lacking = [9 - len(r.times) for r in many]
+    assert set(lacking) == {0, 2}
+    assert lacking.count(2) == pytest.approx(50, abs=2)
 
 
 def test_an_engine_that_ends_takes_what_had_begun_and_no_more() -> None:
@@ -171,6 +200,18 @@ def test_a_full_queue_turns_requests_away() -> None:
     assert result.everything.outcomes() == {"ok": 12, "overloaded": 8}
     refused = run(at([0.0], 2000, 10))
     assert refused.everything.outcomes() == {"ok": 0, "refused": 1}
+
+
+def test_prompts_are_cut_to_the_time_between_tokens_that_was_asked_for() -> None:
+    """Iterations of 10 ms up to 8 tokens, and a millisecond for each one more."""
+    of = profile(knots=(8.0, 1008.0), dense_ms=(10.0, 1010.0))
+    load = drawn(rate=3.0, duration=20.0, inputs="300", outputs="40", seed=1)
+    plain = run(load, of=of)
+    cut = run(load, of=of, engine=ENGINE._replace(itl_slo=itl_objective("40ms")))
+    p99 = [float(np.percentile(result.judged.values("itl"), 99)) for result in (plain, cut)]
+    assert p99[0] > 0.06
+    assert p99[1] < 0.041
+    assert cut.computed_tokens == plain.computed_tokens
 
 
 def test_joules_are_those_at_rest_and_those_of_iterations() -> None:

@@ -19,7 +19,8 @@ from interpreted_rank import ARENA, File
 
 from weft.engine import engine as engine_module
 from weft.engine.model.weights import load_weights
-from weft.engine.runner.collectives import Alone, Several
+from weft.engine.runner import peer_collectives
+from weft.engine.runner.collectives import Alone, Several, Steps
 from weft.engine.runner.cuda_runner import CudaRunner
 from weft.engine.runner.peer_collectives import PeerCollectives, Sizes
 from weft.engine.runner.resolve import resolve
@@ -50,7 +51,8 @@ def served(model: str) -> tuple[dict[int, list[int]], dict[int, list[float]]]:
 def main() -> None:
     rank, ranks, model = int(sys.argv[1]), int(sys.argv[2]), sys.argv[5]
     torch.set_num_threads(1)
-    kernels.WAVES = 1
+    kernels.WAVES = peer_collectives.REPLAYS = 1
+    peer_collectives.MEASURED = 2
 
     def make(spec: Any, _weights: Any, options: Any, *_: Any) -> CudaRunner:
         own = spec.shard(rank, ranks)
@@ -61,8 +63,10 @@ def main() -> None:
         sizes = Sizes(own, config.max_num_batched_tokens, config.max_num_seqs, config.compute_dtype)
         assert sizes.total <= ARENA
         device = PeerCollectives(File(sys.argv[3], rank, ranks, 0), rank, ranks, sizes)
-        for shots in (1, 2):  # what measures leaves nothing behind
-            assert device.microseconds(2, shots, own.hidden_size, config.compute_dtype) > 0
+        products = [layer[name].weight for layer in weights.layers for name in ("o", "down")]
+        for steps in (Steps(1), Steps(2), Steps(1, 1)):  # what measures leaves nothing behind
+            assert device.microseconds(2, steps, own.hidden_size, config.compute_dtype, products) > 0
+        device.use({0: Steps(2), 8: Steps(1, 1)})  # prompts by one way, decodes by another
         return CudaRunner(own, weights, config, several=Several(Alone(), device, lambda: None))
 
     monkeypatch = pytest.MonkeyPatch()

@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from interpreted import streams_in_order
-from test_executor import Machine, _expert_specs, _spec
+from test_executor import SMALL, Machine, _expert_specs, _serial, _spec
 from torch import Tensor
 
 from weft.autosearch.bench_protocol import Load
+from weft.engine.model.operations import Role
 from weft.engine.model.parts import Norm, Placement
-from weft.engine.model.spec import ModelSpec
-from weft.engine.plans.plan import serial_period
-from weft.engine.runner.collectives import Graph
+from weft.engine.model.spec import ModelSpec, Shard
+from weft.engine.plans.plan import NanoOperation, Period, serial_period
+from weft.engine.runner.collectives import Graph, Steps
 from weft.engine.runner.peer_collectives import PeerCollectives, Sizes
 from weft.kernels import collectives as kernels
+from weft.kernels.collectives import part_width
+from weft.kernels.gemm_config import GemmConfig
 from weft.kernels.gpu import gpu
+from weft.kernels.projections import linear_project
 
 MAPPED: list[np.memmap] = []
 """what kernels know the addresses of"""
@@ -30,8 +35,13 @@ ARENA = 4 << 20
 """bytes of a rank in one case"""
 TOKENS = 8
 LOAD = Load(7, 4, 20, 3)
+PLANNED = Load(132, 4, 20, 64)
+CUTS = ((0, 128), (128, 256))
 SUMS = (5, 200)
 """tokens and hidden size: parts of a row that are not alike"""
+PRODUCT = (19, 128, 64)
+"""tokens, hidden size and depth: two tiles of tokens"""
+TILES = GemmConfig(16, 64, 64, 2, 4, swap=True, slices=1)
 
 
 def models() -> dict[str, ModelSpec]:
@@ -62,13 +72,17 @@ class File:
         self._all = [np.memmap(path, np.uint8, "r+", (index * ranks + r) * ARENA, (ARENA,)) for r in range(ranks)]
         MAPPED.extend(self._all)
         self.memory = torch.from_numpy(self._all[rank])
-        self.addresses = torch.tensor([part.ctypes.data for part in self._all])
+        self.bases = tuple(part.ctypes.data for part in self._all)
+        self.addresses = torch.tensor(self.bases)
 
 
-def collectives_of(memory: File, rank: int, ranks: int, shots: int) -> PeerCollectives:
-    sizes = Sizes(models()["llama"].shard(rank, ranks), 64, 64, torch.float16)
-    found = PeerCollectives(memory, rank, ranks, sizes)
-    found.shots = lambda _: shots  # type: ignore[method-assign]
+def collectives_of(
+    memory: File, rank: int, ranks: int, steps: Steps, max_tokens: int = 64, **fields: int
+) -> PeerCollectives:
+    """fields: of the model, if others."""
+    spec = replace(models()["llama"], shard_of=Shard(rank, ranks), **fields)
+    found = PeerCollectives(memory, rank, ranks, Sizes(spec, max_tokens, 64, torch.float16))
+    found.use({0: steps})
     return found
 
 
@@ -93,6 +107,46 @@ def sums(c: PeerCollectives) -> list[Tensor]:
     return found
 
 
+def product(rank: int, launch: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a rank multiplies, `[T, K]` and `[H, K]`, its bias `[H]`, and the stream."""
+    generator = torch.Generator().manual_seed(launch)
+    tokens, hidden, depth = PRODUCT
+    every = [
+        (torch.randn(tokens, depth, generator=generator), torch.randn(hidden, depth, generator=generator) / 8)
+        for _ in range(4)
+    ]
+    bias, x = torch.randn(hidden, generator=generator), torch.randn(tokens, hidden, generator=generator)
+    return every[rank][0].half(), every[rank][1].half(), bias.half(), x.half()
+
+
+def pushed(c: PeerCollectives, *, want: bool) -> list[Tensor]:
+    """Sums behind products that write to the ranks, in a graph that is launched twice: x and its squares.
+
+    want: that they do.
+    """
+    tokens, hidden, _ = PRODUCT
+    places = [c.take((tokens, hidden), torch.float16) for _ in range(2)]
+    x, sumsq = c.take((tokens, hidden), torch.float16), c.take((c.ranks, tokens), torch.float32)
+    live = torch.tensor([tokens - 1], dtype=torch.int32)
+    found = []
+    for launch in range(2):
+        with c.inside(Graph.MODEL):
+            for i in range(2):
+                a, weight, bias, stream = product(c.rank, 2 * launch + i)
+                if i == 0:  # two sums of one stream
+                    x.copy_(stream)
+                own = bias if c.rank == 0 else None
+                common = {"num_sms": 4, "num_tokens": live, "config": TILES}
+                if sent := c.push(a, weight, own, space=None, **common):
+                    places[i].fill_(torch.nan)
+                else:
+                    linear_project(a, None, weight, 0.0, bias=own, out=places[i], **common)
+                assert sent == want
+                c.reduce(places[i], x, sumsq, live=live, add=launch == 0, num_sms=4)
+                found += [x.clone(), sumsq.clone()]
+    return found
+
+
 def logits(name: str, c: PeerCollectives | None, rank: int, ranks: int) -> list[Tensor]:
     """Of two iterations, each sampled: this rank's part of the logits, and the tokens."""
     spec = models()[name].shard(rank, ranks)
@@ -108,21 +162,48 @@ def logits(name: str, c: PeerCollectives | None, rank: int, ranks: int) -> list[
     return found
 
 
+def side_by_side(spec: ModelSpec, sms: int) -> Period:
+    """Sums of one nano-batch beside the products of the other; those of `down` are of a product that is whole."""
+    operations: list[NanoOperation] = []
+    for op in spec.layer_operations():
+        ahead = op.name in ("qkv", "decode", "prefill")
+        lane: Any = "network" if op.role is Role.NETWORK else "compute"
+        config = SMALL if op.role is Role.PRODUCT else None
+        ranges = [(CUTS[0][0], CUTS[-1][1])] if op.name == "down" else CUTS
+        operations += [NanoOperation(op.name, *own, sms, lane, ahead, config) for own in ranges]
+    return Period(CUTS[-1][1], tuple(operations[6:] + operations[:6]))
+
+
+def planned(c: PeerCollectives) -> list[Tensor]:
+    """This rank's part of the logits of the serial plan, and of a pipeline."""
+    spec = models()["llama"].shard(c.rank, c.ranks)
+    machine = Machine(spec, PLANNED, "cpu", bucket=CUTS[-1][1], collectives=c, whole=models()["llama"])
+    serial = _serial(spec, CUTS[-1][1], machine.sms, SMALL)
+    return [machine.logits(period) for period in (serial, side_by_side(spec, machine.sms))]
+
+
 def main() -> None:
     rank, ranks = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     kernels.WAVES = 1  # each program costs time here
     found = {}
     with streams_in_order(pytest.MonkeyPatch()):
-        for index, shots in enumerate((1, 2)):
+        for index, steps in enumerate((Steps(1), Steps(2))):
             memory = File(sys.argv[3], rank, ranks, index)
-            found[f"sums in {shots}"] = sums(collectives_of(memory, rank, ranks, shots))
+            found[f"sums in {steps.sums}"] = sums(collectives_of(memory, rank, ranks, steps))
+        for index, steps in enumerate((Steps(1), Steps(1, 1), Steps(1, 2)), 2):
+            c = collectives_of(File(sys.argv[3], rank, ranks, index), rank, ranks, steps, 32, hidden_size=PRODUCT[1])
+            whole = part_width(PRODUCT[1], ranks) % TILES.features == 0  # a tile has one owner
+            found[f"products {steps.pushed}"] = pushed(c, want=steps.pushed == 1 or (steps.pushed == 2 and whole))
         if ranks == 2:
-            for index, name in enumerate(models(), 2):
+            for index, name in enumerate(models(), 5):
                 if name not in sys.argv[5:]:
                     continue
-                c = collectives_of(File(sys.argv[3], rank, ranks, index), rank, ranks, 1 + index % 2)
+                steps = Steps(1 + index % 2, 1 if name in ("llama", "sandwich") else 0)
+                c = collectives_of(File(sys.argv[3], rank, ranks, index), rank, ranks, steps)
                 found[name] = logits(name, c, rank, ranks)
+            c = collectives_of(File(sys.argv[3], rank, ranks, 9), rank, ranks, Steps(2), CUTS[-1][1])
+            found["planned"] = planned(c)
     torch.save(found, sys.argv[4])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import numpy as np
 import pytest
 import torch
@@ -37,6 +39,15 @@ def test_the_demo_model_answers_as_on_the_cpu(tokenizer: Tokenizer, page_size: i
     gpu = _answers(harness, tokenizer, examples)
     right = sum(a == e.answer for a, e in zip(gpu, examples, strict=True))
     assert right >= len(examples) - 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="needs flash-attn")
+def test_the_demo_model_answers_through_flash_attn(tokenizer: Tokenizer) -> None:
+    examples = [*held_out("add", 20, 5), *held_out("recall", 10, 5, context_tokens=900)]
+    harness = Harness("demo", page_size=256, num_pages=200, attention_backend="flash-attn", **SMALL)
+    harness.poison_pages()
+    answers = _answers(harness, tokenizer, examples)
+    assert sum(a == e.answer for a, e in zip(answers, examples, strict=True)) >= len(examples) - 1
 
 
 def test_recall_survives_a_pool_too_small_for_all(tokenizer: Tokenizer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -20,10 +21,11 @@ from weft.autosearch.bench_protocol import Load
 from weft.autosearch.gpu_bench import batch_of
 from weft.engine.errors import ConfigError
 from weft.engine.model.operations import Role
-from weft.engine.model.parts import Experts, Layer, Norm
+from weft.engine.model.parts import Experts, Layer, Norm, Quantization
 from weft.engine.model.rope import Rope
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights, load_weights
+from weft.engine.plans import pipeline
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import NanoOperation, Period, serial_period
 from weft.engine.runner.batch import Batch
@@ -31,6 +33,7 @@ from weft.engine.runner.collectives import DeviceCollectives
 from weft.engine.runner.cpu_executor import CpuExecutor, CpuInputs
 from weft.engine.runner.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda_inputs import DeviceInputs, Layout
+from weft.engine.runner.cuda_layers import CudaLayers
 from weft.kernels.attention import AttentionShape
 from weft.kernels.attention_torch import TorchAttention
 from weft.kernels.attention_triton import PER_SM, TritonAttention
@@ -225,6 +228,41 @@ def test_a_pipeline_gives_the_serial_plans_logits_to_the_bit(cuts: tuple[int, ..
     assert torch.equal(machine.logits(_serial(spec, cuts[-1], machine.sms, config)), want)
 
 
+@pytest.mark.usefixtures("streams", "rounded")
+@pytest.mark.nightly
+def test_a_pipeline_of_products_in_fp8_gives_the_serial_plans_logits_to_the_bit(device: str) -> None:
+    large = device == "cuda"
+    sizes = (1024, 3584, 8, 2, 128) if large else (128, 192, 4, 2, 64)
+    spec = replace(_spec(*sizes), quantization=Quantization("fp8", at_load=True))
+    config = GemmConfig(128, 256, 128, 4, 4, special=True) if large else GemmConfig(64, 256, 128, 3, 8)
+    machine = Machine(spec, Load(380, 90, 200, 75) if large else Load(250, 30, 60, 75), device)
+    cuts = (128, 384) if large else (128, 256)
+    want = machine.logits(_serial(spec, cuts[-1], machine.sms, config))
+    assert want.isfinite().all()
+    assert want.std() > 0.01
+    got = machine.logits(_pipeline(cuts, config, machine.sms, 20 if large else 2, spec, "gate_up"))
+    assert torch.equal(got, want)
+
+
+@pytest.mark.usefixtures("streams")
+def test_rows_that_nobody_reads_leave_the_last_layer_and_no_bit_of_the_others_changes(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = device == "cuda"
+    spec = _spec(1024, 3584, 8, 2, 128) if large else _spec(64, 64, 2, 1, 64)
+    machine = Machine(spec, Load(380, 90, 200, 75) if large else Load(140, 10, 20, 61), device)
+    period = serial_period(spec, 384 if large else 256, machine.sms)
+    x = machine.executor.states(Pipeline(period, spec))
+    x.fill_(float("nan"))
+    got = machine.logits(period)
+    rows = len(machine.batch.sampled_rows)
+    assert x[:rows].isfinite().all()
+    assert x[rows:].isnan().all()
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "UNREAD_FROM", 10**9)
+        assert torch.equal(machine.logits(period), got)
+
+
 @pytest.mark.usefixtures("streams")
 def test_where_the_order_of_sums_differs_logits_are_near(device: str) -> None:
     """Decode attention cut elsewhere; products with other feature tiles, whose partial squares group differently."""
@@ -297,3 +335,23 @@ def test_a_plan_for_layers_of_two_kinds_is_refused() -> None:
     spec = _expert_specs(128, 96, 4, 2, 64)["qwen2-moe"]
     with pytest.raises(ConfigError, match="layers of one kind"):
         Pipeline(_pipeline((128, 256), SMALL, 4, 2, spec, "router"), spec)
+
+
+def test_a_product_sends_its_partial_sums_itself_only_where_their_sum_is_next() -> None:
+    spec = _spec(64, 128, 4, 2, 32).shard(0, 2)
+    asked = []
+    collectives = SimpleNamespace(push=lambda *_, **__: asked.append(1) or True)
+    layers: Any = SimpleNamespace(
+        _summed_alone={"o"}, _collectives=collectives, activations={"a": torch.zeros(256, 4)}, _common=lambda _: {}
+    )  # fmt: skip
+    names = [o.name for o in spec.layer_operations()]
+    for cuts, sends in ((((0, 256),), True), (((0, 128), (128, 256)), False)):
+        period = Period(256, tuple(NanoOperation(name, *own, 4) for name in names for own in cuts))
+        pipeline = Pipeline(period, spec)
+        nano, op = next(both for both in pipeline.operations if both[1].name == "o")
+        weights = SimpleNamespace(weight=None, bias=None)
+        launch: Any = SimpleNamespace(
+            pipeline=pipeline, operation=op, product=weights, tokens=slice(nano.begin, nano.end)
+        )  # fmt: skip
+        assert CudaLayers._pushes(layers, launch) is sends
+    assert len(asked) == 1

@@ -87,14 +87,14 @@ def test_decode_of_heads_of_another_size(device: str, num_sms: int) -> None:
     check_decode([1, 64, 70], 4, 2, 80, 16, torch.float16, device, num_sms)
 
 
-@pytest.fixture
-def hopper(device: str) -> Callable[..., Tensor]:
-    """The kernel with one program per SM."""
+@pytest.fixture(params=["one program an SM", "programs of a warp"])
+def hopper(device: str, request: pytest.FixtureRequest) -> Callable[..., Tensor]:
+    """A kernel for Hopper."""
     if device == "cpu" or torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
-    from weft.kernels.fp8_decode import launch_decode
+    from weft.kernels import fp8_decode, fp8_decode_warps
 
-    return launch_decode
+    return fp8_decode.launch_decode if "one" in request.param else fp8_decode_warps.launch_decode
 
 
 @pytest.mark.parametrize("page", [16, 32, 64, 128])
@@ -110,6 +110,25 @@ def test_hopper_decode(
     check_decode(lengths, 2 * group, 2, d, page, dtype, device, num_sms, kernel=hopper)
     check_decode(lengths, 2 * group, 2, d, page, dtype, device, 3, part_tokens=128, kernel=hopper)
     check_decode([1 + 17 * i % 700 for i in range(300)], 2 * group, 2, d, page, dtype, device, 24, kernel=hopper)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_both_kernels_for_hopper_give_the_same_bits(d: int, device: str, num_sms: int) -> None:
+    if device == "cpu" or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    from weft.kernels import fp8_decode, fp8_decode_warps
+
+    lengths = [1, 64, 65, 700, 5000]
+    kv, table, scales, _ = eight(lengths, 64, 2, d, device)
+    q = torch.randn(len(lengths), 8, d, device=device).to(torch.bfloat16)
+    items = decode_items(np.array(lengths), num_kv_heads=2, num_programs=4 * num_sms, max_slots=256)
+    work = upload(items, ITEM_FIELDS, device)
+    outs = []
+    for launch in (fp8_decode.launch_decode, fp8_decode_warps.launch_decode):
+        out = torch.full((len(lengths), 8 * d), float("nan"), dtype=torch.bfloat16, device=device)
+        space = decode_workspace(256, len(lengths), 2, 4, d, device)
+        outs.append(launch(q, kv, scales, LAYER, table, *work, out=out, num_sms=num_sms, space=space))
+    assert torch.equal(*outs)
 
 
 @pytest.mark.parametrize("page", [16, 64, 128])

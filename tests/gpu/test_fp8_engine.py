@@ -1,7 +1,10 @@
-"""An engine with weights in FP8 on a GPU (or interpreted) against the one on the CPU, which computes by the twins."""
+"""An engine with weights or pages in FP8 on a GPU (or interpreted) beside the CPU's, which computes by the twins."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,14 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fp8_files import write_fp8
 from harness import GREEDY, Harness
 from tiny import make_tiny
 
 pytest.importorskip("triton")
 from interpreted import interpreted_gpu
 
-from weft.engine.runner import resolve
+from weft.engine.runner import cuda_inputs, resolve
+from weft.engine.runner.cuda_inputs import DeviceInputs
+from weft.kernels import fp8
 from weft.kernels.gpu import Gpu
+from weft.kernels.heads import place_heads
 
 pytestmark = pytest.mark.usefixtures("rounded", "device")
 HERE = torch.cuda.is_available()
@@ -41,8 +48,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 def served(path: Path, prompts: list[np.ndarray], **options: Any) -> tuple[list[list[int]], list[list[Any]]]:
     harness = Harness(
-        path, page_size=16, max_num_seqs=2, max_num_batched_tokens=32, num_pages=24, prefix_caching=False,
-        quantization="fp8", **options,
+        path, **{
+            "page_size": 16, "max_num_seqs": 2, "max_num_batched_tokens": 32, "num_pages": 24, "prefix_caching": False,
+            **options,
+        },
     )  # fmt: skip
     harness.poison_pages()
     handles = [harness.add(p, max_tokens=2, ignore_eos=True, logprobs=1, **GREEDY) for p in prompts]
@@ -50,24 +59,124 @@ def served(path: Path, prompts: list[np.ndarray], **options: Any) -> tuple[list[
     return [harness.tokens[h] for h in handles], [harness.logprobs[h] for h in handles]
 
 
-@pytest.mark.parametrize("family", ["llama3.1", pytest.param("qwen3", marks=pytest.mark.nightly)])
+WEIGHTS, PAGES = {"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}
+
+
+@pytest.mark.parametrize(
+    ("family", "formats"),
+    [
+        ("llama3.1", WEIGHTS | PAGES),
+        pytest.param("llama3.1", WEIGHTS, marks=pytest.mark.nightly),
+        ("qwen3", PAGES),
+        pytest.param("qwen3", WEIGHTS, marks=pytest.mark.nightly),
+        pytest.param(
+            "qwen3", PAGES | {"batch_invariant": True, "max_num_batched_tokens": 128}, marks=pytest.mark.nightly
+        ),
+    ],
+    ids=str,
+)
 def test_its_tokens_are_those_of_the_twins(
-    family: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    family: str, formats: dict[str, Any], checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks beside decodes: operands that one iteration leaves for products of several sizes."""
     path = checkpoint(family)
     rng = np.random.default_rng(2)
     prompts = [rng.integers(3, 199, n) for n in (5, 36)]
-    want, known = served(path, prompts, device="cpu", dtype="float32")
+    want, known = served(path, prompts, device="cpu", dtype="float32", **formats)
     if HERE:
-        got, mine = served(path, prompts, device="cuda", dtype="bfloat16", tuning_seconds=0)
+        got, mine = served(path, prompts, device="cuda", dtype="float16", tuning_seconds=0, **formats)
     else:
         monkeypatch.setattr(resolve, "gpu", lambda *_: Gpu("interpreter", (8, 9), 4))
         with interpreted_gpu(monkeypatch):
-            got, mine = served(path, prompts, device="cuda", dtype="float16")
+            got, mine = served(path, prompts, device="cuda", dtype="float16", **formats)
     for theirs, ours, exact, logged in zip(want, got, known, mine, strict=True):
         for token, other, e, m in zip(theirs, ours, exact, logged, strict=True):
             assert float(m.values[0]) == pytest.approx(float(e.values[0]), abs=0.15)
             if token != other:  # two that are equally good: what follows is another text
                 break
     assert sum(theirs == ours for theirs, ours in zip(want, got, strict=True)) >= 1
+
+
+@pytest.mark.nightly
+def test_a_checkpoint_with_static_scales_is_served_with_scales_made_on_the_way(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the twins serve its matrices with dynamic activations; q, k and v have a scale each."""
+    path, _ = write_fp8(checkpoint("llama3.1"), tmp_path, "compressed-tensors, tensor, static")
+    like = tmp_path / "dynamic"
+    shutil.copytree(path, like)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"]["dynamic"] = True
+    (like / "config.json").write_text(json.dumps(config))
+    prompts = [np.random.default_rng(8).integers(3, 199, 5)]
+    want, known = served(like, prompts, device="cpu", dtype="float32")
+    if not HERE:
+        monkeypatch.setattr(resolve, "gpu", lambda *_: Gpu("interpreter", (8, 9), 4))
+    with contextlib.nullcontext() if HERE else interpreted_gpu(monkeypatch):
+        got, mine = served(path, prompts, device="cuda", dtype="float16", tuning_seconds=0)
+    assert "static scales of activations are not used" in caplog.text
+    assert float(mine[0][0].values[0]) == pytest.approx(float(known[0][0].values[0]), abs=0.15)
+    assert got[0][0] == want[0][0]
+
+
+@pytest.mark.parametrize("room", [2, pytest.param(200, marks=pytest.mark.nightly)])
+def test_chunks_read_pages_in_16_bits_as_far_as_there_is_room(
+    room: int, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contexts of one and of three pages; as a GPU does whose kernels do not ask for it."""
+    path = checkpoint("llama3.1")
+    prompts = [np.random.default_rng(6).integers(3, 199, n) for n in (5, 36)]
+    options: dict[str, Any] = {"device": "cuda", "dtype": "float16", "tuning_seconds": 0, **PAGES}
+    unpacked: list[int] = []
+    write = DeviceInputs._prefill
+
+    def noted(inputs: DeviceInputs, host: dict[str, np.ndarray], *rest: Any) -> Any:
+        made = write(inputs, host, *rest)
+        unpacked.append(int(host["unpacked"][0]))
+        return made
+
+    def told() -> Any:
+        with contextlib.nullcontext() if HERE else interpreted_gpu(monkeypatch):
+            return served(path, prompts, **options)
+
+    if not HERE:
+        monkeypatch.setattr(resolve, "gpu", lambda *_: Gpu("interpreter", (8, 9), 4))
+    monkeypatch.setattr(cuda_inputs, "pays", lambda _: False)
+    tokens, known = told()
+    monkeypatch.setattr(cuda_inputs, "pays", lambda _: True)
+    monkeypatch.setattr(cuda_inputs, "UNPACKED_TOKENS", (16 * room - 32, 16 * room - 32))
+    monkeypatch.setattr(DeviceInputs, "_prefill", noted)
+    same, mine = told()
+    assert max(unpacked) == (1 if room == 2 else 3)
+    assert same == tokens
+    for exact, logged in zip(known, mine, strict=True):
+        for e, m in zip(exact, logged, strict=True):
+            assert float(m.values[0]) == pytest.approx(float(e.values[0]), abs=0.03)
+
+
+def test_heads_reach_pages_in_fp8_as_the_numbers_of_16_bit_pages_over_their_scales(device: str) -> None:
+    """To the bit; q does not notice. 7 tokens of 4 and 2 heads, slots in any order."""
+    layers, page, heads, kv_heads, d = 2, 16, 4, 2, 64
+    generator = torch.Generator().manual_seed(3)
+    raw = torch.randn(7, (heads + 2 * kv_heads) * d, generator=generator).to(torch.float16).to(device)
+    rotary = torch.randn(40, d // 2, 2, generator=generator).to(device)
+    positions = torch.arange(9, 16, dtype=torch.int32, device=device)
+    slots = torch.tensor([20, 3, 47, 16, 31, 32, 5], dtype=torch.int32, device=device)
+    scales = fp8.kv_scales((torch.rand(layers, 2, kv_heads, generator=generator) + 0.01).to(device))
+    count = torch.tensor([6], dtype=torch.int32, device=device)
+    made = []
+    for dtype, given in ((torch.float16, None), (fp8.E4M3, scales)):
+        kv = torch.zeros(3, layers, 2, page, kv_heads, d, device=device).to(dtype)
+        q = torch.zeros(7, heads, d, dtype=torch.float16, device=device)
+        place_heads(
+            raw, 1e-5, rotary, positions, slots, kv, 1, heads, kv_scales=given, out=q, num_tokens=count
+        )  # fmt: skip
+        made.append((kv, q))
+    (wide, q), (small, same) = made
+    assert torch.equal(q, same)
+    assert q[:6].any()
+    assert not q[6].any()
+    want = torch.stack([fp8.quantize_kv(wide[:, 1, plane].flatten(0, 1), scales.inverse[1, plane]) for plane in (0, 1)])
+    got = small.view(torch.uint8)[:, 1].transpose(0, 1).flatten(1, 2)
+    assert torch.equal(got, want.view(torch.uint8))
+    assert not small.view(torch.uint8)[:, 0].any()

@@ -22,9 +22,10 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from engine_of_rank import served
 from interpreted import interpreted_gpu, streams_in_order
-from interpreted_rank import ARENA, SUMS, logits, models, partial_sums
+from interpreted_rank import ARENA, PRODUCT, SUMS, logits, models, partial_sums, product
 
 from weft.kernels.collectives import part_width
+from weft.kernels.reference import pushed_sum
 
 Found = list[dict[str, list[Tensor]]]
 HERE = Path(__file__).parent
@@ -35,7 +36,7 @@ def ranks_of(count: int, folder: Path, *names: str, script: str = "interpreted_r
     """What each of so many ranks comes to, of these models too."""
     memory = folder / "memory"
     with open(memory, "wb") as file:
-        file.truncate(8 * count * ARENA)
+        file.truncate(10 * count * ARENA)
     paths = os.pathsep.join(sys.path)
     processes = [
         subprocess.Popen(
@@ -45,7 +46,7 @@ def ranks_of(count: int, folder: Path, *names: str, script: str = "interpreted_r
         for rank in range(count)
     ]
     try:
-        assert [process.wait(240) for process in processes] == [0] * count
+        assert [process.wait(540) for process in processes] == [0] * count
     finally:
         for process in processes:
             process.kill()
@@ -88,14 +89,49 @@ def test_sums_are_in_rank_order_and_the_same_bits_on_all_ranks_in_one_step_and_i
     check_sums(two)
 
 
+def check_products(found: Found, *ways: int) -> None:
+    ranks = len(found)
+    tokens = PRODUCT[0]
+    want = []
+    for launch in range(4):
+        *_, bias, stream = product(0, launch)
+        given = [product(rank, launch)[:2] for rank in range(ranks)]
+        x = stream if launch % 2 == 0 else want[-1]
+        total = pushed_sum([a for a, _ in given], [w for _, w in given], bias, x if launch < 2 else None)
+        want.append(torch.cat([total[: tokens - 1], x[tokens - 1 :]]))
+    for pushed in (0, *ways):
+        for of_rank in found:
+            every = of_rank[f"products {pushed}"]
+            for got, sumsq, x in zip(every[::2], every[1::2], want, strict=True):
+                torch.testing.assert_close(got, x, rtol=2e-3, atol=2e-3)  # twins add in another order
+                parts = x[: tokens - 1].float().square().view(tokens - 1, -1)
+                torch.testing.assert_close(sumsq[:, : tokens - 1].sum(0), parts.sum(1), rtol=1e-2, atol=1e-2)
+            for once, other in zip(found[0]["products 0"], every, strict=True):
+                assert torch.equal(once, other), "who writes where must change no bit"
+
+
+def test_products_that_write_to_the_ranks_give_the_bits_of_a_sum_behind_them(two: Found) -> None:
+    check_products(two, 1, 2)
+
+
 @pytest.mark.nightly
 def test_sums_of_three_ranks(tmp_path: Path) -> None:
-    check_sums(ranks_of(3, tmp_path))
+    found = ranks_of(3, tmp_path)
+    check_sums(found)
+    check_products(found, 1, 2)
 
 
 @pytest.mark.parametrize("name", BY_DAY)
 def test_ranks_give_the_logits_of_one(two: Found, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_logits(two, name, monkeypatch)
+
+
+def test_a_pipeline_with_sums_on_the_network_lane_gives_the_serial_plans_logits_to_the_bit(two: Found) -> None:
+    for of_rank in two:
+        serial, pipeline = of_rank["planned"]
+        assert serial.isfinite().all()
+        assert serial.std() > 0.01
+        assert torch.equal(pipeline, serial)
 
 
 @pytest.mark.nightly
@@ -119,6 +155,14 @@ def test_engines_on_ranks_give_the_tokens_of_one(
     assert found[0][0] == tokens
     for handle, values in logprobs.items():
         np.testing.assert_allclose(found[0][1][handle], values, atol=2e-2)
+
+
+@pytest.mark.nightly
+def test_the_searchs_bench_measures_in_step_on_ranks(tmp_path: Path) -> None:
+    """Products and sums alone, in pairs, and a pipeline: a rank that launched one sum more would wait for ever."""
+    found: Any = ranks_of(2, tmp_path, script="bench_of_rank.py")
+    assert len(found[0]) == 7
+    assert found[0] == found[1]
 
 
 def check_logits(two: Found, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

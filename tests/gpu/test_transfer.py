@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conversations import Conversations
 from harness import Harness
+from packed_pages import of_kind
 
 from weft.engine.memory.cuda_transfer import CudaCopyEngine
+from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.memory.transfer import Copy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -33,7 +36,7 @@ def test_pages_come_back_as_they_were(shape: tuple[int, ...]) -> None:
     slots = rng.choice(20, 8, replace=False).tolist()
     settled(copies, copies.out(list(zip(pages, slots, strict=True))))
     for page, slot in zip(pages, slots, strict=True):
-        there = torch.from_numpy(copies.host[slot, : copies.page_bytes]).view(torch.bfloat16).view(shape[1:])
+        there = torch.from_numpy(copies.host[slot, : copies.sizes.page]).view(torch.bfloat16).view(shape[1:])
         assert torch.equal(there, want[page].cpu())
     kv.zero_()
     torch.cuda.synchronize()
@@ -43,6 +46,35 @@ def test_pages_come_back_as_they_were(shape: tuple[int, ...]) -> None:
     for page, source in zip(moved, pages, strict=True):
         assert torch.equal(kv[page], want[source])
     assert int(kv.abs().sum(dim=tuple(range(1, 6))).count_nonzero()) == 8
+    copies.close()
+
+
+@pytest.mark.parametrize("kinds", [[0] * 9, [0, 1, 0, 3, 1, 4, 7, 2, 0, 8, 8, 0, 0]])
+def test_packed_pages_come_back_as_they_were(kinds: list[int]) -> None:
+    """Whole batches of them, and among some that do not pack."""
+    layout = KvLayout(32, 2, 64, 8, 128, torch.bfloat16)
+    form, rng = layout.packed, np.random.default_rng(0)
+    assert form is not None
+    words = np.stack([of_kind(kind, form, rng).reshape(-1) for kind in kinds])
+    want = torch.from_numpy(words.view(np.int16)).view(len(kinds), -1)
+    kv = want.cuda().view(torch.bfloat16).view(layout.shape(len(kinds)))
+    rows = kv.view(len(kinds), -1).view(torch.int16)
+    copies = CudaCopyEngine(kv, 400, form=form)
+    pages = list(range(1, len(kinds)))
+    for turn in (0, 50):
+        pairs = [(page, turn + 3 * page) for page in pages]
+        copy = settled(copies, copies.out(pairs))
+        assert not copy.unkept
+        good = np.full(form.nbytes, 0, np.uint8)
+        assert sorted(copy.raw) == [s for p, s in pairs if not form.pack(words[p].view(np.uint8), good)]
+    kv.view(torch.int16).fill_(-1)
+    torch.cuda.synchronize()
+    moved = [(page, 50 + 3 * source) for page, source in zip(pages, pages[::-1], strict=True)]
+    back = settled(copies, copies.back(moved))
+    assert back.seconds > 0
+    for page, source in zip(pages, pages[::-1], strict=True):
+        assert torch.equal(rows[page].cpu(), want[source])
+    assert (rows[0] == -1).all()
     copies.close()
 
 
@@ -85,7 +117,7 @@ def test_a_page_leaves_behind_its_gate_in_a_captured_graph() -> None:
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=stream):
             iteration()
-        pages = torch.from_numpy(copies.host[:, : copies.page_bytes]).view(torch.bfloat16)
+        pages = torch.from_numpy(copies.host[:, : copies.sizes.page]).view(torch.bfloat16)
         for turn in (2, 3):
             graph.replay()
             end = torch.cuda.Event()
@@ -101,10 +133,11 @@ def test_a_page_leaves_behind_its_gate_in_a_captured_graph() -> None:
     copies.close()
 
 
-@pytest.mark.parametrize("ssd", [False, True])
-def test_recall_is_right_from_every_tier(tmp_path: Path, ssd: bool) -> None:
+@pytest.mark.parametrize(("ssd", "form"), [(False, "raw"), (True, "raw"), (False, "packed"), (True, "packed")])
+def test_recall_is_right_from_every_tier(tmp_path: Path, ssd: bool, form: str) -> None:
     talk = Conversations(64, 900, answer_tokens=30)
-    options = {"ssd_kv_path": str(tmp_path), "ssd_kv_gib": 1.0} if ssd else {}
+    options: dict[str, Any] = {"ssd_kv_path": str(tmp_path), "ssd_kv_gib": 1.0} if ssd else {}
+    options["tier_kv_format"] = form
     # 64 conversations of about 60 pages; nine fit the GPU. The host takes all: a slow disk must not lose any.
     plain = Harness("demo", num_pages=4500, prefix_caching=False, **SMALL)
     harness = Harness("demo", num_pages=560, host_kv_gib=0.6, **options, **SMALL)
@@ -126,5 +159,6 @@ def test_recall_is_right_from_every_tier(tmp_path: Path, ssd: bool) -> None:
     stats = harness.engine.stats().scheduler.tiers
     assert not any(s.failures for s in stats.values()), stats
     assert stats["ssd" if ssd else "host"].hit_tokens > 100_000, stats
+    assert (stats["host"].bytes_saved > 0) == (form == "packed")
     for used in (plain, harness):
         used.engine.close()

@@ -248,3 +248,22 @@ def test_a_start_does_not_wait_for_ever_for_another_one(tmp_path: Path) -> None:
     holder.join()
     assert not lab.asked
     assert len(find([QKV], 16, OTHER, tmp_path, lab, rule, budget_s=60)) == 1
+
+
+def test_products_in_fp8_have_tiles_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from weft.kernels import fp8_projections
+
+    monkeypatch.setattr(tuned, "_found", {})
+    eight = Shape("residual", 5120, 4000, bits=8)
+    assert tuned.decoded(tuned._encoded({eight.key(16): RULE})) == {eight.key(16): RULE}
+    by_rule = fp8_projections.by_rule("residual", 9, 5120, 4000, 132)
+    tuned.use({(16, 5120, 4000): RULE})
+    assert fp8_projections.choose("residual", 9, 5120, 4000, 132) == by_rule
+    tuned.use({eight.key(16): RULE})
+    assert fp8_projections.choose("residual", 9, 5120, 4000, 132) == RULE
+    for kind, bucket, few in (("gate_up", 16, True), ("residual", 64, True), ("qkv", 2048, False)):
+        tried = tuned.tries(Shape(kind, 6144, 4096, bits=8), by_rule._replace(special=not few), bucket, True)[1:]
+        assert tried
+        assert all(config.special != few and config.depth == 128 for config in tried)
+        assert all(config.features >= (256 if kind == "gate_up" else 128) for config in tried)

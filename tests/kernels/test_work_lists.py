@@ -6,7 +6,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.kernels.work_lists import TILE_ROWS, decode_items, prefill_items, tokens_of_whole_tiles
+from weft.kernels.work_lists import (
+    TILE_ROWS,
+    decode_items,
+    first_decoders,
+    prefill_items,
+    prefill_parts,
+    tokens_of_whole_tiles,
+)
 
 lengths = st.lists(st.integers(1, 5000), max_size=60)
 
@@ -79,3 +86,65 @@ def test_prompts_cut_at_whole_tiles_have_the_tiles_of_uncut_ones(group: int, len
     cut = min(cuts * step, length)
     parts = tiles(cut, length) | (tiles(0, cut) if cut else set()) if cut < length else tiles(0, cut)
     assert parts == tiles(0, length)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.integers(0, 40000)), max_size=6),
+    st.sampled_from([1, 4, 8]),
+    st.sampled_from([None, 0, 256, 1000]),
+)
+def test_parts_of_prefill_tiles_cover_every_key_once(
+    chunks: list[tuple[int, int]], kv_heads: int, part_keys: int | None
+) -> None:
+    queries, context = (np.array([c[i] for c in chunks], int) for i in (0, 1))
+    first = np.cumsum(queries) - queries
+    tiles = prefill_items(first, queries, context, np.arange(len(chunks)), group=4)
+    cut = prefill_parts(tiles, num_kv_heads=kv_heads, num_programs=132, max_slots=64, part_keys=part_keys)
+    keys: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    slots: list[int] = []
+    for *tile, begin, end, slot, word in cut.tolist():
+        parts, part = word & 65535, word >> 16
+        assert part < parts
+        assert begin % 128 == 0
+        if parts > 1:
+            slots.append(slot + part)
+        keys.setdefault(tuple(tile), []).append((begin, end))
+    assert len(slots) == len(set(slots))
+    if part_keys is None:
+        assert max(slots, default=0) < 64
+    if part_keys == 0:
+        assert not slots
+    assert set(keys) == set(map(tuple, tiles.tolist()))
+    for (_, count, start, _), ranges in keys.items():
+        at = 0
+        for begin, end in sorted(ranges):
+            assert begin == at
+            assert end > begin
+            at = end
+        assert at == start + count
+    assert (np.diff(cut[:, 5] - cut[:, 4]) <= 0).all()
+
+
+def test_only_tiles_that_leave_sms_idle_are_cut() -> None:
+    def parts(queries: int, context: int) -> int:
+        tiles = prefill_items(np.array([0]), np.array([queries]), np.array([context]), np.array([0]), group=4)
+        return int((prefill_parts(tiles, num_kv_heads=8, num_programs=132, max_slots=64)[:, 7] & 65535).max())
+
+    assert parts(128, 16384) == 4
+    assert parts(256, 8192) == 2
+    assert parts(128, 200) == 1
+    assert parts(2048, 16384) == 1
+
+
+def test_programs_begin_with_decodes_where_that_ends_sooner() -> None:
+    def decoders(chunk: int, context: int, decodes: int) -> int:
+        items = decode_items(np.full(decodes, context), num_kv_heads=8, num_programs=528, max_slots=1024)
+        tiles = prefill_items(np.array([0]), np.array([chunk]), np.array([context]), np.array([0]), group=4)
+        parts = prefill_parts(tiles, num_kv_heads=8, num_programs=132, max_slots=64)
+        return first_decoders(items, parts if chunk else parts[:0], num_kv_heads=8, num_programs=132)
+
+    assert decoders(1024, 16384, 32) == 40
+    assert decoders(512, 16384, 8) == 132  # one wave of tiles on all SMs, two on fewer
+    assert decoders(256, 4096, 8) == 132  # too little of both
+    assert decoders(0, 16384, 8) == 132
+    assert decoders(512, 16384, 0) == 0

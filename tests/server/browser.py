@@ -57,7 +57,7 @@ class Page:
     async def close(self) -> None:
         self._session = None
         with contextlib.suppress(ConnectionError, asyncio.CancelledError, TimeoutError):
-            await asyncio.wait_for(self.send("Browser.close"), 5)
+            await asyncio.wait_for(self.send("Browser.close"), 60)
         self._pump.cancel()
         self._writer.close()
 
@@ -104,7 +104,7 @@ class Page:
             raise RuntimeError(answer["exceptionDetails"]["exception"]["description"])
         return answer["result"].get("value")
 
-    async def until(self, script: str, timeout: float = 20.0) -> Any:
+    async def until(self, script: str, timeout: float = 240.0) -> Any:
         """Wait until an expression is true; returns its value."""
         async with asyncio.timeout(timeout):
             while not (value := await self.run(script)):
@@ -194,7 +194,7 @@ async def browsing(profile: Path) -> AsyncIterator[Page]:
         await page.close()
         with contextlib.suppress(ProcessLookupError):
             try:
-                await asyncio.wait_for(process.wait(), 5)
+                await asyncio.wait_for(process.wait(), 60)
             except TimeoutError:
                 process.kill()
                 await process.wait()

@@ -8,9 +8,13 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+PATIENT = {"WEFT_HANG_TIMEOUT": "240", "WEFT_API_HANG_TIMEOUT": "240"}
+"""a machine that stands still for a while hangs nobody; who tests what hangs gives options, which count for more"""
 
 
 class Daemon:
@@ -26,7 +30,7 @@ class Daemon:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
-                env={**os.environ, **(env or {})},
+                env={**PATIENT, **os.environ, **(env or {})},
             )
         self.ready_line = ""
 
@@ -51,14 +55,9 @@ class Daemon:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """While its engine is stopped: what it has begun cannot end, however fast it is."""
-        engine = self.engine_pid
-        os.kill(engine, signal.SIGSTOP)
-        try:
+        """While its engines are stopped: what they have begun cannot end, however fast they are."""
+        with stopped(*self.children("weft.engine.process")):
             yield
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(engine, signal.SIGCONT)
 
     def children(self, module: str) -> list[int]:
         """Process ids of the daemon's processes that run this module."""
@@ -67,13 +66,32 @@ class Daemon:
 
     @property
     def engine_pid(self) -> int:
-        (pid,) = self.children("weft.engine.process")
-        return pid
+        """Of its only engine, once there is one."""
+        end = time.monotonic() + 240
+        while len(pids := self.children("weft.engine.process")) != 1:
+            assert time.monotonic() < end, pids
+            time.sleep(0.02)
+        return pids[0]
 
     def end(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
+
+
+def patched(folder: Path, code: str) -> dict[str, str]:
+    """The environment of a daemon whose engines run this code as they begin. `folder`: one that is not there yet."""
+    folder.mkdir()
+    lines = ["import sys", 'if "weft.engine.process" in sys.orig_argv:', textwrap.indent(code, "    ")]
+    (folder / "sitecustomize.py").write_text("\n".join(lines))
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+LOADS_ALL = """
+from weft.engine.memory.loads import LoadSpeeds
+LoadSpeeds.worthwhile = lambda self, entries, *_: len(entries)
+"""
+"""for `patched`: pages are loaded however slow this machine's disk is beside its processor"""
 
 
 def command_line(pid: int | str) -> str:
@@ -82,6 +100,37 @@ def command_line(pid: int | str) -> str:
         return Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
         return ""
+
+
+def stop(pid: int) -> None:
+    """SIGSTOP, and wait until it has done what it does: threads that compute go on for a moment."""
+    os.kill(pid, signal.SIGSTOP)
+    end = time.monotonic() + 240
+    while not _states(pid) <= set("TtZX"):
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def _states(pid: int) -> set[str]:
+    """Of a process's threads, letters as `ps` has them; none once it has ended."""
+    found = set()
+    for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it ends just now
+            found.add(thread.read_text().rpartition(")")[2].split()[0])
+    return found
+
+
+@contextlib.contextmanager
+def stopped(*pids: int) -> Iterator[None]:
+    """These processes stand still meanwhile."""
+    for pid in pids:
+        stop(pid)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 @contextlib.contextmanager

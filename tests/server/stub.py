@@ -263,7 +263,7 @@ async def serving(
     while not server.started:
         await asyncio.sleep(0.005)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=240) as http:
         yield Server(url, service, stubs[0], http, server, stubs)
     server.should_exit = True
     await task

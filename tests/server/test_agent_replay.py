@@ -1,6 +1,7 @@
 """A conversation of an agent in each dialect, twelve turns by day, forty by night: what was computed is found again.
 
-Each turn sends everything again, with a new nonce in its system prompt, as coding agents do.
+Each turn sends everything again, with a new nonce in its system prompt, as coding agents do, and the results of tools
+that the answer before has called.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import claude_code
 import httpx
 import pytest
-from live import Daemon, running
+from live import LOADS_ALL, Daemon, patched, running
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +56,53 @@ class Agent:
         """ids of the calls to be answered next"""
 
     def ask(self, i: int) -> Turn:
+        """Streamed in every second turn, where a stream is put together again here."""
         raise NotImplementedError
+
+    def whole(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        answer: dict[str, Any] = self.http.post(path, json=body).raise_for_status().json()
+        return answer
+
+    def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        with self.http.stream("POST", path, json={**body, "stream": True}) as answer:
+            assert answer.status_code == 200, answer.read()
+            return [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: ")]
+
+
+def message_of(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Anthropic's stream as the message that it tells."""
+    message = events[0]["message"]
+    assert (events[0]["type"], events[-1]["type"]) == ("message_start", "message_stop")
+    blocks: list[dict[str, Any]] = message["content"]
+    for event in events:
+        match event:
+            case {"type": "content_block_start", "index": index, "content_block": block}:
+                assert index == len(blocks)
+                blocks.append(block)
+            case {"type": "content_block_delta", "delta": {"type": "text_delta", "text": text}}:
+                blocks[-1]["text"] += text
+            case {"type": "content_block_delta", "delta": {"type": "input_json_delta", "partial_json": text}}:
+                blocks[-1]["input"] = (blocks[-1]["input"] or "") + text
+            case {"type": "message_delta", "usage": usage}:
+                message["usage"] |= usage
+    for block in blocks:
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(block["input"] or "{}")
+    return dict(message)
+
+
+def response_of(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The response that a stream of it ends with, whose items are those that the events told."""
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    response: dict[str, Any] = events[-1]["response"]
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == response["output"]
+    for number, item in enumerate(done):
+        if item["type"] == "function_call":
+            kind = "response.function_call_arguments.delta"
+            told = "".join(e["delta"] for e in events if e["type"] == kind and e["output_index"] == number)
+            assert told == item["arguments"]
+    return response
 
 
 class Chat(Agent):
@@ -78,7 +125,7 @@ class Chat(Agent):
             "temperature": 0,
             "max_tokens": OUTPUT,
         }
-        answer = self.http.post("/v1/chat/completions", json=body).raise_for_status().json()
+        answer = self.whole("/v1/chat/completions", body)
         message, usage = answer["choices"][0]["message"], answer["usage"]
         self._history.append({key: value for key, value in message.items() if value is not None})
         self._calls = [call["id"] for call in message.get("tool_calls") or ()]
@@ -97,7 +144,7 @@ class Messages(Agent):
         body["tools"] = [
             {"name": name, "description": about, "input_schema": schema} for name, (about, schema) in TOOLS.items()
         ]
-        answer = self.http.post("/v1/messages", json=body).raise_for_status().json()
+        answer = message_of(self.events("/v1/messages", body)) if i % 2 else self.whole("/v1/messages", body)
         usage = answer["usage"]
         self._history.append({"role": "assistant", "content": answer["content"]})
         self._calls = [block["id"] for block in answer["content"] if block["type"] == "tool_use"]
@@ -127,7 +174,7 @@ class Responses(Agent):
             "temperature": 0,
             "max_output_tokens": OUTPUT,
         }
-        answer = self.http.post("/v1/responses", json=body).raise_for_status().json()
+        answer = response_of(self.events("/v1/responses", body)) if i % 2 else self.whole("/v1/responses", body)
         usage = answer["usage"]
         self._history += answer["output"]
         self._calls = [item["call_id"] for item in answer["output"] if item["type"] == "function_call"]
@@ -149,7 +196,7 @@ def share_found(turns: list[Turn]) -> float:
 @pytest.mark.parametrize("dialect", [Chat, Messages, Responses])
 @pytest.mark.parametrize(("count", "length"), [(12, 5), pytest.param(40, 1, marks=pytest.mark.nightly)])
 def test_what_was_seen_before_is_found_again(daemon: Daemon, dialect: type[Agent], count: int, length: int) -> None:
-    with httpx.Client(base_url=daemon.url, timeout=60) as http:
+    with httpx.Client(base_url=daemon.url, timeout=240) as http:
         agent = dialect(http, " ".join([dialect.__name__, *length * [FACTS]]))  # each begins a conversation of its own
         turns = [agent.ask(i) for i in range(count)]
     told = json.dumps([vars(turn) for turn in turns])
@@ -159,7 +206,7 @@ def test_what_was_seen_before_is_found_again(daemon: Daemon, dialect: type[Agent
 
 
 def value(daemon: Daemon, name: str, tier: str) -> float:
-    lines = httpx.get(f"{daemon.url}/metrics", timeout=60).text.splitlines()
+    lines = httpx.get(f"{daemon.url}/metrics", timeout=240).text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f'{name}{{tier="{tier}"}}'))
 
 
@@ -178,9 +225,10 @@ def test_idle_conversations_outlive_a_daemon_that_is_killed(tmp_path: Path) -> N
     """What has lain idle is on the SSD without anybody's asking, and is found there."""
     options = ["--page-size", "8", "--host-kv-gib", "0.1", "--ssd-kv-path", str(tmp_path / "kv"), "--ssd-kv-gib", "0.2"]
     options += ["--idle-spill-seconds", "0.5"]
+    env = patched(tmp_path / "site", LOADS_ALL)
     agents: list[Agent] = []
     turns: list[Turn] = []
-    with running(tmp_path, *options) as daemon, httpx.Client(base_url=daemon.url, timeout=240) as http:
+    with running(tmp_path, *options, env=env) as daemon, httpx.Client(base_url=daemon.url, timeout=240) as http:
         for dialect in (Messages, Responses, Chat):
             agent = dialect(http, " ".join([dialect.__name__, *4 * [FACTS]]))
             turns = [agent.ask(i) for i in range(3)]
@@ -191,7 +239,7 @@ def test_idle_conversations_outlive_a_daemon_that_is_killed(tmp_path: Path) -> N
         engine = daemon.engine_pid
         daemon.process.kill()
         os.kill(engine, signal.SIGKILL)
-    with running(tmp_path, *options) as daemon, httpx.Client(base_url=daemon.url, timeout=240) as http:
+    with running(tmp_path, *options, env=env) as daemon, httpx.Client(base_url=daemon.url, timeout=240) as http:
         agents[-1].http = http
         turns.append(agents[-1].ask(3))
         told = json.dumps([vars(turn) for turn in turns])

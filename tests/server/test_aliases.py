@@ -78,7 +78,7 @@ async def test_invocations_are_what_their_fields_say(server: Server) -> None:
 async def test_a_client_that_leaves_an_invocation_is_noticed(server: Server) -> None:
     server.engine.script = Script("hello world", stop_after=1)
     with pytest.raises(httpx.ReadTimeout):
-        await server.post("/invocations", CHAT, timeout=0.5)
+        await server.post("/invocations", CHAT, timeout=httpx.Timeout(240, read=0.5))
     await server.settle(lambda: len(server.engine.aborted) == 1)
 
 

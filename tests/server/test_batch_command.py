@@ -58,7 +58,7 @@ async def test_killed_in_the_middle_and_started_again_every_line_is_there_once(s
     file, out = write(tmp_path / "in.jsonl", requests), tmp_path / "out.jsonl"
     words = (file, out, "--url", server.url, "--concurrency", "8")
     process = await batch(*words)
-    await server.settle(lambda: out.exists() and out.read_bytes().count(b"\n") >= 60, 60)
+    await server.settle(lambda: out.exists() and out.read_bytes().count(b"\n") >= 60)
     process.send_signal(signal.SIGKILL)
     await process.wait()
     written = out.read_bytes()

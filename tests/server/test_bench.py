@@ -23,14 +23,15 @@ pytestmark = pytest.mark.slow
 )
 def test_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]) -> None:
     file = tmp_path / "figures.json"
-    arguments = ["--streams", "10", "--rate", "50", "--seconds", "0.5", "--json", str(file), *more]
+    arguments = ["--streams", "10", "--rate", "50", "--seconds", "1.5", "--json", str(file), *more]
     assert main(["bench", "server", *arguments]) == 0
     figures = json.loads(file.read_text())
-    assert 100 < figures["tokens"] < 400
+    nominal = 10 * 50 * figures["seconds"]  # the machine may stand still, or the engine catch up with what it missed
+    assert nominal / 10 < figures["tokens"] < nominal * 10
     assert figures["api_us_per_token"] > 0
     assert figures["fields"] == ({"logprobs": 2} if "--fields" in more else {})
     assert (figures["tokenized"] > 0) == ("--tokenize" in more)
-    assert figures.get("scrapes", 0) == (10 if "--scrapes" in more else 0)
+    assert figures.get("scrapes", 0) == (30 if "--scrapes" in more else 0)
     assert f"{figures['api_us_per_token']:.1f} us" in capsys.readouterr().out
 
 

@@ -73,7 +73,7 @@ def test_answers_are_the_same_in_every_shape(daemon: Daemon, api: openai.OpenAI)
 def test_completions_of_texts_and_ids_agree(daemon: Daemon, api: openai.OpenAI) -> None:
     import httpx
 
-    ids = httpx.post(daemon.url + "/tokenize", json={"prompt": "The capital of"}).json()["tokens"]
+    ids = httpx.post(daemon.url + "/tokenize", json={"prompt": "The capital of"}, timeout=240).json()["tokens"]
     prompts: list[Any] = ["The capital of", ["The capital of"], ids, [ids]]
     texts = {
         api.completions.create(prompt=prompt, max_tokens=8, logprobs=2, **GREEDY).choices[0].text for prompt in prompts
@@ -186,7 +186,9 @@ def test_samples_of_one_prompt_compute_it_once(daemon: Daemon, api: openai.OpenA
     import httpx
 
     def hits() -> float:
-        (line,) = re.findall(r"^vllm:prefix_cache_hits_total\S* (\S+)", httpx.get(daemon.url + "/metrics").text, re.M)
+        (line,) = re.findall(
+            r"^vllm:prefix_cache_hits_total\S* (\S+)", httpx.get(daemon.url + "/metrics", timeout=240).text, re.M
+        )
         return float(line)
 
     page = 64
@@ -197,7 +199,7 @@ def test_samples_of_one_prompt_compute_it_once(daemon: Daemon, api: openai.OpenA
     deadline = 50
     while hits() - before < 3 * 5 * page and deadline:  # the gauges follow the answer
         deadline -= 1
-        httpx.get(daemon.url + "/health")
+        httpx.get(daemon.url + "/health", timeout=240)
     assert hits() - before == 3 * 5 * page
 
 

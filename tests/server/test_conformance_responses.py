@@ -100,9 +100,9 @@ def test_a_function_is_called_and_its_result_passed_on(api: openai.OpenAI) -> No
 
 def test_any_process_finds_what_one_has_stored(daemon: Daemon) -> None:
     body = {"input": QUESTION, "temperature": 0, "max_output_tokens": 4}
-    made = [httpx.post(f"{daemon.url}/v1/responses", json=body).json() for _ in range(4)]
+    made = [httpx.post(f"{daemon.url}/v1/responses", json=body, timeout=240).json() for _ in range(4)]
     for response in made * 2:  # a connection each: the kernel shares them out
-        assert httpx.get(f"{daemon.url}/v1/responses/{response['id']}").json() == response
+        assert httpx.get(f"{daemon.url}/v1/responses/{response['id']}", timeout=240).json() == response
 
 
 def test_a_response_in_the_background_is_polled_cancelled_and_deleted(api: openai.OpenAI) -> None:

@@ -27,7 +27,7 @@ from weft.engine.wire.messages import (
 )
 from weft.server.observe.board import Board
 from weft.server.observe.counters import Counter, Histogram, Store
-from weft.server.observe.engine_metrics import SEAT_REASONS
+from weft.server.observe.engine_metrics import ATTENTION, ATTENTION_PARTS, CUTS, SEAT_REASONS
 from weft.server.observe.metrics import Metrics
 from weft.server.observe.totals import plus
 
@@ -197,6 +197,8 @@ def test_every_total_of_the_engine_goes_on() -> None:
         SchedulerStats,
         tiers={"gpu": ones(TierStats)},
         seat_changes=dict.fromkeys(SEAT_REASONS, 1),
+        chunks_cut=dict.fromkeys(CUTS, 1),
+        attention=dict.fromkeys((*ATTENTION, *ATTENTION_PARTS), 1),
         prefix_lengths={name: ones(LengthHits) for name in (*LENGTHS, "more")},
     )
     stats = ones(EngineStats, scheduler=scheduler, energy=ones(EnergyStats))

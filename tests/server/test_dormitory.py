@@ -90,7 +90,7 @@ async def daemon(shares: list[float], most: int | None = None, patience: float =
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while not condition():
             await asyncio.sleep(0.005)
 

@@ -165,7 +165,8 @@ async def test_five_times_too_much_is_refused_and_the_rest_is_answered(daemon: D
         assert (await ask(url, data)).text == alone[prompt]
         recovered = time.monotonic() - over
         replies = await asyncio.gather(*asked)
-        while await metric(url, "weft_requests_running") or await metric(url, "weft_requests_waiting"):
+        at_rest = ("weft_requests_running", "weft_requests_waiting", "weft_kv_cache_usage_ratio")
+        while any([await metric(url, name) for name in at_rest]):  # either API process hears of it in its time
             await asyncio.sleep(0.02)
     statuses = Counter(reply.status for reply in replies)
     print(
@@ -180,7 +181,6 @@ async def test_five_times_too_much_is_refused_and_the_rest_is_answered(daemon: D
             assert 0 < int(reply.headers["retry-after"]) <= 120
             assert json.loads(reply.body)["error"]["code"] == "queue_full"
     assert await metric(url, 'weft_rejected_total{reason="queue_full"}') == before + statuses[503]
-    assert await metric(url, "weft_kv_cache_usage_ratio") == 0
     assert await metric(url, "weft_api_process_restarts_total") == 0
     assert "Traceback" not in daemon.stderr()
 
@@ -253,7 +253,7 @@ async def test_clients_that_vanish_leave_nothing_behind(server: Server, engine_p
 
     async def settle() -> None:
         """Until everything has ended."""
-        await server.settle(lambda: not server.service.open and not engine.num_open, 60)
+        await server.settle(lambda: not server.service.open and not engine.num_open)
         # The engine's figures come with an iteration.
         async with asyncio.timeout(240):
             while engine.stats.scheduler.running or engine.stats.scheduler.waiting or engine.stats.scheduler.pages_held:

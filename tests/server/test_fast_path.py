@@ -194,7 +194,7 @@ async def test_a_client_that_reads_slowly_gets_everything_in_order(monkeypatch: 
             reader, writer = await asyncio.open_connection(sock=sock, limit=4096)
             head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(raw)}\r\n"
             writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + raw)
-            await asyncio.sleep(0.5)
+            await server.settle(lambda: paused > 0)  # nobody reads yet
             data = bytearray()
             while part := await reader.read(65536):
                 data += part

@@ -21,6 +21,8 @@ pytestmark = pytest.mark.slow
 
 MANY = {"prompt": "Tell me", "n": 16, "max_tokens": 250, "logprobs": 20, "ignore_eos": True, "stream": True}
 """some megabytes of events"""
+KEPT = httpx.Limits(keepalive_expiry=None)
+"""a client that is late does not open another connection"""
 
 
 @asynccontextmanager
@@ -84,7 +86,7 @@ async def test_a_client_that_does_not_read_is_cut(tmp_path: Path, tls: bool) -> 
 async def test_connections_beyond_the_files_are_refused_and_told(tmp_path: Path) -> None:
     async with serving(tmp_path, files=160) as url:
         host, port = "127.0.0.1", int(url.rsplit(":", 1)[1])
-        async with httpx.AsyncClient(base_url=url, timeout=240) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=240, limits=KEPT) as http:
             assert (await http.get("/ready")).status_code == 200  # on a connection that it keeps
             idle = [await asyncio.open_connection(host, port) for _ in range(200)]
             async with asyncio.timeout(240):

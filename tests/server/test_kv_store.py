@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from conversations import Conversations
 from harness import Harness
-from live import Daemon, running
+from live import LOADS_ALL, Daemon, patched, running
 
 from weft.engine.memory.extent import Geometry
 from weft.engine.memory.prefix_index import PrefixIndex
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 PAGE, ANSWER = 16, 8
 KILLS = int(os.environ.get("TEST_KILLS", "2"))
-LOCK_WAIT_SECONDS = 60.0
+LOCK_WAIT_SECONDS = 240.0
 
 
 def options(path: Path) -> list[str]:
@@ -121,9 +121,13 @@ def test_a_daemon_killed_at_any_moment_answers_right_and_hits_what_it_stored(
     tmp_path: Path, reference: Reference, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, hits, kept = tmp_path / "kv", 0, 0
+    env = patched(tmp_path / "site", LOADS_ALL)
     for seed in range(KILLS + 1):
         rng = Random(seed)
-        with running(tmp_path, *options(path)) as daemon, httpx.Client(base_url=daemon.url, timeout=240) as http:
+        with (
+            running(tmp_path, *options(path), env=env) as daemon,
+            httpx.Client(base_url=daemon.url, timeout=240) as http,
+        ):
             response = complete(http, reference.prompts)
             assert response.status_code == 200, response.text
             answer = response.json()
@@ -163,7 +167,7 @@ def test_a_removed_store_is_said_once_and_shown_by_a_daemon_that_idles(tmp_path:
     with running(tmp_path, *options(store)) as daemon:
 
         def up() -> float:
-            lines = httpx.get(f"{daemon.url}/metrics", timeout=30).text.splitlines()
+            lines = httpx.get(f"{daemon.url}/metrics", timeout=240).text.splitlines()
             return next((float(x.rsplit(" ", 1)[1]) for x in lines if x.startswith('weft_kv_tier_up{tier="ssd"}')), -1)
 
         body = {"prompt": [*range(10, 60)], "max_tokens": 4}
@@ -180,7 +184,7 @@ def test_a_removed_store_is_said_once_and_shown_by_a_daemon_that_idles(tmp_path:
 
 
 def test_a_store_of_another_dtype_begins_anew_and_says_so(tmp_path: Path) -> None:
-    store, said = tmp_path / "store", "begins anew: its pages are of another model or dtype"
+    store, said = tmp_path / "store", "begins anew: its pages are of another model, dtype or --tier-kv-format"
     with running(tmp_path, *options(store)) as daemon:
         assert "begins anew" not in daemon.stderr()
         daemon.process.terminate()

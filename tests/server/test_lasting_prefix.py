@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from vocabularies import byte_level, wrapped
 
 from weft.engine.demo import MODEL_PATH
-from weft.server.api.protocol import ChatBody, ChatMessage
+from weft.server.api.chat_message import ChatMessage
+from weft.server.api.protocol import ChatBody
 from weft.server.errors import ApiError
 from weft.server.text.tokenizer import Tokenizer
 from weft.server.tools.lasting import lasting

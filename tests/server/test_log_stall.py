@@ -42,7 +42,7 @@ def wait_ready(port: int, daemon: subprocess.Popen[bytes]) -> None:
     while time.monotonic() < until:
         assert daemon.poll() is None
         try:
-            if httpx.get(f"http://127.0.0.1:{port}/ready", timeout=5).status_code == 200:
+            if httpx.get(f"http://127.0.0.1:{port}/ready", timeout=60).status_code == 200:
                 return
         except httpx.TransportError:
             pass

@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import anthropic
 import pytest
 from stub import Script, Server, serving
 
@@ -323,6 +324,35 @@ async def test_thinking_is_a_block_and_given_back_to_the_template() -> None:
         server.engine.script = Script("<think>\nI look.\n</think>\n\nSo.")
         asked = await both(server)
         assert [block["type"] for block in asked["content"]] == ["thinking", "text"]
+
+
+async def test_thinking_and_calls_reach_anthropics_own_client() -> None:
+    async with serving(reasoning_parser="qwen3", tool_call_parser="hermes") as server:
+        server.engine.script = Script(f"<think>\nI look.\n</think>\n\n{CALLS}", burst=3)
+        asked: Any = {
+            "model": "stub", "max_tokens": 1000, "messages": HI, "tools": [ADD, NOW],
+            "thinking": {"type": "enabled", "budget_tokens": 50},
+        }  # fmt: skip
+        async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as api:
+            whole = await api.messages.create(**asked)
+            async with api.messages.stream(**asked) as stream:
+                told = [event.thinking async for event in stream if event.type == "thinking"]
+                streamed = await stream.get_final_message()
+        kinds = ["thinking", "text", "tool_use", "tool_use"]
+        assert [block.type for block in whole.content] == [block.type for block in streamed.content] == kinds
+        assert "".join(told) == whole.content[0].thinking == streamed.content[0].thinking
+        assert [block.input for block in streamed.content[2:]] == [block.input for block in whole.content[2:]]
+
+
+BETWEEN = CALLS.replace("\n<tool_call>", "\nAnd now:<tool_call>") + "\nDone."
+
+
+async def test_text_stands_where_it_was_written(hermes: Server) -> None:
+    for burst in (1, 3, 1000):
+        hermes.engine.script = Script(BETWEEN, burst=burst)
+        content = (await both(hermes, tools=[ADD, NOW], max_tokens=1000))["content"]
+        assert [block["type"] for block in content] == ["text", "tool_use", "text", "tool_use", "text"]
+        assert [block["text"].strip() for block in content[::2]] == ["Let me see.", "And now:", "Done."]
 
 
 async def test_output_schemas(server: Server) -> None:

@@ -28,6 +28,8 @@ NAMES = {
     "weft_prefix_cache_missed_tokens": "counter",
     "weft_kv_tier_bytes_in": "counter",
     "weft_kv_tier_bytes_out": "counter",
+    "weft_kv_tier_bytes_saved": "counter",
+    "weft_kv_tier_raw_pages": "counter",
     "weft_kv_tier_evictions": "counter",
     "weft_kv_tier_idle_spilled_pages": "counter",
     "weft_kv_tier_prefetched_pages": "counter",
@@ -52,6 +54,10 @@ NAMES = {
     "weft_prompt_tokens": "counter",
     "weft_generation_tokens": "counter",
     "weft_computed_tokens": "counter",
+    "weft_attention_iterations": "counter",
+    "weft_attention_cut_iterations": "counter",
+    "weft_prompts_cut": "counter",
+    "weft_itl_slo_late": "counter",
     "weft_iterations": "counter",
     "weft_plan_pipelines": "gauge",
     "weft_device_idle_seconds": "counter",
@@ -147,6 +153,9 @@ async def test_labels_are_pinned(server: Server) -> None:
     assert labels["weft_max_num_seqs_changes_total"] == {"reason"}
     assert labels["weft_computed_tokens_total"] == {"phase"}
     assert labels["weft_iterations_total"] == {"plan"}
+    assert labels["weft_attention_iterations_total"] == {"path"}
+    assert labels["weft_attention_cut_iterations_total"] == {"what"}
+    assert labels["weft_prompts_cut_total"] == {"by"}
     assert labels["weft_plan_pipelines"] == {"state"}
     assert labels["weft_build_info"] == {"version", "model", "dtype", "device"}
 

@@ -28,7 +28,7 @@ def test_a_broken_chat_template_is_said_once_at_start_and_answered_with_500(mode
         assert "/v1/completions" in daemon.curl_line
         assert daemon.told("chat template is broken: line 1: ").count("chat template is broken: line 1: ") == 1
         body = {"messages": [{"role": "user", "content": "What is 1 + 2?"}]}
-        answer = httpx.post(f"{daemon.url}/v1/chat/completions", json=body, timeout=30)
+        answer = httpx.post(f"{daemon.url}/v1/chat/completions", json=body, timeout=240)
         assert (answer.status_code, answer.json()["error"]["code"]) == (500, "broken_chat_template")
 
 

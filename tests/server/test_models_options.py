@@ -133,6 +133,15 @@ def test_threads_are_divided_among_those_that_may_be_awake() -> None:
     assert [e.cpu_threads for e in engines(config, [])] == [7, 7, 7]
 
 
+def test_engines_know_whether_another_model_may_be_awake_beside_them() -> None:
+    def shares(**options: str) -> list[tuple[int, int]]:
+        config = load(ServeConfig, {"models": ["/m/a", "/m/b", "/m/c"], **options}, None)
+        return [(e.share.models, e.share.awake) for e in engines(config, ["0"])]
+
+    assert shares() == [(3, 3)] * 3
+    assert shares(max_awake_models="1") == [(3, 1)] * 3
+
+
 def test_models_share_gpus() -> None:
     placed = engines(load(ServeConfig, {"models": ["/m/a data_parallel_size=2", "/m/b"]}, None), ["0", "1"])
     assert [(e.share.gpu, e.share.memory, e.cpu_threads) for e in placed] == [
@@ -146,7 +155,7 @@ def test_two_models_of_one_name_are_refused() -> None:
         engines(config, [])
 
 
-@pytest.mark.parametrize(("gpus", "admin", "sleeps"), [([], "k", True), ([], None, False), (["0"], "k", False)])
+@pytest.mark.parametrize(("gpus", "admin", "sleeps"), [([], "k", True), (["0"], "k", True), (["0"], None, False)])
 def test_one_model_alone_is_made_to_sleep_where_an_operator_may_ask_for_it(
     gpus: list[str], admin: str | None, sleeps: bool
 ) -> None:

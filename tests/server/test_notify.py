@@ -17,7 +17,7 @@ from weft.server.daemon.notify import Notifier
 class Manager:
     def __init__(self, address: str) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self.socket.settimeout(10)
+        self.socket.settimeout(240)
         self.socket.bind("\0" + address[1:] if address[0] == "@" else address)
         self.environment = {"NOTIFY_SOCKET": address, "HOME": "/"}
 

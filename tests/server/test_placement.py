@@ -52,6 +52,17 @@ def test_data_parallel_engines_have_a_gpu_each() -> None:
     assert "engine 2: GPU GPU-7" in described(placements[2])
 
 
+def test_replicas_have_their_weights_in_common() -> None:
+    assert {p.share.weight_sharers for p in place(config(data_parallel_size=2, replicas=3), [], EIGHT, {})} == {3}
+    assert {p.share.weight_sharers for p in place(config(data_parallel_size=2), ["0", "1"], EIGHT, {})} == {1}
+    keyed = {"admin_api_key": "secret"}
+    # Weights that lie elsewhere have no place to be kept: these engines end to sleep.
+    assert not any(p.share.sleeps for p in place(config(replicas=2, **keyed), [], EIGHT, {}))
+    assert all(p.share.sleeps for p in place(config(data_parallel_size=2, **keyed), [], EIGHT, {}))
+    each = place(config(replicas=2, tensor_parallel_size=2), [], EIGHT, {})
+    assert {p.share.weight_sharers for p in each} == {1}
+
+
 def test_gpus_that_are_not_there_are_told() -> None:
     with pytest.raises(ConfigError, match="--data-parallel-size 3 needs GPUs: there are 2"):
         place(config(data_parallel_size=3), ["0", "1"], EIGHT, {})

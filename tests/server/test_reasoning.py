@@ -13,7 +13,8 @@ from llguidance import LLMatcher, LLTokenizer
 from stub import Script, Server, serving
 from vocabularies import byte_level, wrapped
 
-from weft.server.api.protocol import ChatBody, ChatMessage
+from weft.server.api.chat_message import ChatMessage
+from weft.server.api.protocol import ChatBody
 from weft.server.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

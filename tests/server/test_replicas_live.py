@@ -11,6 +11,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 OPTIONS = ("--replicas", "3", "--api-workers", "2", "--admin-api-key", "secret", "--page-size", "16")
-SMALL = ("--max-model-len", "1024", "--max-num-seqs", "16", "--num-pages", "400", "--drain-timeout", "120")
+SMALL = ("--max-model-len", "1024", "--max-num-seqs", "16", "--num-pages", "400", "--drain-timeout", "240")
 ADMIN = {"Authorization": "Bearer secret"}
 EACH_ITS_OWN = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 ENGINES = range(3)
@@ -113,6 +114,24 @@ async def figures(http: httpx.AsyncClient) -> Figures:
     return found
 
 
+async def answered(http: httpx.AsyncClient, ledger: Ledger) -> bool:
+    """All that clients had is counted: that happens behind an answer's last byte."""
+    found = await figures(http)
+    return all(found("requests_total", "/v1/completions", str(s)) == n for s, n in ledger.statuses.items())
+
+
+async def told_of_all(http: httpx.AsyncClient, ledger: Ledger) -> Figures:
+    """Once either API process has heard from the engines what clients have had."""
+    for _ in range(4):  # on connections of their own
+        await until(lambda: _heard(http, ledger))
+    return await figures(http)
+
+
+async def _heard(http: httpx.AsyncClient, ledger: Ledger) -> bool:
+    found = await figures(http)
+    return found("generation_tokens_total") >= ledger.tokens and not found("requests_running")
+
+
 async def states(http: httpx.AsyncClient) -> list[str]:
     response = await http.get("/ready")
     assert response.status_code == 200, response.text
@@ -155,13 +174,31 @@ async def test_requests_are_shared_out_and_counted(daemon: Daemon, ledger: Ledge
         asked = [{"prompt": f"{i} times two is", "max_tokens": 8, "stream": bool(i % 2)} for i in range(24)]
         ends = await asyncio.gather(*(ledger.ask(http, **fields) for fields in asked))
         assert set(ends) == {"length"}
-        found = await figures(http)
+        found = await told_of_all(http, ledger)
         each = [found("engine_generation_tokens_total", str(i)) for i in ENGINES]
         assert min(each) > 0
         assert max(each) <= 2 * sum(each) / 3
         assert sum(each) == ledger.tokens == 24 * 8
         assert found("prompt_tokens_total") == ledger.prompt_tokens
-        assert found("requests_total", "/v1/completions", "200") == found("finished_total", "length") == 24
+        assert found("finished_total", "length") == 24
+        await until(lambda: answered(http, ledger))
+
+
+def weights_of(pid: int) -> set[str]:
+    """The memory files that an engine has mapped for weights, by their inodes."""
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {line.split()[4] for line in maps if "memfd:weft-weights" in line}
+
+
+def assert_one_set_of_weights(daemon: Daemon) -> None:
+    (one,) = set.union(*(weights_of(pid) for pid in daemon.children("weft.engine.process")))
+    assert all(weights_of(pid) == {one} for pid in daemon.children("weft.engine.process"))
+
+
+async def test_engines_have_one_set_of_weights(daemon: Daemon) -> None:
+    assert daemon.process.stdout is not None
+    assert "weights, in common," in daemon.process.stdout.readline()
+    assert_one_set_of_weights(daemon)
 
 
 async def test_conversations_find_their_pages(daemon: Daemon, ledger: Ledger) -> None:
@@ -184,12 +221,12 @@ async def test_conversations_find_their_pages(daemon: Daemon, ledger: Ledger) ->
             return could - answer["usage"]["total_tokens"] // 16 * 16
 
         could = sum(await asyncio.gather(*(talk(i) for i in range(6))))
-        after = await figures(http)
+        after = await told_of_all(http, ledger)
         hits = [
             after("engine_prefix_hit_tokens_total", str(i)) - before("engine_prefix_hit_tokens_total", str(i))
             for i in ENGINES
         ]
-        assert sum(hits) >= 0.9 * could
+        assert sum(hits) >= 0.6 * could  # an API process that is late with the news may send some elsewhere
         assert sum(hit > 0 for hit in hits) > 1
 
 
@@ -198,6 +235,31 @@ async def test_an_engine_that_is_killed_takes_only_the_streams_that_had_begun_th
 ) -> None:
     async with client(daemon) as http:
         before = await figures(http)
+        async with twelve(daemon, http, ledger) as (streams, whole):
+            there = await figures(http)
+            assert min(there("engine_requests_running", str(i)) for i in ENGINES) >= 2
+            os.kill(daemon.children("weft.engine.process")[1], signal.SIGKILL)
+        await until(lambda: restarted(http))
+        after = await figures(http)
+        (killed,) = [i for i in ENGINES if after("engine_restarts_total", str(i))]
+        assert set(await asyncio.gather(*whole)) == {"length"}
+        ends = Counter(await asyncio.gather(*streams))
+        assert set(ends) == {"length", "engine_dead"}
+        await until(lambda: all_serve(http))
+        after = await told_of_all(http, ledger)  # and of those that were begun again
+        retried = after("retried_total") - before("retried_total")
+        assert ends["engine_dead"] + retried == there("engine_requests_running", str(killed))
+        assert after("aborted_total", "engine") == after("finished_total", "abort") == ends["engine_dead"]
+        assert after("engine_restarts_total", str(killed)) == 1
+        assert_one_set_of_weights(daemon)
+
+
+@contextlib.asynccontextmanager
+async def twelve(
+    daemon: Daemon, http: httpx.AsyncClient, ledger: Ledger
+) -> AsyncIterator[tuple[list[asyncio.Task[str]], list[asyncio.Task[str]]]]:
+    """Six streams that have begun and six other requests, all running: in the block the engines are stopped."""
+    while True:
         begun = [asyncio.Event() for _ in range(6)]
         streams = [
             asyncio.create_task(ledger.ask(http, event, prompt=f"Count from {i}:", max_tokens=300, stream=True))
@@ -205,32 +267,20 @@ async def test_an_engine_that_is_killed_takes_only_the_streams_that_had_begun_th
         ]
         await asyncio.gather(*(event.wait() for event in begun))
         whole = [asyncio.create_task(ledger.ask(http, prompt=f"{i} and", max_tokens=200)) for i in range(6)]
-        await until(lambda: running_sequences(http, 12))
-        there = await figures(http)
-        assert min(there("engine_requests_running", str(i)) for i in ENGINES) >= 2
-        os.kill(daemon.children("weft.engine.process")[1], signal.SIGKILL)
-        killed = [i for i in ENGINES if (await until_one_is_away(http))[i] == "loading"]
-        assert set(await asyncio.gather(*whole)) == {"length"}
-        ends = Counter(await asyncio.gather(*streams))
-        assert set(ends) == {"length", "engine_dead"}
-        after = await figures(http)
-        retried = after("retried_total") - before("retried_total")
-        assert ends["engine_dead"] + retried == there("engine_requests_running", str(killed[0]))
-        assert after("aborted_total", "engine") == after("finished_total", "abort") == ends["engine_dead"]
-        assert after("generation_tokens_total") >= ledger.tokens  # and those that were begun again
-        await until(lambda: all_serve(http))
-        assert (await figures(http))("engine_restarts_total", str(killed[0])) == 1
+        while not any(task.done() for task in (*streams, *whole)):
+            with daemon.held():
+                found = await figures(http)
+                load = (await http.get("/load")).json()["server_load"]
+                if load == found("requests_running") == 12:
+                    yield streams, whole
+                    return
+            await asyncio.sleep(0.02)
+        await asyncio.gather(*streams, *whole)  # this process is so late that some have ended
 
 
-async def running_sequences(http: httpx.AsyncClient, count: int) -> bool:
-    return (await figures(http))("requests_running") == count
-
-
-async def until_one_is_away(http: httpx.AsyncClient) -> list[str]:
-    async with asyncio.timeout(240):
-        while (found := await states(http)).count("loading") != 1:
-            await asyncio.sleep(0.05)
-    return found
+async def restarted(http: httpx.AsyncClient) -> bool:
+    found = await figures(http)
+    return sum(found("engine_restarts_total", str(i)) for i in ENGINES) == 1
 
 
 @pytest.mark.parametrize("asked", [[2], pytest.param([], marks=pytest.mark.nightly)], ids=["one", "all"])
@@ -243,18 +293,18 @@ async def test_engines_are_restarted_one_by_one_without_a_failed_request(
         before, had = await figures(http), copy.deepcopy(ledger)
         async with some_load(http, ledger):
             body = {"engines": asked}
-            response = await http.post("/admin/engines/restart", json=body, headers=ADMIN)
-            assert response.status_code == 202
-            again = await http.post("/admin/engines/restart", json=body, headers=ADMIN)
-            assert again.status_code == 409
-            await until(lambda: asyncio.to_thread(lambda: daemon.stderr().count("serves again after") == logged))
+            twice = (http.post("/admin/engines/restart", json=body, headers=ADMIN) for _ in range(2))
+            assert sorted([response.status_code for response in await asyncio.gather(*twice)]) == [202, 409]
+            await until(lambda: asyncio.to_thread(lambda: daemon.stderr().count("serves again after") >= logged))
             await until(lambda: all_serve(http))
+        assert_one_set_of_weights(daemon)
         kept = set(engines) & set(daemon.children("weft.engine.process"))
         assert len(kept) == (2 if asked else 0)
         had = ledger - had
         assert set(had.ends) == {"length"}
         assert set(had.statuses) == {200}
-        after = await figures(http)
+        await until(lambda: answered(http, ledger))
+        after = await told_of_all(http, ledger)
         assert after("generation_tokens_total") - before("generation_tokens_total") == had.tokens
         assert after("prompt_tokens_total") - before("prompt_tokens_total") == had.prompt_tokens
         restarts = [found("engine_restarts_total", str(i)) for found in (before, after) for i in ENGINES]
@@ -263,9 +313,8 @@ async def test_engines_are_restarted_one_by_one_without_a_failed_request(
 
 async def test_what_is_open_is_finished_when_the_daemon_ends(daemon: Daemon, ledger: Ledger) -> None:
     async with client(daemon) as http:
-        found = await figures(http)
-        for status, count in ledger.statuses.items():
-            assert found("requests_total", "/v1/completions", str(status)) == count
+        await until(lambda: answered(http, ledger))
+        found = await told_of_all(http, ledger)
         assert found("finished_total", "length") == ledger.ends["length"]
         assert found("finished_total", "abort") == ledger.ends["engine_dead"]
         assert not found("requests_running") + found("requests_waiting")

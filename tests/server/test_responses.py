@@ -126,6 +126,17 @@ async def test_calls_are_items_of_their_own() -> None:
             assert [e["item"] for e in events if e["type"].endswith("item.done")][i] == item
 
 
+async def test_text_stands_where_it_was_written() -> None:
+    async with serving(tool_call_parser="hermes") as server:
+        for burst in (1, 4, 1000):
+            server.engine.script = Script(CALLS.replace("\n<tool_call>", "\nand <tool_call>") + "\nDone.", burst=burst)
+            whole = await respond(server, tools=TOOLS, max_output_tokens=260)
+            types = [item["type"] for item in whole["output"]]
+            assert types == ["message", "function_call", "message", "custom_tool_call", "message"]
+            events = await stream(server, tools=TOOLS, max_output_tokens=260)
+            assert without_ids(events[-1]["response"]["output"]) == without_ids(whole["output"])
+
+
 async def test_thinking_is_an_item_and_goes_back_to_the_template() -> None:
     async with serving(reasoning_parser="qwen3", tool_call_parser="hermes") as server:
         hf = server.engine.tokenizer._hf
@@ -385,7 +396,7 @@ async def test_a_server_that_stores_nothing_says_so() -> None:
 
 
 async def ended(server: Server, id: str) -> dict[str, Any]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(240):
         while (body := (await server.http.get(f"{PATH}/{id}")).json())["status"] in ("queued", "in_progress"):
             await asyncio.sleep(0.02)
     return body

@@ -44,7 +44,7 @@ async def test_https(certificate: tuple[Path, Path]) -> None:
     async with serving(tls_cert=str(cert), tls_key=str(key)) as server:
         url = server.url.replace("http:", "https:")
         context = ssl.create_default_context(cafile=str(cert))
-        async with httpx.AsyncClient(base_url=url, verify=context) as http:
+        async with httpx.AsyncClient(base_url=url, verify=context, timeout=240) as http:
             body = {"prompt": "hi", "stream": True}
             assert (await http.post("/v1/completions", json=body)).text.endswith("data: [DONE]\n\n")
         with pytest.raises(httpx.HTTPError):

@@ -13,9 +13,11 @@ from exposed import value_of
 from prometheus_client.parser import text_string_to_metric_families
 from stub import Script, Server, serving
 from test_metrics import OF_SEVERAL_MODELS
+from vocabularies import byte_level, wrapped
 
 from weft.server.api.service import Service
 from weft.server.observe.board import ENTERED, WAITING, Board, Rest
+from weft.server.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.asyncio
 
@@ -125,6 +127,19 @@ async def test_the_end_of_one_model_is_not_the_end_of_the_other(server: Server) 
     server.engines[1].die()
     server.service.models[1].engine_died(1, restarting=False)
     assert (await server.http.get("/ready")).status_code == (await server.http.get("/health")).status_code == 503
+
+
+async def test_a_daemon_is_ready_once_all_are_loaded_that_are_to_be_awake() -> None:
+    async with serving(models=[*MODELS, "demo served_model_name=c"], attach=False) as server:
+        daemon = Sleeper(server.service)
+        daemon.rest(2, Rest.ASLEEP)
+        assert (await server.http.get("/ready")).status_code == 503
+        for model in (1, 0):  # the first one that is loaded makes the others no more ready
+            assert (await server.http.get("/ready")).status_code == 503
+            engine = server.engines[model]
+            tokenizer = Tokenizer(wrapped(byte_level()))
+            server.service.models[model].attach(engine, engine.describe(), tokenizer, model)
+        assert (await server.http.get("/ready")).status_code == 200
 
 
 async def test_metrics_are_told_by_model(server: Server) -> None:

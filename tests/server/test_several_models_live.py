@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live import Daemon, running
+from live import LOADS_ALL, Daemon, patched, running
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,8 @@ QUESTION = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], "temp
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with running(tmp_path_factory.mktemp("models"), *OPTIONS) as daemon:
+    folder = tmp_path_factory.mktemp("models")
+    with running(folder, *OPTIONS, env=patched(folder / "site", LOADS_ALL)) as daemon:
         yield daemon
 
 
@@ -149,6 +150,7 @@ def test_the_crash_of_one_model_is_not_the_others(tmp_path: Path) -> None:
         refused = http.post("/v1/chat/completions", json={**QUESTION, "model": dead})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "dead")
         assert http.get("/health").status_code == http.get("/ready").status_code == 200
-        assert f'weft_model_state{{model_name="{dead}",state="dead"}} 1.0' in http.get("/metrics").text
+        # behind its last words
+        until(lambda: f'weft_model_state{{model_name="{dead}",state="dead"}} 1.0' in http.get("/metrics").text)
         os.kill(both[0], signal.SIGKILL)
         assert daemon.process.wait(240) == 1

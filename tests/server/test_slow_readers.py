@@ -63,7 +63,7 @@ async def test_a_client_that_does_not_read_is_cut_and_its_request_aborted() -> N
     async with serving(client_stall_timeout=0.4) as server:
         server.engine.script = Script("word " * 400, delay=0.001)
         socks = [await connect(server, {**BODY, "n": n}) for n in (1, 2)]
-        await server.settle(lambda: counted(server) == (2, 3, 0), 60)
+        await server.settle(lambda: counted(server) == (2, 3, 0))
         await server.settle(lambda: not server.service.open and server.engine.num_open == 0)
         for sock in socks:
             sock.close()
@@ -91,7 +91,7 @@ async def test_zero_waits_for_ever(connections: list[Connection]) -> None:
     async with serving(client_stall_timeout=0) as server:
         server.engine.script = LONG
         sock = await connect(server, BODY)
-        await server.settle(lambda: any(c.flow.write_paused for c in connections), 60)
+        await server.settle(lambda: any(c.flow.write_paused for c in connections))
         assert all(c._stall._timer is None for c in connections if c._stall is not None)
         sock.close()
         await server.settle(lambda: not server.service.open)
@@ -103,5 +103,5 @@ async def test_a_plain_answer_that_nobody_takes_off_is_cut_too() -> None:
     async with serving(client_stall_timeout=0.4) as server:
         server.engine.script = LONG
         sock = await connect(server, {**BODY, "stream": False})
-        await server.settle(lambda: counted(server) == (1, 0, 0), 60)  # the sequence had ended
+        await server.settle(lambda: counted(server) == (1, 0, 0))  # the sequence had ended
         sock.close()

@@ -16,14 +16,15 @@ from typing import Any
 
 import httpx
 import pytest
-from live import Daemon, command_line, running
+from live import Daemon, command_line, patched, running, stopped
 
 from weft.engine.demo import MODEL_PATH
 from weft.server.daemon.daemon import SHORT_LIFE
 
 pytestmark = pytest.mark.slow
 
-LONG = {"prompt": "What is 12 + 30?", "max_tokens": 200, "ignore_eos": True, "stream": True}
+LONG = {"prompt": "What is 12 + 30?", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+"""so long that what befalls a process befalls it before the stream's end, on a slow machine too"""
 SHORT = {"prompt": "What is 12 + 30?", "max_tokens": 3}
 EACH_ITS_OWN = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 WORKER, ENGINE = "weft.server.daemon.worker", "weft.engine.process"
@@ -44,16 +45,22 @@ async def until(condition: Callable[[], Any], seconds: float = 240) -> Any:
 
 
 async def status(http: httpx.AsyncClient, path: str) -> int:
-    try:
-        return (await http.get(path, timeout=5)).status_code
-    except httpx.HTTPError:
-        return 0
+    """0 for none."""
+    response = await _get(http, path)
+    return 0 if response is None else response.status_code
 
 
-async def until_status(http: httpx.AsyncClient, path: str, wanted: int, seconds: float = 240) -> None:
+async def _get(http: httpx.AsyncClient, path: str) -> httpx.Response | None:
+    with contextlib.suppress(httpx.HTTPError):  # it may have gone to a process that has been stopped
+        return await http.get(path, timeout=60)
+    return None
+
+
+async def until_status(http: httpx.AsyncClient, path: str, wanted: int, seconds: float = 240) -> httpx.Response:
     async with asyncio.timeout(seconds):
-        while await status(http, path) != wanted:
+        while (response := await _get(http, path)) is None or response.status_code != wanted:
             await asyncio.sleep(0.1)
+        return response
 
 
 async def metric(http: httpx.AsyncClient, name: str) -> float:
@@ -61,11 +68,24 @@ async def metric(http: httpx.AsyncClient, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((name + " ", name + "{")))
 
 
-async def stream(http: httpx.AsyncClient, begun: asyncio.Event) -> Any:
+async def until_metric(http: httpx.AsyncClient, name: str, least: float) -> None:
+    async with asyncio.timeout(240):
+        while await metric(http, name) < least:
+            await asyncio.sleep(0.1)
+
+
+async def until_served(http: httpx.AsyncClient) -> None:
+    """One API process may hear of a new engine after another one."""
+    async with asyncio.timeout(240):
+        while (await http.post("/v1/completions", json=SHORT)).status_code != 200:
+            await asyncio.sleep(0.1)
+
+
+async def stream(http: httpx.AsyncClient, begun: asyncio.Event, **extra: Any) -> Any:
     """The last event, the error before the first one, or the exception that ended it."""
     last: Any = None
     try:
-        async with http.stream("POST", "/v1/completions", json=LONG) as response:
+        async with http.stream("POST", "/v1/completions", json={**LONG, **extra}) as response:
             if response.status_code != 200:
                 return json.loads(await response.aread())
             async for line in response.aiter_lines():
@@ -77,9 +97,9 @@ async def stream(http: httpx.AsyncClient, begun: asyncio.Event) -> Any:
     return last
 
 
-async def begin(http: httpx.AsyncClient, count: int) -> list[asyncio.Task[Any]]:
+async def begin(http: httpx.AsyncClient, count: int, **extra: Any) -> list[asyncio.Task[Any]]:
     events = [asyncio.Event() for _ in range(count)]
-    tasks = [asyncio.create_task(stream(http, event)) for event in events]
+    tasks = [asyncio.create_task(stream(http, event, **extra)) for event in events]
     async with asyncio.timeout(240):
         await asyncio.gather(*(event.wait() for event in events))
     return tasks
@@ -109,23 +129,20 @@ def hanging(tmp_path: Path, *, as_on_a_gpu: bool) -> tuple[Path, dict[str, str]]
 
     `as_on_a_gpu`: a step's end can only be waited for to the end.
     """
-    trigger, folder = tmp_path / "hang", tmp_path / "site"
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(f"""
-import os, sys, time
-if "{ENGINE}" in sys.orig_argv:
-    from weft.engine.runner import cpu_runner
-    run = cpu_runner.CpuRunner.run
-    def hang(self, batch):
-        if os.path.exists({str(trigger)!r}):
-            time.sleep(10_000)
-        return run(self, batch)
-    cpu_runner.CpuRunner.run = hang
-    if {as_on_a_gpu}:
-        cpu_runner.CpuInFlight.ends_within = lambda self, seconds: True
-""")
-    paths = [str(folder), *(path for path in [os.environ.get("PYTHONPATH")] if path)]
-    return trigger, {"PYTHONPATH": os.pathsep.join(paths)}
+    trigger = tmp_path / "hang"
+    code = f"""
+import os, time
+from weft.engine.runner import cpu_runner
+run = cpu_runner.CpuRunner.run
+def hang(self, batch):
+    if os.path.exists({str(trigger)!r}):
+        time.sleep(10_000)
+    return run(self, batch)
+cpu_runner.CpuRunner.run = hang
+if {as_on_a_gpu}:
+    cpu_runner.CpuInFlight.ends_within = lambda self, seconds: True
+"""
+    return trigger, patched(tmp_path / "site", code)
 
 
 @pytest.mark.parametrize("streams", [0, 8])
@@ -135,13 +152,14 @@ async def test_a_stopped_engine_is_told_within_seconds_and_replaced(tmp_path: Pa
             tasks = await begin(http, streams)
             engine = daemon.engine_pid
             os.kill(engine, signal.SIGSTOP)
-            await until_status(http, "/health", 503)
+            if not streams:
+                with stopped(daemon.process.pid):  # or it might have replaced the engine before this test has asked
+                    await until_status(http, "/health", 503)
             assert await codes(tasks) <= {"engine_dead"}
-            await until_status(http, "/ready", 200)
+            await until_metric(http, "weft_engine_hangs_total", 1)
+            await until_metric(http, "weft_engine_restarts_total", 1)
+            await until_served(http)
             assert daemon.engine_pid != engine
-            assert (await http.post("/v1/completions", json=SHORT)).status_code == 200
-            assert await metric(http, "weft_engine_hangs_total") == 1
-            assert await metric(http, "weft_engine_restarts_total") == 1
             async with asyncio.timeout(240):
                 while await metric(http, "weft_engine_last_beat_seconds") >= 6:
                     await asyncio.sleep(0.1)
@@ -161,7 +179,6 @@ async def test_a_step_that_never_ends_is_found(tmp_path: Path, as_on_a_gpu: bool
             assert (await http.post("/v1/completions", json=SHORT)).status_code == 200
             trigger.touch()
             tasks = [asyncio.create_task(stream(http, asyncio.Event())) for _ in range(4)]
-            await until_status(http, "/health", 503)
             assert await codes(tasks) == {"engine_dead"}
             trigger.unlink()
             await until_status(http, "/ready", 200)
@@ -195,7 +212,7 @@ async def test_a_stopped_api_process_is_replaced(tmp_path: Path) -> None:
             await until(lambda: len(daemon.children(WORKER)) == 2)
             answers = await asyncio.gather(*(http.post("/v1/completions", json=SHORT) for _ in range(20)))
             assert {answer.status_code for answer in answers} == {200}
-            assert await metric(http, "weft_api_process_hangs_total") == 1
+            await until_metric(http, "weft_api_process_hangs_total", 1)
         daemon.told("API process")
         await until(lambda: "do_signal_stop" in daemon.stderr() or "no Python stacks" in daemon.stderr())
 
@@ -205,10 +222,10 @@ async def test_an_engine_killed_while_it_loads_again_is_followed_by_another_one(
         async with client(daemon) as http:
             for restarts in (1, 2):
                 os.kill(daemon.engine_pid, signal.SIGKILL)
-                await until(lambda n=restarts: daemon.stderr().count("another one starts") == n)
+                await until(lambda n=restarts: daemon.stderr().count("another one starts") >= n)
                 await until(lambda: daemon.children(ENGINE))
             await until_status(http, "/ready", 200)
-            assert await metric(http, "weft_engine_restarts_total") == 2
+            await until_metric(http, "weft_engine_restarts_total", 2)
 
 
 async def test_a_checkpoint_that_cannot_be_read_for_a_while_is_waited_for(tmp_path: Path) -> None:
@@ -218,9 +235,9 @@ async def test_a_checkpoint_that_cannot_be_read_for_a_while_is_waited_for(tmp_pa
         async with client(daemon) as http:
             (model / "config.json").rename(tmp_path / "away")
             os.kill(daemon.engine_pid, signal.SIGKILL)
-            await until(lambda: daemon.stderr().count("another one starts") == 2)
-            assert await status(http, "/health") == 200
-            assert await status(http, "/ready") == 503
+            await until(lambda: daemon.stderr().count("another one starts") >= 2)
+            assert (await http.get("/health")).status_code == 200
+            assert (await http.get("/ready")).status_code == 503
             (tmp_path / "away").rename(model / "config.json")
             await until_status(http, "/ready", 200)
 
@@ -244,7 +261,7 @@ async def test_three_deaths_of_an_api_process_end_nothing(tmp_path: Path) -> Non
             for restarts in range(1, 5):
                 victim = await until(lambda: [pid for pid in daemon.children(WORKER) if pid != stays])
                 os.kill(victim[0], signal.SIGKILL)
-                await until(lambda n=restarts: daemon.stderr().count("another one starts") == n)
+                await until(lambda n=restarts: daemon.stderr().count("another one starts") >= n)
             await until(lambda: len(daemon.children(WORKER)) == 2)
             answers = await asyncio.gather(*(http.post("/v1/completions", json=SHORT) for _ in range(20)))
             # Those at the listener of the one that is starting wait for it.
@@ -292,12 +309,12 @@ async def test_an_api_process_that_dies_as_the_daemon_ends_leaves_no_orphan(tmp_
 
 
 async def test_sigterm_to_all_processes_loses_no_stream(tmp_path: Path) -> None:
-    with running(tmp_path, "--api-workers", "2", "--drain-timeout", "120") as daemon:
+    with running(tmp_path, "--api-workers", "2", "--drain-timeout", "240") as daemon:
         async with client(daemon) as http:
-            tasks = await begin(http, 10)
+            tasks = await begin(http, 10, max_tokens=200)
             for pid in everyone(daemon):
                 os.kill(pid, signal.SIGTERM)
-            assert await codes(tasks, 120) == {"[DONE]"}
+            assert await codes(tasks) == {"[DONE]"}
         assert await ended(daemon) == 0
         assert "Traceback" not in daemon.stderr()
 

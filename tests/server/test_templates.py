@@ -10,7 +10,8 @@ import pytest
 from chat_templates import TEMPLATES
 from vocabularies import byte_level, wrapped
 
-from weft.server.api.protocol import ChatBody, ChatMessage
+from weft.server.api.chat_message import ChatMessage
+from weft.server.api.protocol import ChatBody
 from weft.server.errors import ApiError
 from weft.server.text.tokenizer import Tokenizer
 from weft.server.tools.lasting import lasting

@@ -173,6 +173,7 @@ async def test_a_hidden_page_does_not_poll(server: Server, page: Page) -> None:
         )
 
     await hide(True)
+    await asyncio.sleep(0.5)  # what was under way
     before = len(page.requests)
     await asyncio.sleep(2.5)  # two periods and more
     assert len(page.requests) == before

@@ -6,17 +6,19 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from live import Daemon, running
+from live import Daemon, command_line, running, stop
 
+from weft.engine.demo import MODEL_PATH
 from weft.server.daemon.control import Channel, Drain, Idle
 
 pytestmark = pytest.mark.slow
@@ -78,6 +80,25 @@ async def begin(http: httpx.AsyncClient, count: int, **extra: Any) -> dict[int, 
         return dict(zip(await asyncio.gather(*begun), tasks, strict=True))
 
 
+@contextlib.asynccontextmanager
+async def underway(
+    daemon: Daemon, http: httpx.AsyncClient, count: int, **extra: Any
+) -> AsyncIterator[dict[int, asyncio.Task[list[Any]]]]:
+    """The same, and none can end in the block: the engine is stopped."""
+    while True:
+        tasks = await begin(http, count, **extra)
+        with daemon.held():
+            if await open_sequences(http) == count:
+                yield tasks
+                return
+        await asyncio.gather(*tasks.values())  # this process is so late that some have ended
+
+
+async def open_sequences(http: httpx.AsyncClient) -> int:
+    """In all API processes."""
+    return int((await http.get("/load")).json()["server_load"])
+
+
 async def plain(http: httpx.AsyncClient, **extra: Any) -> httpx.Response | httpx.HTTPError:
     try:
         return await http.post("/v1/completions", json={**LONG, "stream": False, **extra})
@@ -103,6 +124,7 @@ async def test_metrics_are_those_of_the_whole_daemon_whoever_answers(daemon: Dae
         assert [response.status_code for response in responses] == [200] * 40
         assert len({response.headers["x-request-id"] for response in responses}) == 40
         assert len({response.json()["choices"][0]["text"] for response in responses}) == 1
+        await until(http, name, before + 40)  # it is counted behind its last byte
         counts = {await metric(http, name) for _ in range(12)}
         assert counts == {before + 40}
         assert await metric(http, "weft_time_to_first_token_seconds_count") >= 40
@@ -126,9 +148,10 @@ async def test_killing_an_api_process_ends_its_streams_only(daemon: Daemon) -> N
         crashed = 'weft_aborted_total{cause="crash"}'
         names = (done, crashed, "weft_requests_lost_total")
         before = [await metric(http, name) for name in names]
-        tasks = await begin(http, 24)
-        with daemon.held():
-            os.kill(daemon.children("weft.server.daemon.worker")[0], signal.SIGKILL)
+        victim = daemon.children("weft.server.daemon.worker")[0]
+        async with underway(daemon, http, 24) as tasks:
+            os.kill(victim, signal.SIGKILL)
+            await holds(lambda: not command_line(victim))
         async with asyncio.timeout(240):
             results = await asyncio.gather(*tasks.values())
         lost = [events for events in results if isinstance(events[-1], httpx.HTTPError)]
@@ -139,8 +162,8 @@ async def test_killing_an_api_process_ends_its_streams_only(daemon: Daemon) -> N
         await until_recovered(daemon, http, restarts + 1)
         # What the process counted before it died is still counted.
         # What was open in it then is counted by the daemon: the metrics agree with its clients' ledger.
-        after = [await metric(http, name) for name in names]
-        assert [b - a for a, b in zip(before, after, strict=True)] == [len(finished), len(lost), len(lost)]
+        for name, figure, more in zip(names, before, (finished, lost, lost), strict=True):
+            await until(http, name, figure + len(more))
         responses = await asyncio.gather(*(http.post("/v1/completions", json=SHORT) for _ in range(20)))
         assert {response.status_code for response in responses} == {200}  # the new one takes none before it serves
     daemon.told("SIGKILL")
@@ -148,21 +171,24 @@ async def test_killing_an_api_process_ends_its_streams_only(daemon: Daemon) -> N
 
 async def until_recovered(daemon: Daemon, http: httpx.AsyncClient, restarts: float) -> None:
     """The engine has dropped what nobody waits for, and there are two processes again."""
-    await until(http, "weft_requests_running", 0, 60)
-    await until(http, "weft_kv_cache_usage_ratio", 0, 60)
-    assert await metric(http, "weft_api_process_restarts_total") == restarts
+    await until(http, "weft_requests_running", 0)
+    await until(http, "weft_kv_cache_usage_ratio", 0)
+    await until(http, "weft_api_process_restarts_total", restarts)
+    await holds(lambda: len(daemon.children("weft.server.daemon.worker")) == 2)
+
+
+async def holds(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(240):
-        while len(daemon.children("weft.server.daemon.worker")) < 2:
+        while not condition():
             await asyncio.sleep(0.05)
 
 
 async def test_a_process_that_stops_reading_and_dies_holds_nobody_up(daemon: Daemon) -> None:
     async with client(daemon) as http:
         restarts = await metric(http, "weft_api_process_restarts_total")
-        tasks = await begin(http, 16)
         stopped = daemon.children("weft.server.daemon.worker")[0]
-        with daemon.held():
-            os.kill(stopped, signal.SIGSTOP)
+        async with underway(daemon, http, 16) as tasks:
+            stop(stopped)
             held = ports_of(stopped) & set(tasks)
         assert 0 < len(held) < 16
         async with asyncio.timeout(240):  # the engine goes on for the others, while what it says to this one piles up
@@ -207,20 +233,26 @@ async def test_queue_bounds_hold_over_all_processes(tmp_path: Path) -> None:
             assert (await stream(http, max_tokens=5))[-1] == "[DONE]"
 
 
-async def under_load(http: httpx.AsyncClient, seats: int) -> tuple[list[asyncio.Task[Any]], list[asyncio.Task[Any]]]:
-    """Streams, and plain requests; of either some are running and some wait."""
-    running, half = await begin(http, seats, max_tokens=200), range(seats // 2)
-    streams = [*running.values(), *(asyncio.create_task(stream(http, max_tokens=200)) for _ in half)]
-    plains = [asyncio.create_task(plain(http, max_tokens=200)) for _ in half]
-    await until(http, "weft_requests_waiting", seats // 2 * 2)
-    return streams, plains
+@contextlib.asynccontextmanager
+async def under_load(
+    daemon: Daemon, http: httpx.AsyncClient, seats: int
+) -> AsyncIterator[tuple[list[asyncio.Task[Any]], list[asyncio.Task[Any]]]]:
+    """Streams, and plain requests; of either some are running and some wait. None can end in the block."""
+    half = range(seats // 2)
+    async with underway(daemon, http, seats) as begun:
+        streams = [*begun.values(), *(asyncio.create_task(stream(http)) for _ in half)]
+        plains = [asyncio.create_task(plain(http)) for _ in half]
+        async with asyncio.timeout(240):
+            while await open_sequences(http) < 2 * seats:
+                await asyncio.sleep(0.05)
+        yield streams, plains
 
 
 async def test_engine_death_reaches_the_clients_of_every_process(tmp_path: Path) -> None:
     with running(tmp_path, "--api-workers", "2", "--max-num-seqs", "8", "--no-restart-engine") as daemon:
         async with client(daemon) as http:
-            streams, plains = await under_load(http, 8)
-            os.kill(daemon.engine_pid, signal.SIGKILL)
+            async with under_load(daemon, http, 8) as (streams, plains):
+                os.kill(daemon.engine_pid, signal.SIGKILL)
             async with asyncio.timeout(240):
                 results = await asyncio.gather(*streams)
                 replies = await asyncio.gather(*plains)
@@ -233,21 +265,25 @@ async def test_engine_death_reaches_the_clients_of_every_process(tmp_path: Path)
 
 
 async def test_an_engine_can_be_started_again(tmp_path: Path) -> None:
-    with running(tmp_path, "--api-workers", "2") as daemon:
+    model = tmp_path / "model"
+    shutil.copytree(MODEL_PATH, model)
+    with running(tmp_path, "--api-workers", "2", str(model)) as daemon:
         async with client(daemon) as http:
-            tasks = await begin(http, 8)
             totals = (
                 "weft_generation_tokens_total",
                 "weft_prompt_tokens_total",
                 'weft_iterations_total{plan="serial"}',
             )
-            figures = {name: await metric(http, name) for name in totals}
-            os.kill(daemon.engine_pid, signal.SIGKILL)
+            async with underway(daemon, http, 8) as tasks:
+                figures = {name: await metric(http, name) for name in totals}
+                (model / "config.json").rename(tmp_path / "away")  # no other engine is ready before it is back
+                os.kill(daemon.engine_pid, signal.SIGKILL)
             results = await asyncio.gather(*tasks.values())
             assert [events[-1]["error"]["code"] for events in results] == ["engine_dead"] * 8
             refused = await http.post("/v1/completions", json=SHORT)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "loading")
             assert (await http.get("/health")).status_code == 200
+            (tmp_path / "away").rename(model / "config.json")
             async with asyncio.timeout(240):
                 while (await http.get("/ready")).status_code != 200:
                     await asyncio.sleep(0.1)
@@ -255,7 +291,7 @@ async def test_an_engine_can_be_started_again(tmp_path: Path) -> None:
                     -1
                 ] != "[DONE]":  # the other process hears of it a little later
                     await asyncio.sleep(0.1)
-            assert await metric(http, "weft_engine_restarts_total") == 1
+            assert await metric(http, "weft_engine_restarts_total") >= 1
             for name, figure in figures.items():  # counters go on, and another process says the same
                 assert await metric(http, name) >= figure > 0
         daemon.process.send_signal(signal.SIGTERM)
@@ -263,17 +299,17 @@ async def test_an_engine_can_be_started_again(tmp_path: Path) -> None:
 
 
 async def test_sigterm_under_load_loses_nothing(tmp_path: Path) -> None:
-    options = ("--api-workers", "2", "--max-num-seqs", "8", "--drain-timeout", "120")
+    options = ("--api-workers", "2", "--max-num-seqs", "8", "--drain-timeout", "240")
     with running(tmp_path, *options) as daemon:
         async with client(daemon) as http:
-            streams, plains = await under_load(http, 8)
-            daemon.process.send_signal(signal.SIGTERM)
-            async with asyncio.timeout(240):
-                while any([(await http.get("/ready")).status_code == 200 for _ in range(12)]):
-                    pass  # either process may not have heard yet
-            reply = await http.post("/v1/completions", json=SHORT)
-            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "draining")
-            assert 0 < int(reply.headers["retry-after"]) <= 120
+            async with under_load(daemon, http, 8) as (streams, plains):
+                daemon.process.send_signal(signal.SIGTERM)
+                async with asyncio.timeout(240):
+                    while any([(await http.get("/ready")).status_code == 200 for _ in range(12)]):
+                        pass  # either process may not have heard yet
+                reply = await http.post("/v1/completions", json=SHORT)
+                assert (reply.status_code, reply.json()["error"]["code"]) == (503, "draining")
+                assert 0 < int(reply.headers["retry-after"]) <= 120
             assert [events[-1] for events in await asyncio.gather(*streams)] == ["[DONE]"] * 12
             assert [reply.status_code for reply in await asyncio.gather(*plains)] == [200] * 4
         assert await asyncio.to_thread(daemon.process.wait, 240) == 0

@@ -1,7 +1,7 @@
 """The model families that weft reads: what the modules of this folder define.
 
 Owns: what a `config.json` means, and the names of a checkpoint's tensors.
-May import: `spec.py`, `parts.py`, `quantization.py` and `rope.py` of model/; no torch.
+May import: `spec.py`, `parts.py`, `quantization.py`, `integer_config.py` and `rope.py` of model/; no torch.
 Never: knows a kernel, a device or a plan.
 """
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.engine.errors import ModelError
+from weft.engine.model.integer_config import read_integers
 from weft.engine.model.parts import Layer, Norm
 from weft.engine.model.quantization import read_quantization
 from weft.engine.model.rope import read_rope
@@ -60,7 +61,8 @@ class TensorNames:
     expert_up: str = "mlp.experts.{}.up_proj"
     expert_down: str = "mlp.experts.{}.down_proj"
     experts_gate_up: str = ""
-    """of all experts in one tensor, gate rows, then up rows; "": they lie apart"""
+    """of all experts in one tensor, gate rows, then up rows; "": they lie apart. Checkpoints that have
+    `expert_down` instead are read as well"""
     experts_down: str = ""
     experts_alternate: bool = False
     """those tensors are `[experts, in, out]`, gate and up alternate; or they are MXFP4 blocks"""
@@ -121,8 +123,11 @@ class Family:
         config = {**self.defaults, **config, **(config.get("text_config") or {})}
         config |= {here: config[there] for here, there in self.keys.items() if config.get(there) is not None}
         quantization = config.get("quantization_config")
+        if quantization and not isinstance(quantization, dict):
+            raise ModelError("config.json: its quantization_config is no object")
         if quantization and quantization.get("quant_method") in self.quantizations:
             quantization = None
+        integers = read_integers(quantization) if quantization else None
         if config.get("is_causal") is False or config.get("use_bidirectional_attention") is True:
             raise ModelError("its tokens attend to those behind them too: weft serves decoders alone")
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
@@ -146,7 +151,8 @@ class Family:
             "activation": ACTIVATIONS.get(activation, activation),
             "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
             "eos_token_ids": eos_token_ids,
-            "quantization": read_quantization(quantization) if quantization else None,
+            "quantization": None if integers or not quantization else read_quantization(quantization),
+            "integers": integers,
         }
         parts = self.parts(config)
         if "ropes" not in parts:

@@ -35,5 +35,9 @@ GRANITE_MOE = Family(
         router="block_sparse_moe.router.layer",
         experts_gate_up="block_sparse_moe.input_linear.weight",
         experts_down="block_sparse_moe.output_linear.weight",
+        # of those that were compressed
+        expert_gate="block_sparse_moe.experts.{}.gate_proj",
+        expert_up="block_sparse_moe.experts.{}.up_proj",
+        expert_down="block_sparse_moe.experts.{}.down_proj",
     ),
 )

@@ -10,7 +10,8 @@ from pydantic import Field, PlainValidator, ValidationError, WithJsonSchema
 from pydantic.json_schema import SkipJsonSchema
 
 from weft.engine.wire.sampling import MAX_LOGPROBS
-from weft.server.api.protocol import INT32, ChatBody, SamplingFields
+from weft.server.api.field_types import INT32
+from weft.server.api.protocol import ChatBody, SamplingFields
 from weft.server.api.responses.items import Item, full_name, messages_of
 from weft.server.bodies import Body
 from weft.server.errors import bad_request, clip

@@ -99,12 +99,12 @@ class ResponseDialect:
 
     def _feed(self, choice: Choice, piece: Piece) -> bytes:
         turn = self._turn
-        parts = turn.parser.feed(choice, piece)
+        runs = turn.parser.runs(choice, piece)
         logprobs: list[dict[str, Any]] = []
         if piece.logprobs:
             name, top = turn.tokenizer.token_text, turn.body.top_logprobs or 0
             logprobs = chat_logprobs(name, turn.tokenizer.token_bytes, piece.logprobs, top)["content"]
-        out = self._output.feed(parts, logprobs)
+        out = b"".join(self._output.feed(parts, [] if i else logprobs) for i, parts in enumerate(runs))
         if piece.finish_reason is not None:
             self._finish_reason = piece.finish_reason
             out += self._output.end("incomplete" if piece.finish_reason == "length" else "completed")

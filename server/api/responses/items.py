@@ -11,7 +11,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from weft.server.api.protocol import MAX_MESSAGES, MAX_PARTS, ChatMessage, ToolCall, ToolFunction
+from weft.server.api.chat_message import MAX_MESSAGES, ChatMessage, ToolCall, ToolFunction
+from weft.server.api.field_types import MAX_PARTS
 from weft.server.errors import ApiError, bad_request, clip
 from weft.server.tools.cache_control import CacheControl, longest_mark
 

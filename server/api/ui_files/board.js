@@ -138,6 +138,9 @@ function filled(scrape, tier) {
 /** Totals by label, without those that are zero. What grows at the moment is coloured. */
 const TOTALS = [
   ["Iterations by plan", "weft_iterations_total", "plan"],
+  ["Attention", "weft_attention_iterations_total", "path"],
+  ["Attention in pieces", "weft_attention_cut_iterations_total", "what"],
+  ["Prompts cut by", "weft_prompts_cut_total", "by"],
   ["Bound changed", "weft_max_num_seqs_changes_total", "reason"],
   ["Finished", "weft_finished_total", "reason"],
   ["Refused", "weft_rejected_total", "reason"],

@@ -1,0 +1,162 @@
+"""`ExpertWeights`: the matrices of one layer's experts, however a checkpoint has them, as products of all experts read
+them.
+
+Each in a tensor of its own, or those of all experts in one, in 16 bits, in FP8 or (gpt-oss) in MXFP4. What compresses
+checkpoints takes such tensors apart: so a family whose experts lie together is read in both ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from weft.engine.model import matrices
+from weft.engine.model.checkpoint import WHOLE, Part, Tensors
+from weft.engine.model.families.family import TensorNames
+from weft.engine.model.matrices import Unpacked
+from weft.engine.model.parts import Experts
+from weft.engine.model.spec import ModelSpec
+from weft.kernels import pack
+
+
+class ExpertMatrices(NamedTuple):
+    """Of all experts of a layer."""
+
+    gate_up: Unpacked
+    """[E, 2 I, H], rows alternate"""
+    gate_up_bias: Tensor | None
+    """[E, 2 I]"""
+    down: Unpacked
+    """[E, H, I]"""
+    down_bias: Tensor | None
+    """[E, H]"""
+
+
+class ExpertWeights:
+    """Reads them, or the part of them that a shard has.
+
+    matrix, bias: read one tensor by its name in the layer, as `(name, out, inner, part)` and `(name, out, part)`.
+    """
+
+    def __init__(
+        self, tensors: Tensors, spec: ModelSpec, names: TensorNames, prefix: str,
+        matrix: Callable[[str, int, int, Part], Unpacked], bias: Callable[[str, int, Part], Tensor],
+    ) -> None:  # fmt: skip
+        self._tensors, self._spec, self._names, self._prefix = tensors, spec, names, prefix
+        self._matrix, self._bias = matrix, bias
+        own = spec.shard_of
+        self._rows, self._columns = Part(0, own.rank, own.ranks), Part(1, own.rank, own.ranks)
+        self._piecewise = own.ranks > 1 and tensors.known is not None
+
+    def read(self, e: Experts) -> ExpertMatrices:
+        """Raises `ModelError` for a tensor that is missing or has another shape."""
+        apart = self._tensors.has(f"{self._prefix}{self._names.expert_down.format(0)}.weight")
+        return self._together(e) if self._names.experts_gate_up and not apart else self._apart(e)
+
+    def _apart(self, e: Experts) -> ExpertMatrices:
+        names, h, inter = self._names, self._spec.hidden_size, e.intermediate_size
+        each = [name.format(i) for i in range(e.count) for name in (names.expert_gate, names.expert_up)]
+        halves = [self._matrix(name, inter, h, self._rows) for name in each]
+        pairs = zip(halves[0::2], halves[1::2], strict=True)
+        gate_up = self._stack([self._moved(pack.interleave_gate_up, *pair) for pair in pairs])
+        downs = [names.expert_down.format(i) for i in range(e.count)]
+        down = self._stack([self._matrix(name, h, inter, self._columns) for name in downs])
+        gate_up_bias = down_bias = None
+        if e.bias:
+            found = [self._bias(name, inter, self._rows) for name in each]
+            gate_up_bias = torch.stack([torch.stack(pair, 1).flatten() for pair in _pairs(found)])
+            down_bias = torch.stack([self._bias(name, h, WHOLE) for name in downs])
+        return ExpertMatrices(gate_up, gate_up_bias, down, down_bias)
+
+    def _stack(self, of: list[Unpacked]) -> Unpacked:
+        return self._moved(lambda *each: torch.stack(each), *of, keep=True)
+
+    def _moved(self, change: Callable[..., Tensor], *of: Unpacked, keep: bool = False) -> Unpacked:
+        return matrices.rows(change, *of, dtype=self._tensors.dtype, keep=keep)
+
+    def _together(self, e: Experts) -> ExpertMatrices:
+        names, h, get = self._names, self._spec.hidden_size, self._tensors.get
+        inter, n = e.intermediate_size, e.count
+        rows = self._rows._replace(dim=1)
+        gate_up_name, down_name = f"{self._prefix}{names.experts_gate_up}", f"{self._prefix}{names.experts_down}"
+        gate_up: Unpacked
+        down: Unpacked
+        if names.experts_alternate:
+            gate_up = self._turned(gate_up_name, n, 2 * inter, h, rows)
+            down = self._columns_of(self._turned, down_name, n, h, inter)
+        else:
+            gate, up = self._halves(gate_up_name, n, inter, h)
+            gate_up = self._moved(pack.interleave_gate_up, gate, up)
+            down = self._columns_of(self._stacked, down_name, n, h, inter)
+        gate_up_bias = down_bias = None
+        if e.bias:
+            gate_up_bias = get(f"{gate_up_name}_bias", (n, 2 * inter), rows)
+            down_bias = get(f"{down_name}_bias", (n, h))
+        return ExpertMatrices(gate_up, gate_up_bias, down, down_bias)
+
+    def _columns_of(
+        self, read: Callable[[str, int, int, int, Part], Unpacked], name: str, count: int, out: int, inner: int
+    ) -> Unpacked:
+        """A rank's columns `[count, out, inner]`; where they become FP8, with the scales of whole rows."""
+        own, asked = self._columns._replace(dim=2), self._spec.quantization
+        if asked is None or not asked.at_load or own.of == 1:
+            return read(name, count, out, inner, own)
+        whole = read(name, count, out, inner * own.of, WHOLE)
+        whole = matrices.quantize(whole) if isinstance(whole, Tensor) else whole
+        values = whole.weight.values[own.of_whole((count, out, inner))].contiguous()
+        return whole._replace(weight=whole.weight._replace(values=values))
+
+    def _stacked(self, name: str, count: int, out: int, inner: int, part: Part = WHOLE) -> Unpacked:
+        """`[count, out, inner]` of a tensor of that form, in FP8 where there is a scale."""
+        quantization = self._spec.quantization
+        if quantization is None:
+            matrices.refuse_untold(self._tensors, name.removesuffix(".weight"))
+        static = quantization is not None and quantization.activations == "static"
+        return matrices.read_stacked(self._tensors, name, (count, out, inner), part, static=static)
+
+    def _halves(self, name: str, count: int, inter: int, h: int) -> list[Unpacked]:
+        """Gate and up `[count, inter, h]` of a tensor that has the rows of all gates of an expert, then those of up."""
+        rows = self._rows._replace(dim=1)
+        whole = inter * rows.of
+        if self._piecewise:
+            firsts = (rows.part * inter, whole + rows.part * inter)
+            return [self._stacked(name, count, inter, h, Part.span(first, 2 * whole, 1)) for first in firsts]
+        together = self._stacked(name, count, 2 * whole, h)
+        own = [slice(first, first + inter) for first in (rows.part * inter, whole + rows.part * inter)]
+        return [self._moved(partial(_rows_of, half), together) for half in own]
+
+    def _turned(self, name: str, count: int, out: int, inner: int, part: Part) -> Unpacked:
+        """`[count, out, inner]` from a tensor `[count, inner, out]`, or from MXFP4 blocks of `[count, out, inner]`.
+
+        `part`: along `out` (1) or `inner` (2); blocks have 32 numbers of `inner` each, which are not cut. Where
+        matrices become FP8, MXFP4 numbers stay what they are: their scales are powers of two.
+        """
+        if not self._tensors.has(f"{name}_blocks"):
+            turned = part._replace(dim=3 - part.dim)
+            return self._tensors.get(name, (count, inner, out), turned).transpose(1, 2).contiguous()
+        cut = WHOLE
+        if part.dim == 2 and inner % 32:
+            inner, part, cut = inner * part.of, WHOLE, part
+        groups = inner // 32
+        blocks = self._tensors.get(f"{name}_blocks", (count, out, groups, 16), part, torch.uint8)
+        scales = self._tensors.get(f"{name}_scales", (count, out, groups), part, torch.uint8)
+        found = cut_to(pack.unpack_mxfp4(blocks, scales, self._tensors.dtype), cut).contiguous()
+        asked = self._spec.quantization
+        return matrices.quantize(found, exact=True) if asked is not None and asked.at_load else found
+
+
+def _rows_of(own: slice, together: Tensor) -> Tensor:
+    return together[:, own]
+
+
+def _pairs(of: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(of[0::2], of[1::2], strict=True))
+
+
+def cut_to(whole: Tensor, part: Part) -> Tensor:
+    """That part of a tensor."""
+    return whole.chunk(part.of, part.dim)[part.part] if part.of > 1 else whole

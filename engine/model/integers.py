@@ -1,0 +1,204 @@
+"""`IntegerCheckpoint`: matrices in whole numbers of a few bits (AWQ, GPTQ, llm-compressor) as what they stand for.
+
+A number is `(code - zero) * scale`; columns of a group share zero and scale. It is computed in float32, where it is
+exact, and rounded once to the dtype that serves. So such a model takes the memory of one in 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from weft.engine.errors import ModelError
+from weft.engine.model.checkpoint import WHOLE, Checkpoint, Part, Stored
+from weft.engine.model.parts import Integers
+from weft.engine.model.spec import ModelSpec
+
+GIB = 1 << 30
+WORD = 32
+"""bits of the whole numbers that codes are packed into"""
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""of eight neighbours in a word of AWQ's"""
+CHUNK = 1 << 24
+"""numbers made at once: they pass through whole numbers and float32"""
+
+
+class Ends(NamedTuple):
+    """Of the names of a module's tensors."""
+
+    codes: str
+    scales: str
+    zeros: str
+    groups: str
+
+
+ENDS = {
+    "awq": Ends(".qweight", ".scales", ".qzeros", ""),
+    "gptq": Ends(".qweight", ".scales", ".qzeros", ".g_idx"),
+    "compressed-tensors": Ends(".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_g_idx"),
+}
+
+
+class Codes(NamedTuple):
+    """What a matrix, or a part of it, is made of; `[in, out]` but for compressed-tensors, which has `[out, in]`."""
+
+    form: Integers
+    scales: Tensor
+    """`[groups, out]`"""
+    zeros: Tensor | None
+    """as `scales`, packed; None: the middle of the codes"""
+    groups: Tensor | None
+    """`[in]` the group of each column; None: they are in order"""
+    rows: slice
+    """the part's, of `[out, in]`"""
+    columns: slice
+
+
+class IntegerCheckpoint(Checkpoint):
+    """As `Checkpoint`: a module's `weight` is there where its codes are."""
+
+    def __init__(self, path: Path, stack: ExitStack, form: Integers) -> None:
+        super().__init__(path, stack)
+        self._form, self._ends = form, ENDS[form.method]
+        self.unpacked = 0
+        """bytes of the codes that were asked for"""
+
+    def _module(self, name: str) -> str | None:
+        """The module that `name` is the weight of, if that is in codes."""
+        module = name.removesuffix(".weight")
+        there = module != name and not super().__contains__(name) and super().__contains__(module + self._ends.codes)
+        return module if there else None
+
+    def __contains__(self, name: str) -> bool:
+        if name.endswith(self._ends.scales) and super().__contains__(
+            name.removesuffix(self._ends.scales) + self._ends.codes
+        ):
+            return False  # it is no scale of a matrix in FP8
+        return super().__contains__(name) or self._module(name) is not None
+
+    def __call__(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Stored:
+        """See `Checkpoint`."""
+        module = self._module(name)
+        if module is None:
+            return super().__call__(name, shape, part)
+        out, inner = whole = part.whole(shape)
+        form, per_word = self._form, WORD // self._form.bits
+        group = form.group or inner
+        turned = form.method == "compressed-tensors"
+
+        def get(end: str, *sizes: int) -> Tensor:
+            made = super(IntegerCheckpoint, self).__call__(module + end, sizes[::-1] if turned else sizes).raw
+            if made.is_floating_point() != (end == self._ends.scales):
+                raise ModelError(f"{module}{end} is {str(made.dtype).removeprefix('torch.')}, which is not read here")
+            return made
+
+        rows, columns = (
+            slice(own.start or 0, size if own.stop is None else own.stop)
+            for own, size in zip(part.of_whole(shape) if part.of > 1 else (slice(None),) * 2, whole, strict=True)
+        )
+        groups = None
+        if self._ends.groups and super().__contains__(module + self._ends.groups):
+            groups = super().__call__(module + self._ends.groups, (inner,)).raw
+            if not bool(((groups >= 0) & (groups < -(-inner // group))).all()):
+                raise ModelError(
+                    f"{module}{self._ends.groups} names groups that are not there: the checkpoint is damaged"
+                )
+        count = -(-inner // group)
+        scales = get(self._ends.scales, count, out)
+        zeros = None
+        if not form.symmetric:
+            zeros = get(self._ends.zeros, count, -(-out // per_word))
+        # along which a word has several codes
+        packed = "out" if form.method == "awq" else "in"
+        codes = get(
+            self._ends.codes, *((inner, -(-out // per_word)) if packed == "out" else (-(-inner // per_word), out))
+        )
+        own_rows = _words(rows, per_word) if packed == "out" else rows
+        own_columns = _words(columns, per_word) if packed == "in" else columns
+        raw = codes[own_rows, own_columns] if turned else codes[own_columns, own_rows]
+        self.unpacked += raw.nbytes
+        return Stored(raw, partial(numbers, Codes(form, scales, zeros, groups, rows, columns)))
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Of a tensor that is there."""
+        module = self._module(name)
+        if module is None:
+            return super().shape_of(name)
+        first, second = super().shape_of(module + self._ends.codes)
+        per_word = WORD // self._form.bits
+        if self._form.method == "compressed-tensors":
+            return first, second * per_word
+        return (second * per_word, first) if self._form.method == "awq" else (second, first * per_word)
+
+    def told(self, served_bytes: int, spec: ModelSpec) -> str:
+        """What becomes of the codes, in a line."""
+        form, small = self._form, spec.quantization is not None
+        return (
+            f"matrices in {form.bits} bits ({form.method}) became {'FP8' if small else '16 or 32 bits'} while loading: "
+            f"{self.unpacked / GIB:.2f} GiB of codes, the weights now take {served_bytes / GIB:.2f} GiB"
+            f"{'' if small else ' (--quantization fp8 makes them smaller)'}"
+        )
+
+    def surplus(self, harmless: Iterable[str]) -> list[str]:
+        return super().surplus((*harmless, *self._ends[2:], ".weight_shape"))
+
+
+def _words(span: slice, per_word: int) -> slice:
+    """The words that a span of codes lies in."""
+    return slice(span.start // per_word, -(-span.stop // per_word))
+
+
+def _spread(words: Tensor, bits: int, dim: int, places: Iterable[int] | None = None) -> Tensor:
+    """int32 words -> their codes, uint8, side by side along `dim`."""
+    order = range(WORD // bits) if places is None else places
+    shifts = torch.tensor([bits * place for place in order], dtype=torch.int32, device=words.device)
+    shifts = shifts.view(-1, *[1] * (words.ndim - 1 - dim))
+    # a shift of whole numbers keeps their sign: the mask takes it off
+    return ((words.unsqueeze(dim + 1) >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(dim, dim + 1)
+
+
+def numbers(codes: Codes, raw: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[rows, columns]` in `dtype` of the words `raw`, on their device."""
+    form, device = codes.form, raw.device
+    bits, per_word = form.bits, WORD // form.bits
+    turned, places = form.method == "compressed-tensors", AWQ_PLACES if form.method == "awq" else None
+    scales = codes.scales.to(device).float()
+    if codes.zeros is None:
+        zeros = torch.full_like(scales, 1 << (bits - 1))
+    else:
+        zeros = _spread(codes.zeros.to(device), bits, 0 if turned else 1, places).float()
+        if form.zeros_less_one:
+            zeros = (zeros + 1) % (1 << bits)
+    if not turned:
+        scales, zeros = scales.t(), zeros.t()
+    scales, zeros = scales[codes.rows], zeros[codes.rows]
+    first, last = codes.columns.start, codes.columns.stop
+    if codes.groups is None:
+        group_of = torch.arange(first, last, device=device) // (form.group or last)
+    else:
+        group_of = codes.groups[codes.columns].to(device).long()
+    out = torch.empty(len(scales), last - first, dtype=dtype, device=device)
+    rowwise = form.method == "awq"
+    base = first if rowwise else first // per_word * per_word  # the column that `raw` begins with
+    step = max(1, CHUNK // max(1, len(out)) // per_word) * per_word
+    for begin in range(base, last, step):
+        end = min(begin + step, last)
+        span = slice(begin - base, end - base)
+        if rowwise:
+            row = codes.rows.start % per_word
+            some = _spread(raw[span], bits, 1, places)[:, row : row + len(out)].t()
+        elif turned:
+            some = _spread(raw[:, _words(span, per_word)], bits, 1)
+        else:
+            some = _spread(raw[_words(span, per_word)], bits, 0).t()
+        some = some[:, max(0, first - begin) : end - begin]
+        own = slice(max(begin, first) - first, end - first)
+        at = group_of[own]
+        out[:, own] = ((some.float() - zeros[:, at]) * scales[:, at]).to(dtype)
+    return out

@@ -1,0 +1,72 @@
+"""`Launch`: one nano-operation of one layer about to be launched, and the rows that it works on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from weft.engine.errors import ConfigError
+from weft.engine.model.layer_weights import ProductWeights
+from weft.engine.model.operations import Operation
+from weft.engine.plans.pipeline import Pipeline
+from weft.engine.plans.plan import TOKEN_STEP, NanoOperation
+
+
+class Rows(NamedTuple):
+    """What the operations of a layer read and write: of an iteration's tokens at their places, or of some that left."""
+
+    activations: Mapping[str, Tensor]
+    sumsq: Tensor
+    """[parts, T] of the stream"""
+    live: Tensor | None = None
+    """[1] how many there are; None: as many as token ranges say"""
+
+
+class Launch(NamedTuple):
+    """One nano-operation of one layer, about to be launched on the current stream."""
+
+    nano: NanoOperation
+    operation: Operation
+    layer: int
+    weights: ProductWeights | None
+    """None for an operation that is no product"""
+    kv: Tensor
+    pipeline: Pipeline
+    parts: list[int]
+    """rows of `sumsq` that hold sums, by block of tokens: a product leaves one per feature tile"""
+    rows: Rows
+    leaving: bool = False
+    """behind this layer's attention rows leave that nobody reads"""
+    fused: bool = False
+    """attention of decodes and of chunks is one launch, that of the decodes"""
+
+    @property
+    def x(self) -> Tensor:
+        return self.rows.activations["x"][self.tokens]
+
+    @property
+    def product(self) -> ProductWeights:
+        assert self.weights is not None
+        return self.weights
+
+    @property
+    def tokens(self) -> slice:
+        return slice(self.nano.begin, self.nano.end)
+
+    @property
+    def blocks(self) -> slice:
+        return slice(self.nano.begin // TOKEN_STEP, -(-self.nano.end // TOKEN_STEP))
+
+
+def one_part(pipeline: Pipeline) -> list[int]:
+    """The embedding writes one partial sum of squares."""
+    return [1] * -(-pipeline.tokens // TOKEN_STEP)
+
+
+def same_parts(parts: list[int]) -> int:
+    """How many partial sums a product reads: the products before it must have written equally many for its tokens."""
+    if len(set(parts)) != 1:
+        raise ConfigError("a plan gives nano-operations that one operation reads together different feature tiles")
+    return parts[0]

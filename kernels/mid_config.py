@@ -1,0 +1,167 @@
+"""`MidConfig`: how `mid_hopper` cuts a product of 64 to 512 tokens, and the measured table. No Triton is needed.
+
+There is no table in this tree yet: nothing chooses these kernels by itself before they were measured
+(`weft.kernels.mid_tuning`). What it writes is read from `TABLE` beside this file.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+BLOCK_TOKENS, BLOCK_DEPTH = 128, 64
+SHARED_BYTES = 232448 - 1024
+"""of a program, but for its barriers"""
+MAX_STAGES = 8
+MAX_SPLIT = 8
+"""parts whose bits lie in one word"""
+PATIENCE = 20000
+"""how often a part looks for the others: some 10 ms"""
+BUCKETS = (64, 128, 256, 384, 512)
+TABLE = Path(__file__).with_name("mid_h200.json")
+MACHINE = ((9, 0), 132)
+"""(compute capability, SMs) that TABLE is for"""
+
+Key = tuple[int, int, int]
+"""(bucket, features, depth)"""
+
+
+class MidConfig(NamedTuple):
+    """Tiles of 128 tokens."""
+
+    width: int
+    """features of a tile: 64 to 256 in steps of 32; 64, 128 or 256 where the depth is cut. Narrower ones would
+    leave more sums of squares than `projections.sumsq_buffer` has rows"""
+    split: int = 1
+    """programs that share one tile's depth"""
+    ahead: int = 0
+    """steps of the weight that a program asks the L2 for while the kernel before still runs"""
+
+    @property
+    def pieces(self) -> tuple[int, int, int]:
+        """The width as powers of two, largest first; 0 for none. Raises `ValueError` if no tile is so wide."""
+        found, left = [], self.width
+        for size in (256, 128, 64, 32):
+            if size <= left:
+                found.append(size)
+                left -= size
+        cut = self.split > 1
+        if left or not 64 <= self.width <= 256 or (cut and len(found) > 1):
+            raise ValueError(f"no tile is {self.width} features wide with its depth in {self.split} parts")
+        return tuple((*found, 0, 0)[:3])  # type: ignore[return-value]
+
+    def stages_for(self, kind: str, *, whole: bool) -> int:
+        """Steps of both operands that fit beside what the epilogue of a `kind` keeps in shared memory.
+
+        whole: the depth is not cut, and results leave through shared memory.
+        """
+        kept = BLOCK_TOKENS * self.width * (1 if kind == "gate_up" else 2) if whole else 0
+        return min(MAX_STAGES, (SHARED_BYTES - kept) // ((BLOCK_TOKENS + self.width) * BLOCK_DEPTH * 2))
+
+    def parts_of(self, depth: int) -> int:
+        """`split`, or fewer for a depth of fewer steps: no part is empty."""
+        return min(self.split, -(-depth // BLOCK_DEPTH))
+
+    def units(self, tokens: int, features: int, depth: int) -> int:
+        """Parts of tiles."""
+        return -(-tokens // BLOCK_TOKENS) * -(-features // self.width) * self.parts_of(depth)
+
+
+def part_of(part: int, parts: int, steps: int) -> tuple[int, int]:
+    """(first step, behind the last one) of a tile's depth that a part adds up, as `mid_hopper` has it."""
+    return part * steps // parts, (part + 1) * steps // parts
+
+
+def candidates(tokens: int, features: int, depth: int, num_sms: int) -> tuple[MidConfig, ...]:
+    """What is worth a measurement: what fills the waves of SMs that it takes best, whole and cut, wide tiles first."""
+    whole = [MidConfig(w) for w in (64, 96, 128, 160, 192, 224, 256)]
+    cut = [
+        MidConfig(w, s)
+        for w in (256, 128, 64)
+        for s in range(2, MAX_SPLIT + 1)
+        if depth // BLOCK_DEPTH >= 4 * s and MidConfig(w, s).units(tokens, features, depth) <= 2 * num_sms
+    ]
+
+    def cost(c: MidConfig) -> float:
+        """About the time: steps of the fullest SM, each as long as its operands take or its products."""
+        waves = -(-c.units(tokens, features, depth) // num_sms)
+        step = max(c.width * BLOCK_TOKENS * 0.0000182, (c.width + BLOCK_TOKENS) * 0.00195)
+        added = 0.0 if c.split == 1 else 3.0 + 2 * c.width * 0.008
+        return waves * (depth / BLOCK_DEPTH / c.split) * step + added
+
+    best = sorted(whole, key=cost)[:3] + sorted(cut, key=cost)[:4]
+    return tuple(sorted(best, key=cost))
+
+
+class Meeting:
+    """The word in which the parts of a tile meet: the twin of `mid_hopper._shares` and `_gone`, step by step.
+
+    Each call is one atomic operation of the kernel; a test lets parts make them in any order.
+    """
+
+    def __init__(self, parts: int) -> None:
+        self.parts, self.word = parts, 0
+
+    def add(self, number: int) -> int:
+        before = self.word
+        self.word += number
+        return before
+
+    def arrive(self) -> tuple[int, bool, int]:
+        """(parts that are there, whether this is the last, shares of those that gave up)."""
+        before = self.add(1)
+        arrived = (before & 255) + 1
+        is_last = arrived == self.parts
+        return arrived, is_last, (before >> 8) & 255 if is_last else 0
+
+    def look(self) -> int:
+        return self.add(0) & 255
+
+    def give_up(self, part: int) -> int:
+        """Parts that are there: all of them, if the last came after all."""
+        return self.add(256 << part) & 255
+
+    def leave(self) -> None:
+        if self.add(65536) >> 16 == self.parts - 1:
+            self.word = 0
+
+
+def decoded(rows: Mapping[str, Sequence[int]]) -> dict[Key, MidConfig]:
+    """A table from its JSON form: `"tokens,features,depth"` -> the fields of a `MidConfig`. Raises `ValueError`."""
+    table = {}
+    for key, row in rows.items():
+        tokens, features, depth = map(int, key.split(","))
+        config = MidConfig(*map(int, row))
+        assert config.pieces
+        table[tokens, features, depth] = config
+    return table
+
+
+def encoded(table: Mapping[Key, MidConfig]) -> str:
+    """The JSON form, a row a line."""
+    rows = (f'  "{",".join(map(str, key))}": {json.dumps(list(config))}' for key, config in sorted(table.items()))
+    return "{\n" + ",\n".join(rows) + "\n}\n"
+
+
+@functools.cache
+def _shipped() -> dict[Key, MidConfig]:
+    return decoded(json.loads(TABLE.read_text())) if TABLE.exists() else {}
+
+
+_used: dict[Key, MidConfig] = {}
+
+
+def use(table: Mapping[Key, MidConfig]) -> None:
+    """From now on `lookup` knows these, beside the shipped ones. Before any graph is captured."""
+    _used.update(table)
+
+
+def lookup(tokens: int, features: int, depth: int) -> MidConfig | None:
+    """The measured configuration; None: none is known to be quicker than what `gemm_launch.choose` says."""
+    if tokens <= BUCKETS[0] // 2 or tokens > BUCKETS[-1]:
+        return None
+    bucket = next(b for b in BUCKETS if tokens <= b)
+    return _used.get((bucket, features, depth)) or _shipped().get((bucket, features, depth))

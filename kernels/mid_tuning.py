@@ -1,0 +1,211 @@
+"""Measures `mid_hopper` beside today's products and cuBLAS: `python -m weft.kernels.mid_tuning --out mid_h200.json`.
+
+Every configuration is checked against today's kernels before it is timed. A process of its own does the work; one that
+says nothing for some seconds is ended, what it was doing counts as hung, and another one goes on behind it. What is
+quicker than today's choice by `MARGIN` goes into the table; put beside `mid_config.py`, engines use it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.kernels import bench_calls, mid_config
+from weft.kernels.gpu import gpu, is_hopper
+from weft.kernels.mid_config import MidConfig
+from weft.kernels.mid_trial import ERROR, MODELS, Operands, others
+from weft.kernels.tuned import Shape
+
+MARGIN = 0.99
+"""of the time of today's choice: a configuration that takes more is left out"""
+NAMES = ("qkv", "o", "gate_up", "down")
+
+
+class Worker:
+    """The process of `work`, watched."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._process: subprocess.Popen[str] | None = None
+        self._lines: queue.Queue[str | None] = queue.Queue()
+
+    def _begin(self) -> None:
+        self._process = subprocess.Popen(
+            (sys.executable, "-m", "weft.kernels.mid_trial"), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+        self._lines = queue.Queue()
+        threading.Thread(target=self._read, args=(self._process, self._lines), daemon=True).start()
+        self._next(60.0)
+
+    @staticmethod
+    def _read(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                lines.put(line)
+        lines.put(None)
+
+    def _next(self, seconds: float) -> dict[str, Any] | None:
+        """What it says next; None: it ended or says nothing."""
+        try:
+            line = self._lines.get(timeout=seconds)
+        except queue.Empty:
+            return None
+        return None if line is None else dict(json.loads(line))
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def run(self, task: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+        """(what it said, "" or what it was doing when it was ended)."""
+        if self._process is None:
+            self._begin()
+        assert self._process is not None
+        assert self._process.stdin is not None
+        said: list[dict[str, Any]] = []
+        doing = "to begin"
+        try:
+            self._process.stdin.write(json.dumps(task) + "\n")
+            self._process.stdin.flush()
+            while (answer := self._next(self._patience_s)) is not None:
+                if answer.get("end"):
+                    return said, ""
+                doing = answer.get("doing", doing)
+                said.append(answer)
+        except OSError:
+            pass
+        self.close()
+        return said, doing
+
+
+def _tasks(models: Sequence[str], tokens: Sequence[int]) -> Iterator[tuple[str, int, int]]:
+    for model in models:
+        for count in tokens:
+            for index in range(len(NAMES)):
+                yield model, index, count
+
+
+def compile_all(models: Sequence[str], tokens: Sequence[int], jobs: int) -> None:
+    """Fill Triton's cache with all that `item` will launch. For a process that launches nothing itself."""
+    from weft.kernels.compilation import collect
+    from weft.kernels.compilation import compile_all as compile_found
+    from weft.kernels.gpu import KNOWN
+
+    def launch() -> None:
+        for name, index, count in _tasks(models, tokens):
+            model = MODELS[name]
+            shape = model.shapes[index]
+            ops = Operands(shape, count, model, 132, "meta")
+            weight = torch.empty(shape.features, shape.depth, dtype=bench_calls.DTYPE, device="meta")
+            found = mid_config.candidates(count, shape.features, shape.depth, 132)
+            for config in (None, *others(shape, count, 132), *found, found[0]._replace(ahead=4)):
+                ops.run(weight, config)
+
+    began = time.monotonic()
+    found = collect(launch, KNOWN["h200"])
+    hashes, failed = compile_found(found, jobs)
+    print(f"compiled {len(hashes)} of {len(found)} kernels in {time.monotonic() - began:.0f} s, "
+          f"failed {sorted({k.name for k in failed})}", flush=True)  # fmt: skip
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    options.add_argument("--out", type=Path, default=Path("mid_h200.json"), help="the table")
+    options.add_argument("--models", default="8b,1b,70b/2")
+    options.add_argument("--tokens", default="128,256,384,512")
+    options.add_argument("--hold", default="8b:256,8b:512,8b:128,1b:256", help="MODEL:TOKENS to measure sustained")
+    options.add_argument("--seconds", type=float, default=1.2, help="of each sustained measurement")
+    options.add_argument("--budget", type=float, default=180.0, help="seconds for all of it")
+    options.add_argument("--patience", type=float, default=10.0, help="seconds of silence that are a hang")
+    options.add_argument("--jobs", type=int, default=16, help="processes that compile")
+    options.add_argument("--compile", action="store_true", help="only compile")
+    given = options.parse_args()
+    models, tokens = given.models.split(","), [int(t) for t in given.tokens.split(",")]
+    if unknown := set(models) - set(MODELS):
+        options.error(f"--models: {', '.join(sorted(unknown))} is none of {', '.join(MODELS)}")
+    if not given.compile and not (torch.cuda.is_available() and is_hopper()):
+        options.error("needs a Hopper GPU (but for --compile)")
+    if given.compile:
+        compile_all(models, tokens, given.jobs)
+        return
+    tune(given, models, tokens)
+
+
+def tune(given: argparse.Namespace, models: Sequence[str], tokens: Sequence[int]) -> None:
+    """Measure, print a row a product, write the table."""
+    end = time.monotonic() + given.budget
+    worker = Worker(given.patience)
+    hung: set[str] = set()
+    rows: list[dict[str, Any]] = []
+    table: dict[mid_config.Key, MidConfig] = {}
+    for model, index, count in _tasks(models, tokens):
+        done: set[str] = set()
+        for _ in range(3):
+            if time.monotonic() > end:
+                break
+            name = f"{model} {NAMES[index]} {count}"
+            said, doing = worker.run({"model": model, "index": index, "tokens": count, "done": sorted(done | hung)})
+            for answer in said:
+                if "failed" in answer:
+                    print(f"{name} {answer['failed']} failed: {answer['why']}", flush=True)
+            if not doing:
+                rows.append({"model": model, "kind": NAMES[index], "tokens": count, **said[-1]})
+                _row(name, rows[-1], MODELS[model].shapes[index], count, table)
+                given.out.write_text(mid_config.encoded(table))  # whoever ends this loses nothing
+                break
+            print(f"{name}: {doing} HUNG or ended the process", flush=True)
+            done.add(doing)
+            hung.add(f"{doing}") if doing not in ("cublas", "now", "to begin") else None
+    for case in given.hold.split(",") if given.hold else ():
+        model, count = case.split(":")[0], int(case.split(":")[1])
+        if time.monotonic() + 8 * given.seconds > end:
+            print(f"no time left to hold {case}", flush=True)
+            continue
+        task = {"model": model, "tokens": count, "seconds": given.seconds,
+                "table": json.loads(mid_config.encoded(table))}  # fmt: skip
+        said, doing = worker.run(task)
+        if doing:
+            print(f"hold {case}: {doing} HUNG or ended the process", flush=True)
+            continue
+        rows.append({"hold": case, **said[-1]})
+        held = said[-1]["layer_us"]
+        print(f"sustained layer {case}: " + " | ".join(
+            f"{name} {us:.1f} us {watts:.0f} W {mhz:.0f} MHz" for name, (us, watts, mhz) in held.items()
+        ) + f" | of cuBLAS: {held['cublas'][0] / held['table'][0]:.3f}, now {held['cublas'][0] / held['now'][0]:.3f}",
+            flush=True)  # fmt: skip
+    worker.close()
+    given.out.with_suffix(".rows.json").write_text(json.dumps(rows))
+    here = gpu()
+    print(f"{len(table)} rows in {given.out} for {here.name if here else 'no GPU'}", flush=True)
+
+
+def _row(name: str, row: dict[str, Any], shape: Shape, tokens: int, table: dict[mid_config.Key, MidConfig]) -> None:
+    """Print a product's times; the quickest configuration goes into `table` if it is worth it."""
+    us, errors, configs = row["us"], row["errors"], row["configs"]
+    ranked = sorted((us[label], label) for label in us if label not in ("cublas", "now"))
+    wrong = [f"{label} WRONG {e:.1e}" for label, e in errors.items() if not e <= ERROR]
+    cells = [f"{label} {t:.1f}{'=' if errors.get(label) == 0 else ''}" for t, label in ranked]
+    good = [(t, label) for t, label in ranked if label in configs]
+    print(f"{name}: cublas {us['cublas']:.1f} | now {us['now']:.1f} ({us['cublas'] / us['now']:.2f}) | "
+          + " | ".join(cells + wrong) + f" | best of cuBLAS {us['cublas'] / min(ranked)[0]:.2f}" if ranked else name,
+          flush=True)  # fmt: skip
+    if good and good[0][0] < MARGIN * us["now"]:
+        table[tokens, shape.features, shape.depth] = MidConfig(*configs[good[0][1]])
+
+
+if __name__ == "__main__":
+    main()

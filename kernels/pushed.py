@@ -1,0 +1,275 @@
+"""Products that write their partial sums to the ranks that add them up, tile by tile (twin: `reference.pushed_sum`).
+
+A tile goes as it is finished, rounded to the model's dtype, into a place of its own in the memory of who adds it up: of
+every rank in one step, of the rank whose columns they are in two. Behind it goes a flag of its own: the number of the
+iteration. So the network is busy while the product computes, and the sum that follows reads its own memory alone. The
+bits are those of `collectives.reduce` behind the same product.
+
+Inside the product nobody waits for anybody. Who may write into a place again: there are two, which take turns, and a
+rank ends the sum between only when it has seen the flags of every rank, who set them behind their reads of this place.
+"""
+
+# Device functions carry no Python types.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,attr-defined,union-attr"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from weft.kernels.collectives import _SPIN, _TYPES, WAVES, Peers, _common, _meet_kernel, part_width
+from weft.kernels.dependent_launch import begin, release
+from weft.kernels.gemm_config import GemmConfig
+from weft.kernels.gemm_launch import Launch, Workspace, check_operands, check_workspace, launch_of
+from weft.kernels.gemm_tiles import accumulate, ahead, columns, live_tokens, meet, tile_of
+
+SPECIAL_ROWS = 64
+"""of a flag of the warp-specialised kernel: each of its two warpgroups sets its own"""
+
+
+class Inbox(NamedTuple):
+    """Where the tiles of one sum arrive: offsets into the arenas in bytes, the same on all ranks."""
+
+    partial: int
+    """`[ranks, rows, width]` of the model's dtype, by who sent them; a multiple of 16"""
+    rows: int
+    flags: int
+    """`[ranks, room]` int32, by who set them"""
+    room: int
+    meet: int
+    """`[ranks]` int32: flags of the end of a sum in two steps"""
+
+
+class Pushed(NamedTuple):
+    """A product under way: what its sum must know."""
+
+    inbox: Inbox
+    steps: int
+    rows: int
+    """of a flag"""
+    features: int
+    """columns of a flag"""
+
+
+def width_of(hidden: int, ranks: int, steps: int) -> int:
+    """Columns that a rank is sent of each row."""
+    return hidden if steps == 1 else part_width(hidden, ranks)
+
+
+def flags_of(launch: Launch, tokens: int, hidden: int) -> tuple[int, int, int]:
+    """(flags, rows of each, columns of each) of such a product."""
+    config = launch.config
+    rows = SPECIAL_ROWS if config.special else config.tokens
+    return -(-tokens // rows) * -(-hidden // config.features), rows, config.features
+
+
+@triton.jit
+def _send(y, addresses, peer, inbox, rows, col, first, W, mask, OUT: tl.constexpr):
+    # from a table comes no alignment
+    there = tl.multiple_of((tl.load(addresses + peer) + inbox).to(tl.pointer_type(OUT)), 16)
+    tl.store(there + rows.to(tl.int64)[:, None] * W + (col - first)[None, :], y, mask=mask)
+
+
+@triton.jit
+def _flag(addresses, peer, flags, at, number):
+    flag = (tl.load(addresses + peer) + flags + at * 4).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(flag, number, sem="release", scope="sys")
+
+
+@triton.jit(do_not_specialize=["M"])
+def push_kernel(
+    a, w, weights, partial, arrived, count, M, N, K, W, bias, addresses, number, flags, inbox,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, SWAP: tl.constexpr,
+    SLICES: tl.constexpr, OUT: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr, ONCE: tl.constexpr,
+    R: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """As `gemm_triton.product_kernel`, another epilogue. inbox, flags: of what this rank sends."""
+    tiles_n = tl.cdiv(N, BN)
+    steps = tl.cdiv(K, BK)
+    share = tl.cdiv(steps, SPLIT)
+    if AHEAD > 0:
+        ahead(weights, M, N, K, share, BM, BN, BK, GROUP, SPLIT, AHEAD)
+    begin(PDL)
+    now = tl.load(number)
+    live = live_tokens(count, M)
+    tiles_m = tl.cdiv(live, BM)
+    # flattened, the loop over the depth would lose its pipeline: flags are set in between
+    for unit in tl.range(tl.program_id(0), tiles_m * tiles_n * SPLIT, tl.num_programs(0)):
+        tile = unit // SPLIT
+        part = unit % SPLIT
+        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP)
+        first = part * share
+        acc = accumulate(a, w, tile_m * BM, tile_n * BN, first, tl.minimum(first + share, steps), BM, BN, BK, SWAP)
+        done = True
+        if ONCE:
+            release(PDL)
+        if SPLIT > 1:
+            acc, done = meet(acc, partial, arrived, tile, part, SPLIT)
+        if done:
+            total = tl.trans(acc) if SWAP else acc
+            rows = tile_m * BM + tl.arange(0, BM)
+            WIDTH: tl.constexpr = BN // SLICES
+            owner = tile_n * BN // W
+            for s in tl.static_range(SLICES):
+                col = tile_n * BN + s * WIDTH + tl.arange(0, WIDTH)
+                y = columns(total, s, SLICES)
+                if bias is not None:
+                    y += tl.load(bias + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+                y = y.to(OUT)
+                mask = (rows < live)[:, None] & (col < N)[None, :]
+                if STEPS == 1:
+                    for peer in tl.static_range(R):
+                        _send(y, addresses, peer, inbox, rows, col, 0, W, mask, OUT)
+                else:
+                    _send(y, addresses, owner, inbox, rows, col, owner * W, W, mask, OUT)
+            tl.debug_barrier()  # every thread's stores precede what is told below
+            if STEPS == 1:
+                for peer in tl.static_range(R):
+                    _flag(addresses, peer, flags, tile_m * tiles_n + tile_n, now)
+            else:
+                _flag(addresses, owner, flags, tile_m * tiles_n + tile_n, now)
+    release(PDL)
+
+
+@triton.jit
+def _await(flag, number, abort, KIND: tl.constexpr):
+    """Until all of these flags hold `number` or more, or waiting was ended; then for every thread of the program."""
+    if KIND == "interpreted":
+        seen = tl.min(tl.atomic_add(flag, 0, sem="acquire", scope="sys"), axis=0)
+        while seen < number:
+            seen = tl.min(tl.atomic_add(flag, 0, sem="acquire", scope="sys"), axis=0)
+    else:
+        tl.inline_asm_elementwise(_SPIN, "=r,l,r,l", [flag, number, abort], dtype=tl.int32, is_pure=False, pack=1)
+    tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["rank", "stride_sumsq", "T"])
+def _reduce_pushed_kernel(
+    addresses, rank, abort, number, flags, room, inbox, source, x, sumsq, stride_sumsq, live, T, H, W, R: tl.constexpr,
+    ADD: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr,
+    BLOCK: tl.constexpr, TYPE: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
+    release(PDL)
+    now = tl.load(number)
+    parts = R if STEPS == 1 else 1
+    own = tl.load(addresses + rank)
+    mine = tl.multiple_of((own + x).to(tl.pointer_type(TYPE)), 16)
+    for item in range(tl.program_id(0), tl.minimum(tl.load(live), T) * parts, tl.num_programs(0)):
+        row = (item // parts).to(tl.int64)
+        part = item % parts if STEPS == 1 else rank
+        tile = part * W // BN
+        more = (tl.minimum(part * W + W, H) - 1) // BN - tile
+        tile += tl.minimum(tl.arange(0, TILES), more) + row.to(tl.int32) // BM * tl.cdiv(H, BN)
+        for peer in tl.static_range(R):
+            flag = (own + flags).to(tl.pointer_type(tl.int32)) + peer * room
+            _await(flag + tile, now, abort, KIND)
+        squares = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, W, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            at = part * W + column
+            mask = (column < W) & (at < H)
+            there = row * H + at if STEPS == 1 else row * W + column
+            total = tl.zeros([BLOCK], tl.float32)
+            for peer in tl.static_range(R):
+                came = tl.multiple_of((own + inbox + peer * source).to(tl.pointer_type(TYPE)), 16)
+                total += tl.load(came + there, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+            if ADD:
+                total += tl.load(mine + row * H + at, mask=mask, other=0.0).to(tl.float32)
+            value = total.to(TYPE)
+            squares += tl.where(mask, value.to(tl.float32) * value.to(tl.float32), 0.0)
+            if STEPS == 1:
+                tl.store(mine + row * H + at, value, mask=mask)
+            else:
+                for peer in tl.static_range(R):
+                    there_x = tl.multiple_of((tl.load(addresses + peer) + x).to(tl.pointer_type(TYPE)), 16)
+                    tl.store(there_x + row * H + at, value, mask=mask)
+        total_squares = tl.sum(squares, axis=0)
+        place = part.to(tl.int64) * stride_sumsq + row
+        if STEPS == 1:
+            tl.store((own + sumsq).to(tl.pointer_type(tl.float32)) + place, total_squares)
+        else:
+            for peer in tl.static_range(R):
+                tl.store((tl.load(addresses + peer) + sumsq).to(tl.pointer_type(tl.float32)) + place, total_squares)
+
+
+def push_project(
+    peers: Peers,
+    number: Tensor,
+    inbox: Inbox,
+    a: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    steps: int,
+    num_sms: int,
+    space: Workspace | None = None,
+    num_tokens: Tensor | None = None,
+    config: GemmConfig | None = None,
+) -> Pushed | None:
+    """`a [T, K] @ weight [H, K].T`, plus `bias [H]`, rounded to a's dtype, to the ranks that add it up.
+
+    number `[1]` int32: see `collectives.advance`. steps: of the sum, 1 or 2. None, and nothing is launched, where the
+    inbox has no room for so many tiles, or tiles would have columns of two owners.
+    """
+    check_operands(a, weight)
+    tokens, hidden, depth = a.shape[0], *weight.shape
+    launch = launch_of(tokens, hidden, depth, config, num_sms)
+    count, rows, features = flags_of(launch, tokens, hidden)
+    width = width_of(hidden, peers.ranks, steps)
+    if count > inbox.room or tokens > inbox.rows or (steps == 2 and width % features):
+        return None
+    flags = inbox.flags + 4 * peers.rank * inbox.room
+    partial = inbox.partial + peers.rank * inbox.rows * width * a.element_size()
+    if launch.config.special:
+        from weft.kernels import pushed_hopper
+
+        pushed_hopper.launch_push(
+            peers, number, launch, a, weight, bias, num_tokens, width=width, flags=flags, partial=partial, steps=steps
+        )
+        return Pushed(inbox, steps, rows, features)
+    c, ws = launch.config, check_workspace(space, launch, tokens, hidden)
+    push_kernel[launch.grid](
+        TensorDescriptor.from_tensor(a, [c.tokens, c.depth]), TensorDescriptor.from_tensor(weight, [features, c.depth]),
+        weight, ws.partial if ws else None, ws.arrived if ws else None, num_tokens, tokens, hidden, depth, width, bias,
+        peers.addresses, number, flags, partial, BM=c.tokens, BN=features, BK=c.depth, GROUP=c.group,
+        SPLIT=launch.split, SWAP=c.swap, SLICES=c.slices, OUT=_TYPES[a.dtype], R=peers.ranks, STEPS=steps,
+        **launch.options,
+    )  # fmt: skip
+    return Pushed(inbox, steps, rows, features)
+
+
+def reduce_pushed(
+    peers: Peers,
+    number: Tensor,
+    pushed: Pushed,
+    *,
+    x: int,
+    sumsq: int,
+    stride_sumsq: int,
+    live: Tensor,
+    tokens: int,
+    hidden: int,
+    dtype: torch.dtype,
+    add: bool,
+    num_sms: int,
+) -> None:
+    """As `collectives.reduce`, of what products have sent."""
+    inbox, steps, ranks = pushed.inbox, pushed.steps, peers.ranks
+    width = part_width(hidden, ranks)
+    items = tokens * (ranks if steps == 1 else 1)
+    block = min(2048, triton.next_power_of_2(width))
+    source = inbox.rows * width_of(hidden, ranks, steps) * dtype.itemsize
+    _reduce_pushed_kernel[(max(1, min(items, WAVES * num_sms)),)](
+        peers.addresses, peers.rank, peers.abort, number, inbox.flags, inbox.room, inbox.partial, source, x, sumsq,
+        stride_sumsq, live, tokens, hidden, width, ADD=add, STEPS=steps, BM=pushed.rows, BN=pushed.features,
+        TILES=triton.next_power_of_2(-(-width // pushed.features) + 1), BLOCK=block, TYPE=_TYPES[dtype],
+        num_warps=max(1, min(8, block // 256)), **_common(peers),
+    )  # fmt: skip
+    if steps == 2:
+        _meet_kernel[(1,)](peers.addresses, peers.rank, peers.abort, number, inbox.meet, num_warps=1, **_common(peers))

@@ -1,0 +1,177 @@
+"""The warp-specialised product of `gemm_hopper` whose tiles go to other ranks by bulk copies (see `pushed`).
+
+A tile's copies run while the next tile is multiplied: before a warpgroup fills its part of shared memory again it waits
+until they are done, at the other end too, and sets the tile's flags. So the tensor cores wait for the network behind
+the last tile alone.
+"""
+
+# Device functions carry no Python types.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from weft.kernels.collectives import Peers
+from weft.kernels.decode_hopper import barrier
+from weft.kernels.gemm_hopper import (
+    _SHARED,
+    BLOCK_DEPTH,
+    BLOCK_FEATURES,
+    BLOCK_TOKENS,
+    _multiply,
+    _produce,
+    _tile_of,
+    _with_bias,
+    store_tile,
+)
+from weft.kernels.gemm_launch import Launch
+
+MAX_RANKS = 8
+STAGES = 3
+
+
+@gluon.jit
+def _told(addresses, flags, at, number, owner, R: gl.constexpr, STEPS: gl.constexpr):
+    """Wait until this warpgroup's copies are done, not only read, then set the flag of their tile."""
+    gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    barrier()
+    if STEPS == 1:
+        for peer in gl.static_range(R):
+            flag = (gl.load(addresses + peer) + flags + at * 4).to(gl.pointer_type(gl.int32), bitcast=True)
+            gl.atomic_xchg(flag, number, sem="release", scope="sys")
+    else:
+        flag = (gl.load(addresses + owner) + flags + at * 4).to(gl.pointer_type(gl.int32), bitcast=True)
+        gl.atomic_xchg(flag, number, sem="release", scope="sys")
+
+
+@gluon.jit
+def _send(out, io, row, col, W, OWNER: gl.constexpr, STEPS: gl.constexpr):
+    if STEPS == 1:
+        store_tile(out, [row, col], io)
+    else:
+        if col // W == OWNER:
+            store_tile(out, [row, col - OWNER * W], io)
+
+
+@gluon.jit
+def _consume(
+    o0, o1, o2, o3, o4, o5, o6, o7, a_smem, w_smem, io_smem, full, empty, tiles_m, tiles_n, steps, N, W, bias,
+    addresses, number, flags, WG: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    HAS_BIAS: gl.constexpr, DTYPE: gl.constexpr, R: gl.constexpr, STEPS: gl.constexpr,
+):  # fmt: skip
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    io = io_smem.index(WG)
+    count = 0
+    before = -1
+    owner = 0
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        tile_m, tile_n = _tile_of(tile, tiles_m, tiles_n, GROUP)
+        row0 = tile_m * 128 + WG * 64
+        col0 = tile_n * BN
+        acc, count = _multiply(a_smem, w_smem, full, empty, count, steps, WG, BN, ACC, BN, STAGES)
+        if before >= 0:
+            _told(addresses, flags, before, number, owner, R, STEPS)
+        io.store(_with_bias(acc, bias, col0, N, HAS_BIAS, ACC).to(DTYPE))
+        fence_async_shared()
+        _send(o0, io, row0, col0, W, 0, STEPS)
+        _send(o1, io, row0, col0, W, 1, STEPS)
+        if R > 2:
+            _send(o2, io, row0, col0, W, 2, STEPS)
+        if R > 3:
+            _send(o3, io, row0, col0, W, 3, STEPS)
+        if R > 4:
+            _send(o4, io, row0, col0, W, 4, STEPS)
+        if R > 5:
+            _send(o5, io, row0, col0, W, 5, STEPS)
+        if R > 6:
+            _send(o6, io, row0, col0, W, 6, STEPS)
+        if R > 7:
+            _send(o7, io, row0, col0, W, 7, STEPS)
+        before = (2 * tile_m + WG) * tiles_n + tile_n
+        owner = col0 // W
+    if before >= 0:
+        _told(addresses, flags, before, number, owner, R, STEPS)
+
+
+@gluon.jit(do_not_specialize=["M"])
+def push_kernel(
+    a, w, o0, o1, o2, o3, o4, o5, o6, o7, num_tokens, M, N, K, W, bias, addresses, epoch, flags,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_COUNT: gl.constexpr, DTYPE: gl.constexpr,
+    R: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    BN: gl.constexpr = 256
+    BK: gl.constexpr = 64
+    shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    a_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 128, BK], shared)
+    w_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, BK], shared)
+    io_smem = gl.allocate_shared_memory(DTYPE, [2, 64, BN], shared)
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    if PDL:
+        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
+                                  pack=1)  # fmt: skip
+    number = gl.load(epoch)
+    live = M
+    if HAS_COUNT:
+        live = gl.minimum(gl.load(num_tokens), M)
+    tiles_m = gl.cdiv(live, 128)
+    tiles_n = gl.cdiv(N, BN)
+    steps = gl.cdiv(K, BK)
+    gl.warp_specialize(
+        [
+            (_consume, (o0, o1, o2, o3, o4, o5, o6, o7, a_smem, w_smem, io_smem, full, empty, tiles_m, tiles_n, steps,
+                        N, W, bias, addresses, number, flags, 0, BN, STAGES, GROUP, HAS_BIAS, DTYPE, R, STEPS)),
+            (_consume, (o0, o1, o2, o3, o4, o5, o6, o7, a_smem, w_smem, io_smem, full, empty, tiles_m, tiles_n, steps,
+                        N, W, bias, addresses, number, flags, 1, BN, STAGES, GROUP, HAS_BIAS, DTYPE, R, STEPS)),
+            (_produce, (a, w, None, None, a_smem, w_smem, io_smem, full, empty, full, empty, tiles_m, tiles_n, steps,
+                        "plain", BN, BK, STAGES, GROUP)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+class _There(NamedTuple):
+    """A matrix in another rank's memory: what a descriptor is told of a tensor."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def launch_push(
+    peers: Peers, number: Tensor, launch: Launch, a: Tensor, weight: Tensor, bias: Tensor | None,
+    num_tokens: Tensor | None, *, width: int, flags: int, partial: int, steps: int,
+) -> None:  # fmt: skip
+    """partial, flags: of what this rank sends, offsets into the arenas in bytes. See `pushed.push_project`."""
+
+    def tiles(tensor: Tensor, rows: int, cols: int) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(tensor, [rows, cols], _SHARED)
+
+    shape, block = [a.shape[0], width], [64, BLOCK_FEATURES]
+    there = [
+        TensorDescriptor(_There(base + partial, a.dtype), shape, [width, 1], block, _SHARED) for base in peers.bases
+    ]
+    places = [*there, *[None] * (MAX_RANKS - len(there))]
+    push_kernel[launch.grid](
+        tiles(a, BLOCK_TOKENS, BLOCK_DEPTH), tiles(weight, BLOCK_FEATURES, BLOCK_DEPTH), *places, num_tokens,
+        a.shape[0], weight.shape[0], a.shape[1], width, bias, peers.addresses, number, flags, STAGES=STAGES,
+        GROUP=launch.config.group, HAS_BIAS=bias is not None, HAS_COUNT=num_tokens is not None,
+        DTYPE={torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[a.dtype], R=peers.ranks, STEPS=steps,
+        num_warps=4, PDL=launch.options["PDL"], **({"launch_pdl": True} if launch.options["PDL"] else {}),
+    )  # fmt: skip

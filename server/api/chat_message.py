@@ -1,0 +1,105 @@
+"""A message of a conversation as clients send it, in any of the shapes in which its content and its calls come."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, ConfigDict, Field, model_validator
+
+from weft.server.api.field_types import MAX_PARTS, Content, flatten_content
+from weft.server.bodies import Body
+from weft.server.tools.cache_control import CacheControl, longest_mark
+
+MAX_MESSAGES = 8192
+"""they are checked on the event loop"""
+MAX_CALLS = 1024
+
+
+class ToolFunction(Body):
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(Body):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: ToolFunction
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_function(cls, data: Any) -> Any:
+        """A custom tool's call is that of a function of one text (`Tool`)."""
+        if isinstance(data, dict) and data.get("type") == "custom" and isinstance(data.get("custom"), dict):
+            about = data["custom"]
+            function = {"name": about.get("name"), "arguments": json.dumps({"input": about.get("input", "")})}
+            return {"id": data.get("id"), "function": function}
+        return data
+
+
+_THOUGHTS = ("thinking", "reasoning")
+
+
+def _thought_text(part: dict[str, Any]) -> str:
+    """Of a part that is thinking: a text, or, as Mistral has it, parts that are text."""
+    inside = part.get(part["type"], part.get("text", ""))
+    if isinstance(inside, str):
+        return inside
+    return flatten_content(inside)
+
+
+class ChatMessage(Body):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"properties": {"content": {"not": {"type": "null"}}}, "required": ["content"]},
+                {"properties": {"role": {"const": "assistant"}}, "required": ["role"]},
+            ]
+        }
+    )
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_CALLS)
+    tool_call_id: str | None = None
+    reasoning_content: str | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
+    """what the assistant thought before: some templates show it again"""
+    refusal: str | None = Field(None, exclude=True)
+    """what the assistant said instead of content"""
+    cache_control: CacheControl | None = Field(None, exclude=True)
+    """keep the conversation up to here; it may stand in a part of the content, too"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _marked(cls, data: Any) -> Any:
+        """A mark on a part counts for the message."""
+        if not isinstance(data, dict) or not isinstance(parts := data.get("content"), list):
+            return data
+        mark = longest_mark((data, *parts[:MAX_PARTS]))
+        return data if mark is None else {**data, "cache_control": mark}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _thoughts_apart(cls, data: Any) -> Any:
+        """Parts of the assistant's content that are thinking are its reasoning."""
+        if not isinstance(data, dict) or data.get("role") != "assistant" or not isinstance(data.get("content"), list):
+            return data
+        thoughts = [part for part in data["content"] if isinstance(part, dict) and part.get("type") in _THOUGHTS]
+        if not thoughts:
+            return data
+        rest = [part for part in data["content"] if not any(part is thought for thought in thoughts)]
+        texts = [_thought_text(part) for part in thoughts]
+        given = data.get("reasoning_content") or data.get("reasoning")
+        return {**data, "content": rest or None, "reasoning_content": given or "\n".join(texts)}
+
+    @model_validator(mode="after")
+    def _has_content(self) -> ChatMessage:
+        if self.content is None and self.role != "assistant":
+            raise ValueError("a message needs content (null is for the assistant's)")
+        if self.content is None and self.refusal is not None:
+            self.content = self.refusal
+        return self
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]

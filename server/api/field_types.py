@@ -1,0 +1,173 @@
+"""Types of the fields of bodies: how each form that clients send is read, its bounds, and what its schema says."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any
+
+from pydantic import Field, PlainValidator, WithJsonSchema
+
+from weft.engine.wire.sampling import MAX_LOGIT_BIAS
+from weft.server.errors import clip
+
+MAX_PROMPTS = 1024
+MAX_INPUTS = 2048
+"""of one request for embeddings: as many as OpenAI takes"""
+MAX_STOP_STRINGS = 4
+MAX_STOP_CHARS = 1024
+MAX_PARTS = 8192
+"""of one message"""
+INT32 = 2**31 - 1
+
+
+def _parse_prompts(value: Any, most: int = MAX_PROMPTS) -> list[str] | list[list[int]]:
+    """Any of the four forms of `prompt` as a list of prompts. By hand: a union of lists is slow on long id lists."""
+    if isinstance(value, str):
+        prompts: list[Any] = [value]
+    elif isinstance(value, list):
+        prompts = [value] if value and set(map(type, value)) == {int} else value
+    else:
+        raise ValueError("must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
+    if not prompts or not all(prompts):
+        raise ValueError("must not be empty")
+    if len(prompts) > most:
+        raise ValueError(f"must have at most {most} entries, not {len(prompts)}")
+    kinds = set(map(type, prompts))
+    if kinds == {str} or (kinds == {list} and all(set(map(type, prompt)) == {int} for prompt in prompts)):
+        return prompts
+    raise ValueError("must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
+
+
+def _parse_stop(value: Any) -> list[str]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise ValueError("must be a string or a list of strings")
+    if len(stops) > MAX_STOP_STRINGS:
+        raise ValueError(f"must have at most {MAX_STOP_STRINGS} entries")
+    if not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
+        raise ValueError(f"entries must have 1 to {MAX_STOP_CHARS} characters")
+    return stops
+
+
+def _parse_logit_bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise ValueError("must be an object of token ids and numbers")
+    if len(value) > MAX_LOGIT_BIAS:
+        raise ValueError(f"must have at most {MAX_LOGIT_BIAS} entries")
+    bias: dict[int, float] = {}
+    for key, number in value.items():
+        if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10):
+            raise ValueError(f"keys must be token ids, not {clip(key)!r}")
+        if type(number) not in (int, float) or not -100 <= number <= 100:
+            raise ValueError("values must be numbers between -100 and 100")
+        bias[int(key)] = float(number)
+    return bias
+
+
+_TEXT_FIELDS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+"""types of parts that are text, and the field that has it"""
+
+
+def flatten_content(value: Any) -> str:
+    """Content as one string; a list of text parts is joined with newlines."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("must be a string or a list of text parts")
+    if len(value) > MAX_PARTS:
+        raise ValueError(f"must have at most {MAX_PARTS} parts")
+    return "\n".join(map(_part_text, value))
+
+
+def _part_text(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type", "text") if isinstance(part, dict) else None
+    field = _TEXT_FIELDS.get(kind) if isinstance(kind, str) else None
+    if field is None:
+        raise ValueError(f"a part of type {clip(kind)!r} is not supported: this server takes text")
+    if not isinstance(part.get(field), str):
+        raise ValueError(f"a part of type {kind} needs a string {field!r}")
+    text: str = part[field]
+    return text
+
+
+def _some(items: dict[str, Any], most: int | None = None) -> dict[str, Any]:
+    """The schema of a list that is not empty."""
+    return {"type": "array", "items": items, "minItems": 1} | ({} if most is None else {"maxItems": most})
+
+
+_TEXT = {"type": "string", "minLength": 1}
+_ID = {"type": "integer", "minimum": 0, "maximum": INT32}
+_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+_TEXT_PART = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "object",
+            "properties": {"type": {"enum": ["text", "input_text", "output_text"]}, "text": {"type": "string"}},
+            "required": ["text"],
+        },
+        *(
+            {
+                "type": "object",
+                "properties": {"type": {"const": kind}, kind: {"type": "string"}},
+                "required": ["type", kind],
+            }
+            for kind in ("refusal", "thinking")
+        ),
+    ]
+}
+
+Prompts = Annotated[
+    list[str] | list[list[int]],
+    PlainValidator(_parse_prompts),
+    WithJsonSchema({"anyOf": [_TEXT, _some(_TEXT, MAX_PROMPTS), _some(_ID), _some(_some(_ID), MAX_PROMPTS)]}),
+]
+Inputs = Annotated[
+    list[str] | list[list[int]],
+    PlainValidator(partial(_parse_prompts, most=MAX_INPUTS)),
+    WithJsonSchema({"anyOf": [_TEXT, _some(_TEXT, MAX_INPUTS), _some(_ID), _some(_some(_ID), MAX_INPUTS)]}),
+]
+Stop = Annotated[
+    list[str],
+    PlainValidator(_parse_stop),
+    WithJsonSchema({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOP_STRINGS}]}),
+]
+LogitBias = Annotated[
+    dict[int, float],
+    PlainValidator(_parse_logit_bias),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": MAX_LOGIT_BIAS,
+        }
+    ),
+]
+Content = Annotated[
+    str,
+    PlainValidator(flatten_content),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART, "maxItems": MAX_PARTS}]}),
+]
+TokenId = Annotated[int, Field(ge=0, le=INT32)]
+
+
+def _parse_ids(value: Any) -> list[int]:
+    """By hand: as for prompts."""
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
+        raise ValueError("must be a list of token ids")
+    if value and not (min(value) >= 0 and max(value) <= INT32):
+        raise ValueError(f"token ids must be between 0 and {INT32}")
+    return value
+
+
+TokenIds = Annotated[list[int], PlainValidator(_parse_ids), WithJsonSchema({"type": "array", "items": _ID})]
+"""Any number; the endpoint knows how many the model can mean"""

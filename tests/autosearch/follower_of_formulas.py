@@ -1,0 +1,36 @@
+"""A follower whose bench is made of formulas: writes what it was asked beside itself, and fails where rank 0 fails."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+from synthetic import SyntheticBench
+
+from weft.autosearch.bench_follower import Asked, Opening, follow, lines_of_stdin
+from weft.autosearch.bench_protocol import Load, Timing
+from weft.engine.errors import ConfigError
+from weft.engine.model.directory import read_spec
+from weft.engine.plans.plan import NanoOperation
+from weft.engine.ranks.links import Descriptors
+
+
+class Formulas(SyntheticBench):
+    def alone(self, op: NanoOperation, load: Load) -> Timing:
+        if op.sms > self.num_sms:
+            raise ConfigError("more SMs than there are")
+        return super().alone(op, load)
+
+
+if __name__ == "__main__":
+    rank = int(sys.argv[1])
+    opening = msgspec.json.decode(sys.stdin.buffer.readline(), type=Opening)
+    ranks = Descriptors.load(opening.descriptors).ranks
+    bench = Formulas(read_spec(Path(opening.model)).shard(rank, ranks))
+    told = Path(os.environ["TOLD"])
+    for line in lines_of_stdin():
+        follow(bench, [line])
+        with told.open("a") as file:
+            file.write(f"{msgspec.json.decode(line, type=Asked).what} {bench.calls} {bench.seconds}\n")

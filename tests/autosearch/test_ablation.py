@@ -1,0 +1,135 @@
+"""`weft bench ranks` on a CPU: real processes and gloo; what it leaves out is told, and what cannot be is one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weft.autosearch.ablation import Ablation, Row, figures, nano_batches
+from weft.autosearch.bench_protocol import Load, Timing
+from weft.autosearch.ways import WAYS
+from weft.engine.config import PRESETS
+from weft.engine.errors import ConfigError
+from weft.engine.model.directory import read_spec
+from weft.engine.runner.collectives import Steps
+from weft.server.daemon import cli
+
+
+@pytest.mark.slow
+def test_ways_are_compared_on_ranks_of_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "ranks.json"
+    command = (
+        "bench ranks --model demo --device cpu --tensor-parallel-size 2 --tokens 64 --workload 32:16 --seconds 0.01"
+    )
+    assert cli.main([*command.split(), "--rounds", "1", "--json", str(out)]) == 0
+    told = capsys.readouterr().out
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["way"] for row in rows] == [WAYS[name].label for name in ("none", "vendor", "one", "two")]
+    assert all(row["tokens"] == 64 and row["layer_us"] > 0 and row["tokens_per_joule"] is None for row in rows)
+    assert rows[0]["sums_us"] == 0
+    for name in ("sent-one", "sent-two", "nano"):
+        assert f"left out: {WAYS[name].label}: on a CPU" in told
+    assert not torch.distributed.is_initialized()  # another bench in this process would have no gloo
+    trace = ["--ways", "sent-one,nano", "--trace", str(tmp_path / "trace")]  # of which none can be gone here
+    assert cli.main([*command.split(), "--rounds", "1", *trace]) == 0
+    assert not (tmp_path / "trace").exists()
+
+
+def test_figures_are_those_of_all_ranks_and_layers() -> None:
+    spec = read_spec(PRESETS / "llama-3-70b").shard(0, 4)
+    row = figures(Row("two", 2048, Timing(1.5, 700.0, 1450.0)), spec, 1.2)
+    assert row["tokens_per_second"] == pytest.approx(2048 / (80 * 1.5e-3))
+    assert row["tokens_per_second_per_gpu"] == pytest.approx(row["tokens_per_second"] / 4)
+    assert row["sums_us"] == pytest.approx(300)
+    assert row["watts_of_all"] == 2800
+    assert row["tokens_per_joule"] == pytest.approx(row["tokens_per_second"] / 2800)
+
+
+def test_a_way_is_that_of_the_ranks_or_a_baseline_that_leaves_the_stream_alone() -> None:
+    pytest.importorskip("triton")
+    from weft.autosearch.sums_of_bench import SumsOfBench
+
+    asked: list[Any] = []
+
+    class Own:
+        rank, ranks = 0, 2
+        take = all_gather = end_waiting = inside = None
+
+        def use(self, steps: dict[int, Steps]) -> None:
+            asked.append(steps)
+
+        def push(self, *_: Any, **__: Any) -> bool:
+            asked.append("push")
+            return True
+
+        def reduce(self, *_: Any, **__: Any) -> torch.Tensor:
+            asked.append("reduce")
+            return torch.zeros(2, 4)
+
+    own: Any = Own()
+    sums = SumsOfBench(own)
+    a, sumsq = torch.ones(4, 8), torch.full((3, 4), 7.0)
+    product: dict[str, Any] = {"num_sms": 4, "space": None, "num_tokens": None}
+    total: dict[str, Any] = {"live": a, "add": True, "num_sms": 4}
+    for name, want in (("one", (1, 0)), ("two", (2, 0)), ("sent-one", (1, 1)), ("sent-two", (1, 2)), ("nano", (2, 0))):
+        asked.clear()
+        sums.use(name)
+        assert sums.push(a, a, None, **product)
+        sums.reduce(a, a, sumsq, **total)
+        assert asked == [{0: Steps(*want)}, "push", "reduce"]
+    asked.clear()
+    sums.use("none:/a/folder")
+    assert not sums.push(a, a, None, **product)
+    assert torch.equal(sums.reduce(a, a, sumsq, **total), sumsq[:2])
+    assert not asked
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_pipeline_of_two_nano_batches_is_possible(ranks: int) -> None:
+    spec = read_spec(PRESETS / "llama-3-70b").shard(0, ranks)
+    for tokens in (256, 2048):
+        nano_batches(spec, tokens, 132).check(spec, 132)
+    with pytest.raises(ConfigError, match="128 tokens are too few"):
+        nano_batches(spec, 128, 132)
+
+
+def test_what_cannot_be_gone_with_few_tokens_can_with_more(tmp_path: Path) -> None:
+    class Bench:
+        num_sms, seconds, memory = 132, 1.0, 0
+
+        def sums(self, way: str) -> None:
+            if way.startswith("vendor"):
+                raise ConfigError("there is no such library")
+
+        def period(self, *_: Any) -> Timing:
+            return Timing(1.0, 0.0, 0.0)
+
+    bench: Any = Bench()
+    ablation = Ablation(bench, read_spec(PRESETS / "llama-3-70b").shard(0, 2), tmp_path)
+    found = [
+        [row.way for row in ablation.run(("none", "vendor", "nano"), Load(tokens, tokens // 2, 1024, 512), 2)]
+        for tokens in (128, 512)
+    ]
+    assert found == [["none"], ["none", "nano"]]
+    assert list(ablation.left_out) == [("vendor", 0), ("nano", 128)]
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (["--tensor-parallel-size", "1"], "2 or more"),
+        (["--ways", "one,three"], "there is no three"),
+        (["--tensor-parallel-size", "3"], "4 attention heads cannot be split over 3 ranks"),
+        (["--tokens", "0"], "more than 0"),
+        (["--json", "/nowhere/ranks.json"], "there is no folder /nowhere"),
+        (["--trace", "/nowhere/trace"], "there is no folder /nowhere"),
+    ],
+)
+def test_what_cannot_be_is_one_line(options: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "ranks", "--model", "demo", "--device", "cpu", *options]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert what in line

@@ -1,0 +1,144 @@
+"""A search that was interrupted goes on where it was, with its measurements and what the solver found."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic import LLAMA_8B, TYPICAL, SyntheticBench, target_for
+from test_search import CONFIG, quick
+
+from weft.autosearch import search, stages
+from weft.autosearch.accelerators import accelerator
+from weft.autosearch.bench_protocol import Load, Timing
+from weft.autosearch.journal import Journal
+from weft.autosearch.machine import Machine
+from weft.autosearch.modelled import modelled_profile
+from weft.autosearch.profile import cache_path
+from weft.autosearch.refine import serial_for
+from weft.autosearch.stages import Stages
+from weft.engine.errors import ConfigError, RankLost
+from weft.engine.plans.plan import NanoOperation, Period, load_plan
+from weft.server.daemon import cli
+
+__all__ = ["quick"]
+SERIAL = serial_for(LLAMA_8B, TYPICAL, 132)
+
+
+class Counted(SyntheticBench):
+    """No two measurements are alike; the card is lost at some of them."""
+
+    def __init__(self, ends: Collection[tuple[str, int]] = ()) -> None:
+        """ends: kinds of measurements, and which of them is none."""
+        super().__init__(LLAMA_8B)
+        self._ends, self.asked = ends, Counter[str]()
+
+    def _next(self, what: str) -> None:
+        self.asked[what] += 1
+        if (what, self.asked[what]) in self._ends:
+            raise RankLost("rank 1: gone")
+
+    def alone(self, op: NanoOperation, load: Load) -> Timing:
+        self._next("alone")
+        if op.sms > self.num_sms:
+            raise ConfigError("more SMs than there are")
+        return super().alone(op, load)
+
+    def period(self, period: Period, load: Load) -> Timing:
+        self._next("period")
+        return super().period(period, load)._replace(watts=float(self.calls))
+
+    def close(self) -> None: ...
+
+
+def test_what_was_measured_is_measured_once_and_repeats_are_told_apart(tmp_path: Path) -> None:
+    bench, file = Counted(), tmp_path / "measured"
+    first = Journal(bench, file)
+    first.seconds = 0.2
+    found = [first.period(SERIAL, TYPICAL) for _ in range(2)]
+    assert [t.watts for t in found] == [1.0, 2.0]
+    a, b = NanoOperation("gate_up", 0, 2048, 100), NanoOperation("decode", 0, 2048, 32, "memory")
+    both = first.pair(a, b, TYPICAL)
+    with pytest.raises(ConfigError, match="more SMs"):
+        first.alone(NanoOperation("gate_up", 0, 2048, 133), TYPICAL)
+    with file.open("ab") as out:
+        out.write(b'\n{"key": "\xff"}\n{"key": "torn')  # whoever wrote it was killed
+    again = Journal(bench, file)
+    again.seconds = 0.2
+    before = bench.calls
+    assert [again.period(SERIAL, TYPICAL) for _ in range(2)] == found
+    assert again.pair(a, b, TYPICAL) == both
+    with pytest.raises(ConfigError, match="more SMs"):
+        again.alone(NanoOperation("gate_up", 0, 2048, 133), TYPICAL)
+    assert (again.known, again.taken, bench.calls) == (4, 4, before)
+    assert again.period(SERIAL, TYPICAL).watts == before + 1  # a third time
+    again.seconds = 1.0
+    again.period(SERIAL, TYPICAL)  # for longer
+    assert bench.calls == before + 2
+    assert Journal(bench, file).known == 6  # behind the torn line too
+
+
+def test_a_folder_that_cannot_be_is_told_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="set XDG_CACHE_HOME"):
+        Journal(Counted(), tmp_path / "file" / "searches" / "some.measured")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick")
+def test_a_search_goes_on_where_it_was_and_then_forgets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(search, "DENSE_STEPS", 1)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    bench, target = Counted({("alone", 30), ("period", 6)}), target_for(LLAMA_8B)
+    solved: list[Load] = []
+    predict = search.predict
+
+    def noted(machine: Machine, load: Load, *others: Any) -> Stages:
+        solved.append(load)
+        return predict(machine, load, *others)
+
+    monkeypatch.setattr(search, "predict", noted)
+    monkeypatch.setattr(search, "num_gpus", lambda: 1)
+    monkeypatch.setattr(search, "open_gpu", lambda *_, **__: (bench, target))
+    plan = tmp_path / "plan.json"
+    command = ["search", "--model", str(tmp_path / "model"), "--out", str(plan), "--budget-seconds", "60"]
+    assert cli.main(command) == 1  # while a profile is recorded
+    assert "rank 1: gone" in capsys.readouterr().err
+    measured = bench.calls
+    assert measured >= 29
+    assert not solved
+    assert cli.main(command) == 1  # while pipelines are measured
+    assert f"with {measured} measurements" in capsys.readouterr().err
+    before, measured = len(solved), bench.calls
+    assert before
+    assert cli.main(command) == 0
+    assert f"with {measured} measurements" in capsys.readouterr().err
+    assert len(solved) == before
+    assert load_plan(plan).target == target
+    assert not list(cache_path(target).parent.parent.glob("searches/*"))  # the next one begins anew
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("quick")
+def test_loads_that_are_solved_at_once_have_the_pipelines_of_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr(stages, "EFFORT", 0.02)
+    loads = [(f"{n}", TYPICAL._replace(tokens=n, decodes=n // 3)) for n in (256, 384)]
+    profile = modelled_profile(LLAMA_8B, TYPICAL, accelerator("h200"))
+    kept: list[int] = []
+
+    def solved(workers: int) -> dict[str, Stages]:
+        one = search.Search(LLAMA_8B, TYPICAL, profile, None, 1e6, workers=workers, keep=lambda: kept.append(workers))
+        one._solve(loads)
+        return one.stages
+
+    assert solved(1) == solved(2)
+    assert kept == [1, 1, 2, 2]

@@ -1,0 +1,211 @@
+"""Engines that have their weights in common: one loads, all map, and the weights outlive each of them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fp8_files import FORMATS, write_fp8
+from tiny import FAMILIES, save_tiny
+from torch import Tensor
+
+from weft.engine.config import EngineConfig, Share
+from weft.engine.engine import Engine
+from weft.engine.errors import ModelError
+from weft.engine.model.directory import read_spec
+from weft.engine.model.weights import Weights, load_weights
+from weft.engine.runner import load as model_load
+from weft.engine.runner.shared_memory import HostMemory
+from weft.engine.runner.shared_weights import shared_weights
+from weft.engine.wire.messages import AddRequest
+from weft.engine.wire.sampling import SamplingParams
+from weft.engine.wire.shelf import COUNT, Shelf
+
+CPU = {"device": torch.device("cpu"), "dtype": torch.float32, "max_positions": 64}
+SHARE = Share(sharers=2, weight_sharers=2)
+
+
+@pytest.fixture
+def shelf() -> Iterator[Shelf]:
+    made = Shelf()
+    yield made
+    made.clear()
+    made.close()
+
+
+def file_of(text: bytes) -> int:
+    fd = os.memfd_create("test")
+    os.write(fd, text)
+    return fd
+
+
+def other(shelf: Shelf, what: str) -> subprocess.Popen[str]:
+    """A process with the shelf; it has said that it has done `what`, and goes on for ever."""
+    code = f"import os, sys, time; from weft.engine.wire.shelf import Shelf; shelf = Shelf.of({shelf.fds}); {what}"
+    made = subprocess.Popen(
+        [sys.executable, "-P", "-c", f"{code}; print('done', flush=True); time.sleep(1e6)"],
+        pass_fds=shelf.fds, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert made.stdout is not None
+    assert made.stdout.readline() == "done\n"
+    return made
+
+
+def ended(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+def test_what_lies_on_the_shelf_stays_there_and_is_replaced(shelf: Shelf) -> None:
+    assert shelf.find() is None
+    assert len(shelf.fds) == COUNT
+    for name in ("first", "second"):
+        fd = file_of(name.encode())
+        shelf.put(name, fd, fd)
+        os.close(fd)
+        for _ in range(2):
+            found = shelf.find()
+            assert found is not None
+            assert found.name == name
+            assert os.pread(found.memory, 9, 0) == os.pread(found.contents, 9, 0) == name.encode()
+            found.close()
+    shelf.clear()
+    assert shelf.find() is None
+
+
+def test_memory_outlives_the_process_that_put_it_there(shelf: Shelf) -> None:
+    ended(other(shelf, "fd = os.memfd_create('x'); os.write(fd, b'weights'); shelf.put('name', fd, fd)"))
+    found = shelf.find()
+    assert found is not None
+    assert (found.name, os.pread(found.memory, 9, 0)) == ("name", b"weights")
+    found.close()
+
+
+def test_an_engine_that_ends_gives_its_turn_up(shelf: Shelf) -> None:
+    loading = other(shelf, "turn = shelf.turn(); turn.__enter__()")
+    waited = []
+
+    def waiting() -> None:
+        if not waited:
+            ended(loading)
+        waited.append(1)
+
+    with shelf.turn(waiting):
+        assert waited
+
+
+def parts(value: Any) -> Iterator[Any]:
+    """All that weights are made of, in order."""
+    if is_dataclass(value):
+        value = {f.name: getattr(value, f.name) for f in fields(value)}
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield name
+            yield from parts(part)
+    elif isinstance(value, tuple):
+        yield len(value)
+        for part in value:
+            yield from parts(part)
+    else:
+        yield value
+
+
+def assert_same(found: Weights, expected: Weights) -> None:
+    for a, b in zip(parts(found), parts(expected), strict=True):
+        assert type(a) is type(b)
+        if isinstance(a, Tensor):
+            assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+            assert torch.equal(a.float(), b.float())
+        else:
+            assert a == b
+
+
+@pytest.mark.parametrize("family", ["llama3.1", "mixtral", "qwen2", "gpt2", "gemma3", "gpt-oss"])
+def test_mapped_weights_are_those_that_were_loaded(family: str, tmp_path: Path, shelf: Shelf) -> None:
+    assert family in FAMILIES
+    path = save_tiny(family, tmp_path)
+    spec = read_spec(path)
+    expected = load_weights(spec, path, **CPU)
+    loads: list[int] = []
+
+    def load() -> Weights:
+        loads.append(1)
+        return load_weights(spec, path, **CPU)
+
+    for _ in range(2):
+        found = shared_weights(shelf, "name", HostMemory(), load)
+        assert_same(found, expected)
+        assert (found.lm_head is found.embedding) == (expected.lm_head is expected.embedding)
+    assert len(loads) == 1
+
+
+def test_weights_in_fp8_are_mapped(tmp_path: Path, shelf: Shelf) -> None:
+    there, _ = write_fp8(save_tiny("llama2", tmp_path / "llama2"), tmp_path / "fp8", next(iter(FORMATS)))
+    spec = read_spec(there)
+    assert_same(
+        shared_weights(shelf, "name", HostMemory(), lambda: load_weights(spec, there, **CPU)),
+        load_weights(spec, there, **CPU),
+    )
+
+
+def test_nobody_writes_to_shared_weights() -> None:
+    def fill(home: Tensor) -> None:
+        home.fill_(7)
+
+    fd = HostMemory().make(8, fill)
+    assert HostMemory().map(fd, 8).tolist() == [7] * 8
+    with pytest.raises(PermissionError):
+        mmap.mmap(fd, 8)
+    os.close(fd)
+
+
+def test_a_load_that_fails_is_the_next_ones_to_try(shelf: Shelf) -> None:
+    def broken() -> Weights:
+        raise ModelError("cut off")
+
+    for _ in range(2):
+        with pytest.raises(ModelError, match="cut off"):
+            shared_weights(shelf, "name", HostMemory(), broken)
+    assert shelf.find() is None
+
+
+def tokens(engine: Engine) -> list[int]:
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    engine.add(AddRequest(handle=1, prompt_token_ids=np.arange(5, 30, dtype=np.int32).tobytes(), params=params))
+    out: list[int] = []
+    while engine.has_work:
+        if (outputs := engine.step()) is not None:
+            out += outputs.columns()[1].tolist()
+    return out
+
+
+def test_engines_with_weights_in_common_answer_as_one_alone(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(device="cpu", page_size=8, num_pages=32, max_num_seqs=4, cpu_threads=1)
+    alone = tokens(Engine(config))
+    loads: list[int] = []
+
+    def counted(*arguments: Any, **options: Any) -> Weights:
+        loads.append(1)
+        return load_weights(*arguments, **options)
+
+    monkeypatch.setattr(model_load, "load_weights", counted)
+    first, second = (Engine(config.model_copy(update={"share": SHARE}), shelf=shelf) for _ in range(2))
+    assert (tokens(first), tokens(second), len(loads)) == (alone, alone, 1)
+    # Other weights are others' however they are called, and those that serve keep theirs.
+    renewed = config.model_copy(update={"share": SHARE, "load_format": "dummy"})
+    others = tokens(Engine(renewed, shelf=shelf))
+    assert len(loads) == 2
+    assert (others != alone, tokens(first)) == (True, alone)
+    assert tokens(Engine(renewed, shelf=shelf)) == others
+    assert len(loads) == 2

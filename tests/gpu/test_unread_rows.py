@@ -1,0 +1,96 @@
+"""Rows that nobody reads leave a GPU's last layer (or an interpreted one's), and nobody else's bits change."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import GREEDY, Harness
+from tiny import make_tiny
+
+pytest.importorskip("triton")
+from interpreted import interpreted_gpu
+from test_fp8_engine import SIZES
+
+from weft.engine.plans import pipeline
+from weft.engine.runner import cuda_inputs, resolve
+from weft.engine.runner.cuda_executor import CudaExecutor
+from weft.kernels.gpu import Gpu
+
+pytestmark = [pytest.mark.usefixtures("rounded", "device"), pytest.mark.nightly]
+PROMPTS = [np.random.default_rng(seed).integers(3, 190, length) for seed, length in enumerate((21, 3, 30, 11))]
+
+
+def said(path: Path, monkeypatch: pytest.MonkeyPatch, *, unread_from: int, **options: Any) -> tuple[list[Any], set]:
+    """Everything that requests of four kinds were told; how many rows the last layer went on with."""
+    kept: set[int] = set()
+    behind = CudaExecutor._behind
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "UNREAD_FROM", unread_from)
+
+        def noted(executor: CudaExecutor, of: pipeline.Pipeline, *rest: Any) -> Any:
+            if of.behind:
+                kept.add(int(executor.inputs.count["left"]))
+            return behind(executor, of, *rest)
+
+        if not torch.cuda.is_available():  # where a graph is captured once
+            patch.setattr(CudaExecutor, "_behind", noted)
+        harness = Harness(
+            path, **{
+                "page_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 16, "num_pages": 40,
+                "prefix_caching": False, "device": "cuda", "tuning_seconds": 0, **options,
+            },
+        )  # fmt: skip
+        harness.poison_pages()
+        asked: list[dict[str, Any]] = [
+            {"max_tokens": 3}, {"max_tokens": 2, "prompt_logprobs": 1}, {"max_tokens": 0, "pooling": "mean"},
+            {"max_tokens": 2},
+        ]  # fmt: skip
+        handles = [
+            harness.add(prompt, logprobs=1, ignore_eos=True, **how, **GREEDY)
+            for prompt, how in zip(PROMPTS, asked, strict=True)
+        ]
+        harness.run()
+    told = [
+        (
+            harness.tokens[h],
+            harness.logprobs[h],
+            harness.prompt_logprobs[h],
+            harness.pooled.get(h, np.zeros(0)).tolist(),
+        )
+        for h in handles
+    ]
+    return told, kept
+
+
+EIGHT = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
+
+
+@pytest.mark.parametrize(
+    ("family", "formats"),
+    [("llama2", {}), ("llama2", EIGHT), ("qwen3-moe", {}), ("olmo2", {}), ("gemma3", {})],
+)  # fmt: skip
+def test_no_bit_changes(
+    family: str, formats: dict[str, Any], tiny_model: Callable[[str], Path], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Chunks in the middle of a prompt, decodes beside them, a prompt whose rows are all scored, one that is pooled."""
+    path, gpu = tiny_model(family), torch.cuda.is_available()
+    if formats:
+        path = tmp_path / "model"
+        make_tiny(family, **SIZES).save_pretrained(path)
+        monkeypatch.setattr(cuda_inputs, "pays", lambda _: True)  # tiles of both lists leave
+    if not gpu:
+        monkeypatch.setattr(resolve, "gpu", lambda *_: Gpu("interpreter", (8, 9), 4))
+    with contextlib.nullcontext() if gpu else interpreted_gpu(monkeypatch):
+        options = {"dtype": "bfloat16" if gpu else "float16", **formats}
+        fewer, kept = said(path, monkeypatch, unread_from=0, **options)
+        every, none = said(path, monkeypatch, unread_from=10**9, **options)
+    assert fewer == every
+    assert not none
+    assert gpu or min(kept) < 3 < 10 < max(kept), "chunks of which nobody reads much, and ones that are read whole"

@@ -1,0 +1,59 @@
+"""Products of 64 to 512 tokens compile for Hopper without a GPU: they fit an SM, spill nothing, wait in order."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+SCRIPT = """
+import torch
+from weft.kernels.compilation import collect
+from weft.kernels.gpu import KNOWN
+from weft.kernels.mid_config import MidConfig
+from weft.kernels.mid_trial import MODELS, Operands
+
+def work():
+    model = MODELS["8b"]
+    for index, config in ((0, MidConfig(192)), (0, MidConfig(256, 5)), (2, MidConfig(224)), (3, MidConfig(256, 8))):
+        shape = model.shapes[index]
+        weight = torch.empty(shape.features, shape.depth, dtype=torch.bfloat16, device="meta")
+        Operands(shape, 256, model, 132, "meta").run(weight, config)
+
+for number, kernel in enumerate(collect(work, KNOWN["h200"])):
+    compiled = kernel.function._do_compile(*kernel.arguments)
+    assert compiled.metadata.shared <= 232448, kernel.name
+    with open(f"{kernel.name}-{number}.ptx", "w") as file:
+        file.write(compiled.asm["ptx"])
+"""
+
+
+@pytest.mark.nightly
+def test_mid_sized_products_compile_and_their_parts_meet_behind_a_barrier(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        (sys.executable, "-P", "-c", SCRIPT),
+        env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    found = [file.read_text() for file in tmp_path.glob("mid_kernel*.ptx")]
+    assert len(found) == 4
+    assert not any(".local" in text for text in found)
+    assert all("wgmma.mma_async" in text for text in found)
+    cut = [text for text in found if "atom.global.gpu.acq_rel" in text]
+    assert len(cut) == 2
+    for text in cut:
+        for m in re.finditer(r"atom\.global\.gpu\.acq_rel", text):
+            # all threads' sums are written, or read, before one of them says so
+            before = text[: m.start()]
+            assert before.rfind("bar.sync") > max(before.rfind("st.global.v"), before.rfind("ld.global.cg"))
+    whole = [text for text in found if text not in cut]
+    assert not any("atom." in text for text in whole)

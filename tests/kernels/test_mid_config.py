@@ -1,0 +1,184 @@
+"""How products of 64 to 512 tokens are cut: widths, parts of a depth, who adds which share, what a table says."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator
+from itertools import pairwise
+
+import pytest
+
+from weft.kernels import mid_config
+from weft.kernels.mid_config import MidConfig, part_of
+
+SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (3072, 2048), (2048, 8192), (8192, 14336))
+
+
+@pytest.mark.parametrize("width", range(64, 257, 32))
+def test_a_width_is_a_sum_of_powers_of_two(width: int) -> None:
+    pieces = MidConfig(width).pieces
+    assert sum(pieces) == width
+    assert sorted(pieces, reverse=True) == list(pieces)
+    assert all(not p or p & (p - 1) == 0 for p in pieces)
+
+
+@pytest.mark.parametrize("config", [MidConfig(48), MidConfig(288), MidConfig(32), MidConfig(192, 2), MidConfig(0)])
+def test_what_no_tile_is_made_of_is_refused(config: MidConfig) -> None:
+    with pytest.raises(ValueError, match="no tile"):
+        _ = config.pieces
+
+
+@pytest.mark.parametrize("steps", [1, 3, 8, 64, 65, 224])
+@pytest.mark.parametrize("split", range(1, mid_config.MAX_SPLIT + 1))
+def test_the_parts_of_a_depth_are_all_of_it_and_none_is_empty(steps: int, split: int) -> None:
+    parts = MidConfig(128, split).parts_of(steps * mid_config.BLOCK_DEPTH)
+    spans = [part_of(part, parts, steps) for part in range(parts)]
+    assert spans[0][0] == 0
+    assert spans[-1][1] == steps
+    assert all(before[1] == after[0] for before, after in pairwise(spans))
+    assert all(first < last for first, last in spans)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tokens", mid_config.BUCKETS)
+def test_candidates_fit_an_sm_with_steps_to_spare(shape: tuple[int, int], tokens: int) -> None:
+    found = mid_config.candidates(tokens, *shape, 132)
+    assert len(set(found)) == len(found)
+    for config in found:
+        for kind in ("qkv", "residual", "gate_up", "plain"):
+            whole = config.split == 1
+            stages = config.stages_for(kind, whole=whole)
+            kept = 128 * config.width * (1 if kind == "gate_up" else 2) if whole else 0
+            assert stages >= 3
+            assert stages * (128 + config.width) * 128 + kept <= mid_config.SHARED_BYTES
+
+
+def _part(meeting: mid_config.Meeting, part: int, patience: int, added: list[int]) -> Generator[None, None, None]:
+    """One part as `mid_hopper` has it: nothing happens between an atomic operation and the next but what it decides."""
+    arrived, is_last, left = meeting.arrive()
+    shares = left
+    yield
+    for _ in range(patience):
+        if arrived == meeting.parts:
+            break
+        arrived = meeting.look()
+        yield
+    if arrived < meeting.parts:
+        arrived = meeting.give_up(part)
+        yield
+    if arrived == meeting.parts:
+        shares |= 1 << part
+    assert is_last or not left
+    for share in range(meeting.parts):
+        if shares >> share & 1:
+            assert meeting.word & 255 == meeting.parts, "added up before all sums were there"
+            added.append(share)
+            yield
+    meeting.leave()
+    yield
+
+
+def _all_orders(parts: int, patience: int) -> int:
+    """Play all orders in which the parts' operations can come; how many there are."""
+
+    def play(order: list[int]) -> list[int]:
+        meeting, added = mid_config.Meeting(parts), list[int]()
+        agents = {part: _part(meeting, part, patience, added) for part in range(parts)}
+        for part in order:
+            try:
+                next(agents[part])
+            except StopIteration:
+                del agents[part]
+        if not agents:
+            assert sorted(added) == list(range(parts))
+            assert meeting.word == 0
+        return list(agents)
+
+    count, open_orders = 0, [[]]
+    while open_orders:
+        order = open_orders.pop()
+        left = play(order)
+        count += not left
+        open_orders += [[*order, part] for part in left]
+    return count
+
+
+@pytest.mark.parametrize("patience", [0, 1])
+def test_every_share_is_added_up_once_in_all_orders_of_two_parts(patience: int) -> None:
+    assert _all_orders(2, patience) > 20
+
+
+@pytest.mark.parametrize("patience", [0, 1, 5])
+@pytest.mark.parametrize("parts", [3, 4, 8])
+def test_every_share_is_added_up_once_whatever_the_order(parts: int, patience: int) -> None:
+    for seed in range(150):
+        rng = random.Random(seed)
+        meeting, added = mid_config.Meeting(parts), list[int]()
+        agents = [_part(meeting, part, patience, added) for part in range(parts)]
+        weights = [rng.random() ** 3 + 0.01 for _ in agents]
+        while agents:
+            at = rng.choices(range(len(agents)), weights)[0]
+            try:
+                next(agents[at])
+            except StopIteration:
+                del agents[at], weights[at]
+        assert sorted(added) == list(range(parts))
+        assert meeting.word == 0, "the next launch begins where this one did"
+
+
+def test_a_table_is_read_as_it_was_written_and_found_by_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {(256, 6144, 4096): MidConfig(192), (128, 4096, 14336): MidConfig(256, 8, 4)}
+    import json
+
+    assert mid_config.decoded(json.loads(mid_config.encoded(table))) == table
+    with pytest.raises(ValueError, match="no tile"):
+        mid_config.decoded({"128,1,1": [200, 1, 0]})
+    monkeypatch.setattr(mid_config, "_used", dict(table))
+    assert mid_config.lookup(129, 6144, 4096) == MidConfig(192)
+    assert mid_config.lookup(256, 6144, 4096) == MidConfig(192)
+    assert mid_config.lookup(257, 6144, 4096) is None
+    assert mid_config.lookup(16, 4096, 14336) is None
+
+
+def test_nothing_chooses_these_kernels_before_they_were_measured() -> None:
+    if mid_config.TABLE.exists():
+        pytest.skip("there is a measured table")
+    assert not any(mid_config.lookup(tokens, *shape) for tokens in mid_config.BUCKETS for shape in SHAPES)
+
+
+def test_a_table_is_for_whole_gpus_of_its_kind_and_for_epilogues_that_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from weft.kernels.gemm_config import SPECIAL
+    from weft.kernels.gemm_launch import workspace
+    from weft.kernels.gpu import KNOWN, compiling_for
+    from weft.kernels.mid_projections import chosen
+
+    monkeypatch.setattr(mid_config, "_used", {(256, 4096, 4096): MidConfig(256, 4)})
+    weight, space = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta"), workspace("meta")
+    with compiling_for(KNOWN["h200"]):
+        assert chosen(None, 200, weight, 132, space, plain=True) == MidConfig(256, 4)
+        assert chosen(MidConfig(128), 200, weight, 100, space, plain=True) == MidConfig(128)
+        assert chosen(None, 200, weight, 132, None, plain=True) is None
+        assert chosen(None, 200, weight, 132, workspace("meta", 1 << 18), plain=True) is None
+        assert chosen(None, 200, weight, 132, space, plain=False) is None
+        assert chosen(None, 200, weight, 100, space, plain=True) is None
+        assert chosen(SPECIAL, 200, weight, 132, space, plain=True) is None
+    with compiling_for(KNOWN["a100"]):
+        assert chosen(MidConfig(128), 200, weight, 108, space, plain=True) is None
+
+
+@pytest.mark.parametrize(("options", "why"), [([], "needs a Hopper GPU"), (["--models", "8b,9b"], "9b is none of 8b")])
+def test_what_tuning_cannot_do_is_said_before_it_begins(
+    options: list[str], why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("triton")
+    from weft.kernels import mid_tuning
+
+    monkeypatch.setattr(mid_tuning.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["mid_tuning", *options])
+    with pytest.raises(SystemExit):
+        mid_tuning.main()
+    assert why in capsys.readouterr().err

@@ -1,0 +1,80 @@
+"""Products that write to other ranks compile for Hopper without a GPU: flags follow the end of what they tell of."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+SCRIPT = """
+import torch
+from weft.kernels import pushed
+from weft.kernels.collectives import Peers
+from weft.kernels.compilation import collect
+from weft.kernels.gemm_launch import workspace
+from weft.kernels.gpu import KNOWN
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+def one():
+    return meta(1, dtype=torch.int32)
+
+def work():
+    space = workspace("meta")
+    for tokens, steps, ranks in ((16, 1, 2), (256, 2, 2), (2048, 1, 2), (2048, 2, 4)):
+        peers = Peers(meta(ranks, dtype=torch.int64), 1, ranks, one(), (1 << 20,) * ranks)
+        inbox = pushed.Inbox(1 << 20, 2048, 1 << 12, 1 << 13, 1 << 10)
+        sent = pushed.push_project(peers, one(), inbox, meta(tokens, 4096), meta(8192, 4096), None, steps=steps,
+            num_sms=132, space=space, num_tokens=one())
+        pushed.reduce_pushed(peers, one(), sent, x=1 << 20, sumsq=1 << 18, stride_sumsq=2048, live=one(), tokens=tokens,
+            hidden=8192, dtype=torch.bfloat16, add=True, num_sms=132)
+
+for number, kernel in enumerate(collect(work, KNOWN["h200"])):
+    compiled = kernel.function._do_compile(*kernel.arguments)
+    assert compiled.metadata.shared <= 232448, kernel.name
+    with open(f"{kernel.name}-{number}.ptx", "w") as file:
+        file.write(compiled.asm["ptx"])
+"""
+
+
+RELEASE = r"atom\.\S*release\S*\.exch|atom\.exch\S*release"
+
+
+@pytest.mark.nightly
+def test_flags_are_set_behind_the_end_of_the_writes_that_they_tell_of(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        (sys.executable, "-P", "-c", SCRIPT),
+        env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    found = {file.stem: file.read_text() for file in tmp_path.glob("*.ptx")}
+    products = [text for name, text in found.items() if name.startswith("push_kernel")]
+    assert len(products) == 4
+    assert not any(".local" in text for text in products)
+    by_bulk = [text for text in products if "cp.async.bulk.tensor.2d.global" in text]
+    assert len(by_bulk) == 2
+    for text in products:
+        flags = [m.start() for m in re.finditer(RELEASE, text)]
+        assert flags
+        assert all(".sys" in text[at : text.index("\n", at)] for at in flags)
+    for text in by_bulk:  # what was only read from shared memory has not arrived
+        for at in (m.start() for m in re.finditer(RELEASE, text)):
+            before = text[:at]
+            waited = before.rfind("cp.async.bulk.wait_group 0;")
+            assert waited > before.rfind("cp.async.bulk.tensor.2d.global")
+            assert before.find("bar", waited) > waited
+    by_stores = [text for text in products if text not in by_bulk]
+    assert all("st.global.v4" in text for text in by_stores), "addresses from a table are aligned"
+    sums = [text for name, text in found.items() if name.startswith("_reduce_pushed")]
+    assert sums
+    assert all("ld.acquire.sys.global" in text and "ld.global.cg.v4" in text for text in sums)

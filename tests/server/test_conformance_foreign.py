@@ -1,0 +1,60 @@
+"""Clients that other people write, each in an environment of its own, against the real daemon and the demo model: every
+path of the API that it speaks. docs/clients.md is the table."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from live import Daemon, running
+
+ROOT = Path(__file__).parents[2]
+FOLDER = Path(__file__).parent / "foreign"
+BUILT = ROOT / "build" / "clients"
+LISTED = re.findall(r"^(\w+):", (FOLDER / "clients.txt").read_text(), re.MULTILINE)
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    with running(tmp_path_factory.mktemp("daemon")) as daemon:
+        yield daemon
+
+
+@pytest.mark.parametrize("name", [name for name in LISTED if name != "litellm"])  # that one is test_conformance_proxy
+def test_a_client_gets_what_it_asks_for(name: str, daemon: Daemon) -> None:
+    python = BUILT / name / "bin" / "python"
+    if not python.exists():
+        pytest.skip("it could not be installed")
+    command = [str(python), f"try_{name}.py", daemon.url]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    env |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "DO_NOT_TRACK": "1"}  # what they would fetch or send otherwise
+    done = subprocess.run(command, cwd=FOLDER, env=env, capture_output=True, text=True, timeout=500)
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')]
+    assert told, done.stdout + done.stderr
+    assert done.returncode == 0, done.stderr
+    wrong = [f"{path}, {feature}:\n{why}" for path, feature, why, _ in told if why]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_each_script_has_its_client_and_its_row() -> None:
+    scripts = {path.stem.removeprefix("try_") for path in FOLDER.glob("try_*.py")}
+    assert scripts == {*LISTED} - {"litellm"}
+    table = (ROOT / "docs" / "clients.md").read_text()
+    for name, pin in re.findall(r"^(\w+): ([\w-]+)", (FOLDER / "clients.txt").read_text(), re.MULTILINE):
+        assert f"| {pin}" in table, name
+
+
+def test_environments_are_read_off_their_file() -> None:
+    spec = importlib.util.spec_from_file_location("beside", ROOT / "deploy" / "install" / "beside.py")
+    assert spec is not None
+    assert spec.loader is not None
+    beside = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(beside)
+    assert beside.wanted("# all\na: x==1 y[z]<2\n\nb: w # why\n# c: v\n") == {"a": ["x==1", "y[z]<2"], "b": ["w"]}
