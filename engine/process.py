@@ -28,7 +28,8 @@ from weft.engine.runner.compile_job import CompileJob
 from weft.engine.runner.headstart import Headstart
 from weft.engine.wire.beat import BEAT_SECONDS, ENGINE, Beat, Beats, LastStep
 from weft.engine.wire.blank import told
-from weft.engine.wire.child import keep_to, settle, write_stacks_to
+from weft.engine.wire.child import keep_to, settle
+from weft.engine.wire.stacks import hold_back, write_stacks_to
 from weft.engine.wire.engine_socket import Clients
 from weft.engine.wire.log_sink import install, last_lines
 from weft.engine.wire.messages import (
@@ -291,6 +292,7 @@ def _announce_compiles(beat: Beat) -> None:
 
 
 def main() -> int:
+    hold_back()
     install()
     settle(int(sys.argv[1]))
     headstart = Headstart(ENGINE_MODULES, GPU_MODULES)

@@ -19,7 +19,7 @@ from weft.engine.ranks.links import Descriptors, Links
 from weft.engine.runner.compile_job import has_gpu
 from weft.engine.wire.beat import ENGINE, Beats
 from weft.engine.wire.blank import VISIBLE, environment, gpus
-from weft.engine.wire.child import Stacks
+from weft.engine.wire.stacks import Stacks
 from weft.engine.wire.cores import cores, nodes_here, shares, threads
 
 END_SECONDS = 2.0

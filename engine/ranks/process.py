@@ -17,7 +17,8 @@ from weft.engine.errors import WeftError
 from weft.engine.ranks.links import Descriptors, Links
 from weft.engine.runner.compile_job import use_cache
 from weft.engine.wire.beat import Beats, RankBeat
-from weft.engine.wire.child import settle, write_stacks_to
+from weft.engine.wire.child import settle
+from weft.engine.wire.stacks import hold_back, write_stacks_to
 from weft.engine.wire.log_sink import install, last_lines
 
 
@@ -60,6 +61,7 @@ def _serve(config: EngineConfig, links: Links, beat: RankBeat, start_timeout: fl
 
 
 def main() -> int:
+    hold_back()
     install()
     rank, parent, beats_fd, row, stacks_fd = map(int, sys.argv[1:6])
     settle(parent or None)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from weft.engine.config import EngineConfig
 from weft.engine.wire.beat import ENGINE, Beats
 from weft.engine.wire.blank import Blank
-from weft.engine.wire.child import Stacks
+from weft.engine.wire.stacks import Stacks
 from weft.engine.wire.private_socket import PrivateSocket
 from weft.engine.wire.shelf import Shelf
 

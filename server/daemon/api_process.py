@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
 from weft.engine.wire.beat import Beats
-from weft.engine.wire.child import Stacks
+from weft.engine.wire.stacks import Stacks
 from weft.server.config import ServeConfig
 from weft.server.daemon.certificate import Certificate
 from weft.server.daemon.control import Channel, FromWorker, Start, ToWorker

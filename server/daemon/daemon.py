@@ -18,6 +18,7 @@ from weft.engine.wire.blank import gpus
 from weft.engine.wire.cores import nodes_here
 from weft.engine.wire.shelf import Shelf
 from weft.engine.wire.spawn import EngineProcess
+from weft.engine.wire.stacks import own_stacks
 from weft.server.config import ServeConfig
 from weft.server.daemon.announce import announce
 from weft.server.daemon.api_process import ApiProcess, Place
@@ -44,7 +45,7 @@ from weft.server.daemon.placement import described, place, shares_weights
 from weft.server.daemon.restarts import Restarts
 from weft.server.daemon.rollout import Rollout
 from weft.server.daemon.rota import Rota
-from weft.server.daemon.signals import handle, own_stacks
+from weft.server.daemon.signals import handle
 from weft.server.daemon.watchman import Charge, Watchman
 from weft.server.logs import configure, count_dropped
 from weft.server.observe.board import Board, Rest
@@ -268,7 +269,7 @@ class Daemon:
 
     async def _log_stacks_of_children(self) -> None:
         for charge in list(self._charges()):
-            stacks = await charge.process.stacks.ask(charge.process.pid, wake=False)
+            stacks = await charge.process.stacks.ask(charge.process.pid)
             logger.warning("SIGQUIT: %s\n%s", charge.name, stacks)
 
     def _tell(self, message: ToWorker) -> None:

@@ -7,9 +7,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
-import threading
-import traceback
 from collections.abc import Callable
 
 from weft.engine.wire.child import IGNORED
@@ -43,12 +40,3 @@ def _has_terminal() -> bool:
     except OSError:
         return False
     return True
-
-
-def own_stacks() -> str:
-    """Of all threads of this process."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return "\n".join(
-        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
-        for ident, frame in sys._current_frames().items()
-    )

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from weft.engine.wire.beat import Watch
-from weft.engine.wire.child import Stacks, has_ended, threads
+from weft.engine.wire.child import has_ended
+from weft.engine.wire.stacks import Stacks, threads
 from weft.server.observe.counters import Cell
 
 LOOK_SECONDS = 0.5
@@ -68,7 +69,7 @@ class Watchman:
             name, pid = f"{name} (rank {silent[0]})", beats.rank(row, silent[0]).pid
         # An API process that went on for a moment would take connections and die.
         beats.of(row).give_up()
-        stacks = await process.stacks.ask(pid, wake=steps)
+        stacks = await process.stacks.last_words(pid, wake=steps)
         logger.error("%s hangs%s: no progress for %.0f s; it is killed%s\n%s", name, doing, age, last, stacks)
         hangs.inc()
         process.kill(f"{name} hung{doing}: no progress for {age:.0f} s")

@@ -18,7 +18,8 @@ import uvloop
 
 from weft.engine.errors import WeftError
 from weft.engine.wire.beat import BEAT_SECONDS, ENGINE, Beats, Watch
-from weft.engine.wire.child import has_ended, settle, write_stacks_to
+from weft.engine.wire.child import has_ended, settle
+from weft.engine.wire.stacks import hold_back, write_stacks_to
 from weft.engine.wire.client import EngineClient
 from weft.engine.wire.log_sink import last_lines
 from weft.server.api.http_server import make_server
@@ -265,6 +266,7 @@ async def _run(sock: socket.socket) -> None:
 
 def main() -> None:
     daemon, stacks_fd = map(int, sys.argv[1:3])
+    hold_back()
     settle(daemon)
     write_stacks_to(stacks_fd)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

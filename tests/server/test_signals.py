@@ -144,13 +144,39 @@ async def test_other_signals_end_nothing(tmp_path: Path) -> None:
             last = [line async for line in lines if line][-1]
             assert last == "data: [DONE]"
             async with asyncio.timeout(240):
-                for told in ("MainThread", "SIGQUIT: the engine", "SIGQUIT: API process 0", "most recent call first"):
+                for told in ("SIGQUIT: the daemon", "SIGQUIT: the engine", "SIGQUIT: API process 0"):
                     while told not in daemon.stderr():
                         await asyncio.sleep(0.05)
+            assert daemon.stderr().count("thread MainThread:\n") == 3
+            assert "no Python stacks" not in daemon.stderr()
             assert (await http.get("/ready")).status_code == 200
         daemon.process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(daemon.process.wait, 240) == 0
         daemon.told("another Ctrl-C or SIGTERM ends at once")
+
+
+async def test_an_engine_that_is_asked_for_its_stacks_while_it_computes_goes_on(tmp_path: Path) -> None:
+    """Python's own handler, which reads the frames of running threads, ended it after a few."""
+    with running(tmp_path) as daemon:
+
+        async def asked() -> None:
+            for count in range(1, 21):
+                daemon.process.send_signal(signal.SIGQUIT)
+                await asyncio.to_thread(daemon.told, "SIGQUIT: API process 0", count)
+
+        async def streams(http: httpx.AsyncClient) -> str:
+            last = ""
+            while not asking.done():
+                async with http.stream("POST", "/v1/completions", json=LONG) as response:
+                    last = [line async for line in response.aiter_lines() if line][-1]
+                assert last == "data: [DONE]"
+            return last
+
+        async with httpx.AsyncClient(base_url=daemon.url, timeout=240) as http:
+            asking = asyncio.create_task(asked())
+            assert set(await asyncio.gather(*(streams(http) for _ in range(4)))) == {"data: [DONE]"}
+            await asking
+        assert "ended (signal" not in daemon.stderr()
 
 
 @pytest.mark.parametrize("nohup", [False, True])

@@ -1,0 +1,109 @@
+"""Stacks of a process: who is asked goes on as before; who is to be killed can be made to tell."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from weft.engine.wire.stacks import STACKS_BYTES, Stacks, threads
+
+BEGIN = """
+import ctypes, sys, threading, time
+from weft.engine.wire.child import settle
+from weft.engine.wire.stacks import hold_back, write_stacks_to
+hold_back()
+threading.Thread(target=lambda: [time.sleep(0.01) for _ in iter(int, 1)], name="other", daemon=True).start()
+settle(None)
+write_stacks_to(int(sys.argv[1]))
+print("ready", flush=True)
+"""
+WAITS = "sys.stdin.readline()"
+DEEP = """
+def deep(n):
+    return deep(n - 1) if n else sum(i for i in range(3))
+while True:
+    deep(50)
+"""
+KEEPS_THE_LOCK = "ctypes.PyDLL(None).sleep(100_000)"
+ENDLESS_NAMES = f"""
+{"a" * 5000} = lambda n: {"a" * 5000}(n - 1) if n else sys.stdin.readline()
+sys.setrecursionlimit(5000)
+threading.current_thread().name = "b" * {STACKS_BYTES + 10}
+{"a" * 5000}(300)
+"""
+
+
+@contextmanager
+def child(stacks: Stacks, code: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-P", "-c", BEGIN + code, str(stacks.fd)]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, pass_fds=(stacks.fd,)) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("last", [False, True])
+async def test_a_process_that_waits_tells_its_threads(last: bool) -> None:
+    stacks = Stacks()
+    with child(stacks, WAITS) as process:
+        told = await (stacks.last_words(process.pid, wake=False) if last else stacks.ask(process.pid))
+        assert "thread MainThread:" in told
+        assert "thread other:" in told
+        assert f"  {process.pid} python" in told
+        assert process.poll() is None
+
+
+async def test_a_busy_process_survives_any_number_of_questions() -> None:
+    """A handler of signals that read the frames of running threads ended it after some."""
+    stacks = Stacks()
+    with child(stacks, DEEP) as process:
+        for _ in range(100):
+            os.kill(process.pid, signal.SIGUSR2)
+        for _ in range(5):
+            assert "thread MainThread:" in await stacks.ask(process.pid)
+        assert process.poll() is None
+
+
+async def test_only_last_words_are_had_from_one_that_keeps_pythons_lock() -> None:
+    stacks = Stacks()
+    with child(stacks, KEEPS_THE_LOCK) as process:
+        told = await stacks.ask(process.pid)
+        assert "no Python stacks: the process does not answer" in told
+        assert threads(process.pid).split()[0] in told
+        assert 'File "<string>", line' in await stacks.last_words(process.pid, wake=False)
+
+
+async def test_a_stopped_process_tells_when_it_may_go_on() -> None:
+    stacks = Stacks()
+    with child(stacks, WAITS) as process:
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        assert "the process is stopped" in await stacks.ask(process.pid)
+        assert "the process is stopped" in await stacks.last_words(process.pid, wake=False)
+        assert "thread MainThread:" in await stacks.last_words(process.pid, wake=True)
+
+
+async def test_no_more_is_written_than_is_read() -> None:
+    stacks = Stacks()
+    with child(stacks, ENDLESS_NAMES) as process:
+        told = await stacks.ask(process.pid)
+        assert len(told.encode()) < STACKS_BYTES + 2000
+        assert os.fstat(stacks.fd).st_size == STACKS_BYTES
+
+
+async def test_one_that_expects_no_question_is_asked_none() -> None:
+    stacks = Stacks()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as process:
+        assert "no Python stacks" in await stacks.last_words(process.pid, wake=True)
+        assert process.poll() is None
+        process.kill()
+    assert "no Python stacks" in await stacks.ask(process.pid)
