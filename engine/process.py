@@ -29,7 +29,6 @@ from weft.engine.runner.headstart import Headstart
 from weft.engine.wire.beat import BEAT_SECONDS, ENGINE, Beat, Beats, LastStep
 from weft.engine.wire.blank import told
 from weft.engine.wire.child import keep_to, settle
-from weft.engine.wire.stacks import hold_back, write_stacks_to
 from weft.engine.wire.engine_socket import Clients
 from weft.engine.wire.log_sink import install, last_lines
 from weft.engine.wire.messages import (
@@ -50,6 +49,7 @@ from weft.engine.wire.messages import (
 )
 from weft.engine.wire.shelf import COUNT as SHELF_FDS
 from weft.engine.wire.shelf import Shelf
+from weft.engine.wire.stacks import hold_back, write_stacks_to
 
 if TYPE_CHECKING:
     from weft.engine.engine import Engine

@@ -19,8 +19,8 @@ from weft.engine.ranks.links import Descriptors, Links
 from weft.engine.runner.compile_job import has_gpu
 from weft.engine.wire.beat import ENGINE, Beats
 from weft.engine.wire.blank import VISIBLE, environment, gpus
-from weft.engine.wire.stacks import Stacks
 from weft.engine.wire.cores import cores, nodes_here, shares, threads
+from weft.engine.wire.stacks import Stacks
 
 END_SECONDS = 2.0
 """that a rank gets to end when told"""

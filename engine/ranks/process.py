@@ -18,8 +18,8 @@ from weft.engine.ranks.links import Descriptors, Links
 from weft.engine.runner.compile_job import use_cache
 from weft.engine.wire.beat import Beats, RankBeat
 from weft.engine.wire.child import settle
-from weft.engine.wire.stacks import hold_back, write_stacks_to
 from weft.engine.wire.log_sink import install, last_lines
+from weft.engine.wire.stacks import hold_back, write_stacks_to
 
 
 def _end_with_stdin() -> None:

@@ -10,9 +10,9 @@ from contextlib import suppress
 from weft.engine.config import EngineConfig
 from weft.engine.wire.beat import ENGINE, Beats
 from weft.engine.wire.blank import Blank
-from weft.engine.wire.stacks import Stacks
 from weft.engine.wire.private_socket import PrivateSocket
 from weft.engine.wire.shelf import Shelf
+from weft.engine.wire.stacks import Stacks
 
 LAST_WORDS_SECONDS = 0.05
 

@@ -19,9 +19,9 @@ import uvloop
 from weft.engine.errors import WeftError
 from weft.engine.wire.beat import BEAT_SECONDS, ENGINE, Beats, Watch
 from weft.engine.wire.child import has_ended, settle
-from weft.engine.wire.stacks import hold_back, write_stacks_to
 from weft.engine.wire.client import EngineClient
 from weft.engine.wire.log_sink import last_lines
+from weft.engine.wire.stacks import hold_back, write_stacks_to
 from weft.server.api.http_server import make_server
 from weft.server.api.service import Phase, Service
 from weft.server.config import ServeConfig
