@@ -17,6 +17,9 @@ from weft.autosearch.refine import period_key
 from weft.engine.errors import ConfigError
 from weft.engine.plans.plan import NanoOperation, Period, Target
 
+KEPT_SECONDS = 30 * 86400.0
+"""that nobody has added to the file of a search before it is forgotten: drivers, kernels and cards change"""
+
 
 class Entry(msgspec.Struct):
     """A line of the file: one measurement."""
@@ -41,7 +44,7 @@ class Journal:
     """See `Bench`. What the file has is not measured again: the second measurement of a pipeline is the second one of
     the search before, and so on. Who asks in the same order so comes to where that search was, in no time.
 
-    The file is made at the first measurement. A line that was cut off when its writer was killed is no line.
+    The file is made at the first measurement; old files of other searches go with a new search. A line that was cut off when its writer was killed is no line.
     """
 
     def __init__(self, bench: Bench, file: Path) -> None:
@@ -50,6 +53,7 @@ class Journal:
             file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{file.parent} cannot be made ({error.strerror or error}): set XDG_CACHE_HOME") from None
+        _forget_old(file)
         self._bench, self._file = bench, file
         self.num_sms, self.memory = bench.num_sms, bench.memory
         self._times: Counter[str] = Counter()
@@ -102,6 +106,14 @@ class Journal:
         if entry.refused:
             raise ConfigError(entry.refused)
         return entry.timings
+
+
+def _forget_old(file: Path) -> None:
+    """Of searches that nobody went on with."""
+    for old in file.parent.iterdir():
+        with contextlib.suppress(OSError):  # somebody else's, or another search has just removed it
+            if old.suffix in (".measured", ".solved") and time.time() - old.stat().st_mtime > KEPT_SECONDS:
+                old.unlink()
 
 
 def _read(file: Path) -> list[Entry]:

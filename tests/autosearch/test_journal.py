@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
@@ -53,6 +55,15 @@ class Counted(SyntheticBench):
         return super().period(period, load)._replace(watts=float(self.calls))
 
     def close(self) -> None: ...
+
+
+def test_a_search_forgets_those_that_nobody_went_on_with(tmp_path: Path) -> None:
+    old, solved, young, other = (tmp_path / name for name in ("a.measured", "a.solved", "b.measured", "c.json"))
+    for file, age in ((old, 31), (solved, 31), (young, 29), (other, 31)):
+        file.write_bytes(b"")
+        os.utime(file, (time.time() - age * 86400,) * 2)
+    Journal(Counted(), tmp_path / "c.measured")
+    assert sorted(tmp_path.iterdir()) == [young, other]
 
 
 def test_what_was_measured_is_measured_once_and_repeats_are_told_apart(tmp_path: Path) -> None:
