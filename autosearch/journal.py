@@ -44,7 +44,8 @@ class Journal:
     """See `Bench`. What the file has is not measured again: the second measurement of a pipeline is the second one of
     the search before, and so on. Who asks in the same order so comes to where that search was, in no time.
 
-    The file is made at the first measurement; old files of other searches go with a new search. A line that was cut off when its writer was killed is no line.
+    The file is made at the first measurement; old files of other searches go with a new search. A line that was cut off
+    when its writer was killed is no line.
     """
 
     def __init__(self, bench: Bench, file: Path) -> None:
