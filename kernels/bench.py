@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from weft.kernels import bench_fp8
 from weft.kernels.bench_calls import (
     LLAMA_1B,
     LLAMA_8B,
@@ -108,13 +109,17 @@ def report(seconds: float, only: set[str]) -> list[dict[str, object]]:
         ):
             s = sustained([sample_call(rows_, 128256, t, k, p)], meter, seconds / 2)
             row("sampler", f"{rows_} x 128256 t{t} k{k} p{p}", s, rows_ * 128256 * 4 / s.ms / 1e9, "TB/s", bandwidth)
+    rows += bench_fp8.report(only, row, seconds, meter, sms, bandwidth)
     meter.close()
     return rows
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="weft bench kernels", description=__doc__)
-    parser.add_argument("--only", default="gemm,small,decode,prefill,step,sampler", help="comma-separated parts")
+    parser.add_argument(
+        "--only", default="gemm,small,decode,prefill,step,sampler",
+        help=f"comma-separated parts; there are {', '.join(bench_fp8.PARTS)} as well",
+    )  # fmt: skip
     parser.add_argument("--seconds", type=float, default=2.5, help="of every sustained measurement")
     parser.add_argument("--json", help="write the rows here")
     parser.add_argument("--tune", metavar="FILE", help="measure tile configurations instead and write their table")

@@ -71,10 +71,13 @@ def _prompts(lengths: Lengths, vocab_size: int, seed: int) -> list[np.ndarray]:
     return [rng.integers(0, vocab_size, n).astype(np.int32) for n, _ in lengths]
 
 
-def _run_engine(engine: Engine, prompts: list[np.ndarray], lengths: Lengths, recorder: Recorder) -> Figures:
-    for i, (prompt, (_, out)) in enumerate(zip(prompts, lengths, strict=True)):
+def _run_engine(
+    engine: Engine, prompts: list[np.ndarray], lengths: Lengths, recorder: Recorder, first_handle: int = 0
+) -> Figures:  # fmt: skip
+    for i, (prompt, (_, out)) in enumerate(zip(prompts, lengths, strict=True), start=first_handle):
         params = SamplingParams(max_tokens=out, temperature=0.0, ignore_eos=True)
         engine.add(AddRequest(handle=i, prompt_token_ids=prompt.tobytes(), params=params))
+    before = engine.stats()
     schedule = busy = 0.0
     idle: list[float] = []
     widest = finished = 0
@@ -100,17 +103,20 @@ def _run_engine(engine: Engine, prompts: list[np.ndarray], lengths: Lengths, rec
     seconds = time.perf_counter() - begin
     recorder.stop()
     stats = engine.stats()
+    iterations = stats.iterations - before.iterations
     figures: Figures = {
         "seconds": seconds,
         "total_tokens_per_second": sum(a + b for a, b in lengths) / seconds,
         "output_tokens_per_second": sum(b for _, b in lengths) / seconds,
-        "iterations": stats.iterations,
+        "iterations": iterations,
         "requests_in_the_widest_iteration": widest,
-        "preemptions": stats.scheduler.preemptions,
+        "preemptions": stats.scheduler.preemptions - before.scheduler.preemptions,
         "device_busy_share": busy / seconds,
-        "schedule_and_commit_ms_per_iteration": 1e3 * schedule / max(stats.iterations, 1),
+        "schedule_and_commit_ms_per_iteration": 1e3 * schedule / max(iterations, 1),
         "first_token_seconds": first_token,
     }
+    if len(lengths) == 1 and first_token is not None and lengths[0][1] > 1:
+        figures["output_tokens_per_second_behind_the_first"] = (lengths[0][1] - 1) / (seconds - first_token)
     if engine.resolved.device.type == "cuda":
         figures["device_idle_between_iterations_us_median"] = 1e6 * float(np.median(idle))
         figures["device_idle_between_iterations_us_p99"] = 1e6 * float(np.quantile(idle, 0.99))
@@ -131,6 +137,19 @@ def _on_gpu(engine: Engine, figures: Figures, lengths: Lengths, use: PowerUse | 
         added["watts"], added["sm_megahertz"] = use.watts, use.megahertz
         added["tokens_per_joule"] = sum(a + b for a, b in lengths) / use.joules
     return added
+
+
+def _then(engine: Engine, lengths: Lengths, seed: int, first_handle: int) -> Figures:
+    """A further workload of an engine that is warm."""
+    prompts, recorder = _prompts(lengths, engine.spec.vocab_size, seed), Recorder(0, 0)
+    if engine.resolved.device.type != "cuda":
+        return _run_engine(engine, prompts, lengths, recorder, first_handle)
+    with PowerMonitor(gpus=engine.config.tensor_parallel_size) as monitor:
+        figures = _run_engine(engine, prompts, lengths, recorder, first_handle)
+    if (use := monitor.use) is not None:
+        figures |= {"watts": use.watts, "sm_megahertz": use.megahertz}
+        figures["tokens_per_joule"] = sum(a + b for a, b in lengths) / use.joules
+    return figures
 
 
 def _traced(trace: TraceFigures | None, seconds: float) -> Figures:
@@ -195,12 +214,13 @@ def _run_transformers(engine: Engine, prompts: list[np.ndarray], lengths: Length
 def run_offline(config: EngineConfig, arguments: argparse.Namespace) -> int:
     """Run a workload to its end and print throughput. All requests are queued at once; greedy; end tokens ignored."""
     lengths = read_lengths(arguments.workload, arguments.lengths, config.seed)
+    further = [(spec, read_lengths(spec, None, config.seed)) for spec in arguments.then]
     if arguments.baseline and config.load_format == "dummy":
         raise ConfigError("--baseline needs real weights, not --load-format dummy")
     imported = _process_age()
     with ProgressBar() as bar:
         engine = Engine(config.for_measuring(), bar)
-    longest = max(a + b for a, b in lengths)
+    longest = max(a + b for some in (lengths, *(more for _, more in further)) for a, b in some)
     if longest > engine.resolved.max_model_len:
         raise ConfigError(
             f"the workload's longest request has {longest} tokens, the model takes {engine.resolved.max_model_len}"
@@ -229,6 +249,12 @@ def run_offline(config: EngineConfig, arguments: argparse.Namespace) -> int:
         figures |= _run_engine(engine, prompts, lengths, recorder)
     figures |= _traced(recorder.figures(), recorder.seconds)
     figures["start_seconds"] = _start(imported, engine, figures.pop("first_token_seconds"))
+    begun = len(lengths)
+    for i, (spec, more) in enumerate(further):
+        if arguments.json is not None:  # what is known, in case that this is as far as it comes
+            arguments.json.write_text(json.dumps({**figures, **machine()}, indent=1) + "\n")
+        figures[f"then {spec}"] = _then(engine, more, config.seed + 1 + i, first_handle=begun)
+        begun += len(more)
     engine.close()
     if arguments.baseline == "transformers":
         torch.set_num_threads(config.cpu_threads or len(os.sched_getaffinity(0)))  # nothing runs beside it

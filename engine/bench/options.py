@@ -27,6 +27,10 @@ def add_offline_flags(parser: argparse.ArgumentParser) -> None:
         help="IN:OUT:REQUESTS, or lognormal:IN_MEAN:IN_SD:OUT_MEAN:OUT_SD:REQUESTS [lognormal:161:100:120:90:128]",
     )
     group.add_argument("--lengths", metavar="FILE", type=Path, help="JSON list of [input, output] pairs, instead")
+    group.add_argument(
+        "--then", metavar="SPEC", action="append", default=[],
+        help="a further workload of the same engine behind it, as often as you like",
+    )  # fmt: skip
     group.add_argument("--baseline", choices=["transformers"], help="run the same requests through it, for the ratio")
     group.add_argument("--baseline-batch", metavar="N", type=int, default=64, help="batch of the baseline [64]")
     group.add_argument("--trace", metavar="FILE", type=Path, help="write a Chrome trace of the traced iterations here")

@@ -25,6 +25,21 @@ def test_figures_go_into_the_file_and_the_start_adds_up(tmp_path: Path, capsys: 
     assert "start seconds · loading weights" in capsys.readouterr().out
 
 
+def test_further_workloads_run_in_the_same_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "figures.json"
+    assert main([*SMALL, "--then", "9:5:1", "--then", "7:2:4", "--json", str(file)]) == 0
+    figures = json.loads(file.read_text())
+    one, some = figures["then 9:5:1"], figures["then 7:2:4"]
+    assert (figures["requests_in_the_widest_iteration"], some["requests_in_the_widest_iteration"]) == (3, 3)
+    assert one["iterations"] == 5
+    assert one["total_tokens_per_second"] == pytest.approx(14 / one["seconds"])
+    behind = one["seconds"] - one["first_token_seconds"]
+    assert one["output_tokens_per_second_behind_the_first"] == pytest.approx(4 / behind)
+    assert "output_tokens_per_second_behind_the_first" not in some
+    assert "then 7:2:4 · seconds" in capsys.readouterr().out
+    assert main([*SMALL, "--then", "many"]) == 2
+
+
 def test_a_trace_of_a_cpu_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--trace", str(tmp_path / "trace.json")]) == 2
     assert capsys.readouterr().err == "weft bench offline: --trace records a GPU; this engine runs on the CPU\n"

@@ -1,0 +1,173 @@
+"""How often an engine's best token is that of float32, over made-up weights with the scales of trained ones.
+
+    python tests/gpu/fp8_argmax.py --model-preset llama-3-8b --json argmax.json
+
+The float32 model is written out here, in plain torch, over the same tensors: as they are in 16 bits, and as `fp8`
+rounds them, computed side by side, a layer at a time. Engines in 16 bits, with FP8 weights, with FP8 pages and with
+both answer the same prompts of random tokens, each position's best token as prompt log-probabilities tell it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.engine.config import PRESETS, EngineConfig
+from weft.engine.engine import Engine
+from weft.engine.model.directory import read_spec
+from weft.engine.model.families import family_of
+from weft.engine.model.realistic import RealisticDummy
+from weft.engine.wire.messages import AddRequest
+from weft.engine.wire.sampling import SamplingParams
+from weft.kernels import fp8
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "16 bits": {},
+    "FP8 weights, FP8 KV": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+    "FP8 weights": {"quantization": "fp8"},
+    "FP8 KV": {"kv_cache_dtype": "fp8"},
+}
+EIGHT = "float32 over FP8 weights"
+WIDE = "float32"
+
+
+class Reference:
+    """A Llama in float32, twice: over weights in 16 bits and over the same in e4m3."""
+
+    def __init__(self, model: Path, device: torch.device, dtype: torch.dtype) -> None:
+        self.spec = read_spec(model)
+        names = family_of(self.spec.architecture).names
+        self._tensor = RealisticDummy(0, device, self.spec, names)
+        self._device, self._dtype = device, dtype
+
+    def _get(self, name: str, *shape: int) -> Tensor:
+        return self._tensor(f"{name}.weight", shape).to(self._dtype)
+
+    def _matrix(self, name: str, *shape: int) -> tuple[Tensor, Tensor]:
+        """As it is and as FP8 has it, float32."""
+        weight = self._get(name, *shape)
+        return weight.float(), fp8.weight_values(fp8.quantize_weight(weight))
+
+    def _normed(self, x: Tensor, name: str) -> Tensor:
+        weight = self._get(name, self.spec.hidden_size).float()
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.spec.norm.eps) * weight
+
+    def logits(self, prompts: Tensor) -> tuple[Tensor, Tensor]:
+        """prompts `[B, T]` -> `[B * T, vocabulary]` of 16-bit weights, of FP8 weights."""
+        spec, (count, length) = self.spec, prompts.shape
+        heads, kv_heads, d, hidden = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.hidden_size
+        ((inv_freq, _),) = spec.rotary(8192)
+        angle = torch.arange(length, device=self._device)[:, None] * inv_freq.to(self._device).float()
+        cos, sin = angle.cos(), angle.sin()
+
+        def turned(x: Tensor) -> Tensor:  # [B, H, T, D]
+            a, b = x.chunk(2, -1)
+            return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+        def split(x: Tensor, of: int) -> Tensor:
+            return x.view(count, length, of, d).transpose(1, 2)
+
+        both = [self._get("model.embed_tokens", spec.vocab_size, hidden).float()[prompts]] * 2
+        inter = spec.intermediate_size
+        for layer in range(spec.num_layers):
+            at = f"model.layers.{layer}"
+            shapes = {"q": heads * d, "k": kv_heads * d, "v": kv_heads * d}
+            w = {n: self._matrix(f"{at}.self_attn.{n}_proj", rows, hidden) for n, rows in shapes.items()}
+            w["o"] = self._matrix(f"{at}.self_attn.o_proj", hidden, heads * d)
+            w |= {n: self._matrix(f"{at}.mlp.{n}_proj", inter, hidden) for n in ("gate", "up")}
+            w["down"] = self._matrix(f"{at}.mlp.down_proj", hidden, inter)
+            for i, x in enumerate(both):
+                h = self._normed(x, f"{at}.input_layernorm")
+                q, k = turned(split(h @ w["q"][i].t(), heads)), turned(split(h @ w["k"][i].t(), kv_heads))
+                v = split(h @ w["v"][i].t(), kv_heads)
+                k, v = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))
+                a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+                x = x + a.transpose(1, 2).flatten(2) @ w["o"][i].t()
+                h = self._normed(x, f"{at}.post_attention_layernorm")
+                both[i] = x + (F.silu(h @ w["gate"][i].t()) * (h @ w["up"][i].t())) @ w["down"][i].t()
+        head = self._get("lm_head", spec.vocab_size, hidden).float()
+        wide, eight = (self._normed(x, "model.norm").flatten(0, 1) @ head.t() for x in both)
+        return wide, eight
+
+
+def told(config: dict[str, Any], prompts: np.ndarray) -> np.ndarray:
+    """The best token behind each position but the last `[B, T - 1]`, of an engine."""
+    engine = Engine(EngineConfig(**config))
+    for handle, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=1)
+        engine.add(AddRequest(handle=handle, prompt_token_ids=prompt.astype(np.int32).tobytes(), params=params))
+    best: dict[int, list[int]] = {handle: [] for handle in range(len(prompts))}
+    while engine.has_work:
+        outputs = engine.step()
+        if outputs is not None:
+            for handle, entries in outputs.prompt_logprobs.items():
+                best[handle] += [int(e.ids[1]) for e in entries]  # behind the prompt's own
+    engine.close()
+    return np.array([best[handle] for handle in range(len(prompts))])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a directory with a Llama's config.json")
+    parser.add_argument("--model-preset", default="llama-3-8b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=512, help="of a prompt")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    model = options.model or PRESETS / options.model_preset
+    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    begun, figures = time.monotonic(), dict[str, Any]()
+    with torch.inference_mode():
+        reference = Reference(model, device, dtype)
+        sizes = options.prompts, options.tokens
+        prompts = np.random.default_rng(0).integers(0, reference.spec.vocab_size, sizes)
+        logits = reference.logits(torch.from_numpy(prompts).to(device))
+        best, ahead = {}, {}
+        for name, x in zip((WIDE, EIGHT), logits, strict=True):
+            top = x.view(*sizes, -1)[:, :-1].topk(2, -1)
+            best[name], ahead[name] = top.indices[..., 0].cpu().numpy(), (top.values[..., 0] - top.values[..., 1]).cpu()
+        del logits, x, top
+
+    def compare(who: str, got: np.ndarray, of: str) -> None:
+        same = got == best[of]
+        apart = ahead[of].numpy()[~same]
+        margin = {"median": float(np.median(apart)), "largest": float(apart.max())} if len(apart) else {}
+        figures[f"{who} beside {of}"] = {
+            "positions": same.size, "share": float(same.mean()), "ahead where they differ": margin,
+            "ahead everywhere, median": float(ahead[of].median()), "seconds": round(time.monotonic() - begun, 1),
+        }  # fmt: skip
+        print(f"{who} beside {of}: {same.mean():.2%} of {same.size}; float32's best is ahead of its second by "
+              f"{ahead[of].median():.3f} (median), where they differ by {margin}", flush=True)  # fmt: skip
+        if options.json is not None:
+            options.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+    compare(EIGHT, best[EIGHT], WIDE)
+    common: dict[str, Any] = {
+        "load_format": "dummy", "dummy_weights": "realistic", "device": options.device, "dtype": options.dtype,
+        "plan": "serial", "tuning_seconds": 0, "prefix_caching": False, "max_model_len": options.tokens + 1,
+        "kv_cache_gib": 1.0, "max_num_batched_tokens": 512, "max_num_seqs": 8,
+        **({"model": str(options.model)} if options.model else {"model_preset": options.model_preset}),
+    }  # fmt: skip
+    for name, formats in FORMATS.items():
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        got = told({**common, **formats}, prompts)
+        compare(name, got, EIGHT if "quantization" in formats else WIDE)
+        if "quantization" in formats:
+            compare(name, got, WIDE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+# seconds 190
+# gpus 1
+# asks: whether experts in FP8 work on a GPU, which none has run, and how fast they are beside bf16
+# results.txt: a line a group of tests; kernels first in Triton alone, then the warp-specialised one, each bounded, for
+# it may hang. Passing all, `--fp8-experts` need not be asked for any longer (docs/quantization.md, "Experts on a GPU").
+# kernels.json: both products of a layer of experts, FP8 beside bf16 (`of_ceiling` is the ratio), for a table of
+# BENCHMARKS.md; where FP8 is slower, tiles by rule are the first suspect. fp8.json, bf16.json: Qwen3-30B-A3B, whole.
+many=$(python -c 'import xdist' 2>/dev/null && echo "-n ${WORKERS:-6}")
+files() {  # NAME SECONDS SECONDS-OF-A-TEST PYTEST-ARGUMENT ...
+    local name=$1 most=$2 each=$3 begun=$SECONDS left=$((SECONDS_LEFT - SECONDS - 3)) status
+    shift 3
+    [ $left -lt "$most" ] && most=$left
+    [ "$most" -lt 10 ] && echo "$name: no time was left" | tee -a "$OUT/results.txt" && return 1
+    timeout -k 5 "$most" python -m pytest -q -p no:cacheprovider -m "nightly or not nightly" --timeout "$each" \
+        --timeout-method thread $many "$@" >"$OUT/$name.txt" 2>&1
+    status=$?
+    echo "$name: exit status $status after $((SECONDS - begun)) s: $(tail -n 1 "$OUT/$name.txt")" |
+        tee -a "$OUT/results.txt"
+    return $status
+}
+kernels=tests/gpu/test_fp8_experts.py
+files portable 60 40 $kernels -k "few or some or many or a_layer_of or tall or gate_of" --deselect \
+    $kernels::test_a_row_is_the_same_to_the_bit_whatever_the_neighbours
+files special 60 40 $kernels -k "special or narrow or chosen or whatever_the_neighbours"
+special=$?
+files engine 70 60 tests/gpu/test_fp8_experts_engine.py
+if [ $special = 0 ] || [ -n "$ANYWAY" ]; then
+    timeout -k 5 60 python -m weft.server bench kernels --only fp8-experts --seconds 1 --json "$OUT/kernels.json"
+    for name in fp8 bf16; do
+        [ $((SECONDS_LEFT - SECONDS)) -lt 40 ] && echo "$name: no time was left" && continue
+        options=
+        [ $name = fp8 ] && options="--quantization fp8 --fp8-experts on"
+        timeout -k 5 $((SECONDS_LEFT - SECONDS - 8)) python -m weft.server bench offline --model-preset \
+            "${PRESET:-qwen3-30b-a3b}" --load-format dummy --no-prefix-caching --trace-iterations 0 $options \
+            --workload "1024:512:${REQUESTS:-200}" --then 1024:512:1 --json "$OUT/$name.json"
+    done
+fi

@@ -1,0 +1,33 @@
+# seconds 230
+# gpus 1
+# asks: the same with realistic weights, FP8 weights alone, 1B in FP8, and FP8 with a wider dense batch
+# Behind fp8-e2e on the same machine: its kernels and tiles are then there. Answers, a file each, in the order of value:
+# realistic and realistic-bf16 (what operands that look trained cost: both rows go beside the plain ones), 1b (161/338
+# x 6000: >= 250,000 tokens/s) and 1b-bf16, weights (FP8 weights, KV in 16 bits: many and one request), wide (4,096
+# batched tokens: if it beats fp8-e2e's fp8.json, that is what docs/quantization.md advises). "FP8 end to end" of
+# BENCHMARKS.md gets the rows.
+bench() {  # NAME OPTION ...
+    local name=$1
+    shift
+    echo "== $name: $* ($SECONDS s so far, $SECONDS_LEFT in all)"
+    python -m weft.server bench offline --load-format dummy --no-prefix-caching --trace-iterations 0 \
+        --json "$OUT/$name.json" "$@" || echo "$name: exit status $?"
+}
+eight="--quantization fp8 --kv-cache-dtype fp8"
+model="--model-preset llama-3-8b"
+small=$(mktemp -d)
+cat >"$small/config.json" <<'END'
+{"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16", "vocab_size": 128256, "hidden_size": 2048,
+ "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+ "max_position_embeddings": 8192, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": true,
+ "bos_token_id": 128000, "eos_token_id": 128001}
+END
+many=1024:512:${REQUESTS:-600}
+one=1024:512:1
+bench realistic $model $eight --dummy-weights realistic --workload "$many" --then $one
+bench realistic-bf16 $model --wait-for-plan --dummy-weights realistic --workload "$many"
+bench 1b --model "$small" $eight --workload "161:338:${SMALL_REQUESTS:-6000}"
+bench weights $model --quantization fp8 --workload "$many" --then $one
+bench wide $model $eight --max-num-batched-tokens 4096 --max-num-seqs 2048 --workload "1024:512:${WIDE_REQUESTS:-1500}"
+bench 1b-bf16 --model "$small" --workload "161:338:${SMALL_REQUESTS:-6000}"
+rm -r "$small"

@@ -1,0 +1,47 @@
+# seconds 260
+# gpus 1
+# asks: a plan for Llama-3-8B with FP8 weights (KV in 16 bits) on an H200, to ship in engine/plans
+# plan.json is the plan, its report in log.txt; without periods nothing beats the serial plan: an answer too. cache/ has
+# the profile, what was measured and what was solved: put it where SEARCH_GIVEN points (build/given/fp8-search) and the
+# job goes on from there. Behind it plan-500.json and serial-500.json: 1024/512 x 500 with the plan and without. Only a
+# plan that is faster there is shipped (engine/plans/llama-3-8b-fp8-h200.json; its digest is of this tree's kernels).
+cache=${XDG_CACHE_HOME:-$HOME/.cache}/weft
+given=${SEARCH_GIVEN:-build/given/fp8-search}
+for part in profiles searches; do
+    mkdir -p "$cache/$part" "$OUT/cache/$part"
+    [ -d "$given/cache/$part" ] && cp "$given/cache/$part"/* "$cache/$part/"
+done
+keep() {
+    for part in profiles searches; do cp "$cache/$part"/* "$OUT/cache/$part/" 2>/dev/null; done
+}
+budget=$((SECONDS_LEFT * 2 / 3 - 25))
+python -m weft.server search --model-preset "${PRESET:-llama-3-8b}" --quantization fp8 --workload 1024:512 \
+    --tuning-seconds 30 --budget-seconds "$budget" --out "$OUT/plan.json" --svg "$OUT/plan.svg" ${SEARCH_OPTIONS:-} &
+search=$!
+while kill -0 $search 2>/dev/null; do
+    # what it had measured is gone once its plan is written
+    keep
+    if [ $((SECONDS_LEFT - SECONDS)) -lt 25 ]; then
+        kill -TERM $search # it leaves the best so far
+        for _ in $(seq 18); do kill -0 $search 2>/dev/null && sleep 1; done
+        kill -KILL $search 2>/dev/null
+        break
+    fi
+    sleep 1
+done
+wait $search
+echo "search: exit status $?, $SECONDS s"
+keep
+python - "$OUT/plan.json" <<'END' || exit 0
+import json, sys
+periods = json.load(open(sys.argv[1]))["periods"]
+print(len(periods), "pipelines", [period.get("figures") for period in periods])
+sys.exit(not periods)
+END
+for plan in "$OUT/plan.json" serial; do
+    name=$(basename "$plan" .json)-500
+    [ $((SECONDS_LEFT - SECONDS)) -lt 50 ] && echo "$name: no time was left" && continue
+    timeout -k 5 $((SECONDS_LEFT - SECONDS - 3)) python -m weft.server bench offline --model-preset llama-3-8b \
+        --load-format dummy --quantization fp8 --no-prefix-caching --trace-iterations 0 --wait-for-plan --plan "$plan" \
+        --workload 1024:512:500 --json "$OUT/$name.json"
+done
