@@ -180,7 +180,7 @@ class EngineConfig(BaseModel):
     kv_cache_dtype: Literal["auto", "fp8"] = Field(
         "auto",
         description="K and V in their pages: 'auto' as --dtype; 'fp8' in e4m3, half of bfloat16's bytes, with the "
-        "checkpoint's scales, or 1. On a CPU so far",
+        "checkpoint's scales, or 1. On a GPU experimental",
     )
     quantization: Literal["fp8"] | None = Field(
         None,

@@ -6,7 +6,7 @@ joins that of the scores, V's the division by the sum, both by head. Queries bec
 heads are RMS-normed or of a size that float16 holds (up to 65,504).
 
 Work lists, pages and scratch are those of `decode_attention` and `prefill_attention`. On Hopper a warp-specialised
-kernel decodes (`fp8_decode`); for prefill there, `unpack_pages` puts what the chunks see into pages of 16 bits, once a
+kernel decodes (`fp8_decode`); for prefill there, `fp8_unpack` puts what the chunks see into pages of 16 bits, once a
 layer, and the kernel of those pages does the rest. The plain Triton kernels here serve everything else.
 """
 
@@ -170,31 +170,6 @@ def _prefill_kernel(
         tl.store(out + at[:, None] + d[None, :], (acc / norm[:, None] * v_scale).to(DTYPE), mask=mine)
 
 
-@triton.jit(do_not_specialize=["layer"])
-def _unpack_kernel(
-    kv, kv_scale, out, table, stride_table, out_stride, counts, layer, layers,
-    HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
-    DTYPE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    begin(PDL)
-    release(PDL)
-    row = tl.program_id(0)
-    live = tl.load(counts + row)
-    column = tl.arange(0, WIDTH)
-    head = tl.minimum(column // D, HKV - 1)
-    for first in range(tl.program_id(1) * TOKENS, live, tl.num_programs(1) * TOKENS):
-        token = first + tl.arange(0, TOKENS)
-        real = (token < live)[:, None] & (column < HKV * D)[None, :]
-        page = tl.load(table + row.to(tl.int64) * stride_table + token // PAGE, mask=token < live, other=0).to(tl.int64)
-        for part in tl.static_range(2):
-            at = (page * layers + layer) * (2 * PAGE) + part * PAGE + token % PAGE
-            stored = tl.load(kv + at[:, None] * (HKV * D) + column[None, :], mask=real, other=0)
-            scale = tl.load(kv_scale + layer * (2 * HKV) + part * HKV + head)
-            value = stored.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[None, :]
-            place = (row * out_stride + token // PAGE).to(tl.int64) * (2 * PAGE) + part * PAGE + token % PAGE
-            tl.store(out + place[:, None] * (HKV * D) + column[None, :], value.to(DTYPE), mask=real)
-
-
 def _check(q: Tensor, kv: Tensor, out: Tensor, items: Tensor, page_table: Tensor, scales: KvScales) -> None:
     if kv.dtype != E4M3:
         raise TypeError(f"pages must be e4m3, not {kv.dtype}")
@@ -274,23 +249,5 @@ def prefill_attention(
         HKV=num_kv_heads, G=q.shape[1] // num_kv_heads, D=head_dim, DP=width, PAGE=page_size, BM=TILE_ROWS,
         BN=64 if width <= 128 else 32, STAGES=2, DTYPE=_DTYPES[q.dtype], WINDOW=window or 0, SOFTCAP=softcap,
         num_warps=8, **pdl_options(),
-    )  # fmt: skip
-    return out
-
-
-def unpack_pages(
-    kv: Tensor, scales: KvScales, layer: int, page_table: Tensor, counts: Tensor, *, out: Tensor, num_programs: int = 32
-) -> Tensor:
-    """K and V of one layer of the requests' first `counts [rows]` int32 tokens, in 16 bits: page j of row i goes to
-    page `i * P + j` of `out [rows * P, 1, 2, page_size, Hkv, D]`. What lies behind them is left as it is.
-    """
-    layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
-    rows = len(counts)
-    if not (kv.is_contiguous() and out.is_contiguous() and len(out) % rows == 0):
-        raise ValueError("kv and out must be contiguous, and out have as many pages for each row")
-    _unpack_kernel[(rows, num_programs)](
-        kv.view(torch.uint8), scales.scale, out, page_table, page_table.stride(0), len(out) // rows, counts, layer,
-        layers, HKV=num_kv_heads, D=head_dim, PAGE=page_size, WIDTH=triton.next_power_of_2(num_kv_heads * head_dim),
-        TOKENS=8, DTYPE=_DTYPES[out.dtype], num_warps=4, **pdl_options(),
     )  # fmt: skip
     return out

@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 from test_attention import BENT, LAYER, LAYERS, PLAIN, Bent, attend, error, forget, pool, upload
 
-from weft.kernels import fp8, fp8_attention, fp8_reference
+from weft.kernels import fp8, fp8_attention, fp8_reference, fp8_unpack
 from weft.kernels.decode_workspace import decode_workspace
 from weft.kernels.fp8 import KvScales
 from weft.kernels.prefill_attention import prefill_attention
@@ -149,16 +149,20 @@ def test_hopper_decode_of_one_long_request_is_split(
     check_decode([20000, 1, 700], 32, 8, 128, page, torch.bfloat16, device, num_sms, part_tokens=512, kernel=hopper)
 
 
-def unpacked(
-    q: Tensor, kv: Tensor, scales: KvScales, layer: int, table: Tensor, counts: Tensor, work: tuple[Tensor, Tensor],
-    **options: Any,
-) -> Tensor:  # fmt: skip
-    """Prefill by way of pages of 16 bits."""
-    pages = table.shape[1]
-    scratch = torch.full((len(table) * pages, 1, 2, *kv.shape[3:]), float("nan"), dtype=q.dtype, device=q.device)
-    fp8_attention.unpack_pages(kv, scales, layer, table, counts, out=scratch, num_programs=2)
-    own = torch.arange(len(table) * pages, dtype=torch.int32, device=q.device).view(len(table), pages)
-    return prefill_attention(q, scratch, 0, own, *work, **options)
+def in_16_bits(kv: Tensor, scales: KvScales, table: Tensor, pages: list[int], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """A request's pages behind those of the one before: pages of 16 bits of one layer, and the table of them."""
+    numbers = torch.cat([table[i, :count] for i, count in enumerate(pages)]).to(torch.int32)
+    none = torch.zeros(0, dtype=torch.int32, device=kv.device)
+    room = sum(pages) + 2
+    wide = torch.full((room, 1, 2, *kv.shape[3:]), float("nan"), dtype=dtype, device=kv.device)
+    what = fp8_unpack.Unpacked(
+        torch.cat((numbers, torch.full((2,), 10**6, dtype=torch.int32, device=kv.device))),
+        torch.tensor([sum(pages)], dtype=torch.int32, device=kv.device), none, none, wide,
+        fp8_unpack.counting_table(room, max(pages), kv.device),
+    )  # fmt: skip
+    fp8_unpack.unpack_pages(kv, scales, LAYER, what, num_sms=2)
+    assert bool(wide[sum(pages) :].isnan().all())
+    return wide, what.table
 
 
 def check_prefill(
@@ -171,16 +175,16 @@ def check_prefill(
     queries = np.array([n for _, n in chunks])
     first = np.cumsum(queries) - queries + 3
     q = torch.randn(int(queries.sum()) + 6, heads, d, device=device).to(dtype)
-    items = prefill_items(
-        first, queries, np.array([c for c, _ in chunks]), np.arange(len(chunks)), group=heads // kv_heads
-    )
+    pages = [-(-n // page) for n in lengths]
+    own = np.cumsum(pages) - pages if way == "unpacked" else np.arange(len(chunks))
+    items = prefill_items(first, queries, np.array([c for c, _ in chunks]), own, group=heads // kv_heads)
     out = torch.full((len(q), heads * d), float("nan"), dtype=dtype, device=device)
     work = upload(items, TILE_FIELDS, device)
     options = {"out": out, "num_sms": num_sms, "window": bent.window, "softcap": bent.softcap,
                "sinks": bent.sinks(heads, device)}  # fmt: skip
     if way == "unpacked":
-        counts = torch.tensor(lengths, dtype=torch.int32, device=device)
-        unpacked(q, kv, scales, LAYER, table, counts, work, portable=device == "cpu", **options)
+        wide, places = in_16_bits(kv, scales, table, pages, dtype)
+        prefill_attention(q, wide, 0, places, *work, portable=device == "cpu", **options)
     else:
         fp8_attention.prefill_attention(q, kv, scales, LAYER, table, *work, **options)
     for i, n in enumerate(lengths):
