@@ -1,4 +1,4 @@
-# seconds 260
+# seconds 280
 # gpus 1
 # asks: a plan for Llama-3-8B with FP8 weights (KV in 16 bits) on an H200, to ship in engine/plans
 # plan.json is the plan, its report in log.txt; without periods nothing beats the serial plan: an answer too. cache/ has
@@ -14,7 +14,8 @@ done
 keep() {
     for part in profiles searches; do cp "$cache/$part"/* "$OUT/cache/$part/" 2>/dev/null; done
 }
-budget=$((SECONDS_LEFT * 2 / 3 - 25))
+budget=${SEARCH_SECONDS:-200}
+[ $budget -gt $((SECONDS_LEFT - 40)) ] && budget=$((SECONDS_LEFT - 40))
 python -m weft.server search --model-preset "${PRESET:-llama-3-8b}" --quantization fp8 --workload 1024:512 \
     --tuning-seconds 30 --budget-seconds "$budget" --out "$OUT/plan.json" --svg "$OUT/plan.svg" ${SEARCH_OPTIONS:-} &
 search=$!
@@ -35,12 +36,12 @@ keep
 python - "$OUT/plan.json" <<'END' || exit 0
 import json, sys
 periods = json.load(open(sys.argv[1]))["periods"]
-print(len(periods), "pipelines", [period.get("figures") for period in periods])
+print(len(periods), "pipelines, gains", [period["figures"].get("gain") for period in periods])
 sys.exit(not periods)
 END
 for plan in "$OUT/plan.json" serial; do
     name=$(basename "$plan" .json)-500
-    [ $((SECONDS_LEFT - SECONDS)) -lt 50 ] && echo "$name: no time was left" && continue
+    [ $((SECONDS_LEFT - SECONDS)) -lt 45 ] && echo "$name: no time was left" && continue
     timeout -k 5 $((SECONDS_LEFT - SECONDS - 3)) python -m weft.server bench offline --model-preset llama-3-8b \
         --load-format dummy --quantization fp8 --no-prefix-caching --trace-iterations 0 --wait-for-plan --plan "$plan" \
         --workload 1024:512:500 --json "$OUT/$name.json"
