@@ -65,7 +65,8 @@ def main(argv: Sequence[str]) -> int:
     add("--budget-seconds", metavar="S", type=float, default=1500.0, help="time for everything [1500]")
     add("--point-seconds", metavar="S", type=float, default=3.0, help="how long one bound is measured [3]")
     add("--max-num-seqs", metavar="N", type=int, help="largest bound [GPU 1024, CPU 256]")
-    add("--replicas", metavar="N", type=int, default=4, help="engines side by side at most [4]")
+    add("--replicas", metavar="N", type=int, default=4, help="engines side by side at most; 0: no such runs [4]")
+    add("--no-lengths", action="store_true", help="leave out the runs of Figure 9, of longer prompts and outputs")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="[auto]")
     arguments = parser.parse_args(argv)
     if find_spec("matplotlib") is None:
@@ -106,7 +107,7 @@ def _measure_all(arguments: argparse.Namespace) -> bool:
             "budget_seconds": seconds,
             "config": config_of(name, arguments.device, arguments.max_num_seqs).model_dump_json(),
             "file": str(points_file(arguments.out, name)),
-            "lengthen": i == 0,
+            "lengthen": i == 0 and not arguments.no_lengths,
         }
         line = [sys.executable, "-P", "-m", "weft.autosearch.advisor.paper_run", json.dumps(order)]
         code, stopped = _run(line)

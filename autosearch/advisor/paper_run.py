@@ -29,7 +29,7 @@ from weft.engine.errors import WeftError
 from weft.engine.progress import ProgressBar
 
 SWEEP_SHARE = 0.6
-"""of a model's time; the rest is for replicas"""
+"""of a model's time; the rest is for replicas, if any are asked for"""
 LENGTHS = (100, 200, 400, 800)
 """of Figure 9: prompts, then outputs; the other has the first of them"""
 FIGURE_9_BOUND = 128
@@ -61,17 +61,15 @@ def measure_model(arguments: Namespace) -> None:
         def keep(made: Curve) -> None:
             curves.save(made, file)
 
-        def left(share: float) -> float:
+        share = SWEEP_SHARE if arguments.replicas else 1.0
+
+        def left() -> float:
             return max(0.1, share * budget - (time.monotonic() - begun))
 
-        curve = Sweep(
-            bench, curve, [], EPSILON, "throughput", left(SWEEP_SHARE), keep, bar, ended=lambda: bar.ended
-        ).run()
+        curve = Sweep(bench, curve, [], EPSILON, "throughput", left(), keep, bar, ended=lambda: bar.ended).run()
         for slo in objectives(curve).values():
-            curve = Sweep(
-                bench, curve, slo, EPSILON, "throughput", left(SWEEP_SHARE), keep, bar, ended=lambda: bar.ended
-            ).run()
-        if arguments.lengthen and left(SWEEP_SHARE) > 1:
+            curve = Sweep(bench, curve, slo, EPSILON, "throughput", left(), keep, bar, ended=lambda: bar.ended).run()
+        if arguments.lengthen and left() > 1:
             _figure_9(bench, Path(arguments.out) / "figure_9.json", bar)
         bench.close()
         engine.close()

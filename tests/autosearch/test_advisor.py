@@ -313,6 +313,23 @@ while True: time.sleep(1)
     assert "| opt-1.3b | MAX |" in capsys.readouterr().out
 
 
+def test_runs_of_longer_prompts_may_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    orders: list[dict[str, Any]] = []
+
+    def stand_in(line: list[str]) -> tuple[int, bool]:
+        orders.append(json.loads(line[-1]))
+        curves.save(curve(model="opt-1.3b"), Path(orders[-1]["file"]))
+        return 0, False
+
+    monkeypatch.setattr(paper, "_run", stand_in)
+    asked = ["bench", "batching", "--out", str(tmp_path), "--models", "opt-1.3b", "--device", "cpu", "--replicas", "0"]
+    assert main(asked) == 0
+    assert main([*asked, "--no-lengths"]) == 0
+    assert [order["lengthen"] for order in orders] == [True, False]
+    assert [order["replicas"] for order in orders] == [0, 0]
+
+
 def test_a_model_that_nobody_knows_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "batching", "--out", str(tmp_path), "--models", "opt-9b"]) == 2
     assert "there is no model preset 'opt-9b'" in capsys.readouterr().err
