@@ -1,0 +1,148 @@
+"""`--max-num-seqs auto` through two abrupt shifts of the workload, beside the best fixed bound of each phase.
+
+    python tests/gpu/jobs/online_shifts.py OUT --model-preset llama-3-8b --slo itl:p99:40ms
+
+One engine, which always has requests waiting: `SeatKeeper` alone says how many run. New requests have the lengths of
+the phase; those that run go on, so a shift is as abrupt as a trace can make it. `windows.jsonl` has each second. Then
+the same engine with fixed bounds (`EngineBench.measure`): the best that keeps the objective is what a phase is held
+against.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weft.autosearch.advisor.engine_bench import EngineBench
+from weft.engine.config import EngineConfig, Objective
+from weft.engine.engine import Engine
+
+SHIFT_SECONDS = 10.0
+"""behind a shift that windows may miss"""
+FACTORS = (1.0, 0.8, 1.25, 0.65, 1.5)
+"""fixed bounds of a phase, times the seats that auto settled at; the first ones first, as time allows"""
+
+
+def of(seconds: np.ndarray, objective: Objective) -> float:
+    if not len(seconds):
+        return float("nan")
+    return float(seconds.mean() if objective.statistic is None else np.percentile(seconds, objective.statistic))
+
+
+class Watched:
+    """The engine as it is served, and what its seconds were like."""
+
+    def __init__(self, engine: Engine, bench: EngineBench, objective: Objective, out: Path) -> None:
+        self.engine, self.bench, self.objective = engine, bench, objective
+        self._file = (out / "windows.jsonl").open("w")
+        keeper, own = engine._seat_keeper, engine.on_commit
+        assert keeper is not None
+        assert own is not None
+
+        def committed(batch: Any, now: float) -> None:
+            keeper.committed(batch, now)
+            own(batch, now)
+
+        self.fixed, self.auto = own, committed
+
+    def phase(self, number: int, lengths: tuple[int, int], seconds: float, begun: float) -> list[dict[str, Any]]:
+        engine, bench = self.engine, self.bench
+        engine.on_commit, bench.lengths = self.auto, [lengths]
+        rows: list[dict[str, Any]] = []
+        start = at = time.monotonic()
+        bench._gaps = []
+        before = engine.stats().scheduler
+        while (now := time.monotonic()) - start < seconds:
+            bench._step(engine.scheduler.slots.seats)
+            if now - at < 1.0:
+                continue
+            stats = engine.stats().scheduler
+            gaps = np.concatenate(bench._gaps) if bench._gaps else np.zeros(0)
+            rows.append(
+                {
+                    "phase": number, "at": round(now - begun, 2), "into": round(now - start, 2),
+                    "seats": engine.scheduler.slots.seats, "running": stats.running,
+                    "value_ms": round(1e3 * of(gaps, self.objective), 3),
+                    "out_per_s": round((stats.generation_tokens - before.generation_tokens) / (now - at), 1),
+                }
+            )  # fmt: skip
+            self._file.write(json.dumps(rows[-1]) + "\n")
+            self._file.flush()
+            at, before, bench._gaps = now, stats, []
+        return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--model-preset")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--slo", default="itl:p99:40ms")
+    parser.add_argument("--seats", type=int, default=512, help="the most")
+    parser.add_argument("--phases", nargs=3, default=["161:338", "1024:512", "161:338"])
+    parser.add_argument("--phase-seconds", type=float, default=45.0)
+    parser.add_argument("--point-seconds", type=float, default=4.0)
+    parser.add_argument("--seconds", type=float, default=240.0, help="for all, the start included")
+    options = parser.parse_args()
+    end = time.monotonic() + options.seconds
+    model = {"model_preset": options.model_preset, "load_format": "dummy"} if options.model_preset else {}
+    config = EngineConfig.model_validate(
+        {**model, "device": options.device, "max_num_seqs": f"auto:{options.seats}", "slo": [options.slo],
+         "prefix_caching": False}
+    )  # fmt: skip
+    phases = [(int(p), int(d)) for p, d in (phase.split(":") for phase in options.phases)]
+    engine = Engine(config.for_measuring())
+    (objective,) = config.objectives
+    bench = EngineBench(engine, [phases[0]], options.point_seconds)
+    watched = Watched(engine, bench, objective, options.out)
+    begun = time.monotonic()
+    windows = [watched.phase(i, p, options.phase_seconds, begun) for i, p in enumerate(phases)]
+    changes = dict(engine.scheduler.seat_changes)
+    # A phase is judged from 10 s behind its beginning on; the first one from when auto's way up has ended, too.
+    settled = [[row for row in rows if row["into"] > SHIFT_SECONDS + 1] for rows in windows]
+    kept = [[row["value_ms"] <= 1e3 * objective.limit for row in rows] for rows in settled]
+    total = [one for rows in kept for one in rows]
+    print(
+        f"auto: {sum(total)} of {len(total)} windows within {options.slo} ({np.mean(total):.2%}), by phase "
+        f"{[f'{np.mean(rows):.2%}' for rows in kept]}; changes {changes}", flush=True,
+    )  # fmt: skip
+    known: dict[tuple[int, int], list[tuple[int, float, float]]] = {}
+    engine.on_commit = watched.fixed
+    for factor in FACTORS:
+        for i, lengths in enumerate(phases):
+            if phases.index(lengths) != i or time.monotonic() > end - 3 * options.point_seconds:
+                continue
+            seats = float(np.median([row["seats"] for row in settled[i]]))
+            bound = int(min(options.seats, max(1, round(factor * seats))))
+            if bound in [one for one, _, _ in known.get(lengths, [])]:
+                continue
+            bench.lengths = [lengths]
+            bench.drop()
+            point = bench.measure(bound)
+            value = point.itl.at(objective.statistic)
+            known.setdefault(lengths, []).append((bound, value, point.output_per_s))
+            print(
+                f"{lengths[0]}:{lengths[1]} fixed {bound}: ran {point.batch:.1f}, {objective} {1e3 * value:.1f} ms, "
+                f"{point.output_per_s:,.0f} out tokens/s over {point.seconds:.1f} s", flush=True,
+            )  # fmt: skip
+    for i, lengths in enumerate(phases):
+        rates = [row["out_per_s"] for row in settled[i]]
+        fits = [(out, bound) for bound, value, out in known.get(lengths, []) if value <= objective.limit]
+        best, bound = max(fits, default=(float("nan"), 0))
+        whole = [row["out_per_s"] for row in windows[i]]
+        print(
+            f"phase {i} {lengths[0]}:{lengths[1]}: auto {np.mean(rates):,.0f} out tokens/s behind the shift "
+            f"({np.mean(whole):,.0f} with it) at {np.median([row['seats'] for row in settled[i]]):.0f} seats, "
+            f"{np.mean(rates) / best:.3f} of the best fixed bound that keeps it ({bound}: {best:,.0f})", flush=True,
+        )  # fmt: skip
+    bench.close()
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

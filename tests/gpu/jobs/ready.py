@@ -1,0 +1,23 @@
+"""Waits until a daemon answers `/ready`, or its process has ended: `ready.py PORT PID [SECONDS]`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+
+port, pid = int(sys.argv[1]), int(sys.argv[2])
+begun = time.monotonic()
+while time.monotonic() - begun < float(sys.argv[3] if len(sys.argv) > 3 else 180):
+    try:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5)
+    except (urllib.error.URLError, OSError):
+        os.kill(pid, 0)  # raises when it has ended
+        time.sleep(0.1)
+    else:
+        print(f"ready after {time.monotonic() - begun:.1f} s", flush=True)
+        break
+else:
+    sys.exit(f"nothing is ready at port {port}")
