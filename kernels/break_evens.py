@@ -1,8 +1,9 @@
 """`BreakEvens`: the way of attending to a hybrid batch that was measured to be the quickest, by the batch's sizes.
 
 Made of the rows of `weft bench attention --keep`, kept in a file for each GPU, heads, page size and version of the
-kernels, read by an engine with `--pod auto`. A batch takes the way of the nearest row; far from all rows the rule of
-`work_lists.first_decoders` decides, as it does without a file. Reading one needs no Triton.
+kernels (or shipped beside this one: none is yet), read by an engine with `--pod auto`. A batch takes the way of the
+nearest row; far from all rows the rule of `work_lists.first_decoders` decides, as it does without a file. Reading one
+needs no Triton.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ NEAR = 1.0
 FAR = 2.0
 """a batch that is farther from every row was not measured"""
 MAX_ROWS = 20_000
+SHIPPED = Path(__file__).parent
+"""where tables may lie that come with this version: under the names that `write` gives them"""
 
 
 class Made(NamedTuple):
@@ -175,8 +178,11 @@ def _decoded(content: Any, made: Made) -> list[Even]:
 
 
 def read(folder: Path, made: Made) -> tuple[BreakEvens | None, str]:
-    """The table in this folder, and a line for the log; None where it is missing or cannot be trusted."""
+    """The table in this folder, else the one that is shipped, and a line for the log; None where there is none that can
+    be trusted."""
     file, rule = file_of(folder, made), "attention in one launch: by rule"
+    if not file.exists() and (shipped := file_of(SHIPPED, made)).exists():
+        file = shipped
     try:
         table = BreakEvens(_decoded(json.loads(file.read_text(encoding="utf-8")), made))
     except FileNotFoundError:

@@ -23,6 +23,7 @@ LEAST_SHARE = 0.2
 """of the time in series that either half must have (paper, 5.1)"""
 CHUNKS = (128, 256, 512, 1024, 1536, 2048)
 """tokens; the paper's begin at 512"""
+SMALL_CHUNKS = (128, 256)
 CONTEXTS = tuple(range(4096, 20481, 1024))
 DECODES = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192)
 SPLITS = (16, 32, 48, 64, 96)
@@ -93,8 +94,9 @@ def balanced(batch: Hybrid) -> bool:
 
 
 def spread(batches: Iterable[Hybrid]) -> list[Hybrid]:
-    """The same in an order of which every beginning has its share of all models and chunks, and of them small and
-    large ones: who is stopped early has measured a little of everything.
+    """The same in an order of which every beginning has its share of all models and chunks, of small chunks, where one
+    launch has most to gain, twice that, and of all of them small and large ones: who is stopped early has measured a
+    little of everything.
     """
     strata: dict[tuple[str, int], list[Hybrid]] = defaultdict(list)
     for batch in batches:
@@ -102,7 +104,7 @@ def spread(batches: Iterable[Hybrid]) -> list[Hybrid]:
     ranked = []
     for name, members in sorted(strata.items()):
         for i, batch in enumerate(sorted(members)):
-            place = _reversed_bits(i, len(members))
+            place = _reversed_bits(i, len(members)) * (0.5 if name[1] in SMALL_CHUNKS else 1.0)
             ranked.append((place, name, batch))
     return [batch for *_, batch in sorted(ranked)]
 

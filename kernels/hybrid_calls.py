@@ -221,7 +221,7 @@ class HybridCalls:
         try:
             call = foreign_attention.call(name, self._batch, self.q, self.pool, self.table)
             self._foreign[name] = capture([partial(call, layer) for layer in range(LAYERS)])
-        except (foreign_attention.Unavailable, RuntimeError, TypeError, ValueError) as error:
+        except (foreign_attention.Unavailable, ImportError, RuntimeError, TypeError, ValueError) as error:
             self.left_out[name] = str(error).splitlines()[0] or type(error).__name__
             return False
         return True

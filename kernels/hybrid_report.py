@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from weft.kernels.hybrid_batches import Hybrid
+from weft.kernels.hybrid_batches import SMALL_CHUNKS, Hybrid
 
 Row = dict[str, Any]
 POD = "pod rule"
-SMALL = (128, 256)
+SMALL = SMALL_CHUNKS
 """tokens of the chunks that have a floor of their own"""
 FLOORS = {"mean": 1.15, "small": 1.35, "sustained": 1.03, "worst": 1.01}
 PEAK_FLOP_US, PEAK_BYTES_US = 989e6, 4.8e6

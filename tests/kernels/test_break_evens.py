@@ -229,3 +229,19 @@ def test_tables_are_kept_by_model_and_what_cannot_be_is_said(
     assert not keep(rows[:-1], tmp_path, made, said.append)
     assert "No space left" in said[0]
     assert len(list(tmp_path.iterdir())) == 2  # nothing is left lying about
+
+
+def test_a_shipped_table_serves_where_none_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(break_evens, "SHIPPED", tmp_path / "shipped")
+    here, rows = tmp_path / "here", learn(measured(lambda _: {}), 132)
+    assert read(here, H200)[0] is None
+    shipped = write(tmp_path / "shipped", H200, rows[:1])
+    table, said = read(here, H200)
+    assert table is not None
+    assert len(table.rows) == 1
+    assert str(shipped) in said
+    assert read(here, H200._replace(kernels="other"))[0] is None
+    write(here, H200, rows)
+    table, _ = read(here, H200)
+    assert table is not None
+    assert len(table.rows) == len(rows)

@@ -184,3 +184,15 @@ def test_ways_compile_for_hopper_without_one(monkeypatch: pytest.MonkeyPatch, tm
     assert hybrid_calls.compile_ways(["yi-6b"], 1) == 0
     assert sorted({kernel.name for kernel in found}) == ["decode_kernel", "pod_kernel", "prefill_kernel"]
     assert len(found) == 4  # tiles whole, and cut
+
+
+def test_a_package_that_cannot_be_loaded_is_left_out(
+    calls: hybrid_calls.HybridCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(*_: Any) -> None:
+        raise ImportError("flash_attn_2_cuda.so: undefined symbol")
+
+    monkeypatch.setattr(foreign_attention, "call", call)
+    calls.load(Hybrid("llama-3-8b", 16, 64, 2, 64))
+    assert not calls.prepare("flash-attn")
+    assert "undefined symbol" in calls.left_out["flash-attn"]
