@@ -1,0 +1,21 @@
+# seconds 370
+# gpus 1
+# asks: what does one launch of decodes and chunks change in TTFT, TBT and throughput of prompts of 16K, Yi-6B
+#
+# The shape of Yi-6B, given the positions of its long version, in bf16, 16.5K tokens a request
+# with a P:D of 8 to 24, chunks of 512 as in the paper on POD-Attention (5.3); 70 % and 95 % of a capacity that the job
+# finds first; --pod off, auto and on get the same arrivals. rows.txt: a line a share and daemon, 28 s judged in each;
+# "waiting" are first tokens that did not come by then.
+# auto must not be worse than both others by more than noise; a gain over off in TBT p99 or throughput decides about
+#   --pod auto as the default. Break-evens are those that pod-sweep kept or WHEELS brought, else the rule.
+# The figures: a table "Long prompts" behind "Attention of hybrid batches on one H200".
+CACHE="${XDG_CACHE_HOME:-$HOME/.cache}/weft"
+mkdir -p "$CACHE"
+[ -z "$WHEELS" ] || cp -n "$WHEELS"/pod-*.json "$CACHE" 2> /dev/null
+model=$(mktemp -d)/yi-6b-long
+mkdir "$model"
+sed 's/"max_position_embeddings": 4096/"max_position_embeddings": 32768/' engine/model/presets/yi-6b/config.json \
+    > "$model/config.json"
+python tests/gpu/jobs/slo.py "$OUT" long --num-pages 23000 --seconds 28 \
+    --serve "--model $model --load-format dummy --max-model-len 20000 --max-num-batched-tokens 512 --plan serial" \
+    --way "off=--pod off" --way "auto=--pod auto" --way "on=--pod on"
