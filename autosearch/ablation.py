@@ -7,12 +7,13 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from weft.autosearch.bench_protocol import Load, Timing
+from weft.autosearch.compiled import compile_first
 from weft.autosearch.options import OneLineParser
 from weft.autosearch.profile import kv_capacity
 from weft.autosearch.ranks_bench import RanksBench
@@ -63,9 +64,13 @@ def nano_batches(spec: ModelSpec, tokens: int, sms: int) -> Period:
 class Ablation:
     """Measures `ways` of one model on one bench."""
 
-    def __init__(self, bench: RanksBench, spec: ModelSpec, folder: Path) -> None:
-        """spec: rank 0's part of the model. folder: an empty one, where ranks find each other."""
-        self._bench, self._spec, self._folder = bench, spec, folder
+    def __init__(
+        self, bench: RanksBench, spec: ModelSpec, folder: Path, tell: Callable[[str], None] = lambda _: None
+    ) -> None:  # fmt: skip
+        """spec: rank 0's part of the model. folder: an empty one, where ranks find each other. tell: told of each
+        measurement, for one that hangs would take those before it along.
+        """
+        self._bench, self._spec, self._folder, self._tell = bench, spec, folder, tell
         self.left_out: dict[tuple[str, int], str] = {}
         """ways that cannot be gone at so many tokens, 0: at any number; and why"""
 
@@ -76,6 +81,9 @@ class Ablation:
             for name in ways:
                 if self.goes(name, load) and (timing := self.measure(name, load)) is not None:
                     found.setdefault(name, []).append(timing)
+                    watts = self._spec.shard_of.ranks * timing.watts
+                    figures = f"{1e3 * timing.ms:,.1f} us a layer, {watts:.0f} W, {timing.mhz:.0f} MHz"
+                    self._tell(f"{load.tokens} tokens, {WAYS[name].label}: {figures}")
         rows = []
         for name, timings in found.items():
             medians = Timing(*(statistics.median(v) for v in zip(*timings, strict=True)))
@@ -155,8 +163,14 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tuning-seconds", metavar="S", type=float, default=MODEL_SECONDS, help="for tiles of products [60]"
     )
-    parser.add_argument("--trace", metavar="FILE", type=Path, help="at the end, a trace of rank 0 in the last way")
+    parser.add_argument(
+        "--trace", metavar="FILE", type=Path, help="at the end, a trace of rank 0: the last way, most tokens"
+    )
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures here as well")
+
+
+def _tell(text: str) -> None:
+    print(f"weft bench ranks: {text}", file=sys.stderr, flush=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -181,14 +195,15 @@ def run(arguments: argparse.Namespace) -> int:
 
         if (here := torch.cuda.device_count()) < ranks:
             raise ConfigError(f"{ranks} ranks need as many GPUs, and there are {here} here: lower it, or --device cpu")
+        compile_first(spec, model, most, arguments.tuning_seconds, _tell)
     with tempfile.TemporaryDirectory() as folder:
         bench = RanksBench(
             model, ranks, max_tokens=most, max_context=max(max(load.prompt, 2 * load.context) for load in loads),
             seconds=arguments.seconds, tuning_seconds=arguments.tuning_seconds, device=arguments.device,
-            progress=lambda text: print(f"weft bench ranks: {text}", file=sys.stderr, flush=True),
+            progress=_tell,
         )  # fmt: skip
         with closing(bench):
-            ablation, kept = Ablation(bench, spec, Path(folder)), []
+            ablation, kept = Ablation(bench, spec, Path(folder), _tell), []
             loads = [load.within(kv_capacity(bench.memory, spec)) for load in loads]  # of the whole model
             for load in loads:
                 rows = ablation.run(ways, load, arguments.rounds)
@@ -201,8 +216,9 @@ def run(arguments: argparse.Namespace) -> int:
                     arguments.json.write_text(json.dumps(told, indent=1) + "\n")
             for (way, _), why in ablation.left_out.items():
                 print(f"left out: {WAYS[way].label}: {why}")
-            if arguments.trace is not None and (gone := [way for way in ways if ablation.goes(way, loads[-1])]):
-                _trace(ablation, bench, gone[-1], loads[-1], arguments)
+            largest = max(loads, key=lambda load: load.tokens)
+            if arguments.trace is not None and (gone := [way for way in ways if ablation.goes(way, largest)]):
+                _trace(ablation, bench, gone[-1], largest, arguments)
     return 0
 
 

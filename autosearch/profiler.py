@@ -330,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         spec = read_spec(arguments.model)
         load = workload_load(arguments.workload, arguments.tokens)
-        bench, target = open_gpu(spec, load, arguments.measure_seconds)
+        bench, target = open_gpu(spec, load, arguments.measure_seconds, model=arguments.model)
         with closing(bench):
             seconds = float("inf") if arguments.full else arguments.budget_seconds
             profile = record(bench, spec, load, target, seconds, made=today())
@@ -350,12 +350,13 @@ def open_gpu(
     """This machine's GPU as a bench, its matrix products tuned as an engine tunes them at its start; as many GPUs as
     the model is split over.
 
-    model: folder of the whole one, where `spec` is a rank's part of it. Raises `ConfigError` without such GPUs.
+    model: folder of the whole one; `spec` may be a rank's part of it. Raises `ConfigError` without such GPUs.
     """
     import torch
 
     if not torch.cuda.is_available():
         raise ConfigError("there is no GPU to measure on: give a recorded profile with --profile FILE")
+    from weft.autosearch.compiled import compile_first
     from weft.autosearch.gpu_bench import GpuBench
     from weft.autosearch.ranks_bench import RanksBench
     from weft.engine.config import EngineConfig
@@ -364,6 +365,8 @@ def open_gpu(
 
     context = max(load.prompt, 2 * load.context)
     tokens = -(-load.tokens // TOKEN_STEP) * TOKEN_STEP
+    if model is not None and spec.quantization is None:
+        compile_first(spec, model, tokens, tuning_seconds, progress)
     target = target_of(spec, torch.device("cuda", torch.cuda.current_device()), torch.bfloat16)
     if (ranks := spec.shard_of.ranks) > 1:
         if (here := torch.cuda.device_count()) < ranks:

@@ -109,6 +109,7 @@ def _run_engine(
         "total_tokens_per_second": sum(a + b for a, b in lengths) / seconds,
         "output_tokens_per_second": sum(b for _, b in lengths) / seconds,
         "iterations": iterations,
+        "iterations_pipelined": stats.iterations_pipelined - before.iterations_pipelined,
         "requests_in_the_widest_iteration": widest,
         "preemptions": stats.scheduler.preemptions - before.scheduler.preemptions,
         "device_busy_share": busy / seconds,

@@ -26,11 +26,13 @@ def test_ways_are_compared_on_ranks_of_a_cpu(tmp_path: Path, capsys: pytest.Capt
         "bench ranks --model demo --device cpu --tensor-parallel-size 2 --tokens 64 --workload 32:16 --seconds 0.01"
     )
     assert cli.main([*command.split(), "--rounds", "1", "--json", str(out)]) == 0
-    told = capsys.readouterr().out
+    told, progress = capsys.readouterr()
     rows = json.loads(out.read_text())["rows"]
     assert [row["way"] for row in rows] == [WAYS[name].label for name in ("none", "vendor", "one", "two")]
     assert all(row["tokens"] == 64 and row["layer_us"] > 0 and row["tokens_per_joule"] is None for row in rows)
     assert rows[0]["sums_us"] == 0
+    for row in rows:  # as soon as it is measured
+        assert f"64 tokens, {row['way']}: {row['layer_us']:,.1f} us a layer, 0 W, 0 MHz" in progress
     for name in ("sent-one", "sent-two", "nano"):
         assert f"left out: {WAYS[name].label}: on a CPU" in told
     assert not torch.distributed.is_initialized()  # another bench in this process would have no gloo
