@@ -165,7 +165,8 @@ def engine(way: Way, order: dict[str, Any]) -> None:
 
     config = EngineConfig.model_validate(order["config"])
     if order["compiles"]:
-        compile_ahead(config)
+        line = [sys.executable, "-P", __file__, "compile", json.dumps(order)]
+        subprocess.run(line, stdout=2, check=False)  # what it lacks the first launch compiles
     ask("there")
     made = Engine(config, shelf=Shelf.of(order["shelf"]) if order["shelf"] else None)
     bench = EngineBench(made, [tuple(order["lengths"])], 1.0, order["number"])
@@ -186,17 +187,25 @@ def engine(way: Way, order: dict[str, Any]) -> None:
         bench.run(order["bound"])
 
 
-def compile_ahead(config: Any) -> None:
-    """An engine's own job compiles in processes that know nothing of what is patched here. Touches no device."""
+def compile_ahead(order: dict[str, Any]) -> None:
+    """An engine's own job compiles in processes that know nothing of what is patched here. A process of its own:
+    Triton remembers what it compiled for. Touches no device."""
+    patched(Way(**order["way"]), deque())
+    from weft.engine.config import EngineConfig
     from weft.engine.runner.compile_job import use_cache
     from weft.engine.runner.kernel_set import kernel_set
+    from weft.kernels import early
     from weft.kernels.compilation import compile_all
     from weft.kernels.gpu import KNOWN
 
+    config = EngineConfig.model_validate(order["config"])
     use_cache(config)
-    begun = time.monotonic()
-    _, failed = compile_all(kernel_set(config, KNOWN["h200"]), max(1, len(os.sched_getaffinity(0)) // 2))
-    print(f"compiled in {time.monotonic() - begun:.0f} s, failed: {[kernel.name for kernel in failed]}", flush=True)
+    begun, hashing = time.monotonic(), early.hash_triton()
+    kernels = kernel_set(config, KNOWN["h200"])
+    hashing.join()  # no thread may run beside a fork
+    compiled, failed = compile_all(kernels, max(1, len(os.sched_getaffinity(0)) // 2))
+    names = sorted({kernel.name for kernel in failed})
+    print(f"{len(compiled)} kernels in {time.monotonic() - begun:.0f} s, failed: {names}", flush=True)
 
 
 def watch(memory: Memory, made: Any, marks: deque[tuple[str, Any]], path: Path) -> None:
@@ -465,14 +474,18 @@ class Running:
         except Failed as error:
             row["failed"] = str(error)
         finally:
-            for child in self.children:
-                child.end()
+            self.drop()
             if mps is not None:
                 mps.close()
-            if self._shelf is not None:
-                self._shelf.clear()
-                self._shelf.close()
         return row
+
+    def drop(self) -> None:
+        for child in self.children:
+            child.end()
+        if self._shelf is not None:
+            self._shelf.clear()
+            self._shelf.close()
+            self._shelf = None
 
     def _run(self) -> dict[str, Any]:
         begun = time.monotonic()
@@ -564,6 +577,9 @@ def main() -> None:
     if sys.argv[1:] == ["child"]:
         child()
         return
+    if sys.argv[1:2] == ["compile"]:
+        compile_ahead(json.loads(sys.argv[2]))
+        return
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=200.0, help="for all ways")
@@ -595,16 +611,19 @@ def main() -> None:
 
     running = started()
     while running is not None:
-        # The next one imports meanwhile; behind some it depends on the outcome.
-        ahead = started() if running.way not in (BASE, *HARDER) else None
+        # The next one imports and compiles meanwhile.
+        ahead = started() if running.way not in HARDER else None
         done(running, options.out, outcomes)
-        if not options.only and ahead is None:
-            todo[:] = followed(running.way, outcomes, todo, options.way_seconds)
+        if not options.only:
+            if ahead is not None and running.way is BASE and outcomes["base"] is False:
+                ahead.drop()
+                ahead = None
+            if ahead is None:
+                todo[:] = followed(running.way, outcomes, todo, options.way_seconds)
         running = ahead or started()
         if time.monotonic() > end and running is not None:
             print(f"the time is up before {running.way.name}", flush=True)
-            for each in running.children:
-                each.end()
+            running.drop()
             break
 
 
