@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from functools import partial
+from pathlib import Path
 
 import torch
 
-from weft.kernels import bench_fp8
+from weft.kernels import bench_fp8, tuned
 from weft.kernels.bench_calls import (
     LLAMA_1B,
     LLAMA_8B,
@@ -134,6 +136,10 @@ def main(argv: list[str] | None = None) -> int:
         tune({"8B": (LLAMA_8B, 128), "1B": (LLAMA_1B, 64)}, [int(t) for t in options.tokens.split(",")], options.tune,
              options.jobs, options.budget)  # fmt: skip
         return 0
+    # tiles that starts of engines found here, as those engines would run them
+    known = tuned.read_cache(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft", tuned.machine())
+    tuned.use(known)
+    print(f"{len(known)} tiles of this machine's starts; others by the shipped table or by rule")
     rows = report(options.seconds, set(options.only.split(",")))
     if options.json:
         with open(options.json, "w") as file:

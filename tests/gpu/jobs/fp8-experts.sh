@@ -25,7 +25,7 @@ files special 60 40 $kernels -k "special or narrow or chosen or whatever_the_nei
 special=$?
 files engine 70 60 tests/gpu/test_fp8_experts_engine.py
 if [ $special = 0 ] || [ -n "$ANYWAY" ]; then
-    timeout -k 5 60 python -m weft.server bench kernels --only fp8-experts --seconds 1 --json "$OUT/kernels.json"
+    timeout -k 5 75 python -m weft.server bench kernels --only fp8-experts --seconds 1 --json "$OUT/kernels.json"
     for name in fp8 bf16; do
         [ $((SECONDS_LEFT - SECONDS)) -lt 40 ] && echo "$name: no time was left" && continue
         options=

@@ -7,6 +7,7 @@
 # timed): "FP8 products", "Decode attention over FP8 pages" and the prefill table of "FP8 end to end" in BENCHMARKS.md.
 # argmax.json: the share of positions whose best token is float32's, >= 99 % asked for (weights are made up as trained
 # ones are, and 16 bits stand beside it), for "FP8 end to end".
+# Behind fp8-e2e on the same machine products run with the tiles that its start found, else by rule.
 timeout -k 5 80 python -m weft.server bench kernels --only fp8-sums,fp8-decode,fp8-prefill,fp8-gemm --seconds 1.6 \
     --json "$OUT/kernels.json"
 timeout -k 5 $((SECONDS_LEFT - SECONDS - 5)) python tests/gpu/fp8_argmax.py --json "$OUT/argmax.json" \
