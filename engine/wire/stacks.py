@@ -8,28 +8,38 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 
 ASKED = signal.SIGUSR2
 """a thread waits for it and writes the stacks, holding the interpreter's lock: nothing happens to who is asked"""
 LAST_WORDS = signal.SIGUSR1
 """has the stacks written by its handler, whatever runs: frames that change meanwhile may end the process"""
-ASK_SECONDS = 2.0
+ASK_SECONDS = 10.0
 """that a process gets to write its stacks"""
+DOOMED_SECONDS = 2.0
+"""that one gets which is to be killed"""
 ASK_POLL = 0.05
 STACKS_BYTES = 256 * 1024
 """of stacks at most that are written by who is asked, and read of all"""
 
 
 def own_stacks() -> str:
-    """Of all threads of this process."""
+    """Of all threads of this process, the innermost call last. No source is read: the disk may be what hangs."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
-        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        "\n".join((f"thread {names.get(ident, ident)}:", *_calls(frame)))
         for ident, frame in sys._current_frames().items()
     )
+
+
+def _calls(frame: FrameType | None) -> list[str]:
+    calls = []
+    while frame is not None:
+        calls.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}')
+        frame = frame.f_back
+    return calls[::-1]
 
 
 def hold_back() -> None:
@@ -63,9 +73,9 @@ class Stacks:
         It goes on as it did. One that is stopped, or in which a thread does not let go of Python's lock, tells nothing.
         """
         kernel = threads(pid)
-        if stopped := " T " in kernel:
+        if " T " in kernel:
             return _told(kernel, "", "the process is stopped")
-        return _told(kernel, await self._answer(pid, ASKED, stopped), "the process does not answer")
+        return _told(kernel, await self._answer(pid, ASKED, ASK_SECONDS), "the process does not answer")
 
     async def last_words(self, pid: int, *, wake: bool) -> str:
         """As `ask`, of a process that is to be killed: it is made to tell when it does not do so by itself.
@@ -73,27 +83,27 @@ class Stacks:
         `wake`: one that was stopped is continued, for it cannot say anything else.
         """
         kernel = threads(pid)
-        if (stopped := " T " in kernel) and not wake:
+        if " T " in kernel and not wake:
             return _told(kernel, "", "the process is stopped")
-        if not (python := await self._answer(pid, ASKED, stopped)):
-            python = await self._answer(pid, LAST_WORDS, stopped)
+        if not (python := await self._answer(pid, ASKED, DOOMED_SECONDS, wake=wake)):
+            python = await self._answer(pid, LAST_WORDS, DOOMED_SECONDS, wake=wake)
         return _told(kernel, python, "the process does not answer, or has just begun")
 
-    async def _answer(self, pid: int, signum: int, stopped: bool) -> str:
+    async def _answer(self, pid: int, signum: int, seconds: float, *, wake: bool = False) -> str:
         os.lseek(self.fd, 0, os.SEEK_SET)  # of the process too: it has inherited this descriptor
         os.ftruncate(self.fd, 0)
         if _expects(pid, signum):
             with suppress(ProcessLookupError):
                 os.kill(pid, signum)
-                if stopped:
+                if wake:
                     os.kill(pid, signal.SIGCONT)
-            await self._written()
+            await self._written(seconds)
         return os.pread(self.fd, STACKS_BYTES, 0).decode("utf-8", "replace").rstrip()
 
-    async def _written(self) -> None:
-        """Wait until something is there and nothing more comes."""
+    async def _written(self, seconds: float) -> None:
+        """Wait so long until something is there and nothing more comes."""
         size, waited = 0, 0.0
-        while waited < ASK_SECONDS:
+        while waited < seconds:
             await asyncio.sleep(ASK_POLL)
             waited += ASK_POLL
             now = os.fstat(self.fd).st_size

@@ -109,7 +109,7 @@ async def test_time_and_memory_are_bounded(compiler: Compiler) -> None:
     assert compiler.outcomes == ["too_large"]
     await compiler.settle(0)
     async with compiling() as small:
-        small.memory_bytes = 2**24
+        small.memory_bytes, small.slow.seconds = 2**24, 240.0
         with pytest.raises(RequestError, match="more than 16 MiB"):
             await small.prove(grammar_text.json_schema({"type": "integer", "multipleOf": 100003}), "a")
         assert await small.prove(grammar_text.choice(["yes", "no"]), "a") >= 0

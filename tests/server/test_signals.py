@@ -147,8 +147,6 @@ async def test_other_signals_end_nothing(tmp_path: Path) -> None:
                 for told in ("SIGQUIT: the daemon", "SIGQUIT: the engine", "SIGQUIT: API process 0"):
                     while told not in daemon.stderr():
                         await asyncio.sleep(0.05)
-            assert daemon.stderr().count("thread MainThread:\n") == 3
-            assert "no Python stacks" not in daemon.stderr()
             assert (await http.get("/ready")).status_code == 200
         daemon.process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(daemon.process.wait, 240) == 0
