@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import fcntl
 import json
 import mmap
 import os
@@ -56,6 +57,8 @@ class Way(NamedTuple):
     attention: bool = True
     """warp-specialised attention"""
     mps: bool = False
+    turns: bool = False
+    """an engine's iteration begins when no other's is under way: nothing of two is on the device at a time"""
     marked: bool = False
     """an event behind each launch: names the one that does not end. Takes graphs off, and dependent launch with them"""
     dump: bool = False
@@ -169,6 +172,8 @@ def engine(way: Way, order: dict[str, Any]) -> None:
         subprocess.run(line, stdout=2, check=False)  # what it lacks the first launch compiles
     ask("there")
     made = Engine(config, shelf=Shelf.of(order["shelf"]) if order["shelf"] else None)
+    if way.turns:
+        take_turns(made, order["lock"])
     bench = EngineBench(made, [tuple(order["lengths"])], 1.0, order["number"])
     memory, step = Memory(Path(order["beat"])), made.step
 
@@ -206,6 +211,28 @@ def compile_ahead(order: dict[str, Any]) -> None:
     compiled, failed = compile_all(kernels, max(1, len(os.sched_getaffinity(0)) // 2))
     names = sorted({kernel.name for kernel in failed})
     print(f"{len(compiled)} kernels in {time.monotonic() - begun:.0f} s, failed: {names}", flush=True)
+
+
+def take_turns(made: Any, path: str) -> None:
+    """The system gives a lock back of whoever ends, and wakes who waits for it."""
+    lock, launch = open(path, "w"), made.runner.launch  # noqa: SIM115
+    made._depth = 0  # the next iteration is launched when this one has ended, and another's may come between
+
+    def launched(batch: Any) -> Any:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        flying = launch(batch)
+        wait = flying.wait
+
+        def waited() -> Any:
+            try:
+                return wait()
+            finally:
+                fcntl.flock(lock, fcntl.LOCK_UN)
+
+        flying.wait = waited
+        return flying
+
+    made.runner.launch = launched
 
 
 def watch(memory: Memory, made: Any, marks: deque[tuple[str, Any]], path: Path) -> None:
@@ -308,7 +335,7 @@ class Child:
                 {
                     "what": self.what, "way": way._asdict(), "config": config, "shelf": list(fds), "number": number,
                     "bound": self.bound, "lengths": options.lengths, "beat": str(beat), "stacks": str(self.stacks),
-                    "state": str(self.state),
+                    "state": str(self.state), "lock": str(out / f"{way.name}.lock"),
                     "compiles": number == 0 and options.device != "cpu" and not way.usual,
                 }
             )
@@ -523,6 +550,7 @@ NO_PDL = Way("no-pdl", "no dependent launch", pdl=False)
 FIRST = [
     BASE,
     NO_PDL,
+    Way("turns", "iterations of one engine at a time", turns=True),
     Way("matmul", "one engine beside another program: then any neighbour hangs it", engines=1, matmuls=1),
     Way("portable", "no warp-specialised kernel, with dependent launch", gemm=False, attention=False),
     Way("eager", "no captured graphs, with dependent launch", graphs=False),
@@ -550,6 +578,8 @@ def then(hung: Callable[[str], bool | None], seconds: float) -> list[Way]:
     if hung("portable") is False:
         ways.append(Way("plain-gemm", "warp-specialised attention alone", gemm=False))
         ways.append(Way("plain-attention", "warp-specialised products alone", attention=False))
+    if hung("turns") is False:
+        ways.append(Way("turns-long", "turns for three times as long, three engines", 3, turns=True, seconds=long))
     if hung("mps") is False:
         ways.append(Way("mps-long", "MPS for three times as long, three engines", 3, mps=True, seconds=long))
     ways.append(Way("few", "91 requests each, which did not hang: no iteration of 257 tokens", bound=91))
@@ -599,7 +629,11 @@ def main() -> None:
         print("no nvidia-cuda-mps-control here: nothing of MPS is asked", flush=True)
     todo = list(FIRST)
     if options.only:
-        named = [*FIRST, *HARDER, *then(dict.fromkeys(("no-pdl", "portable", "mps"), False).get, options.way_seconds)]
+        named = [
+            *FIRST,
+            *HARDER,
+            *then(dict.fromkeys(("no-pdl", "turns", "portable", "mps"), False).get, options.way_seconds),
+        ]
         named += then({}.get, options.way_seconds)
         todo = list({way.name: way for way in named if way.name in options.only}.values())
 

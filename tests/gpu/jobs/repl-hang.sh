@@ -13,6 +13,8 @@
 #   no-pdl goes on           dependent launch it is: engines that share a GPU (`sharers` > 1) take none of it. Its cost
 #                            stands beside: iterations_per_s of no-pdl and of base before it hung. no-pdl-long confirms.
 #   no-pdl hangs             not (only) that: `neither` and `marked`, which names the launch that does not end.
+#   turns goes on            engines that let each other's iterations end do not meet on the device: replicas take turns,
+#                            which is what hides their CPU gaps; tokens_per_s beside base's and one engine's decides.
 #   matmul hangs             any other program on the GPU can hang an engine: worse than replicas. The cure must be for
 #                            all engines, or docs/operations.md says that the GPU must be its own.
 #   portable goes on         warp specialisation takes part (registers asked back by setmaxnreg, mbarriers): plain-gemm
