@@ -203,7 +203,7 @@ class DeviceInputs:
 
     def left_prefill_work(self, nano: int) -> tuple[Tensor, Tensor]:
         """The same of the last layer, where rows leave that nobody reads: tiles with a row that somebody does."""
-        items = self.column["left_items"].view(self.layout.nano_batches, -1, TILE_FIELDS)[nano]
+        items = self.column["left_items"].view(self.layout.nano_batches, -1, self.layout.prefill_fields)[nano]
         return items, self.column["left"][_LEFT_PREFILL + nano : _LEFT_PREFILL + nano + 1]
 
     def decoders(self, nano: int) -> Tensor:

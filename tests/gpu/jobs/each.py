@@ -1,8 +1,10 @@
-"""Runs tests case by case, each in a process of its own that is ended when it takes too long, many beside each other.
+"""Runs tests case by case, each in a process of its own that is ended when it takes too long.
 
     python tests/gpu/jobs/each.py OUT [--seconds 90] [--processes 12] [--together REGEX] FILE...
 
-For kernels that may hang: the case that did is named, the others go on. Cases whose names are the same once what REGEX
+For kernels that may hang: the case that did is named, the others go on. They run twice: many beside each other, which
+compiles and whose results count for nothing (warp-specialised kernels of several processes disturb each other on one
+GPU), and then one at a time. Cases whose names are the same once what REGEX
 finds in them is cut out share a process (they would compile the same kernels); each still has its own time, and behind
 one that hung another process goes on with the rest. `OUT/cases.txt` has a line a case as soon as it ended,
 `OUT/NAME.txt` what pytest said where it failed or hung, `OUT/files.txt` in the end a line a file. Exit status: 1 unless
@@ -43,13 +45,17 @@ def pytest_runtest_logreport(report):
 class Cases:
     """Results as they come."""
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path | None) -> None:
+        """out: None keeps nothing."""
         self._out, self._lock = out, threading.Lock()
         self.results: dict[str, str] = {}
 
     def add(self, case: str, result: str, seconds: float, said: str) -> None:
-        with self._lock, (self._out / "cases.txt").open("a") as lines:
+        with self._lock:
             self.results[case] = result
+        if self._out is None:
+            return
+        with self._lock, (self._out / "cases.txt").open("a") as lines:
             line = f"{result:8} {seconds:6.1f} s {case}"
             print(line, flush=True)
             lines.write(line + "\n")
@@ -121,7 +127,9 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("files", nargs="+", help="files of tests, or single cases; the first ones are begun first")
     parser.add_argument("--seconds", type=float, default=90.0, help="of a case, compiling included")
-    parser.add_argument("--processes", type=int, default=12)
+    parser.add_argument(
+        "--processes", type=int, default=12, help="that compile beside each other; 0: nothing is run twice"
+    )
     parser.add_argument("--together", metavar="REGEX", help="cut out of names to tell which cases share a process")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
@@ -134,9 +142,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="weft-each-") as folder:
         place = Path(folder)
         (place / "each_plugin.py").write_text(PLUGIN)
-        with ThreadPoolExecutor(given.processes) as pool:
-            for ran in [pool.submit(run, group, given.seconds, into, place) for group in groups.values()]:
-                ran.result()
+        if given.processes:
+            begun, compiled = time.monotonic(), Cases(None)
+            with ThreadPoolExecutor(given.processes) as pool:
+                for ran in [pool.submit(run, group, given.seconds, compiled, place) for group in groups.values()]:
+                    ran.result()
+            print(f"compiled in {time.monotonic() - begun:.0f} s", flush=True)
+        run(cases, given.seconds, into, place)
     with (given.out / "files.txt").open("w") as lines:
         for file in dict.fromkeys(case.split("::")[0] for case in cases):
             counts = collections.Counter(how for case, how in into.results.items() if case.split("::")[0] == file)
