@@ -374,14 +374,18 @@ def product_kernel(
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    x_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    x_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
-    for half in gl.static_range(2):
-        mbarrier.init(x_full.index(half), count=1)
-        mbarrier.init(x_empty.index(half), count=1)
+    # Only where they are used. What is dead the compiler takes for the workers' arguments, and memory that was an mbarrier
+    # must not become anything else: when another process took the GPU, such arguments turned into barriers again.
+    x_full, x_empty = full, empty
+    if KIND == "residual":
+        x_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+        x_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+        for half in gl.static_range(2):
+            mbarrier.init(x_full.index(half), count=1)
+            mbarrier.init(x_empty.index(half), count=1)
     if PDL:
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
         gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,

@@ -269,14 +269,17 @@ def mid_kernel(
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    x_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    x_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
-    for half in gl.static_range(2):
-        mbarrier.init(x_full.index(half), count=1)
-        mbarrier.init(x_empty.index(half), count=1)
+    # only where they are used: see `gemm_hopper`
+    x_full, x_empty = full, empty
+    if KIND == "residual" and SPLIT == 1:
+        x_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+        x_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+        for half in gl.static_range(2):
+            mbarrier.init(x_full.index(half), count=1)
+            mbarrier.init(x_empty.index(half), count=1)
     tiles_n = gl.cdiv(N, WIDTH)
     steps = gl.cdiv(K, BK)
     if PDL:

@@ -1,0 +1,102 @@
+"""Memory of a warp-specialised kernel that was an mbarrier is never anything else.
+
+The compiler places the workers' arguments into shared memory that is dead by then. Where that had been a barrier which
+nobody used, they turned into the barrier's bits again when another process took the GPU in between: workers that
+believed in a huge negative number of tiles left at once, and a warpgroup waited for them for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+SCRIPT = """
+import functools
+import sys
+import torch
+from weft.kernels import bench_calls, fp8_projections, gemm_launch, mid_projections, projections
+from weft.kernels.compilation import collect
+from weft.kernels.gemm_config import SPECIAL
+from weft.kernels.gpu import KNOWN
+from weft.kernels.mid_config import MidConfig
+from weft.kernels.mid_trial import MODELS, Operands
+from weft.kernels.tuned import Shape
+
+count = torch.empty(1, dtype=torch.int32, device="meta")  # read on the device, so it is an argument
+for module in (projections, fp8_projections, mid_projections):
+    for name in ("qkv_project", "gate_up_project", "linear_project", "residual_project"):
+        if hasattr(module, name):
+            setattr(module, name, functools.partial(getattr(module, name), num_tokens=count))
+
+def sixteen():
+    space = gemm_launch.workspace("meta")
+    for kind in ("qkv", "gate_up", "up", "residual"):
+        shape = Shape(kind, 1536, 1024)
+        bench_calls.product(shape, 2048, bench_calls.weights(shape, 1, "meta")[0], space, 132, SPECIAL, 64, 2)()
+
+def eight():
+    space = gemm_launch.workspace("meta")
+    for kind in ("qkv", "gate_up", "residual"):
+        shape = Shape(kind, 1536, 1024, bits=8)
+        bench_calls.product(shape, 2048, bench_calls.weights(shape, 1, "meta")[0], space, 132, None, 128, 2)()
+
+def mid():
+    model = MODELS["8b"]
+    for index, config in ((0, MidConfig(192)), (1, MidConfig(128)), (1, MidConfig(256, 5)), (2, MidConfig(224))):
+        shape = model.shapes[index]
+        weight = torch.empty(shape.features, shape.depth, dtype=torch.bfloat16, device="meta")
+        Operands(shape, 256, model, 132, "meta").run(weight, config)
+
+for number, kernel in enumerate(collect(globals()[sys.argv[1]], KNOWN["h200"])):
+    compiled = kernel.function._do_compile(*kernel.arguments)
+    with open(f"{kernel.name}-{number}.ptx", "w") as file:
+        file.write(compiled.asm["ptx"])
+"""
+SIZES = {"b8": 1, "b16": 2, "b32": 4, "b64": 8, "b128": 16}
+
+
+def shared_places(ptx: str) -> tuple[set[int], set[int]]:
+    """Bytes of shared memory, at places that are known when compiled: of barriers, and of what plain stores write."""
+    at = {"global_smem": 0}
+    for name, value in re.findall(r"mov\.b(?:32|64)\s+(%\w+), (global_smem);", ptx):
+        at[name] = at[value]
+    for name, base, offset in re.findall(r"add\.s32\s+(%\w+), (%\w+), (\d+);", ptx):
+        if base in at:
+            at.setdefault(name, at[base] + int(offset))
+    barriers = {
+        at[name] + byte for name in re.findall(r"mbarrier\.init\S* \[(%\w+)\]", ptx) for byte in range(8) if name in at
+    }
+    stored = set()
+    for count, size, base, offset in re.findall(r"st\.shared(?:\.v(\d))?\.(b\d+)\s+\[([%\w]+)\+?(\d*)\]", ptx):
+        if base in at:
+            first = at[base] + int(offset or 0)
+            stored |= set(range(first, first + int(count or 1) * SIZES[size]))
+    return barriers, stored
+
+
+def compiled(which: str, tmp_path: Path) -> dict[str, str]:
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    ended = subprocess.run(
+        (sys.executable, "-P", "-c", SCRIPT, which),
+        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    return {file.name: file.read_text() for file in tmp_path.glob("*.ptx") if "mbarrier.init" in file.read_text()}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("which", "kernels"), [("sixteen", 4), ("eight", 3), ("mid", 4)])
+def test_no_argument_lies_where_a_barrier_was(which: str, kernels: int, tmp_path: Path) -> None:
+    found = compiled(which, tmp_path)
+    assert len(found) == kernels
+    for name, ptx in found.items():
+        barriers, stored = shared_places(ptx)
+        assert len(barriers) >= 8 * 4, f"{name}: barriers are not found"
+        assert len(stored) >= 8, f"{name}: arguments are not found"
+        assert not barriers & stored, name
