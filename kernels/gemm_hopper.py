@@ -377,8 +377,8 @@ def product_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
-    # Only where they are used. What is dead the compiler takes for the workers' arguments, and memory that was an mbarrier
-    # must not become anything else: when another process took the GPU, such arguments turned into barriers again.
+    # Only where they are used. Into what is dead the compiler puts the workers' arguments, and memory that was an
+    # mbarrier must not become anything else: such arguments were barriers again once another process had had the GPU.
     x_full, x_empty = full, empty
     if KIND == "residual":
         x_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)

@@ -70,6 +70,8 @@ def decode_items(
     first_item = np.cumsum(parts) - parts
     part = np.arange(len(row)) - first_item[row]
     split = np.where(parts > 1, parts, 0)
+    if (slots := int(split.sum())) > max_slots:
+        raise ValueError(f"{slots} parts of tiles, and room for {max_slots}")
     slot = (np.cumsum(split) - split)[row]
     # equal parts, in whole blocks
     size = -(-lengths // (parts * 128)) * 128
@@ -122,7 +124,7 @@ def prefill_parts(
 
     A short chunk over a long context has fewer tiles than the GPU has SMs. They are cut into as many parts as give the
     shortest run of one or two waves (POD-Attention, 4.2.4: no more than two); where that gains little, they stay whole.
-    part_keys: cut there, whatever it gains; 0: not at all.
+    part_keys: cut there, whatever it gains; 0: not at all. Raises `ValueError` if that makes more than `max_slots`.
     """
     count = len(items)
     keys = (items[:, 1] + items[:, 2]).astype(np.int64)

@@ -14,7 +14,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.demo import MODEL_PATH
 from weft.engine.model.directory import read_spec
 from weft.engine.model.implementation import choose_spec
-from weft.engine.plans.pipeline import Pipeline
+from weft.engine.plans.pipeline import UNREAD_FROM, Pipeline
 from weft.engine.plans.plan import serial_period
 from weft.engine.runner.attention_path import PARTS, PATHS, AttentionPath, PathCounts, possible_paths
 from weft.engine.runner.batch import Batch, SamplingInputs
@@ -140,6 +140,32 @@ def test_decodes_alone_find_nothing_of_the_chunks_before_them(slots: int, monkey
     assert found[RING - 1]["in 16 bits"]
     assert found[RING] == dict.fromkeys(counts, False)
     assert inputs.decode_work(0)[None].number.item() > 0
+
+
+@pytest.mark.parametrize("slots", [0, 64])
+def test_items_of_the_last_layer_are_some_of_the_others(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a chunk of 32 whose last token alone is sampled, cut along its keys or not."""
+    spec, zeros = read_spec(MODEL_PATH), torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, **options: zeros(*shape, **{**options, "pin_memory": False}))
+    inputs = DeviceInputs(
+        Layout.of(UNREAD_FROM, 8, spec.heads_per_kv, prefill_slots=slots), torch.device("cpu"), 8, 200
+    )
+    i, none = np.arange(33, dtype=np.int32), np.zeros(0, np.int32)
+    hybrid = Batch(
+        step=1, num_decodes=1, slots=i[:2], epochs=i[:2], query_len=np.array([1, 32], np.int32),
+        kv_len=np.array([2000, 2032], np.int32), token_ids=i, positions=i, slot_mapping=i.astype(np.int64),
+        page_table=np.ones((2, 130), np.int32), sampled_rows=i[32:], sampling=SamplingInputs.none()._replace(
+            logit_tokens=i[32:]), count_resets=none, prompt_logprobs=(),
+    )  # fmt: skip
+    pipeline = Pipeline(serial_period(spec, UNREAD_FROM, 132), spec)
+    assert pipeline.behind
+    inputs.send(hybrid, pipeline, num_kv_heads=spec.num_kv_heads, group=spec.heads_per_kv, per_sm=4, page_size=16)
+    (items, count), (left, few) = inputs.prefill_work(0), inputs.left_prefill_work(0)
+    assert items.shape == left.shape
+    tiles, kept = items[: int(count)].tolist(), left[: int(few)].tolist()
+    assert kept
+    assert kept == [tile for tile in tiles if tile[0] <= 32 < tile[0] + tile[1]]
+    assert bool(slots) == (len({tuple(tile[:4]) for tile in kept}) < len(kept)), "cut along its keys, or not"
 
 
 def test_the_log_says_what_may_be() -> None:

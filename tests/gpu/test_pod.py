@@ -15,7 +15,8 @@ from weft.kernels.gpu import is_hopper, on_gpu
 from weft.kernels.prefill_attention import prefill_attention, prefill_workspace
 from weft.kernels.work_lists import ITEM_FIELDS, PART_FIELDS, TILE_FIELDS, decode_items, prefill_items, prefill_parts
 
-SLOTS = 200
+SLOTS = 2000
+"""parts of tiles: three chunks of 400 over 6,000 tokens, cut at 256, are 1,900"""
 
 
 @pytest.fixture(autouse=True)
