@@ -46,18 +46,29 @@ class Row(NamedTuple):
 
 
 def nano_batches(spec: ModelSpec, tokens: int, sms: int) -> Period:
-    """Two, of each of which attention and sums run beside the products of the other. Raises `ConfigError`."""
+    """Two, of each of which attention and sums run beside the products of the other; a product that runs beside
+    neither has all SMs. Raises `ConfigError`."""
     if tokens < 2 * TOKEN_STEP:
         raise ConfigError(f"{tokens} tokens are too few for two nano-batches: {2 * TOKEN_STEP} or more")
     half = tokens // 2 // TOKEN_STEP * TOKEN_STEP
-    beside: dict[Resource, tuple[int, Lane]] = {
-        Resource.MEMORY: (ATTENTION_SMS, "memory"), Resource.NETWORK: (SUM_SMS, "network")
-    }  # fmt: skip
+    in_order = list(spec.layer_operations())
+
+    def placed(at: int, partner: int) -> tuple[int, Lane]:
+        """partner: of the other nano-batch, what runs beside operation `at` if it can."""
+        op, other = in_order[at], in_order[partner % len(in_order)]
+        if op.resource is Resource.MEMORY:
+            return ATTENTION_SMS, "memory"
+        if op.resource is Resource.NETWORK:
+            return SUM_SMS, "network"
+        if op.role.attends or other.role.attends:
+            return sms - ATTENTION_SMS, "compute"
+        return sms - (SUM_SMS if other.resource is Resource.NETWORK else 0), "compute"
+
     operations = []
-    for op in spec.layer_operations():
-        share, lane = beside.get(op.resource, (sms - ATTENTION_SMS - SUM_SMS, "compute"))
-        operations.append(NanoOperation(op.name, half, tokens, share, lane))
-        operations.append(NanoOperation(op.name, 0, half, share, lane, next_layer=True))
+    for at, op in enumerate(in_order):
+        # The second half is one operation behind the first: before it is done, the first one's next may begin.
+        operations.append(NanoOperation(op.name, half, tokens, *placed(at, at - 1)))
+        operations.append(NanoOperation(op.name, 0, half, *placed(at, at + 1), next_layer=True))
     return Period(tokens, tuple(operations))
 
 

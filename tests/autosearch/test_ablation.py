@@ -94,7 +94,12 @@ def test_a_way_is_that_of_the_ranks_or_a_baseline_that_leaves_the_stream_alone()
 def test_the_pipeline_of_two_nano_batches_is_possible(ranks: int) -> None:
     spec = read_spec(PRESETS / "llama-3-70b").shard(0, ranks)
     for tokens in (256, 2048):
-        nano_batches(spec, tokens, 132).check(spec, 132)
+        period = nano_batches(spec, tokens, 132)
+        period.check(spec, 132)
+    sms = {(op.operation, op.begin): op.sms for op in period.operations}
+    assert sms["gate_up", 0] == sms["down", 1024] == 132, "nothing is to be done beside them"
+    assert sms["gate_up", 1024] == sms["down", 0] == sms["o", 0] == 116, "a sum of the other half"
+    assert sms["qkv", 0] == sms["o", 1024] == sms["prefill", 0] == 100, "attention of the other half"
     with pytest.raises(ConfigError, match="128 tokens are too few"):
         nano_batches(spec, 128, 132)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from test_sampling_shards import on_ranks
 
-from weft.engine.ranks.shots import agreed_steps, file_of, read
+from weft.engine.ranks.shots import agreed_steps, best, file_of, read
 from weft.engine.runner.collectives import Collectives, Steps
 
 
@@ -34,6 +34,14 @@ def test_what_rank_0_measured_is_used_by_all_and_kept(tmp_path: Path) -> None:
     asked.clear()
     assert on_ranks(2, choose) == [want, want]
     assert not asked
+
+
+def test_at_the_power_limit_what_sends_in_two_steps_need_not_be_clearly_quicker() -> None:
+    as_measured = {Steps(1): 504.2, Steps(1, 1): 518.5, Steps(1, 2): 508.1}  # 2,048 tokens of a 70B
+    assert best(as_measured) == Steps(1)
+    assert best(as_measured, sustained=True) == Steps(1, 2)
+    assert best(as_measured | {Steps(1, 2): 530.0}, sustained=True) == Steps(1)
+    assert best({Steps(1): 10.0, Steps(2): 9.9}, sustained=True) == Steps(1), "where none sends, the simplest"
 
 
 def test_without_a_measurement_only_what_is_known_is_told(tmp_path: Path) -> None:
