@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 LAUNCHES = 24
-"""between two looks at the results"""
+"""whose results are compared before the next ones are asked for"""
+AHEAD = 12
+"""so many times that much is asked for before anybody waits: a GPU goes to the next process in the midst of it"""
 SILENT_SECONDS = 4.0
 BEGIN_SECONDS = 60.0
 WAYS = {
@@ -33,6 +35,7 @@ WAYS = {
     "gemm-late": "our warp-specialised product, no dependent launch",
     "gemm-early": "the same, with dependent launch",
     "residual-early": "the same with an epilogue that waits for x",
+    "counted-early": "as gemm-early, its live tokens read on the device, once kept where a barrier had been",
     "decode-late": "decode attention, no dependent launch",
     "decode-early": "the same, with dependent launch",
     "prefill-late": "prefill attention, no dependent launch",
@@ -69,7 +72,7 @@ def made(name: str) -> tuple[Callable[[], Any], list[Any]]:
         grid = (2048 // 128 * 4096 // 128,)
         fixed = {"num_warps": 8, "num_stages": 3}
         return (lambda: tma_product[grid](*described, 4096, 4096 // 128, **fixed, **pdl_options())), [out]
-    if kind in ("gemm", "portable", "residual"):
+    if kind in ("gemm", "portable", "residual", "counted"):
         from weft.kernels import gemm_launch, projections
         from weft.kernels.gemm_config import SPECIAL, GemmConfig
 
@@ -79,6 +82,8 @@ def made(name: str) -> tuple[Callable[[], Any], list[Any]]:
         out = torch.empty(2048, 4096, device="cuda", dtype=torch.bfloat16)
         config = GemmConfig(128, 256, 64, 3, 8) if kind == "portable" else SPECIAL
         options: dict[str, Any] = {"num_sms": 132, "space": gemm_launch.workspace("cuda"), "config": config}
+        if kind == "counted":
+            options["num_tokens"] = torch.tensor([2048], dtype=torch.int32, device="cuda")
         if kind == "residual":
             sums = projections.sumsq_buffer(4096, 2048, "cuda")
             return (lambda: projections.residual_project(a, w, x, out=out, sumsq=sums, **options)), [out]
@@ -118,11 +123,12 @@ def child(name: str) -> None:
         wrong = torch.zeros((), dtype=torch.int64, device="cuda")
         launches, begun = 0, time.monotonic()
         while time.monotonic() - begun < float(os.environ["RUN_SECONDS"]):
-            for _ in range(LAUNCHES):
-                launch()
+            for _ in range(AHEAD):
+                for _ in range(LAUNCHES):
+                    launch()
                 wrong += other(written, want)
             torch.cuda.synchronize()
-            launches += LAUNCHES
+            launches += AHEAD * LAUNCHES
             tell(launches=launches, wrong=int(wrong))
     tell(ended=True)
 

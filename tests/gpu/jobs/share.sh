@@ -1,7 +1,9 @@
 # seconds 150
 # gpus 1
-# asks: which kernels are disturbed by those of another process on the same GPU (repl-hang: two engines hung; cases of
-#   test_pod that ran beside each other had wrong bits, illegal addresses and illegal instructions, on 2026-11-23)
+# asks: which kernels are disturbed by those of another process on the same GPU (repl-hang: two engines hung). On 2026-11-23
+#   none was, but 24 launches at a time, between which a GPU may have changed hands, and without the counted one, which is
+#   the one that hung in engines (BENCHMARKS.md, "Several engines on H200s"). All without a fault: the repair holds here;
+#   repl-hang says whether engines do.
 #
 # share.jsonl: a line a way: launches, those with other bits than alone, errors, what stood still. What an answer means:
 #   cublas is wrong          the driver or this machine: nothing of ours can cure it; a GPU must be one process's own.
