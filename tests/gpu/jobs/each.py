@@ -1,6 +1,6 @@
 """Runs tests case by case, each in a process of its own that is ended when it takes too long.
 
-    python tests/gpu/jobs/each.py OUT [--seconds 90] [--processes 12] [--together REGEX] FILE...
+    python tests/gpu/jobs/each.py OUT [--seconds 90] [--processes 12] [--together REGEX] [--once REGEX] FILE...
 
 For kernels that may hang: the case that did is named, the others go on. They run twice: many beside each other, which
 compiles and whose results count for nothing (warp-specialised kernels of several processes disturb each other on one
@@ -131,13 +131,16 @@ def main() -> int:
         "--processes", type=int, default=12, help="that compile beside each other; 0: nothing is run twice"
     )
     parser.add_argument("--together", metavar="REGEX", help="cut out of names to tell which cases share a process")
+    parser.add_argument("--once", metavar="REGEX", help="cases that need not run to compile: others have their kernels")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     cases = collect(given.files)
     groups: dict[str, list[str]] = collections.defaultdict(list)
     for case in cases:
+        if given.once and re.search(given.once, case):
+            continue
         groups[re.sub(given.together, "", case) if given.together else case].append(case)
-    print(f"{len(cases)} cases in {len(groups)} processes", flush=True)
+    print(f"{len(cases)} cases, {len(groups)} processes to compile", flush=True)
     into = Cases(given.out)
     with tempfile.TemporaryDirectory(prefix="weft-each-") as folder:
         place = Path(folder)

@@ -1,4 +1,4 @@
-# seconds 170
+# seconds 260
 # gpus 1
 # asks: do the kernels that never ran on a GPU in this form give the right numbers, and does any of them hang
 #
@@ -10,5 +10,5 @@
 #   (split 1) are still good if "a_tile_of_any_width" passed.
 # The figures: "Attention of hybrid batches on one H200" and docs/benchmarking.md say what was not compared yet.
 python -c "from weft.kernels.hybrid_calls import compile_apart; compile_apart(['llama-3-8b', 'yi-6b'], 16, 100)"
-python tests/gpu/jobs/each.py "$OUT" --seconds 110 --processes 14 --together '\[(\d+-)+(?=[a-z_]+\])' \
+python tests/gpu/jobs/each.py "$OUT" --seconds 110 --processes 14 --together '\[(\d+-)+(?=[a-z_]+\])' --once random_hybrid \
     tests/gpu/test_hybrid_calls.py tests/gpu/test_pod.py tests/gpu/test_mid.py
