@@ -31,6 +31,8 @@ class Bent(NamedTuple):
         return torch.linspace(-3, 6, heads, device=device) if self.has_sinks else None
 
 
+MORE = () if torch.cuda.is_available() else pytest.mark.nightly
+"""of cases that the interpreter takes a second or two for each"""
 PLAIN = Bent()
 BENT = [
     Bent(window=1), Bent(window=24), Bent(window=100), Bent(softcap=2.0), Bent(has_sinks=True), Bent(40, 3.0, True)
@@ -137,8 +139,9 @@ def test_decode_of_short_requests(page: int, part_tokens: int, device: str, num_
     check_decode([1, 64, 150, 33], 6, 2, 64, page, torch.float16, device, num_sms, part_tokens)
 
 
-@pytest.mark.parametrize("page", [16, 64])
-@pytest.mark.parametrize("part_tokens", [0, 128])
+@pytest.mark.parametrize(
+    ("part_tokens", "page"), [(0, 64), (128, 16), pytest.param(0, 16, marks=MORE), pytest.param(128, 64, marks=MORE)]
+)
 @pytest.mark.parametrize("bent", BENT, ids=str)
 def test_decode_with_bent_scores(bent: Bent, page: int, part_tokens: int, device: str, num_sms: int) -> None:
     check_decode([1, 64, 150, 301], 6, 2, 64, page, torch.float16, device, num_sms, part_tokens, bent=bent)
@@ -287,8 +290,11 @@ def test_prefill_of_short_chunks(device: str, num_sms: int) -> None:
     check_prefill([(0, 5), (20, 50), (3, 1)], 6, 2, 64, 16, torch.float16, device, num_sms, True)
 
 
-@pytest.mark.parametrize("page", [16, 64])
-@pytest.mark.parametrize("bent", BENT, ids=str)
+@pytest.mark.parametrize(
+    ("bent", "page"),
+    [*((bent, 16) for bent in BENT), *(pytest.param(bent, 64, marks=MORE) for bent in BENT[:-1]), (BENT[-1], 64)],
+    ids=str,
+)
 def test_prefill_with_bent_scores(bent: Bent, page: int, device: str, num_sms: int) -> None:
     check_prefill([(0, 5), (150, 50), (70, 1)], 6, 2, 64, page, torch.float16, device, num_sms, True, bent)
 
