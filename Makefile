@@ -38,8 +38,9 @@ test: $(VENV)/.test prometheus chromium foreign ## lint, types and every test bu
 	$(MAKE) --no-print-directory supervised >build/supervised.log 2>&1 & supervised=$$!; \
 	trap "kill $$busy $$supervised 2>/dev/null" INT TERM; \
 	$(MAKE) --no-print-directory unit ARGS="$(patsubst %,--ignore %,$(BUSY) $(SUPERVISED)) $(ARGS)"; unit=$$?; \
+	$(MAKE) --no-print-directory kernels; kernels=$$?; \
 	wait $$supervised; supervised=$$?; cat build/supervised.log; wait $$busy; busy=$$?; cat build/busy.log; \
-	test $$unit = 0 && test $$supervised = 0 && test $$busy = 0
+	test $$unit = 0 && test $$kernels = 0 && test $$supervised = 0 && test $$busy = 0
 
 # lint waits for nobody, and this lane waits for it: the first to see that something is wrong.
 supervised: lint
@@ -57,8 +58,7 @@ nightly: $(VENV)/.test ## what `make test` leaves out: more of the same cases, e
 	@$(MAKE) --no-print-directory chaos ARGS="--minutes 5"
 
 busy: $(VENV)/.test
-	@$(MAKE) --no-print-directory kernels; kernels=$$?; \
-	$(BIN)/python -m pytest $(BUSY) && test $$kernels = 0
+	$(BIN)/python -m pytest $(BUSY)
 
 # Two lanes: the engine's tests beside lint and the rest of the tests. What starts a daemon is marked slow.
 quick: $(VENV)/.test ## lint, types and the fast tests: two minutes on two cores

@@ -77,6 +77,7 @@ def lanes_used(harness: Harness) -> list[int]:
     return used
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(HERE, reason="a GPU runs the real thing")
 def test_interpreted_pipelines_that_come_meanwhile_change_no_token(
     device: str, tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -68,6 +68,7 @@ def test_modules_and_tests_of_the_table_exist() -> None:
         assert all((mutate.ROOT / path).is_file() for path in (module, *tests)), module
 
 
+@pytest.mark.nightly
 def test_only_mutants_that_there_are_are_explained() -> None:
     known = mutate.explained()
     there = {task.text for task in mutate.collect(list(mutate.NEAREST))}

@@ -17,6 +17,8 @@ from live import Daemon, running
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "foreign"
 BUILT = ROOT / "build" / "clients"
+NIGHTLY = {"haystack", "smolagents", "autogen", "outlines", "guidance", "dspy"}
+"""ten seconds of a core each; `make clients` runs all"""
 LISTED = re.findall(r"^(\w+):", (FOLDER / "clients.txt").read_text(), re.MULTILINE)
 pytestmark = pytest.mark.slow
 
@@ -27,7 +29,14 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         yield daemon
 
 
-@pytest.mark.parametrize("name", [name for name in LISTED if name != "litellm"])  # that one is test_conformance_proxy
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.nightly if name in NIGHTLY else ())
+        for name in LISTED
+        if name != "litellm"  # that one is test_conformance_proxy
+    ],
+)
 def test_a_client_gets_what_it_asks_for(name: str, daemon: Daemon) -> None:
     python = BUILT / name / "bin" / "python"
     if not python.exists():

@@ -101,8 +101,7 @@ def test_lines_come_again_when_the_reader_does(port: int, started: list[subproce
     "redirections",
     [
         "2>/dev/full",
-        "<&- >&- 2>&-",
-        *(pytest.param(each, marks=pytest.mark.nightly) for each in ("2>&-", ">/dev/full", ">&-")),
+        *(pytest.param(each, marks=pytest.mark.nightly) for each in ("<&- >&- 2>&-", "2>&-", ">/dev/full", ">&-")),
     ],
 )
 def test_streams_that_take_nothing_are_served_without(
