@@ -32,7 +32,7 @@ while True:
 """
 KEEPS_THE_LOCK = "ctypes.PyDLL(None).sleep(100_000)"
 ENDLESS_NAMES = f"""
-{"a" * 5000} = lambda n: {"a" * 5000}(n - 1) if n else sys.stdin.readline()
+{"a" * 5000} = lambda n: {"a" * 5000}(n - 1) if n else (print("there", flush=True), sys.stdin.readline())
 sys.setrecursionlimit(5000)
 threading.current_thread().name = "b" * {STACKS_BYTES + 10}
 {"a" * 5000}(300)
@@ -95,6 +95,8 @@ async def test_a_stopped_process_tells_when_it_may_go_on() -> None:
 async def test_no_more_is_written_than_is_read() -> None:
     stacks = Stacks()
     with child(stacks, ENDLESS_NAMES) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "there\n"
         told = await stacks.ask(process.pid)
         assert len(told.encode()) < STACKS_BYTES + 2000
         assert os.fstat(stacks.fd).st_size == STACKS_BYTES
