@@ -19,7 +19,7 @@ import torch
 
 from weft.engine.config import EngineConfig
 from weft.engine.runner import compile_job
-from weft.engine.runner.compile_job import SERIAL, CompileJob, is_compiled, stamp_file, write_stamp
+from weft.engine.runner.compile_job import MATTERS, SERIAL, CompileJob, is_compiled, stamp_file, write_stamp
 from weft.engine.wire.child import has_ended
 
 
@@ -63,7 +63,16 @@ def test_another_gpu_needs_other_kernels(config: EngineConfig, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     "change",
-    [{"page_size": 32}, {"max_num_batched_tokens": 512}, {"plan": "serial"}, {"batch_invariant": True}],
+    [
+        {"page_size": 32},
+        {"max_num_batched_tokens": 512},
+        {"plan": "serial"},
+        {"batch_invariant": True},
+        {"quantization": "fp8"},
+        {"kv_cache_dtype": "fp8"},
+        {"fp8_experts": "on"},
+        {"pod": "on"},
+    ],
     ids=lambda change: next(iter(change)),
 )
 def test_options_that_decide_the_kernels_are_told_apart(config: EngineConfig, tmp_path: Path, change: dict) -> None:
@@ -74,6 +83,18 @@ def test_options_that_decide_the_kernels_are_told_apart(config: EngineConfig, tm
 def test_options_that_do_not_are_not(config: EngineConfig, tmp_path: Path) -> None:
     stamped(config, tmp_path)
     assert is_compiled(config.model_copy(update={"seed": 5, "host_kv_gib": 1.0, "gpu_memory_utilization": 0.5}))
+
+
+def test_of_every_option_it_is_decided_whether_it_matters() -> None:
+    """One that was forgotten has a start believe that all is compiled, and compile a kernel at a time: 60 s for 10."""
+    decided = MATTERS | {
+        "model", "model_preset", "revision", "load_format", "dummy_weights", "dummy_skew", "slo", "itl_slo",
+        "itl_slo_patience", "kv_cache_gib", "gpu_memory_utilization", "num_pages", "prefix_caching",
+        "pinned_cache_share", "host_kv_gib", "idle_spill_seconds", "ssd_kv_path", "tier_kv_format", "ssd_kv_gib",
+        "kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_topic", "cache_dir", "fair_prefill_share",
+        "priority_preemption", "async_scheduling", "wait_for_plan", "cpu_threads", "seed", "share",
+    }  # fmt: skip
+    assert set(EngineConfig.model_fields) == decided
 
 
 def test_newly_tuned_tiles_are_noticed(config: EngineConfig, tmp_path: Path) -> None:
