@@ -14,8 +14,8 @@ from weft.kernels.gemm_hopper import store_tile
 
 @gluon.jit
 def row_scale(sumsq, row0, live, stride, width, eps, ROWS: gl.constexpr, PARTS: gl.constexpr):
-    """`[ROWS]` from the partial sums of squares of rows `row0 ..`, all of them asked for at once. A thread has all parts
-    of its row and adds them in their order: to the bit what `gemm_hopper` makes of them."""
+    """`[ROWS]` from the partial sums of squares of rows `row0 ..`, all of them asked for at once. A thread has all
+    parts of its row and adds them in their order: to the bit what `gemm_hopper` makes of them."""
     BLOCK: gl.constexpr = gl.constexpr(1 << (PARTS - 1).bit_length())
     L: gl.constexpr = gl.BlockedLayout([BLOCK, 1], [1, 32], [1, 4], [1, 0])
     part = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, L))
