@@ -70,8 +70,6 @@ def decode_items(
     first_item = np.cumsum(parts) - parts
     part = np.arange(len(row)) - first_item[row]
     split = np.where(parts > 1, parts, 0)
-    if (slots := int(split.sum())) > max_slots:
-        raise ValueError(f"{slots} parts of tiles, and room for {max_slots}")
     slot = (np.cumsum(split) - split)[row]
     # equal parts, in whole blocks
     size = -(-lengths // (parts * 128)) * 128
@@ -136,6 +134,8 @@ def prefill_parts(
     row = np.repeat(np.arange(count), parts)
     part = np.arange(len(row)) - (np.cumsum(parts) - parts)[row]
     split = np.where(parts > 1, parts, 0)
+    if (slots := int(split.sum())) > max_slots:
+        raise ValueError(f"{slots} parts of tiles, and room for {max_slots}")
     size = -(-keys // (parts * PART_KEYS)) * PART_KEYS
     out = np.empty((len(row), PART_FIELDS), np.int32)
     out[:, :TILE_FIELDS] = items[row]

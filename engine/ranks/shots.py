@@ -18,7 +18,8 @@ CLEARLY = 0.97
 """of the time of what is simpler: what something else must be under"""
 SUSTAINED_TOKENS = 1024
 """from which an iteration is at the power limit, where bursts say too little: a Llama-3-70B's layer of 2,048 tokens on
-two H200s took 1.1 % less with products that send in two steps, which were 0.8 % slower in bursts than sums in one"""
+two H200s took 1.1 % less with products that send in two steps, which were 0.8 % slower in bursts than sums in one. No
+other model and size was measured so"""
 _UNKNOWN = (0, 0)
 
 
@@ -39,8 +40,8 @@ def read(file: Path) -> dict[int, Steps]:
 
 
 def best(figures: dict[Steps, float], *, sustained: bool = False) -> Steps:
-    """The quickest; of those that are as quick, the simplest, which come first. sustained: of these the one that costs
-    the least energy, where products send in two steps."""
+    """The quickest; of those that are as quick, the simplest, which come first. sustained: products that send in two
+    steps come before these."""
     chosen = min(figures, key=lambda steps: (steps.pushed != 2 and sustained, steps.pushed, steps.sums))
     for steps, microseconds in figures.items():
         if microseconds < CLEARLY * figures[chosen]:

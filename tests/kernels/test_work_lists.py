@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -99,7 +100,8 @@ def test_parts_of_prefill_tiles_cover_every_key_once(
     queries, context = (np.array([c[i] for c in chunks], int) for i in (0, 1))
     first = np.cumsum(queries) - queries
     tiles = prefill_items(first, queries, context, np.arange(len(chunks)), group=4)
-    cut = prefill_parts(tiles, num_kv_heads=kv_heads, num_programs=132, max_slots=64, part_keys=part_keys)
+    room = 64 if part_keys is None else 10**6
+    cut = prefill_parts(tiles, num_kv_heads=kv_heads, num_programs=132, max_slots=room, part_keys=part_keys)
     keys: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     slots: list[int] = []
     for *tile, begin, end, slot, word in cut.tolist():
@@ -123,6 +125,12 @@ def test_parts_of_prefill_tiles_cover_every_key_once(
             at = end
         assert at == start + count
     assert (np.diff(cut[:, 5] - cut[:, 4]) <= 0).all()
+
+
+def test_more_parts_than_there_is_room_for_are_refused() -> None:
+    tiles = prefill_items(np.array([0]), np.array([1]), np.array([40000]), np.array([0]), group=4)
+    with pytest.raises(ValueError, match="157 parts of tiles, and room for 64"):
+        prefill_parts(tiles, num_kv_heads=8, num_programs=132, max_slots=64, part_keys=256)
 
 
 def test_only_tiles_that_leave_sms_idle_are_cut() -> None:

@@ -3,8 +3,8 @@
     python tests/gpu/jobs/each.py OUT [--seconds 90] [--processes 12] [--together REGEX] [--once REGEX] FILE...
 
 For kernels that may hang: the case that did is named, the others go on. They run twice: many beside each other, which
-compiles and whose results count for nothing (warp-specialised kernels of several processes disturb each other on one
-GPU), and then one at a time. Cases whose names are the same once what REGEX
+compiles and whose results count for nothing (some warp-specialised kernels did hang beside other processes on a GPU),
+and then one at a time. Cases whose names are the same once what REGEX
 finds in them is cut out share a process (they would compile the same kernels); each still has its own time, and behind
 one that hung another process goes on with the rest. `OUT/cases.txt` has a line a case as soon as it ended,
 `OUT/NAME.txt` what pytest said where it failed or hung, `OUT/files.txt` in the end a line a file. Exit status: 1 unless
