@@ -103,7 +103,7 @@ def _range(items, task, tasks, table, stride_table, HKV: gl.constexpr):
 def _produce(
     source, CONSUMERS: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, PAGE: gl.constexpr,
     BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, SLOTS: gl.constexpr, DRAWN: gl.constexpr,
-    CONSUMER: gl.constexpr,
+    PDL: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     (q, kv, q_smem, ring, full, empty, task_smem, tokens_smem, table, stride_table, items, tasks, tickets, layer,
      layers) = source  # fmt: skip
@@ -117,6 +117,8 @@ def _produce(
         task = gl.atomic_add(tickets, 1, sem="relaxed")
     start, end, row, pages = _range(items, task, tasks, table, stride_table, HKV)
     page = gl.load(pages + start // PAGE)
+    if PDL:
+        await_previous()
     while task < tasks:
         column = (task % HKV) * D
         task_next = tasks
@@ -166,6 +168,19 @@ def _produce(
     mbarrier.arrive(full.index(at), count=1)
     if DRAWN or tasks > producers:
         put_back(tickets, producers)
+
+
+@gluon.jit
+def let_next_start():
+    """The next kernel may start: memory is idle while few requests attend, and it may already fetch its weights."""
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
+                              pack=1)  # fmt: skip
+
+
+@gluon.jit
+def await_previous():
+    """What the kernel before this one wrote is there. Work lists and page tables are older: they need not wait."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -338,8 +353,13 @@ def _consume(
 
 
 @gluon.jit
-def _idle():
-    """The partition that a program starts with: it has four warps, and one is a consumer."""
+def _idle(PDL: gl.constexpr):
+    """The partition that a program starts with: it has four warps, and one is a consumer.
+
+    A program without a task waits here too: a kernel that ends before the one in front of it would let the next one in.
+    """
+    if PDL:
+        await_previous()
 
 
 @gluon.jit(do_not_specialize=["layer"])
@@ -364,25 +384,22 @@ def decode_kernel(
     for slot in gl.static_range(C * SLOTS):
         mbarrier.init(empty.index(slot), count=1)
     if PDL:
-        # memory is idle while few requests attend: the next product may already fetch weights
-        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
-                                  pack=1)  # fmt: skip
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        let_next_start()
     tasks = gl.load(num_items) * HKV
     source = (q, kv, q_smem, ring, full, empty, task_smem, tokens_smem, table, stride_table, items, tasks, tickets,
               layer, layers)  # fmt: skip
     sink = (out, q_smem, ring, full, empty, task_smem, tokens_smem, items, partial, arrived, scale, sinks)
     gl.warp_specialize(
         [
-            (_idle, ()),
+            (_idle, (PDL,)),
             (_consume, (sink, HKV, G, GP, BN, BOX, D, DP, SLOTS, WINDOWED, SOFTCAP, 0)),
             (_consume, (sink, HKV, G, GP, BN, BOX, D, DP, SLOTS, WINDOWED, SOFTCAP, 1)),
             (_consume, (sink, HKV, G, GP, BN, BOX, D, DP, SLOTS, WINDOWED, SOFTCAP, 2)),
             (_consume, (sink, HKV, G, GP, BN, BOX, D, DP, SLOTS, WINDOWED, SOFTCAP, 3)),
-            (_produce, (source, C, HKV, G, GP, PAGE, BN, BOX, D, DP, SLOTS, False, 0)),
-            (_produce, (source, C, HKV, G, GP, PAGE, BN, BOX, D, DP, SLOTS, False, 1)),
-            (_produce, (source, C, HKV, G, GP, PAGE, BN, BOX, D, DP, SLOTS, False, 2)),
-            (_produce, (source, C, HKV, G, GP, PAGE, BN, BOX, D, DP, SLOTS, False, 3)),
+            (_produce, (source, C, HKV, G, GP, PAGE, BN, BOX, D, DP, SLOTS, False, PDL, 0)),
+            (_produce, (source, C, HKV, G, GP, PAGE, BN, BOX, D, DP, SLOTS, False, PDL, 1)),
+            (_produce, (source, C, HKV, G, GP, PAGE, BN, BOX, D, DP, SLOTS, False, PDL, 2)),
+            (_produce, (source, C, HKV, G, GP, PAGE, BN, BOX, D, DP, SLOTS, False, PDL, 3)),
         ],
         [1] * 8,
         [248, 248, 248, 248, 48, 48, 48, 48],

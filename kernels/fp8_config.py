@@ -20,7 +20,7 @@ def every(kind: str, tokens: int, depth: int, *, few: bool) -> tuple[GemmConfig,
     block = min(64, max(16, 1 << (tokens - 1).bit_length()))
     ways = ((256, 3, 2), (256, 4, 1), (256, 5, 1)) if kind == "gate_up" else ((128, 4, 2), (128, 6, 1), (128, 3, 3))
     return tuple(
-        GemmConfig(block, wide, STEP, stages, 8 if block * wide >= 8192 else 4, 8, split, True, per_sm, 1, ahead=4)
+        GemmConfig(block, wide, STEP, stages, 8 if block * wide >= 8192 else 4, 8, split, True, per_sm, 1, ahead=2)
         for wide, stages, per_sm in ways
         for split in (1, 2, 4, 8)
         if (block + wide) * STEP * stages * per_sm <= ROOM and split * 4 <= -(-depth // STEP)

@@ -33,7 +33,9 @@ from weft.kernels.decode_hopper import (
     _range,
     _release,
     _turn,
+    await_previous,
     barrier,
+    let_next_start,
 )
 from weft.kernels.decode_workspace import DecodeWorkspace, group_block, head_block
 from weft.kernels.dependent_launch import pdl_options
@@ -47,7 +49,7 @@ from weft.kernels.scores import log2_scale
 @gluon.jit
 def _produce(
     source, CONSUMERS: gl.constexpr, HKV: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr,
-    PAIRS: gl.constexpr, WIDTH: gl.constexpr, SLOTS: gl.constexpr, CONSUMER: gl.constexpr,
+    PAIRS: gl.constexpr, WIDTH: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """PAIRS of bytes in a head, WIDTH as it lies in shared memory."""
     (kv, ring, full, empty, task_smem, tokens_smem, table, stride_table, items, tasks, tickets, layer,
@@ -58,6 +60,8 @@ def _produce(
     task = gl.program_id(0) + CONSUMER * gl.num_programs(0)
     start, end, row, pages = _range(items, task, tasks, table, stride_table, HKV)
     page = gl.load(pages + start // PAGE)
+    if PDL:
+        await_previous()
     while task < tasks:
         column = (task % HKV) * PAIRS
         task_next = tasks
@@ -124,31 +128,51 @@ def _even_and_odd(x):
 
 
 @gluon.jit
-def _join(
-    base, parts, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, WIDTH: gl.constexpr, MMA: gl.constexpr
+def _part(
+    base, part, parts, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, WIDTH: gl.constexpr, MMA: gl.constexpr
 ):  # fmt: skip
-    """Products (of even and odd numbers of a head), sums and maxima of all parts of a request, added in their order."""
+    """Maxima, sums and products (of even and of odd numbers) that one part left; behind the last they weigh nothing."""
     column = gl.arange(0, GP, layout=gl.SliceLayout(0, MMA))
     pair = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, MMA))
     block = pair[:, None] * GP + column[None, :]
     mask = (column < G)[None, :]
+    at = base + gl.minimum(part, parts - 1).to(gl.int64) * (HKV * (2 * WIDTH + 2) * GP)
+    m = gl.load(at + 2 * WIDTH * GP + column, cache_modifier=".cg")
+    norm = gl.load(at + (2 * WIDTH + 1) * GP + column, cache_modifier=".cg")
+    even = gl.load(at + block, mask=mask, other=0.0, cache_modifier=".cg")
+    odd = gl.load(at + WIDTH * GP + block, mask=mask, other=0.0, cache_modifier=".cg")
+    return gl.where(part < parts, m, float("-inf")), norm, even, odd
+
+
+@gluon.jit
+def _add(m, norm, even, odd, m_other, norm_other, even_other, odd_other):
+    m_new = gl.maximum(m, m_other)
+    alpha = gl.exp2(m - m_new)
+    beta = gl.exp2(m_other - m_new)
+    even = even * alpha[None, :] + even_other * beta[None, :]
+    odd = odd * alpha[None, :] + odd_other * beta[None, :]
+    return m_new, norm * alpha + norm_other * beta, even, odd
+
+
+@gluon.jit
+def _join(
+    base, parts, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, WIDTH: gl.constexpr, MMA: gl.constexpr
+):  # fmt: skip
+    """Products (of even and odd numbers of a head), sums and maxima of all parts of a request, added in their order;
+    four parts are on their way at a time."""
     m = gl.full([GP], -1e30, gl.float32, layout=gl.SliceLayout(0, MMA))
     norm = gl.zeros([GP], gl.float32, layout=gl.SliceLayout(0, MMA))
     even = gl.zeros([WIDTH, GP], gl.float32, layout=MMA)
     odd = gl.zeros([WIDTH, GP], gl.float32, layout=MMA)
-    for part in range(parts):
-        at = base + part.to(gl.int64) * (HKV * (2 * WIDTH + 2) * GP)  # type: ignore[attr-defined]
-        m_other = gl.load(at + 2 * WIDTH * GP + column, cache_modifier=".cg")
-        norm_other = gl.load(at + (2 * WIDTH + 1) * GP + column, cache_modifier=".cg")
-        even_other = gl.load(at + block, mask=mask, other=0.0, cache_modifier=".cg")
-        odd_other = gl.load(at + WIDTH * GP + block, mask=mask, other=0.0, cache_modifier=".cg")
-        m_new = gl.maximum(m, m_other)
-        alpha = gl.exp2(m - m_new)
-        beta = gl.exp2(m_other - m_new)
-        norm = norm * alpha + norm_other * beta
-        even = even * alpha[None, :] + even_other * beta[None, :]
-        odd = odd * alpha[None, :] + odd_other * beta[None, :]
-        m = m_new
+    for part in range(0, parts, 4):
+        m_a, norm_a, even_a, odd_a = _part(base, part, parts, HKV, G, GP, WIDTH, MMA)
+        m_b, norm_b, even_b, odd_b = _part(base, part + 1, parts, HKV, G, GP, WIDTH, MMA)
+        m_c, norm_c, even_c, odd_c = _part(base, part + 2, parts, HKV, G, GP, WIDTH, MMA)
+        m_d, norm_d, even_d, odd_d = _part(base, part + 3, parts, HKV, G, GP, WIDTH, MMA)
+        m, norm, even, odd = _add(m, norm, even, odd, m_a, norm_a, even_a, odd_a)
+        m, norm, even, odd = _add(m, norm, even, odd, m_b, norm_b, even_b, odd_b)
+        m, norm, even, odd = _add(m, norm, even, odd, m_c, norm_c, even_c, odd_c)
+        m, norm, even, odd = _add(m, norm, even, odd, m_d, norm_d, even_d, odd_d)
     return even, odd, norm, m
 
 
@@ -286,25 +310,22 @@ def decode_kernel(
     for slot in gl.static_range(C * SLOTS):
         mbarrier.init(empty.index(slot), count=1)
     if PDL:
-        # memory is idle while few requests attend: the next product may already fetch weights
-        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
-                                  pack=1)  # fmt: skip
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        let_next_start()
     tasks = gl.load(num_items) * HKV
     PAIRS: gl.constexpr = D // 2
     source = (kv, ring, full, empty, task_smem, tokens_smem, table, stride_table, items, tasks, tickets, layer, layers)
     sink = (q, out, ring, full, empty, task_smem, tokens_smem, items, partial, arrived, scale, kv_scale, layer, sinks)
     gl.warp_specialize(
         [
-            (_idle, ()),
+            (_idle, (PDL,)),
             (_consume, (sink, HKV, G, GP, BN, BOX, D, WIDTH, SLOTS, DTYPE, WINDOWED, SOFTCAP, 0)),
             (_consume, (sink, HKV, G, GP, BN, BOX, D, WIDTH, SLOTS, DTYPE, WINDOWED, SOFTCAP, 1)),
             (_consume, (sink, HKV, G, GP, BN, BOX, D, WIDTH, SLOTS, DTYPE, WINDOWED, SOFTCAP, 2)),
             (_consume, (sink, HKV, G, GP, BN, BOX, D, WIDTH, SLOTS, DTYPE, WINDOWED, SOFTCAP, 3)),
-            (_produce, (source, C, HKV, PAGE, BN, BOX, PAIRS, WIDTH, SLOTS, 0)),
-            (_produce, (source, C, HKV, PAGE, BN, BOX, PAIRS, WIDTH, SLOTS, 1)),
-            (_produce, (source, C, HKV, PAGE, BN, BOX, PAIRS, WIDTH, SLOTS, 2)),
-            (_produce, (source, C, HKV, PAGE, BN, BOX, PAIRS, WIDTH, SLOTS, 3)),
+            (_produce, (source, C, HKV, PAGE, BN, BOX, PAIRS, WIDTH, SLOTS, PDL, 0)),
+            (_produce, (source, C, HKV, PAGE, BN, BOX, PAIRS, WIDTH, SLOTS, PDL, 1)),
+            (_produce, (source, C, HKV, PAGE, BN, BOX, PAIRS, WIDTH, SLOTS, PDL, 2)),
+            (_produce, (source, C, HKV, PAGE, BN, BOX, PAIRS, WIDTH, SLOTS, PDL, 3)),
         ],
         [1] * 8,
         [248, 248, 248, 248, 48, 48, 48, 48],

@@ -19,7 +19,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from weft.kernels.decode_hopper import _get, _load_block, _put, _range, _turn, barrier
+from weft.kernels.decode_hopper import (
+    _get,
+    _load_block,
+    _put,
+    _range,
+    _turn,
+    await_previous,
+    barrier,
+    let_next_start,
+)
 from weft.kernels.decode_workspace import DecodeWorkspace, group_block, head_block
 from weft.kernels.dependent_launch import pdl_options
 from weft.kernels.fp8 import KvScales
@@ -86,10 +95,7 @@ def decode_kernel(
     for at in gl.static_range(2 * PLACES):
         mbarrier.init(full.index(at), count=1)
     if PDL:
-        # memory is idle while few requests attend: the next product may already fetch weights
-        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
-                                  pack=1)  # fmt: skip
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        let_next_start()
     tasks = gl.load(num_items) * HKV
     ground = (kv, ring, full, task_smem, tokens_smem, tasks, layer, layers)
     queue = (items, tasks, table, stride_table, tickets)
@@ -109,6 +115,8 @@ def decode_kernel(
     start, end, _, pages = _range(items, task, tasks, table, stride_table, HKV)
     page = gl.load(pages + start // PAGE)
     cursor = (task, start, end, start, pages, page)
+    if PDL:
+        await_previous()
     for empty in gl.static_range(PLACES):
         _fill(ground, cursor, empty, 0, PAGE, BN, BOX, D // 2, WIDTH, HKV)
         _fill(ground, cursor, empty, 1, PAGE, BN, BOX, D // 2, WIDTH, HKV)

@@ -32,13 +32,13 @@ def by_rule(kind: str, num_tokens: int, features: int, depth: int, num_sms: int)
     steps = -(-depth // BLOCK)
     if num_tokens <= FEW_TOKENS or not is_hopper():
         tokens = min(64, max(16, 1 << (num_tokens - 1).bit_length()))
-        wide, stages, per_sm = (256, 5, 1) if kind == "gate_up" else (128, 4, 2)
+        wide, stages, per_sm = (256, 5, 1) if kind == "gate_up" else (128, 6, 1) if tokens == 16 else (128, 4, 2)
         tiles = -(-features // wide) * -(-num_tokens // tokens)
         # the largest split that leaves a part eight steps; what it saves in waves, partial sums of more tokens cost
         units = num_sms * (per_sm if tokens <= 32 else 1)
         split = max((s for s in (2, 4, 8) if tiles * s <= units and s * 8 <= steps), default=1)
         return GemmConfig(tokens, wide, BLOCK, stages, 8 if tokens * wide >= 8192 else 4, 8, split, True,
-                          per_sm, 1, ahead=4)  # fmt: skip
+                          per_sm, 1, ahead=2)  # fmt: skip
     wide = 256 if kind == "gate_up" or -(-num_tokens // 128) * -(-features // 256) >= 7 * num_sms // 10 else 128
     return GemmConfig(128, wide, BLOCK, 4, 4, group=16, special=True)
 
@@ -51,7 +51,9 @@ def launch_of(kind: str, num_tokens: int, features: int, depth: int, config: Gem
     while split > 1 and -(-steps // split) * (split - 1) >= steps:  # no part may be empty
         split -= 1
     units = -(-num_tokens // config.tokens) * -(-features // config.features) * split
-    return Launch((min(num_sms * config.per_sm, units),), config, split, {})
+    grid = min(num_sms * config.per_sm, units)
+    # every program has one tile: it may release the next kernel before its epilogue
+    return Launch((grid,), config, split, {"ONCE": grid == units})
 
 
 def check_operands(a: Fp8Rows, weight: Fp8Weight) -> None:

@@ -68,13 +68,17 @@ def _accumulate(
     rows = row + tl.arange(0, BM)
     cols = col + tl.arange(0, BN)
     acc = tl.zeros([BN, BM], tl.float32) if SWAP else tl.zeros([BM, BN], tl.float32)
+    if A_BLOCKS:
+        factor = tl.load(sa + first * stride_sa + rows, mask=rows < live, other=0.0)
     for step in range(first, last):
         x = a.load([row, step * 128])
         y = w.load([col, step * 128])
+        if A_BLOCKS:  # a step early: nothing waits for it
+            following = tl.load(sa + tl.minimum(step + 1, last - 1) * stride_sa + rows, mask=rows < live, other=0.0)
         part = tl.dot(y, x.T) if SWAP else tl.dot(x, y.T)
         if A_BLOCKS:
-            scale = tl.load(sa + step * stride_sa + rows, mask=rows < live, other=0.0)
-            part *= scale[None, :] if SWAP else scale[:, None]
+            part *= factor[None, :] if SWAP else factor[:, None]
+            factor = following
         if W_BLOCKS > 0:
             place = (cols // 128 if W_BLOCKS == 1 else cols).to(tl.int64) * stride_sw
             scale = tl.load(sw + place + step, mask=cols < N, other=0.0)
@@ -149,7 +153,7 @@ def product_kernel(
     a, w, weights, sa, stride_sa, sw, stride_sw, partial, arrived, count, M, N, K, x, out, q_out, q_scale, stride_q,
     KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     SWAP: tl.constexpr, OUT: tl.constexpr, A_BLOCKS: tl.constexpr, W_BLOCKS: tl.constexpr, KV8: tl.constexpr,
-    PDL: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr, AHEAD: tl.constexpr, ONCE: tl.constexpr,
     next_norm=None, sumsq=None, stride_sumsq=None, eps=None, bias=None, rotary=None, positions=None, slots=None,
     kv=None, kv_inverse=None, layer=None, layers=None, q_norm=None, k_norm=None, PARTS: tl.constexpr = 0,
     HQ: tl.constexpr = None, HKV: tl.constexpr = None, D: tl.constexpr = None, PAGE: tl.constexpr = None,
@@ -173,6 +177,8 @@ def product_kernel(
         acc = _accumulate(a, w, sa, stride_sa, sw, stride_sw, tile_m * BM, tile_n * BN, live, N, first,
                           tl.minimum(first + share, steps), BM, BN, SWAP, A_BLOCKS, W_BLOCKS)  # fmt: skip
         done = True
+        if ONCE:
+            release(PDL)
         if SPLIT > 1:
             acc, done = meet(acc, partial, arrived, tile, part, SPLIT)
         if done:
@@ -247,5 +253,6 @@ def launch_product(
         0 if quantized is None else quantized.scale.stride(0), KIND=kind, BM=c.tokens, BN=c.features, GROUP=c.group,
         SPLIT=launch.split, SWAP=c.swap, OUT=_DTYPES[dtype], A_BLOCKS=a.scale.shape[0] > 1,
         W_BLOCKS=weight_blocks(weight), KV8=kv is not None and kv.element_size() == 1,
-        AHEAD=c.ahead if early["PDL"] else 0, num_warps=c.warps, num_stages=c.stages, **fields, **early,
+        AHEAD=c.ahead if early["PDL"] else 0, num_warps=c.warps, num_stages=c.stages, **launch.options, **fields,
+        **early,
     )  # fmt: skip

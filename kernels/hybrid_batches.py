@@ -86,7 +86,7 @@ def best_splits(batch: Hybrid, count: int = 2) -> tuple[int, ...]:
 def share_of_decodes(batch: Hybrid, sms: int) -> int:
     """SMs in proportion to the halves' work: the paper's proportional policy, where a task is an SM's for a while."""
     whole = batch.prefill_us + batch.decode_us
-    return min(sms, max(0, round(sms * batch.decode_us / whole))) if whole else 0
+    return min(sms, max(1, round(sms * batch.decode_us / whole))) if whole else 0
 
 
 def balanced(batch: Hybrid) -> bool:

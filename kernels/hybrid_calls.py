@@ -30,9 +30,10 @@ from weft.kernels.work_lists import (
     PART_FIELDS,
     TILE_FIELDS,
     decode_items,
-    first_decoders,
+    one_launch,
     prefill_items,
     prefill_parts,
+    with_decodes,
 )
 
 DTYPE = torch.bfloat16
@@ -48,9 +49,9 @@ PAUSE = 0.6
 LEAST_PAUSE_S = 0.001
 
 
-SETTINGS = ("rule", "all", "few", "half", "share")
+SETTINGS = ("rule", "all", "few", "half", "share", "tiles")
 """how many programs of one launch begin with decodes: by the engine's rule, all, few, the paper's 50:50 and its
-proportional policy"""
+proportional policy; or none, and decodes are tiles of one query among the chunk's"""
 
 
 class Section(NamedTuple):
@@ -92,7 +93,7 @@ class HybridCalls:
             "batched": (tiles + rows + self._slots, PART_FIELDS),
         }
         # A pointer that is not aligned to 16 bytes would be another kernel to Triton.
-        self._counts = {name: 4 * i for i, name in enumerate((*sizes, "decoders"))}
+        self._counts = {name: 4 * i for i, name in enumerate((*sizes, "decoders", "nothing"))}
         self._sections, at = dict[str, Section](), 4 * len(self._counts)
         for name, (count, fields) in sizes.items():
             at = -(-at // 32) * 32
@@ -149,8 +150,14 @@ class HybridCalls:
             prefill(layer, "beside", self.sms - sms)
             return here.wait_stream(self._side)
 
-        def pod(layer: int) -> None:
-            work = PodWork(*lists["decode"], *lists["cut"], self._decoders)
+        at = self._counts["nothing"]
+        no_decodes = lists["decode"][0], self._there[at : at + 1]
+
+        def pod(layer: int, *, as_tiles: bool = False) -> None:
+            if as_tiles:
+                work = PodWork(*no_decodes, *lists["batched"], no_decodes[1])
+            else:
+                work = PodWork(*lists["decode"], *lists["cut"], self._decoders)
             launch_pod(
                 q, pool, layer, table, work, decodes=self._space, prefills=self._prefills, num_sms=self.sms, out=out
             )
@@ -159,6 +166,7 @@ class HybridCalls:
             "whole": partial(one_after_the_other, name="whole"),
             "cut": partial(one_after_the_other, name="cut"),
             "pod": pod,
+            "pod tiles": partial(pod, as_tiles=True),
             "decode": decode,
             "prefill": prefill,
             "batched": partial(prefill, name="batched"),
@@ -228,8 +236,9 @@ class HybridCalls:
 
     def _graph(self, name: str) -> tuple[Any, int]:
         if name.startswith("pod "):
-            self._decoders.fill_(self._settings[name[4:]])
-            return self._graphs["pod"]
+            programs = self._settings[name[4:]]
+            self._decoders.fill_(programs)
+            return self._graphs["pod" if programs else "pod tiles"]
         return self._foreign[name] if name in foreign_attention.NAMES else self._graphs[name]
 
     def burst(self, name: str, expected_us: float) -> float:
@@ -258,10 +267,11 @@ class HybridCalls:
         return Sustained(ms, watts, mhz)
 
     def same_bits(self) -> bool:
-        """Whether one launch by the rule leaves the bits of its two halves, and writes every row."""
+        """Whether one launch by the rule leaves the bits of its two halves, and writes every row; where decodes are
+        tiles, the bits of the kernel for tiles."""
         assert self._batch is not None
         rows = self._batch.decodes + self._batch.chunk
-        self._graphs["cut"][0].replay()
+        self._graphs["cut" if self._settings["rule"] else "batched"][0].replay()
         want = self.out[:rows].clone()
         self.out[:rows].fill_(float("nan"))
         self._graph("pod rule")[0].replay()
@@ -293,18 +303,16 @@ def plan_lists(batch: Hybrid, sms: int, slots: int) -> tuple[dict[str, int], dic
     tiles = prefill_items(*chunk, group=group)
     parts = prefill_parts(tiles, num_programs=sms, **options)
     beside = prefill_parts(tiles, num_programs=sms - best_splits(batch)[0], **options)
-    rows = np.arange(d)
-    singles = prefill_items(rows, np.ones(d, int), np.full(d, max(0, batch.length - 1)), rows, group=group)
-    together = np.concatenate((tiles, singles))
-    together = together[np.argsort(-(together[:, 1] + together[:, 2]), kind="stable")]
+    together = with_decodes(tiles, 0, np.full(d, batch.length), np.arange(d), group=group)
     batched = prefill_parts(together, num_programs=sms, **options)
     planned = {
         "parts": int((parts[:, 7] & 65535).max(initial=1)),
-        "rule": first_decoders(decodes, parts, num_kv_heads=heads, num_programs=sms),
+        "rule": one_launch(decodes, tiles, lambda: together, num_programs=sms, **options).programs,
         "all": sms,
         "few": min(FIRST_DECODERS, sms),
         "half": sms // 2,
         "share": share_of_decodes(batch, sms),
+        "tiles": 0,
     }
     return planned, {"decode": decodes, "whole": tiles, "cut": parts, "beside": beside, "batched": batched}
 

@@ -171,15 +171,15 @@ def _do_decodes(
     sink = (out, q_smem, ring, full, empty, task_smem, tokens_smem, items, partial, arrived, scale, sinks)
     gl.warp_specialize(
         [
-            (_idle, ()),
+            (_idle, (False,)),
             (consume_decodes, (sink, HKV, G, GP, BN, BOX, D, DP, SLOTS, WINDOWED, SOFTCAP, 0)),
             (consume_decodes, (sink, HKV, G, GP, BN, BOX, D, DP, SLOTS, WINDOWED, SOFTCAP, 1)),
             (consume_decodes, (sink, HKV, G, GP, BN, BOX, D, DP, SLOTS, WINDOWED, SOFTCAP, 2)),
             (consume_decodes, (sink, HKV, G, GP, BN, BOX, D, DP, SLOTS, WINDOWED, SOFTCAP, 3)),
-            (produce_decodes, (source, C, HKV, G, GP, PAGE, BN, BOX, D, DP, SLOTS, True, 0)),
-            (produce_decodes, (source, C, HKV, G, GP, PAGE, BN, BOX, D, DP, SLOTS, True, 1)),
-            (produce_decodes, (source, C, HKV, G, GP, PAGE, BN, BOX, D, DP, SLOTS, True, 2)),
-            (produce_decodes, (source, C, HKV, G, GP, PAGE, BN, BOX, D, DP, SLOTS, True, 3)),
+            (produce_decodes, (source, C, HKV, G, GP, PAGE, BN, BOX, D, DP, SLOTS, True, False, 0)),
+            (produce_decodes, (source, C, HKV, G, GP, PAGE, BN, BOX, D, DP, SLOTS, True, False, 1)),
+            (produce_decodes, (source, C, HKV, G, GP, PAGE, BN, BOX, D, DP, SLOTS, True, False, 2)),
+            (produce_decodes, (source, C, HKV, G, GP, PAGE, BN, BOX, D, DP, SLOTS, True, False, 3)),
         ],
         [1] * 8,
         [248, 248, 248, 248, 48, 48, 48, 48],

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,6 +30,10 @@ DECODE_KEYS = 110
 head's size: 4.25 TB/s beside 4.9 TFLOP/s, on an H200"""
 LEAST_KEYS = 17500
 """below this (230 microseconds, heads of 128 numbers) one list behind the other was as quick as any mixture"""
+TILE_READ_KEYS = 97
+"""as `DECODE_KEYS`, of decodes that are tiles of one query: 3.9 TB/s"""
+SECOND_LIST_KEYS = 300
+"""what it costs that there are two lists"""
 _TASK_KEYS = 160
 """what a prefill task costs beside its keys, and as a part once more, in keys"""
 
@@ -155,14 +162,21 @@ def first_decoders(
     sooner and there is enough work for that to be seen. What was measured on an H200: `DECODE_KEYS`, and that decodes
     beside tiles are as quick as alone.
     """
-    if not len(parts) or not len(decodes) or num_programs <= 2 * FIRST_DECODERS:
-        return num_programs if len(decodes) else 0
+    return _first_decoders(decodes, parts, num_kv_heads, num_programs)[0]
+
+
+def _first_decoders(
+    decodes: NDArray[np.int32], parts: NDArray[np.int32], num_kv_heads: int, num_programs: int
+) -> tuple[int, float]:
+    """As `first_decoders`, and how long it takes, in keys."""
+    if not len(parts) or not len(decodes):
+        return (num_programs if len(decodes) else 0), 0.0
     keys = (parts[:, 5] - parts[:, 4]).astype(np.int64)
     tasks, tile = len(parts) * num_kv_heads, float(keys.mean())
     reading = float((decodes[:, 3] - decodes[:, 2]).sum(dtype=np.int64)) * num_kv_heads / DECODE_KEYS
     in_turn = reading + -(-tasks // num_programs) * tile
-    if in_turn < LEAST_KEYS:
-        return num_programs
+    if num_programs <= 2 * FIRST_DECODERS or in_turn < LEAST_KEYS:
+        return num_programs, in_turn
     others = num_programs - FIRST_DECODERS
     done, at, wave, late = 0, 0.0, 0, 0
     while done < tasks:  # whole waves of the others, and behind the decodes of all
@@ -171,7 +185,56 @@ def first_decoders(
             wave, at, done = wave + 1, (wave + 1) * tile, done + others
         else:
             late, at, done = late + 1, behind, done + FIRST_DECODERS
-    return FIRST_DECODERS if 1.1 * max(at, reading) < in_turn else num_programs
+    mixed = max(at, reading)
+    return (FIRST_DECODERS, mixed) if 1.1 * mixed < in_turn else (num_programs, in_turn)
+
+
+class OneLaunch(NamedTuple):
+    """Both lists of a hybrid batch's one launch."""
+
+    decodes: NDArray[np.int32]
+    parts: NDArray[np.int32]
+    programs: int
+    """that begin with decodes"""
+
+
+def with_decodes(
+    tiles: NDArray[np.int32], first_row: int, lengths: NDArray[np.integer], page_rows: NDArray[np.integer], *,
+    group: int,
+) -> NDArray[np.int32]:  # fmt: skip
+    """Prefill items `[items, 4]` and decodes of requests of `lengths` tokens, from q row `first_row` on, as tiles of
+    one query each; longest first. Such a tile has `TILE_ROWS` rows to multiply all the same, which costs time where
+    compute is what lacks, and none where memory is."""
+    ones = np.ones(len(lengths), np.int64)
+    rows = first_row + np.arange(len(lengths))
+    both = np.concatenate((tiles, prefill_items(rows, ones, np.asarray(lengths) - 1, page_rows, group=group)))
+    return both[np.argsort(-(both[:, 1] + both[:, 2]), kind="stable")]
+
+
+def one_launch(
+    decodes: NDArray[np.int32], tiles: NDArray[np.int32], both: Callable[[], NDArray[np.int32]], *, num_kv_heads: int,
+    num_programs: int, max_slots: int, way: str | None = None,
+) -> OneLaunch:  # fmt: skip
+    """How one launch does decode items `[items, 8]` and prefill items `[items, 4]`; both: makes `with_decodes`.
+
+    way: "tiles": decodes are tiles, in one list with the chunks', which is cut evenly: everybody reads and multiplies
+    at once. "whole": two lists, tiles whole; others: tiles cut. By rule (None) decodes are tiles where that promises to
+    end sooner than two lists do: where chunks are short, and decodes few.
+    """
+    options = {"num_kv_heads": num_kv_heads, "num_programs": num_programs}
+    parts = prefill_parts(tiles, max_slots=max_slots, part_keys=0 if way == "whole" else None, **options)
+    programs, apart = _first_decoders(decodes, parts, num_kv_heads, num_programs)
+    if way not in (None, "tiles") or not len(decodes) or not len(tiles):
+        return OneLaunch(decodes, parts, programs)
+    reading = int((decodes[:, 3] - decodes[:, 2]).sum(dtype=np.int64)) * num_kv_heads
+    keys = reading + int((tiles[:, 1] + tiles[:, 2]).sum(dtype=np.int64)) * num_kv_heads
+    apart += SECOND_LIST_KEYS
+    if way is None and max(reading / TILE_READ_KEYS, keys / num_programs) > apart:
+        return OneLaunch(decodes, parts, programs)
+    alike = prefill_parts(both(), max_slots=max_slots, **options)
+    if way is None and _time(alike[:, 5] - alike[:, 4], num_kv_heads, num_programs, _TASK_KEYS) > apart:
+        return OneLaunch(decodes, parts, programs)
+    return OneLaunch(decodes[:0], alike, 0)
 
 
 def _best_part(keys: NDArray[np.int64], heads: int, programs: int, max_slots: int) -> int:

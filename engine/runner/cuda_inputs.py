@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -30,9 +31,10 @@ from weft.kernels.work_lists import (
     TILE_FIELDS,
     TILE_ROWS,
     decode_items,
-    first_decoders,
+    one_launch,
     prefill_items,
     prefill_parts,
+    with_decodes,
 )
 
 RING = 4
@@ -252,7 +254,7 @@ class DeviceInputs:
             host[name][:t] = values[order]
             host[name][t:bucket] = filler
         counts, left, places = host["counts"], host["left"], None
-        split = cut = False
+        split = cut = as_tiles = False
         fused = self.fuses(pipeline)
         if pipeline.behind:
             assigned = assigned._replace(read=batch.rows_by_reader)
@@ -274,19 +276,11 @@ class DeviceInputs:
                 counts[_DECODE + at] = len(decode)
             prefill, wide = self._prefill(host, k, nano, batch, group, page_size)
             if self.layout.prefill_slots:
-                even = self._measured(batch, nano) if fused else None
-                prefill = NO_PARTS if not len(prefill) else prefill_parts(
-                    prefill, num_kv_heads=num_kv_heads, num_programs=sms, max_slots=self.layout.prefill_slots,
-                    part_keys=None if even is None or even.cuts else 0,
-                )  # fmt: skip
+                decode, prefill, as_tiles = self._one_launch(
+                    host, k, nano, batch, decode, prefill, fused, num_kv_heads=num_kv_heads, group=group, sms=sms
+                )
+                counts[_DECODE + at] = len(decode)
                 cut = cut or bool(((prefill[:, 7] & 65535) > 1).any())
-                if even is not None:
-                    host["decoders"][k] = min(even.programs, sms)
-                elif self.layout.pod == "auto":
-                    by_rule = first_decoders(decode, prefill, num_kv_heads=num_kv_heads, num_programs=sms)
-                    host["decoders"][k] = by_rule
-                else:
-                    host["decoders"][k] = min(FIRST_DECODERS, sms)
             self._write(host["prefill_items"], prefill, k, self.layout.nano_batches)
             counts[_PREFILL + k] = len(prefill)
             if places is not None:
@@ -298,7 +292,7 @@ class DeviceInputs:
                 self._write(host["left_unpacked_items"], kept, k, self.layout.nano_batches)
                 host["unpacked"][3 * k + 2] = len(kept)
         self.attention = AttentionPath.of(
-            batch.num_decodes, batch.num_chunks, lanes=len(pipeline.lanes), fused=fused,
+            batch.num_decodes, batch.num_chunks, lanes=len(pipeline.lanes), fused=fused, as_tiles=as_tiles,
             in_turn=int(host["decoders"][0]) >= pipeline.decode_sms[0], split_decodes=split, cut_chunks=cut,
         )  # fmt: skip
         for j, begin in enumerate(pipeline.begins):
@@ -314,6 +308,25 @@ class DeviceInputs:
         counts[: len(_COUNTS)] = (t, n, self._page_updates(batch, host))
         self.slab.copy_(self._ring[self._turn], non_blocking=True)
         return assigned
+
+    def _one_launch(
+        self, host: dict[str, np.ndarray], k: int, nano: NanoBatch, batch: Batch, decode: npt.NDArray[np.int32],
+        tiles: npt.NDArray[np.int32], fused: bool, *, num_kv_heads: int, group: int, sms: int,
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], bool]:  # fmt: skip
+        """Items of both lists of the k-th nano-batch where tiles may be cut, and whether decodes are tiles. Who begins
+        with decodes, where both are one launch, is written."""
+        options = {"num_kv_heads": num_kv_heads, "num_programs": sms, "max_slots": self.layout.prefill_slots}
+        host["decoders"][k] = min(FIRST_DECODERS, sms)
+        if not len(tiles):
+            return decode, NO_PARTS, False
+        if not fused or self.layout.pod != "auto":
+            return decode, prefill_parts(tiles, **options), False
+        even = self._measured(batch, nano)
+        lengths, slots = batch.kv_len[nano.decodes], batch.slots[nano.decodes]
+        both = partial(with_decodes, tiles, nano.first_decode, lengths, slots, group=group)
+        found = one_launch(decode, tiles, both, way=None if even is None else even.way, **options)
+        host["decoders"][k] = found.programs if even is None else min(even.programs, sms)
+        return found.decodes, found.parts, len(found.decodes) < len(decode)
 
     def _measured(self, batch: Batch, nano: NanoBatch) -> Even | None:
         """What was measured to be the quickest way for decodes and chunks of this nano-batch, if anything was."""

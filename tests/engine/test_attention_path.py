@@ -64,11 +64,13 @@ NEAR, ELSEWHERE = (32, 2000, 1, 2000), (4096, 20000, 64, 20000)
         (0, "off", None, AttentionPath("serial", split_decodes=True)),
         (64, "off", None, AttentionPath("serial", split_decodes=True, cut_chunks=True)),
         (64, "on", None, AttentionPath("pod", split_decodes=True, cut_chunks=True)),
-        (64, "auto", None, AttentionPath("pod_in_turn", split_decodes=True, cut_chunks=True)),
+        (64, "auto", None, AttentionPath("pod_tiles", split_decodes=True, cut_chunks=True)),
         (64, "auto", Even(*NEAR, "half", 66), AttentionPath("pod", split_decodes=True, cut_chunks=True)),
         (64, "auto", Even(*NEAR, "all", 132), AttentionPath("pod_in_turn", split_decodes=True, cut_chunks=True)),
         (64, "auto", Even(*NEAR, "whole", 132), AttentionPath("pod_in_turn", split_decodes=True)),
-        (64, "auto", Even(*ELSEWHERE, "half", 66), AttentionPath("pod_in_turn", split_decodes=True, cut_chunks=True)),
+        (64, "auto", Even(*NEAR, "tiles", 0), AttentionPath("pod_tiles", split_decodes=True, cut_chunks=True)),
+        (64, "auto", Even(*ELSEWHERE, "half", 66), AttentionPath("pod_tiles", split_decodes=True, cut_chunks=True)),
+        (64, "on", Even(*NEAR, "tiles", 0), AttentionPath("pod", split_decodes=True, cut_chunks=True)),
         (64, "on", Even(*NEAR, "whole", 132), AttentionPath("pod", split_decodes=True, cut_chunks=True)),
         (64, "off", Even(*NEAR, "whole", 132), AttentionPath("serial", split_decodes=True, cut_chunks=True)),
         (0, "auto", Even(*NEAR, "half", 66), AttentionPath("serial", split_decodes=True)),
@@ -96,6 +98,10 @@ def test_the_slab_of_a_gpu_says_which_way_it_is(
     assert inputs.attention == path
     if row is not None and path.path == "pod" and pod == "auto":
         assert int(inputs.decoders(0)) == row.programs
+    tiles = inputs.prefill_work(0)[0][: int(inputs.prefill_work(0)[1])]
+    as_tiles = path.path == "pod_tiles"
+    assert (int(inputs.decode_work(0)[None].number) == 0) == as_tiles
+    assert {tuple(tile[:4]) for tile in tiles.tolist() if tile[1] == 1} == ({(0, 1, 1999, 0)} if as_tiles else set())
 
 
 @pytest.mark.parametrize("model", ["llama-3-8b", "yi-6b"])

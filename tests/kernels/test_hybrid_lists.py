@@ -19,7 +19,14 @@ from played import Played, Scores
 pytest.importorskip("triton")
 from weft.kernels import foreign_attention, hybrid_calls
 from weft.kernels.hybrid_batches import HEAD_DIM, HEADS, Hybrid
-from weft.kernels.work_lists import decode_items, first_decoders, prefill_items, prefill_parts
+from weft.kernels.work_lists import (
+    decode_items,
+    first_decoders,
+    one_launch,
+    prefill_items,
+    prefill_parts,
+    with_decodes,
+)
 
 SLOTS = 64
 
@@ -59,12 +66,29 @@ def check(
         first.astype(int), np.array([n for _, n in chunks], int), np.array([c for c, _ in chunks], int),
         count + np.arange(len(chunks)), group=group,
     )  # fmt: skip
+    whole = tiles
     if window is None:  # with one, tiles stay whole
         tiles = prefill_parts(tiles, num_kv_heads=kv_heads, num_programs=programs, max_slots=SLOTS, part_keys=part)
         assert 0 <= first_decoders(items, tiles, num_kv_heads=kv_heads, num_programs=programs) <= programs
     played.decodes(it.q, it.kv, LAYER, table, items)
     played.tiles(it.q, it.kv, LAYER, table, tiles)
     assert_attention(out, it, 1e-5, window=window, scale=how.scale, softcap=how.softcap, sinks=how.sinks)
+    if window is not None:
+        return
+    lengths = np.array(decodes, int)
+    for way in (None, "tiles", "whole"):
+        found = one_launch(
+            items, whole, lambda: with_decodes(whole, 0, lengths, np.arange(count), group=group), way=way,
+            num_kv_heads=kv_heads, num_programs=programs, max_slots=SLOTS,
+        )  # fmt: skip
+        if way == "tiles" and decodes and chunks:
+            assert not len(found.decodes)
+            assert found.programs == 0
+        out = empty_out(it)
+        played = Played(out, group * kv_heads, SLOTS, np.random.default_rng(seed), how)
+        played.decodes(it.q, it.kv, LAYER, table, found.decodes)
+        played.tiles(it.q, it.kv, LAYER, table, found.parts)
+        assert_attention(out, it, 1e-5, scale=how.scale, softcap=how.softcap, sinks=how.sinks)
 
 
 @settings(max_examples=12, deadline=None)
@@ -154,6 +178,7 @@ def test_every_way_of_a_batch_is_its_attention(
     assert plan["parts"] >= 1
     names = calls.names(every=True)
     assert {"whole", "cut", "batched", "decode", "prefill", "pod rule", "pod share"} < set(names)
+    assert plan["tiles"] == 0 < plan["share"]
     assert sum(name.startswith("streams") for name in names) == 2
     rows, want = SMALL.decodes + SMALL.chunk, None
     for name in [n for n in names if calls.prepare(n) and n not in ("decode", "prefill")]:
