@@ -7,17 +7,20 @@ not compile, if any. Started by a `CompileJob`; a model or option that cannot wo
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import WeftError
-from weft.engine.runner.compile_job import PIPELINE, SERIAL, cores, stamp_file, use_cache, write_stamp
+from weft.engine.runner.compile_job import PIPELINE, SERIAL, cores, is_compiled, stamp_file, use_cache, write_stamp
 from weft.kernels import early
 from weft.kernels.gpu import Gpu, gpu
 
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
 NICENESS = 10
 """of compiling beside an engine that serves"""
+WAIT_SECONDS = 1.0
+"""between looks at another process that compiles the same"""
 
 
 def compile_kernels(
@@ -86,6 +91,31 @@ def compile_in_parts(config: EngineConfig, target: Gpu, jobs: int, tell: Callabl
         write_stamp(stamp, target.name, sorted(folders))
 
 
+@contextlib.contextmanager
+def one_at_a_time(config: EngineConfig, waiting: Callable[[], None]) -> Iterator[None]:
+    """Of the processes that compile for such a configuration: engines that start together need the same kernels, and
+    each would compile them all. waiting: called again and again until then.
+
+    A process that ends lets the next one in. Where the folder cannot be written nobody waits.
+    """
+    place = int(stamp_file(config).stem[-7:], 16)
+    try:
+        config.cache_path.mkdir(parents=True, exist_ok=True)
+        file = (config.cache_path / "kernels.lock").open("w")
+    except OSError:
+        yield
+        return
+    with file:
+        while True:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+                break
+            except BlockingIOError:
+                waiting()
+                time.sleep(WAIT_SECONDS)
+        yield  # closing the file gives the place back
+
+
 def _folders(hashes: Sequence[str]) -> list[str]:
     """Names in the cache of the kernels with these hashes."""
     from triton.runtime.cache import get_cache_manager
@@ -98,11 +128,19 @@ def main() -> int:
     config = EngineConfig.model_validate_json(sys.stdin.readline())
     if (target := gpu()) is None:
         return 0
+    use_cache(config)
+
+    def waiting() -> None:
+        print(0, 1, flush=True)  # that there is life here
+        if not config.wait_for_plan and is_compiled(config, SERIAL):
+            print(SERIAL, flush=True)
+
     try:
-        if config.wait_for_plan:
-            compile_kernels(config, target, cores(), lambda done, total: print(done, total, flush=True))
-        else:
-            compile_in_parts(config, target, cores(), lambda line: print(line, flush=True))
+        with one_at_a_time(config, waiting):
+            if not config.wait_for_plan:
+                compile_in_parts(config, target, cores(), lambda line: print(line, flush=True))
+            elif not is_compiled(config):  # it was not when this process began
+                compile_kernels(config, target, cores(), lambda done, total: print(done, total, flush=True))
     except WeftError:
         return 1
     except BrokenPipeError:  # the engine has gone, so nobody waits for the processes that compile

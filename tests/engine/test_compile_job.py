@@ -232,6 +232,57 @@ def test_compilers_end_with_the_engine_that_asked_for_them() -> None:
         time.sleep(0.01)
 
 
+COMPILES_WHEN_TOLD = """
+import sys, time
+from pathlib import Path
+from weft.engine.runner import compile_kernels
+from weft.engine.runner.compile_job import stamp_file, write_stamp
+def compile_all(config, target, jobs, progress):
+    progress(1, 2)
+    while not Path(sys.argv[1]).exists():
+        time.sleep(0.02)
+    write_stamp(stamp_file(config), "NVIDIA H200", [])
+compile_kernels.WAIT_SECONDS = 0.02
+compile_kernels.gpu = lambda: "a GPU"
+compile_kernels.compile_kernels = compile_all
+sys.exit(compile_kernels.main())
+"""
+
+
+@pytest.mark.parametrize("ends", ["done", "killed"])
+def test_engines_that_start_together_compile_once(config: EngineConfig, tmp_path: Path, ends: str) -> None:
+    """The others look on, and one of them begins anew where the first has not come to its end."""
+    config = config.model_copy(update={"wait_for_plan": True})
+
+    def begin() -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            (sys.executable, "-P", "-c", COMPILES_WHEN_TOLD, str(tmp_path / "go")), stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert process.stdin is not None
+        process.stdin.write(config.model_dump_json() + "\n")
+        process.stdin.flush()
+        return process
+
+    def said(process: subprocess.Popen[str]) -> str:
+        assert process.stdout is not None
+        return process.stdout.readline()
+
+    first = begin()
+    assert said(first) == "1 2\n"
+    second = begin()
+    assert said(second) == "0 1\n"
+    if ends == "killed":
+        first.kill()
+        while (line := said(second)) != "1 2\n":
+            assert line == "0 1\n"
+    (tmp_path / "go").touch()
+    assert [second.wait(240), first.wait(240)] == [0, 0 if ends == "done" else -signal.SIGKILL]
+    assert second.stdout is not None
+    assert "1 2" not in second.stdout.read()
+    assert is_compiled(config)
+
+
 def test_tuned_tiles_bring_another_job(config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[EngineConfig] = []
     monkeypatch.setattr(CompileJob, "begin", classmethod(lambda _, options: begun.append(options)))
