@@ -136,8 +136,8 @@ class ServeConfig(EngineConfig):
         1,
         ge=1,
         le=64,
-        description="engines on the same device, with one set of weights, which requests are shared out to; a CPU's "
-        "so far",
+        description="engines on the same device, with one set of weights, which requests are shared out to; they "
+        "divide its memory and its time",
     )
     data_parallel_size: int = Field(
         1, ge=1, le=64, description="GPUs with --replicas engines each; on a CPU engines beside those"

@@ -68,6 +68,8 @@ def run(config: EngineConfig, arguments: argparse.Namespace) -> int:
         raise ConfigError("--budget-seconds and --point-seconds must be more than 0")
     if arguments.rate_seconds < 0:
         raise ConfigError("--rate-seconds must be 0 or more")
+    if arguments.measure_replicas > 1 and config.tensor_parallel_size > 1:
+        raise ConfigError("--measure-replicas needs --tensor-parallel-size 1: ranks have no weights in common")
     check_measures(config.objectives)
     if arguments.curves is not None:
         curve = curves.load(arguments.curves)

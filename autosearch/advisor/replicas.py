@@ -56,8 +56,6 @@ def _decision(
         gain, over_max = curve.throughput(winner) / one, curve.throughput(winner) / max(single, one)
         measured = f"{winner.replicas} engines had {gain:.2f} times the throughput of one, measured"
         if gain >= WORTH and over_max >= 1.0 and winner.replicas <= fit:
-            if curve.machine.device.startswith("cuda"):
-                return 1, f"{measured}, but weft serve does not run several engines on one GPU yet"
             return winner.replicas, measured
         if gain >= WORTH and winner.replicas <= fit:
             return 1, f"{measured}, but one engine with more running requests has {1 / over_max:.2f} times theirs"

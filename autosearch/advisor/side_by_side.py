@@ -21,7 +21,7 @@ from weft.engine.errors import WeftError
 from weft.engine.wire.shelf import Shelf
 
 PATIENCE_SECONDS = 90.0
-"""for an answer: two engines on one GPU were seen to hang"""
+"""for an answer: an engine that hangs ends the measurement, not the time for it"""
 START_SECONDS = 600.0
 SETTLING = 4
 """iterations before one of several is measured"""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
+from weft.engine.runner.gpu_room import share_bytes
 from weft.engine.runner.resolve import ResolvedConfig, memory_bytes
 from weft.engine.wire.messages import MemoryBudget
 from weft.kernels.attention_torch import GROUP_ELEMENTS
@@ -29,7 +30,8 @@ def memory_budget(
     kv_pages = config.num_pages * config.kv.page_bytes
     if config.device.type == "cuda":
         # Everything else on the device lies below the share that the pool was sized by.
-        share = int(config.gpu_memory_utilization * memory_bytes(config.device))
+        common = weights.num_bytes if config.common_weights else 0
+        share = share_bytes(config, memory_bytes(config.device), common)
         working = max(0, share - weights.num_bytes - kv_pages)
     else:
         working = RUNTIME_BYTES + _cpu_buffers(spec, config)

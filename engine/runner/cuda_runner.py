@@ -30,6 +30,7 @@ from weft.engine.runner.compile_job import CompileJob
 from weft.engine.runner.cuda_arena import DriverFailed, cuda_resting
 from weft.engine.runner.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda_inputs import INVARIANT_PART_TOKENS, device_inputs
+from weft.engine.runner.gpu_room import Taken, room_for_pages
 from weft.engine.runner.nano import Assignment
 from weft.engine.runner.pipelines import Pipelines
 from weft.engine.runner.pooling import pooled
@@ -50,8 +51,6 @@ RESERVE_BYTES = GIB
 """left free beside the KV pool: graphs, and the workspaces of batches with penalties or log-probabilities"""
 LOOK_SECONDS = 2e-5
 """between looks at an iteration that waits for other ranks: who waits for the device itself hears of nothing else"""
-CONTEXT_BYTES = GIB
-"""that a process takes of a GPU beside torch's tensors, where others' share of it cannot be told apart: assumed"""
 PIPELINE_BYTES = 64 << 20
 """left free beside that for each pipeline whose kernels are loaded once the pool is there"""
 
@@ -244,11 +243,17 @@ class CudaRunner:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
-        taken = total - free
-        if config.has_neighbours:  # theirs is not known: this process's own tensors are, and about what CUDA takes
-            taken = torch.cuda.memory_reserved(self._device) + CONTEXT_BYTES
-            taken += self.resting.num_bytes if self.resting is not None else 0
-        room = int(total * config.gpu_memory_utilization) - taken - self._reserve
+        own = torch.cuda.memory_reserved(self._device) + (self.resting.num_bytes if self.resting is not None else 0)
+        taken = Taken(total, free, own, self.weights.num_bytes if config.common_weights else 0)
+        room = room_for_pages(config, taken, self._reserve)
+        # Less is free where others use the GPU, or the weights that are being replaced are still there.
+        if config.sharers > 1 and config.num_pages is None and free - self._reserve < room:
+            print(
+                f"weft: {room / GIB:.1f} GiB for KV pages are this engine's part, but {free / GIB:.1f} GiB of the GPU "
+                "are free: it takes no more",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+            room = free - self._reserve
         # Pages that the running requests could never fill are of use as prefix cache alone; they are kept all the same.
         pages = config.num_pages or room // page_bytes
         if self._several is not None:  # a page has a part on every rank
@@ -256,7 +261,8 @@ class CudaRunner:
         if pages < 2 or pages * page_bytes > free:
             raise OutOfMemory(
                 f"after weights and buffers {max(room, 0) / GIB:.1f} GiB are left for KV pages of "
-                f"{page_bytes / 2**20:.1f} MiB: raise --gpu-memory-utilization or use a smaller model"
+                f"{page_bytes / 2**20:.1f} MiB: raise --gpu-memory-utilization"
+                f"{', lower --replicas' if config.sharers > 1 else ''} or use a smaller model"
             )
         return int(pages)
 

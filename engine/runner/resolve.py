@@ -70,6 +70,10 @@ class ResolvedConfig:
     """weights and KV pool lie where their memory can be given back"""
     has_neighbours: bool = False
     """other models are on the same device"""
+    sharers: int = 1
+    """engines of this model on the same device, this one included"""
+    common_weights: bool = False
+    """these have one copy of the weights"""
     packed: PackedPage | None = None
     """how pages lie in the tiers below the device; None: as they are"""
     pod: Pod = "off"
@@ -111,10 +115,12 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         raise ConfigError("--device cuda: no CUDA device is visible; use --device cpu")
     cuda = config.device != "cpu" and here is not None
     ranks, sharers = spec.shard_of.ranks, config.share.sharers
-    if cuda and sharers > 1:
+    if (
+        cuda and sharers > 1 and ranks > 1
+    ):  # a rank would wait on one GPU for another that waits for its turn on the next
         raise ConfigError(
-            f"{sharers} engines on one GPU do not work yet: of two, one was seen to hang beside the other. Leave "
-            "--replicas out, or use --data-parallel-size for an engine per GPU"
+            f"--replicas {sharers} on GPUs needs --tensor-parallel-size 1: leave one of the two out, or use "
+            "--data-parallel-size for engines on GPUs of their own"
         )
     if cuda and not isinstance(spec, BroadSpec) and spec.quantization is not None:
         from weft.engine.runner.cuda_fp8 import lacking  # needs Triton
@@ -208,7 +214,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
             f"the KV pool has room for {max(num_pages, 0)} pages of {kv.page_bytes / 2**20:.1f} MiB, "
             "it needs at least 2: raise --kv-cache-gib or lower --page-size"
         )
-    if num_pages is not None and (sharers > 1 or part < 1) and not cuda:
+    if num_pages is not None and device.type != "meta" and (sharers > 1 or (part < 1 and not cuda)):
         _check_shares(config, ranks * (weight_bytes * copies // sharers + num_pages * kv.page_bytes), device)
     # No context is longer than its pages: what the config promises beyond that needs no table of positions.
     in_memory = num_pages - 1 if num_pages is not None else kv.pages_in(memory_bytes(device))
@@ -235,6 +241,8 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         config.wait_for_plan or ranks > 1,  # all ranks must have a pipeline before one of them runs it
         sleeps=config.share.sleeps and ranks == 1,
         has_neighbours=part < 1,
+        sharers=sharers,
+        common_weights=copies < sharers,
         packed=_packed(kv) if config.tier_kv_format == "packed" else None,
         pod=config.pod,
     )
@@ -269,11 +277,13 @@ def _check_shares(config: EngineConfig, own_bytes: int, device: torch.device) ->
     """Refuse engines that fit the device one by one, but not together. `own_bytes`: weights and pages of one, of
     all its ranks."""
     sharers, all_of_it = config.share.sharers, config.share.memory * memory_bytes(device)
-    if (together := sharers * (own_bytes + config.host_kv_gib * GIB)) > all_of_it:
+    on_gpu = device.type == "cuda"
+    if (together := sharers * (own_bytes + (0 if on_gpu else config.host_kv_gib * GIB))) > all_of_it:
         raise OutOfMemory(
-            f"{sharers} engines need {together / GIB:.1f} GiB for weights and KV pages, the machine "
-            f"has {all_of_it / GIB:.1f} GiB for them: lower --kv-cache-gib, --num-pages or --host-kv-gib, which are "
-            "each engine's, or the number of engines"
+            f"{sharers} engines need {together / GIB:.1f} GiB for weights and KV pages, the "
+            f"{'GPU' if on_gpu else 'machine'} has {all_of_it / GIB:.1f} GiB for them: lower --kv-cache-gib"
+            f"{' or --num-pages' if on_gpu else ', --num-pages or --host-kv-gib'}, which are each engine's, or the "
+            "number of engines"
         )
 
 

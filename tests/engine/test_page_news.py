@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.engine.config import EngineConfig, Share
-from weft.engine.errors import ConfigError, OutOfMemory
+from weft.engine.errors import OutOfMemory
 from weft.engine.memory.page_news import PageLedger
 from weft.engine.memory.prefix_index import NOWHERE, PrefixIndex
 from weft.engine.model.directory import read_spec
@@ -74,10 +74,3 @@ def test_engines_that_share_a_machine_divide_its_memory(monkeypatch: pytest.Monk
     in_common = {"share": Share(sharers=3, weight_sharers=3)}
     assert 3 * pages(3, **in_common) <= pages(1) < 3 * pages(3, **in_common) + 3
     assert pages(100, share=Share(sharers=100, weight_sharers=100)) > 1
-
-
-def test_engines_on_one_gpu_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = EngineConfig(device="cuda", share=Share(sharers=2))
-    monkeypatch.setattr(resolving, "gpu", lambda: object())
-    with pytest.raises(ConfigError, match=r"2 engines on one GPU .*--data-parallel-size"):
-        resolve(config, read_spec(config.model_path))
