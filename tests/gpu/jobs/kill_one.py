@@ -1,9 +1,11 @@
 """`kill -9` of one engine of several under load: what was lost, and how long the others' streams stood still.
 
-    python tests/gpu/jobs/kill_one.py OUT PORT DAEMON_PID RATE
+    python tests/gpu/jobs/kill_one.py OUT PORT DAEMON_PID LOAD
 
-`weft load` sends for ten seconds; in the middle of these an engine is killed. Of its record: which requests failed, and
-the longest time between two tokens of those that lived through it, beside that of the seconds before.
+LOAD is a rate, or `users=N` for a closed loop. `weft load` sends for ten seconds (KILL_SECONDS); in the middle of
+these an engine is killed, or none where DAEMON_PID is 0. Of its record: output tokens a second before and after, which
+requests failed, and the longest time between two tokens of those that lived through it, beside that of the seconds
+before.
 """
 
 from __future__ import annotations
@@ -18,10 +20,14 @@ import urllib.request
 from collections import Counter
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-SECONDS, AT = 10.0, 5.0
+SECONDS = float(os.environ.get("KILL_SECONDS", "10"))
+AT = SECONDS / 2
+EDGE = 1.5
+"""seconds at the beginning, the end and behind a kill whose tokens are not counted"""
 
 
 def engines(daemon: int) -> list[int]:
@@ -46,35 +52,53 @@ def generated(port: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith("weft_engine_generation_tokens_total"))
 
 
+def rate(rows: list[dict[str, Any]], begin: float, end: float) -> float:
+    """Output tokens a second that came in this time, of requests that were answered and of others."""
+    count = 0
+    for row in rows:
+        if row["ttft"] is not None:
+            times = row["start"] + row["ttft"] + np.cumsum([0.0, *row["itl"]])
+            count += int(np.count_nonzero((times >= begin) & (times < end)))
+    return count / max(1e-9, end - begin)
+
+
 def main() -> None:
-    out, port, daemon, rate = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
-    record = out / "kill.jsonl"
+    out, port, daemon, asked = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+    name = "kill" if daemon else "alone"
+    sent = ["--users", asked.removeprefix("users=")] if asked.startswith("users=") else ["--rate", asked]
+    record = out / f"{name}.jsonl"
     record.unlink(missing_ok=True)
     load = subprocess.Popen(
-        [sys.executable, "-m", "weft.server", "load", "--server", f"http://127.0.0.1:{port}", "--rate", rate,
-         "--duration", f"{SECONDS:.0f}s", "--input", "lognormal:512:256",
+        [sys.executable, "-m", "weft.server", "load", "--server", f"http://127.0.0.1:{port}", *sent,
+         "--duration", f"{SECONDS:.0f}s", "--input", os.environ.get("KILL_INPUT", "lognormal:512:256"),
          "--output", os.environ.get("KILL_OUTPUT", "400"), "--seed", "7", "--record", str(record),
-         "--json", str(out / "kill.json"), "--quiet"],
-        stdout=(out / "kill.txt").open("w"), stderr=subprocess.STDOUT,
+         "--json", str(out / f"{name}.json"), "--quiet"],
+        stdout=(out / f"{name}.txt").open("w"), stderr=subprocess.STDOUT,
     )  # fmt: skip
-    before = generated(port)
-    while generated(port) == before and load.poll() is None:  # it takes its time to begin
+    none = generated(port)
+    while generated(port) == none and load.poll() is None:  # it takes its time to begin
         time.sleep(0.1)
     time.sleep(AT)
-    there = engines(daemon)
-    os.kill(there[-1], signal.SIGKILL)
+    if daemon:
+        there = engines(daemon)
+        os.kill(there[-1], signal.SIGKILL)
+        print(f"killed the engine {there[-1]} of {there}", flush=True)
     killed = time.time()
-    print(f"killed the engine {there[-1]} of {there}", flush=True)
     load.wait()
-    began = datetime.strptime(json.loads((out / "kill.json").read_text())["runs"][0]["began"], "%Y-%m-%d %H:%M:%S%z")
+    said = json.loads((out / f"{name}.json").read_text())["runs"][0]["began"]
+    began = datetime.strptime(said, "%Y-%m-%d %H:%M:%S%z")
     rows = [json.loads(line) for line in record.read_text().splitlines()]
     at = killed - began.timestamp()  # a second too late at most: that is cut to whole ones
+    before, after = rate(rows, EDGE, at - 1), rate(rows, at + EDGE, SECONDS)
+    print(f"output tokens/s: {before:,.0f} until the middle, {after:,.0f} from then on", flush=True)
     lost = [row for row in rows if row["outcome"] != "ok"]
     print(f"{len(rows)} requests: {dict(Counter(row['outcome'] for row in rows))}", flush=True)
     print("lost:", dict(Counter(row["error"][:80] for row in lost)), flush=True)
     begun = sum(bool(row["itl"]) or (row["ttft"] or 0) > 0 for row in lost)
     print(f"of those {begun} had begun to stream", flush=True)
-    through, before, again = [], [], 0
+    if not daemon:
+        return
+    through, earlier, again = [], [], 0
     for row in rows:
         if row["outcome"] != "ok" or row["ttft"] is None:
             continue
@@ -86,14 +110,14 @@ def main() -> None:
             through.append(float(gaps[around].max()))
         early = times[1:] < at - 1
         if early.any():
-            before.append(float(gaps[early].max()))
+            earlier.append(float(gaps[early].max()))
         again += row["start"] < at < first and row["ttft"] > 0.2
     if through:
         most, middle = 1e3 * max(through), 1e3 * float(np.median(through))
         print(
             f"longest gap of each of {len(through)} streams that lived through it: at most {most:.0f} ms,", flush=True
         )
-        print(f"median {middle:.0f}; of {len(before)} before it: {1e3 * max(before, default=0):.0f}", flush=True)
+        print(f"median {middle:.0f}; of {len(earlier)} before it: {1e3 * max(earlier, default=0):.0f}", flush=True)
     print(f"{again} requests that were sent before the kill had their first token late behind it", flush=True)
 
 

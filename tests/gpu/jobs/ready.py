@@ -1,7 +1,8 @@
-"""Waits until a daemon answers `/ready`, or its process has ended: `ready.py PORT PID [SECONDS]`."""
+"""Waits until a daemon and all its engines are ready, or its process has ended: `ready.py PORT PID [SECONDS]`."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -12,12 +13,14 @@ port, pid = int(sys.argv[1]), int(sys.argv[2])
 begun = time.monotonic()
 while time.monotonic() - begun < float(sys.argv[3] if len(sys.argv) > 3 else 180):
     try:
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5) as answer:
+            engines = json.load(answer).get("engines", [])  # named where there are several
     except (urllib.error.URLError, OSError):
-        os.kill(pid, 0)  # raises when it has ended
-        time.sleep(0.1)
-    else:
+        engines = [{"state": "away"}]
+    if all(engine["state"] == "serving" for engine in engines):
         print(f"ready after {time.monotonic() - begun:.1f} s", flush=True)
         break
+    os.kill(pid, 0)  # raises when it has ended
+    time.sleep(0.1)
 else:
     sys.exit(f"nothing is ready at port {port}")
