@@ -43,6 +43,14 @@ def by_rule(kind: str, num_tokens: int, features: int, depth: int, num_sms: int)
     return GemmConfig(128, wide, BLOCK, 4, 4, group=16, special=True)
 
 
+def of_any_count(kind: str, *, head_norm: int = 0) -> GemmConfig:
+    """One configuration for any number of tokens: each row's sums, and how its squares are divided, are then its own,
+    whatever shares the batch. head_norm: numbers of the heads that a product's epilogue norms."""
+    if is_hopper() and head_norm in (0, 128):  # a tile of `fp8_hopper` has no norm of other heads
+        return GemmConfig(128, 256, BLOCK, 4, 4, group=16, special=True)
+    return GemmConfig(64, 256 if kind == "gate_up" else 128, BLOCK, 4, 8, swap=True, slices=1)
+
+
 def launch_of(kind: str, num_tokens: int, features: int, depth: int, config: GemmConfig | None, num_sms: int) -> Launch:
     """As `gemm_launch.launch_of`."""
     config = config or choose(kind, num_tokens, features, depth, num_sms)

@@ -307,7 +307,9 @@ def plan_lists(batch: Hybrid, sms: int, slots: int) -> tuple[dict[str, int], dic
     batched = prefill_parts(together, num_programs=sms, **options)
     planned = {
         "parts": int((parts[:, 7] & 65535).max(initial=1)),
-        "rule": one_launch(decodes, tiles, lambda: together, num_programs=sms, **options).programs,
+        "rule": one_launch(
+            decodes, tiles, lambda: together, num_kv_heads=heads, num_programs=sms, max_slots=slots
+        ).programs,
         "all": sms,
         "few": min(FIRST_DECODERS, sms),
         "half": sms // 2,

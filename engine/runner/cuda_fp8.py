@@ -51,16 +51,24 @@ def lacking(spec: ModelSpec, *, invariant: bool, experts: bool) -> str | None:
             "heads of other sizes, or a norm over all of them",
         ),
         (any(width % 16 for width in widths), "widths that are no multiple of 16"),
-        (invariant, "--batch-invariant"),
+        (invariant and e is not None, "experts with --batch-invariant"),
     )
     return next((name for is_lacking, name in cases if is_lacking), None)
 
 
 class Fp8Layers:
-    """tokens: of an iteration, at most. Raises `ModelError` where a matrix of the layers is not in FP8."""
+    """tokens: of an iteration, at most. invariant: a row's sums do not depend on how many rows there are. Raises
+    `ModelError` where a matrix of the layers is not in FP8."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, tokens: int, device: torch.device) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, tokens: int, device: torch.device, *, invariant: bool = False
+    ) -> None:
         self._spec, self._layers = spec, weights.layers
+        norm = spec.head_dim if spec.qk_norm == "head" else 0
+        self._fixed = {
+            kind: {"config": fp8_projections.of_any_count(kind, head_norm=norm if kind == "qkv" else 0)}
+            for kind in ("qkv", "residual", "gate_up") if invariant
+        }  # fmt: skip
         for layer in weights.layers:
             for name, product in layer.items():
                 if product.fp8 is None and name != "router":
@@ -103,6 +111,7 @@ class Fp8Layers:
             rows = self._quantized("x", tokens, x, matrix.norm, common["num_tokens"])
         else:
             rows = self.operand("x", tokens)
+        common = common | self._fixed.get("qkv", {})
         fp8_projections.qkv_project(rows, sums, matrix.weight, product.bias, eps, *heads, out=out, **common)
 
     def residual(
@@ -120,7 +129,7 @@ class Fp8Layers:
         _, sums = fp8_projections.residual_project(
             rows, matrix.weight, x, out=x, sumsq=sumsq, bias=product.bias,
             quantized=None if reader is None else self.operand("x", tokens),
-            next_norm=None if reader is None else reader.norm, **common,
+            next_norm=None if reader is None else reader.norm, **common | self._fixed.get("residual", {}),
         )  # fmt: skip
         return sums
 
@@ -132,7 +141,8 @@ class Fp8Layers:
         out = self.operand(op.target, tokens)
         fp8_projections.gate_up_project(
             self.operand("x", tokens), sums, self.matrix(layer, op.name).weight, eps,
-            activation=self._spec.activation, bias=product.bias, quantized=out, **common,
+            activation=self._spec.activation, bias=product.bias, quantized=out,
+            **common | self._fixed.get("gate_up", {}),
         )  # fmt: skip
         if product.gate is not None:
             switch_shared(x, sums, product.gate, eps, out=out, num_tokens=common["num_tokens"])

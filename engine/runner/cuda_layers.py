@@ -117,7 +117,7 @@ class CudaLayers:
                 {**self.activations, "x": buffer(t, spec.hidden_size), "a": torch.zeros_like(self.activations["a"])},
                 sumsq_buffer(spec.hidden_size, t, device), inputs.count["left"],
             )  # fmt: skip
-        self._fp8 = None if spec.quantization is None else Fp8Layers(spec, weights, t, device)
+        self._fp8 = None if spec.quantization is None else Fp8Layers(spec, weights, t, device, invariant=invariant)
         self._fp8_experts: Fp8ExpertLayers | None = None
         if self._fp8 is not None and self.expert_layers is not None:
             self._fp8_experts = Fp8ExpertLayers(spec, self._fp8, self.expert_layers.choice, t, dtype, device)

@@ -97,6 +97,26 @@ def test_its_tokens_are_those_of_the_twins(
     assert sum(theirs == ours for theirs, ours in zip(want, got, strict=True)) >= 1
 
 
+@pytest.mark.parametrize("family", ["llama3.1", pytest.param("qwen3", marks=pytest.mark.nightly)])
+def test_with_batch_invariance_a_request_has_its_bits_whatever_runs_beside_it(
+    family: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs of other sizes, whose products would be cut in other ways; heads with a norm and without."""
+    path, rng = checkpoint(family), np.random.default_rng(4)
+    prompts = [rng.integers(3, 199, n) for n in (7, 40)]
+    options: dict[str, Any] = {
+        "device": "cuda", "dtype": "float16", "tuning_seconds": 0, "batch_invariant": True,
+        "max_num_batched_tokens": 128, **WEIGHTS, **PAGES,
+    }  # fmt: skip
+    if not HERE:
+        monkeypatch.setattr(resolve, "gpu", lambda *_: Gpu("interpreter", (8, 9), 4))
+    with contextlib.nullcontext() if HERE else interpreted_gpu(monkeypatch):
+        (alone,), (known,) = served(path, prompts[:1], **options)
+        (among, _), (logged, _) = served(path, prompts, **options)
+    assert among == alone
+    assert [list(one.values) for one in logged] == [list(one.values) for one in known]
+
+
 @pytest.mark.nightly
 def test_a_checkpoint_with_static_scales_is_served_with_scales_made_on_the_way(
     checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

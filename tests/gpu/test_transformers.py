@@ -169,8 +169,15 @@ SIZES = OF_EXPERTS | {"Qwen3": {"intermediate_size": 3072, "head_dim": 128, "num
 """and a dense model with norms of heads"""
 
 
-@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "Qwen3"])
-def test_models_are_batch_invariant(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "formats"),
+    [
+        ("Mixtral", {}), ("Qwen3Moe", {}), ("Qwen3", {}), ("Qwen3", {"quantization": "fp8"}),
+        ("Qwen3", {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_models_are_batch_invariant(family: str, formats: dict[str, str], tmp_path: Path) -> None:
     """The same tokens and log-probabilities, to the bit, alone and among neighbours, in graphs of other sizes."""
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -179,7 +186,7 @@ def test_models_are_batch_invariant(family: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, 32000, int(n)).astype(np.int32) for n in rng.integers(5, 300, 24)]
     options = {"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 32, "max_num_batched_tokens": 512}
-    harness = Harness(tmp_path, **options, num_pages=600, prefix_caching=False, batch_invariant=True)
+    harness = Harness(tmp_path, **options, num_pages=600, prefix_caching=False, batch_invariant=True, **formats)
     asked = {"max_tokens": 12, "logprobs": 2, "ignore_eos": True, **GREEDY}
     alone = []
     for prompt in prompts[:6]:

@@ -17,5 +17,5 @@ bench() {  # NAME OPTION ...
 many=1024:512:${REQUESTS:-2000}
 bench fp8 --model-preset llama-3-8b --quantization fp8 --kv-cache-dtype fp8 --workload "$many" --then 1024:512:1
 bench fp8-one --model-preset llama-3-8b --quantization fp8 --kv-cache-dtype fp8 --workload 1024:256:1 --trace-iterations 8
-bench bf16 --model-preset llama-3-8b --wait-for-plan --workload "$many" --then 1024:512:1
+bench bf16 --model-preset llama-3-8b --wait-for-plan --workload "1024:512:${BF16_REQUESTS:-${REQUESTS:-2000}}" --then 1024:512:1
 mkdir -p "$OUT/tiles" && cp "${XDG_CACHE_HOME:-$HOME/.cache}"/weft/*.json "$OUT/tiles/"
