@@ -30,10 +30,12 @@ DECODE_KEYS = 110
 head's size: 4.25 TB/s beside 4.9 TFLOP/s, on an H200"""
 LEAST_KEYS = 17500
 """below this (230 microseconds, heads of 128 numbers) one list behind the other was as quick as any mixture"""
-TILE_READ_KEYS = 97
-"""as `DECODE_KEYS`, of decodes that are tiles of one query: 3.9 TB/s"""
-SECOND_LIST_KEYS = 300
-"""what it costs that there are two lists"""
+TWO_LISTS_US = (0.0133, 24.2)
+ONE_LIST_US = (0.0112, 3.9, 9.1, 1.9e-5)
+"""microseconds on an H200, within 12 % for 363 batches of chunks of 128 to 512. Decodes and tiles as two lists: a key,
+a batch. Decodes as tiles of one query in one list: a key, a batch, a wave of tasks, a key of a head that decodes read"""
+TILES_MARGIN = 0.95
+"""decodes become tiles for less than so much of the time"""
 _TASK_KEYS = 160
 """what a prefill task costs beside its keys, and as a part once more, in keys"""
 
@@ -223,18 +225,29 @@ def one_launch(
     """
     options = {"num_kv_heads": num_kv_heads, "num_programs": num_programs}
     parts = prefill_parts(tiles, max_slots=max_slots, part_keys=0 if way == "whole" else None, **options)
-    programs, apart = _first_decoders(decodes, parts, num_kv_heads, num_programs)
+    programs, keys = _first_decoders(decodes, parts, num_kv_heads, num_programs)
+    two_lists = OneLaunch(decodes, parts, programs)
     if way not in (None, "tiles") or not len(decodes) or not len(tiles):
-        return OneLaunch(decodes, parts, programs)
+        return two_lists
     reading = int((decodes[:, 3] - decodes[:, 2]).sum(dtype=np.int64)) * num_kv_heads
-    keys = reading + int((tiles[:, 1] + tiles[:, 2]).sum(dtype=np.int64)) * num_kv_heads
-    apart += SECOND_LIST_KEYS
-    if way is None and max(reading / TILE_READ_KEYS, keys / num_programs) > apart:
-        return OneLaunch(decodes, parts, programs)
+    limit = TILES_MARGIN * (TWO_LISTS_US[0] * keys + TWO_LISTS_US[1])
+    if way is None:  # most batches are told apart without making the list
+        if len(parts) * num_kv_heads > 4 * num_programs:
+            return two_lists
+        least = reading + int((tiles[:, 1] + tiles[:, 2]).sum(dtype=np.int64)) * num_kv_heads
+        if ONE_LIST_US[0] * least / num_programs + ONE_LIST_US[3] * reading > limit:
+            return two_lists
     alike = prefill_parts(both(), max_slots=max_slots, **options)
-    if way is None and _time(alike[:, 5] - alike[:, 4], num_kv_heads, num_programs, _TASK_KEYS) > apart:
-        return OneLaunch(decodes, parts, programs)
+    if way is None and _time_of_one_list(alike, reading, num_kv_heads, num_programs) > limit:
+        return two_lists
     return OneLaunch(decodes[:0], alike, 0)
+
+
+def _time_of_one_list(parts: NDArray[np.int32], reading: int, num_kv_heads: int, num_programs: int) -> float:
+    """Microseconds, where decodes read so many keys of one head."""
+    key, batch, wave, read = ONE_LIST_US
+    busiest = _time(parts[:, 5] - parts[:, 4], num_kv_heads, num_programs, 0)
+    return key * busiest + batch + wave * -(-len(parts) * num_kv_heads // num_programs) + read * reading
 
 
 def _best_part(keys: NDArray[np.int64], heads: int, programs: int, max_slots: int) -> int:
