@@ -33,7 +33,7 @@ LEAST_KEYS = 17500
 TWO_LISTS_US = (0.0133, 24.2)
 ONE_LIST_US = (0.0112, 3.9, 9.1, 1.9e-5)
 """microseconds on an H200, within 12 % for 363 batches of chunks of 128 to 512. Decodes and tiles as two lists: a key,
-a batch. Decodes as tiles of one query in one list: a key, a batch, a wave of tasks, a key of a head that decodes read"""
+a batch. Decodes as tiles of a query in one list: a key, a batch, a wave of tasks, a key of a head that decodes read"""
 TILES_MARGIN = 0.95
 """decodes become tiles for less than so much of the time"""
 _TASK_KEYS = 160

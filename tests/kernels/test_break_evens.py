@@ -95,18 +95,6 @@ def test_what_was_not_measured_has_no_answer() -> None:
     assert table.of_batch(np.array([512]), np.array([8192]), none) is None
 
 
-def test_tables_that_come_with_weft_are_of_its_kernels() -> None:
-    """Others would lie there unread: measure anew, or say why the old timings still hold."""
-    shipped = sorted(break_evens.SHIPPED.glob("pod-*.json"))
-    assert shipped
-    for file in shipped:
-        made = Made(**json.loads(file.read_text())["made"])
-        assert file_of(break_evens.SHIPPED, made) == file
-        assert made.kernels == break_evens.source_digest(*break_evens.SOURCES)
-        table, said = read(file.parent / "nowhere", made)
-        assert table is not None, said
-
-
 sizes = st.tuples(st.integers(1, 16384), st.integers(0, 131072), st.integers(1, 512), st.integers(1, 131072))
 rows_of = st.builds(
     lambda at, way, programs: Even(*map(float, at), way, programs), sizes, st.sampled_from(WAYS), st.integers(0, 132)
