@@ -49,7 +49,7 @@ from weft.engine.wire.messages import (
 )
 from weft.engine.wire.shelf import COUNT as SHELF_FDS
 from weft.engine.wire.shelf import Shelf
-from weft.engine.wire.stacks import hold_back, write_stacks_to
+from weft.engine.wire.stacks import write_stacks_to
 
 if TYPE_CHECKING:
     from weft.engine.engine import Engine
@@ -292,7 +292,6 @@ def _announce_compiles(beat: Beat) -> None:
 
 
 def main() -> int:
-    hold_back()
     install()
     settle(int(sys.argv[1]))
     headstart = Headstart(ENGINE_MODULES, GPU_MODULES)

@@ -19,7 +19,7 @@ from weft.engine.runner.compile_job import use_cache
 from weft.engine.wire.beat import Beats, RankBeat
 from weft.engine.wire.child import settle
 from weft.engine.wire.log_sink import install, last_lines
-from weft.engine.wire.stacks import hold_back, write_stacks_to
+from weft.engine.wire.stacks import write_stacks_to
 
 
 def _end_with_stdin() -> None:
@@ -61,7 +61,6 @@ def _serve(config: EngineConfig, links: Links, beat: RankBeat, start_timeout: fl
 
 
 def main() -> int:
-    hold_back()
     install()
     rank, parent, beats_fd, row, stacks_fd = map(int, sys.argv[1:6])
     settle(parent or None)

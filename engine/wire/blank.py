@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from weft.engine.wire.child import held_back
+
 PRIMITIVE_CACHES = {"LRU_CACHE_CAPACITY": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 """On a CPU ideep and oneDNN keep a compiled primitive for each shape they have met, a thousand each if let: hundreds of
 megabytes that come with the traffic. Read when torch is loaded. With fewer than some dozens of the second kind they are
@@ -48,12 +50,13 @@ class Blank:
         self.socket, theirs = socket.socketpair()
         with theirs:
             try:
-                self.process = subprocess.Popen(
-                    (sys.executable, "-P", "-m", "weft.engine.process", str(os.getpid())),
-                    stdin=theirs.fileno(),
-                    start_new_session=True,  # Ctrl-C reaches the daemon alone, which then drains
-                    env={**environment(), **({VISIBLE: gpu} if gpu else {})},
-                )
+                with held_back():
+                    self.process = subprocess.Popen(
+                        (sys.executable, "-P", "-m", "weft.engine.process", str(os.getpid())),
+                        stdin=theirs.fileno(),
+                        start_new_session=True,  # Ctrl-C reaches the daemon alone, which then drains
+                        env={**environment(), **({VISIBLE: gpu} if gpu else {})},
+                    )
             except OSError:
                 self.socket.close()
                 raise

@@ -7,14 +7,30 @@ import faulthandler
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
 PR_SET_PDEATHSIG = 1
 IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 """signals that would end a process, and mean nothing to those of a daemon"""
+ASKED = signal.SIGUSR2
+"""asks for the stacks of a child's threads (`stacks`)"""
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Around the start of a child: none of its threads takes `ASKED` from the one that waits for it.
+
+    Libraries begin threads where they are imported, before any code of the child could hold them back.
+    """
+    held = ASKED in signal.pthread_sigmask(signal.SIG_BLOCK, [ASKED])
+    try:
+        yield
+    finally:
+        if not held:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [ASKED])
 
 
 def settle(parent: int | None) -> None:

@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-ASKED = signal.SIGUSR2
-"""a thread waits for it and writes the stacks, holding the interpreter's lock: nothing happens to who is asked"""
+from weft.engine.wire.child import ASKED
+
 LAST_WORDS = signal.SIGUSR1
 """has the stacks written by its handler, whatever runs: frames that change meanwhile may end the process"""
 ASK_SECONDS = 10.0
@@ -42,13 +42,11 @@ def _calls(frame: FrameType | None) -> list[str]:
     return calls[::-1]
 
 
-def hold_back() -> None:
-    """In a process that has no other thread yet, which would take the question: it waits for the one that answers."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, [ASKED])
-
-
 def write_stacks_to(stacks_fd: int) -> None:
-    """In the child, after `hold_back`: it writes its stacks there when asked."""
+    """In a child that was started `held_back`: it writes its stacks there when asked.
+
+    A thread waits for the question and writes, holding the interpreter's lock: nothing happens to who is asked.
+    """
     faulthandler.register(LAST_WORDS, stacks_fd, all_threads=True, chain=False)
 
     def write() -> None:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
 from weft.engine.wire.beat import Beats
+from weft.engine.wire.child import held_back
 from weft.engine.wire.stacks import Stacks
 from weft.server.config import ServeConfig
 from weft.server.daemon.certificate import Certificate
@@ -64,7 +65,7 @@ class ApiProcess:
         stacks = Stacks()
         beats.of(beat_row).begin("starting", START_SECONDS)
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, held_back():
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-P",

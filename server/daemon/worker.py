@@ -21,7 +21,7 @@ from weft.engine.wire.beat import BEAT_SECONDS, ENGINE, Beats, Watch
 from weft.engine.wire.child import has_ended, settle
 from weft.engine.wire.client import EngineClient
 from weft.engine.wire.log_sink import last_lines
-from weft.engine.wire.stacks import hold_back, write_stacks_to
+from weft.engine.wire.stacks import write_stacks_to
 from weft.server.api.http_server import make_server
 from weft.server.api.service import Phase, Service
 from weft.server.config import ServeConfig
@@ -266,7 +266,6 @@ async def _run(sock: socket.socket) -> None:
 
 def main() -> None:
     daemon, stacks_fd = map(int, sys.argv[1:3])
-    hold_back()
     settle(daemon)
     write_stacks_to(stacks_fd)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -301,7 +301,8 @@ def test_keys_and_values_in_fp8_go_with_experts_in_fp8(family: str, tiny_model: 
 
 
 @pytest.mark.parametrize(
-    ("option", "reason"), [("off", r"experts \(--fp8-experts on tries"), ("on", "do not do --batch-invariant")]
+    ("option", "reason"),
+    [("off", r"experts \(--fp8-experts on tries"), ("on", "do not do experts with --batch-invariant")],
 )
 def test_a_gpu_refuses_experts_in_fp8_unless_they_are_asked_for(
     option: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,13 +11,15 @@ from contextlib import contextmanager
 
 import pytest
 
+from weft.engine.wire.child import held_back
 from weft.engine.wire.stacks import STACKS_BYTES, Stacks, threads
 
 BEGIN = """
 import ctypes, sys, threading, time
+# as a library that is imported begins it, before anything of ours
+threading.Thread(target=lambda: [time.sleep(0.01) for _ in iter(int, 1)], name="library", daemon=True).start()
 from weft.engine.wire.child import settle
-from weft.engine.wire.stacks import hold_back, write_stacks_to
-hold_back()
+from weft.engine.wire.stacks import write_stacks_to
 threading.Thread(target=lambda: [time.sleep(0.01) for _ in iter(int, 1)], name="other", daemon=True).start()
 settle(None)
 write_stacks_to(int(sys.argv[1]))
@@ -42,7 +44,9 @@ threading.current_thread().name = "b" * {STACKS_BYTES + 10}
 @contextmanager
 def child(stacks: Stacks, code: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-P", "-c", BEGIN + code, str(stacks.fd)]
-    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, pass_fds=(stacks.fd,)) as process:
+    with held_back():
+        started = subprocess.Popen(command, stdin=-1, stdout=-1, text=True, pass_fds=(stacks.fd,))
+    with started as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         try:

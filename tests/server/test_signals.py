@@ -175,6 +175,7 @@ async def test_an_engine_that_is_asked_for_its_stacks_while_it_computes_goes_on(
             assert set(await asyncio.gather(*(streams(http) for _ in range(4)))) == {"data: [DONE]"}
             await asking
         assert "ended (signal" not in daemon.stderr()
+        assert "no Python stacks" not in daemon.stderr()
 
 
 @pytest.mark.parametrize("nohup", [False, True])
