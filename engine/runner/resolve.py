@@ -115,9 +115,8 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         raise ConfigError("--device cuda: no CUDA device is visible; use --device cpu")
     cuda = config.device != "cpu" and here is not None
     ranks, sharers = spec.shard_of.ranks, config.share.sharers
-    if (
-        cuda and sharers > 1 and ranks > 1
-    ):  # a rank would wait on one GPU for another that waits for its turn on the next
+    # A rank would wait on one GPU for another that waits for its turn on the next.
+    if cuda and sharers > 1 and ranks > 1:
         raise ConfigError(
             f"--replicas {sharers} on GPUs needs --tensor-parallel-size 1: leave one of the two out, or use "
             "--data-parallel-size for engines on GPUs of their own"
