@@ -308,6 +308,11 @@ class EngineConfig(BaseModel):
         True, description="when all seats are taken, a better priority takes that of a worse one, which resumes later"
     )
     async_scheduling: bool = Field(True, description="schedule the next iteration while this one runs")
+    late_launch: bool = Field(
+        False,
+        description="schedule the iteration behind decodes shortly before they end, so that requests that come "
+        "meanwhile are in it; experimental",
+    )
     plan: str = Field(
         "auto",
         description="pipeline of nano-batches: a file that `weft search` wrote, 'serial' for none, "
@@ -395,6 +400,8 @@ class EngineConfig(BaseModel):
 
     @model_validator(mode="after")
     def _patience_with_a_limit(self) -> EngineConfig:
+        if self.late_launch and not self.async_scheduling:
+            raise ValueError("late_launch needs async_scheduling, which launches ahead at all")
         if self.itl_slo is None and self.itl_slo_patience != type(self).model_fields["itl_slo_patience"].default:
             raise ValueError("itl_slo_patience needs itl_slo, which cuts prompts at all")
         return self

@@ -47,6 +47,7 @@ from weft.engine.scheduling.energy_ledger import EnergyLedger
 from weft.engine.scheduling.events import Events
 from weft.engine.scheduling.fairness import Fairness
 from weft.engine.scheduling.grammars import Grammars
+from weft.engine.scheduling.late_launch import LateLaunch
 from weft.engine.scheduling.request import Request, check_request
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.seat_keeper import SeatKeeper
@@ -186,6 +187,11 @@ class Engine:
         self._told_at_rest = 0.0
         self._depth = 1 if config.async_scheduling else 0
         self._in_flight: deque[InFlight] = deque()
+        self._late = LateLaunch() if config.late_launch else None
+        self._held = False
+        """`launch_at` was waited for since the last launch"""
+        self._left_waiting = 0
+        """requests that the last batch had no room for"""
         self.on_commit: Callable[[Batch, float], None] | None = None
         """called with each iteration that is done and not committed yet, and `time.monotonic()`"""
         if self._seat_keeper is not None:
@@ -417,6 +423,9 @@ class Engine:
                     self.energy.working(time.monotonic(), True)
             self._in_flight.append(self.runner.launch(batch))
         busy = time.perf_counter() - begin
+        if self._late is not None and batch is not None:
+            self._late.launched(batch, busy, late=self._held)
+            self._held, self._left_waiting = False, self.scheduler.num_waiting
         if not self._in_flight or (batch is not None and len(self._in_flight) <= self._depth):
             news = self._tier_went_down() or self._tiers_came_to_rest()
             if self.scheduler.has_events() or self._refused or self._plan_news or news:
@@ -429,6 +438,8 @@ class Engine:
             self.on_wait(in_flight)
         result = in_flight.wait()
         begin = time.perf_counter()
+        if self._late is not None:
+            self._late.ended(result, time.monotonic())
         joules = self.energy.charge(result.batch, result.seconds) if self.energy is not None else {}
         if self.on_commit is not None:
             self.on_commit(result.batch, time.monotonic())
@@ -453,6 +464,17 @@ class Engine:
             schedule_seconds=busy + time.perf_counter() - begin,
         )
         return self._outputs(events, self.stats(), joules)
+
+    def launch_at(self) -> float:
+        """`time.monotonic()` before which `step` need not be called, whoever comes meanwhile; 0: at once.
+
+        While requests wait for room nothing is gained by waiting with them.
+        """
+        if self._late is None or len(self._in_flight) != self._depth or self._left_waiting:
+            return 0.0
+        at = self._late.at(self._in_flight[0].batch)
+        self._held = at > time.monotonic()
+        return at if self._held else 0.0
 
     @property
     def pause(self) -> float | None:

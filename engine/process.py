@@ -144,6 +144,7 @@ class _Loop:
             engine.check()
             for client, message in self._clients.receive(0 if engine.has_work else self._idle_poll_ms(engine.pause)):
                 self._take(engine, client, message)
+            self._take_until(engine, engine.launch_at())
             if self._profiling is not None and self._profiling.due:
                 self._end_profiling()
             outputs = engine.step() or (None if engine.has_work else engine.rest())
@@ -153,6 +154,12 @@ class _Loop:
         self._beat.stage("ending", FLUSH_PATIENCE_SECONDS)
         engine.close()
         return 0
+
+    def _take_until(self, engine: Engine, at: float) -> None:
+        """Messages that come before then, to the millisecond below."""
+        while (wait_ms := int(1e3 * (at - time.monotonic()))) > 0 and not self._ending.begun.is_set():
+            for client, message in self._clients.receive(wait_ms):
+                self._take(engine, client, message)
 
     def _wait_for_step(self, in_flight: InFlight) -> None:
         """Where a step that never ends is waited for. A device that can only be waited for to the end, a GPU, shows no

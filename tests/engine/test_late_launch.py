@@ -1,0 +1,115 @@
+"""An iteration that is launched late lets in who comes before it, and the device hardly waits."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import GREEDY, Harness
+from pydantic import ValidationError
+
+from weft.engine.config import EngineConfig
+from weft.engine.demo import MODEL_PATH
+from weft.engine.scheduling.late_launch import KNOWN, MARGINS, LateLaunch
+
+
+def batch(step: int, decodes: int, chunks: int = 0) -> Any:
+    return SimpleNamespace(step=step, num_decodes=decodes, query_len=np.ones(decodes + chunks, np.int32))
+
+
+class Plant:
+    """A device, the host's time for an iteration, and arrivals a second."""
+
+    def __init__(self, late: bool, seed: int, host: float = 0.8e-3, noise: float = 0.01) -> None:
+        self.late = LateLaunch() if late else None
+        self._rng, self._host, self._noise = np.random.default_rng(seed), host, noise
+        self.waits: list[float] = []
+        self.idle = 0.0
+
+    def run(self, iterations: int, length: Any, hiccup: float = 0.0) -> float:
+        """Mean seconds from an arrival to the beginning of the iteration that it is in. length: of iteration i."""
+        rng, arrivals = self._rng, np.sort(self._rng.uniform(0, iterations * length(0), iterations * 2))
+        begun, came, ended = 0.0, 0, 0.0
+        running, seconds, idle = batch(0, 50), length(0), 0.0
+        for i in range(1, iterations):
+            at = max(begun, self.late.at(running)) if self.late is not None else begun
+            there = at + self._host * (1 + 0.2 * rng.random()) + (hiccup if rng.random() < 0.01 else 0.0)
+            following = batch(i, 50)
+            if self.late is not None:
+                self.late.launched(following, there - at, late=at > begun)
+            joined = int(np.searchsorted(arrivals, at))
+            ended = begun + seconds
+            if self.late is not None:
+                result: Any = SimpleNamespace(batch=running, seconds=seconds, idle_seconds=idle)
+                self.late.ended(result, max(ended, there))
+            idle = max(0.0, there - ended)
+            self.idle += idle
+            begun = max(ended, there)
+            self.waits += [begun - a for a in arrivals[came:joined]]
+            came = joined
+            running, seconds = following, length(i) * (1 + self._noise * rng.standard_normal())
+        return float(np.mean(self.waits))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_requests_wait_for_one_iteration_less(seed: int) -> None:
+    early, late = Plant(False, seed), Plant(True, seed)
+    assert early.run(2000, lambda _: 8e-3) == pytest.approx(12e-3, rel=0.05)
+    assert late.run(2000, lambda _: 8e-3) < 6.5e-3
+    assert late.idle < 0.005 * 2000 * 8e-3
+
+
+def test_iterations_that_become_shorter_and_longer_cost_little() -> None:
+    late = Plant(True, 1)
+    late.run(3000, lambda i: 8e-3 * (1 + 0.3 * np.sin(i / 40)))
+    assert late.idle < 0.01 * 3000 * 8e-3
+
+
+def test_a_host_with_hiccups_is_given_more_time() -> None:
+    late = Plant(True, 2)
+    late.run(3000, lambda _: 8e-3, hiccup=3e-3)
+    assert late.idle < 0.01 * 3000 * 8e-3
+    assert late.late is not None
+    assert MARGINS[0] <= late.late.margin <= MARGINS[1]
+
+
+def test_nothing_waits_behind_prompts_or_before_decodes_are_known() -> None:
+    late = LateLaunch()
+    for step in range(KNOWN - 1):
+        result: Any = SimpleNamespace(batch=batch(step, 3), seconds=5e-3, idle_seconds=0.0)
+        late.ended(result, 1.0)
+    assert late.at(batch(KNOWN, 3)) == 0
+    late.ended(SimpleNamespace(batch=batch(KNOWN, 3), seconds=5e-3, idle_seconds=0.0), 1.0)  # type: ignore[arg-type]
+    assert 1.0 < late.at(batch(KNOWN + 1, 3)) < 1.005
+    assert late.at(batch(KNOWN + 1, 3, chunks=1)) == 0
+
+
+def test_an_engine_says_until_when_it_may_wait_and_answers_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its process does: whoever comes until then is taken before the next step."""
+    monkeypatch.setattr(LateLaunch, "at", lambda *_: time.monotonic() + 2e-3)
+    texts, waited = [], 0
+    for late in (False, True):
+        harness = Harness(MODEL_PATH, page_size=16, num_pages=100, late_launch=late)
+        first = harness.add(list(range(5, 15)), max_tokens=60, ignore_eos=True, **GREEDY)
+        second = None
+        while harness.engine.has_work:
+            at = harness.engine.launch_at()
+            assert late or not at
+            if at > time.monotonic():
+                waited += 1
+                time.sleep(max(0.0, at - time.monotonic()))
+                if second is None:
+                    second = harness.add(list(range(5, 35)), max_tokens=5, ignore_eos=True, **GREEDY)
+            harness.step()
+        texts.append(harness.tokens[first])
+        assert second is None or len(harness.tokens[second]) == 5
+    assert texts[0] == texts[1]
+    assert waited > 5
+
+
+def test_without_a_launch_ahead_there_is_none_to_be_late() -> None:
+    with pytest.raises(ValidationError, match="late_launch needs async_scheduling"):
+        EngineConfig(late_launch=True, async_scheduling=False)
