@@ -159,12 +159,13 @@ class EngineKeeper:
         dead = asyncio.create_task(process.wait_dead())
         try:
             await asyncio.wait((loading, dead), return_when=asyncio.FIRST_COMPLETED)
-            if loading.done():
+            # One that hung is woken for its last words, and may get ready before it is killed.
+            if loading.done() and not owner.beats.given_up(self.row):
                 self.ready = loading.result()
                 self.worked = True
                 self._up.set()
                 owner.engine_ready(self.engine)
-                await asyncio.wait((dead,))
+            await asyncio.wait((dead,))
             why = dead.result()
             control.mark_dead(why)
             return self._named(control.failure or why)

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -113,7 +114,12 @@ async def codes(tasks: list[asyncio.Task[Any]], seconds: float = 240) -> set[Any
 
 
 async def ended(daemon: Daemon, seconds: float = 240) -> int:
-    return await asyncio.to_thread(daemon.process.wait, seconds)
+    try:
+        return await asyncio.to_thread(daemon.process.wait, seconds)
+    except subprocess.TimeoutExpired:
+        daemon.process.send_signal(signal.SIGQUIT)
+        await asyncio.sleep(2)
+        raise AssertionError(f"it did not end:\n{daemon.stderr()}") from None
 
 
 def everyone(daemon: Daemon) -> list[int]:
@@ -192,6 +198,27 @@ async def test_an_engine_that_hangs_at_the_first_start_ends_the_daemon(tmp_path:
     try:
         (engine,) = await until(lambda: daemon.children(ENGINE))
         os.kill(engine, signal.SIGSTOP)
+        assert await ended(daemon) == 1
+        assert daemon.stderr().splitlines()[-1].startswith("weft: the engine hung")
+    finally:
+        daemon.end()
+
+
+STOPS_WHEN_LOADED = """
+import os, signal
+from weft.engine.engine import Engine
+def load(self, *args, _load=Engine.__init__, **options):
+    _load(self, *args, **options)
+    os.kill(os.getpid(), signal.SIGSTOP)
+Engine.__init__ = load
+"""
+
+
+async def test_an_engine_that_gets_ready_while_it_tells_its_last_words_never_served(tmp_path: Path) -> None:
+    """It is continued for them. Another one would hang like it."""
+    patch = patched(tmp_path / "patch", STOPS_WHEN_LOADED)
+    daemon = Daemon(tmp_path / "stderr", "--hang-timeout", "1", "--start-timeout", "8", env=patch)
+    try:
         assert await ended(daemon) == 1
         assert daemon.stderr().splitlines()[-1].startswith("weft: the engine hung")
     finally:
