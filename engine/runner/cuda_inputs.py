@@ -316,10 +316,11 @@ class DeviceInputs:
         """Items of both lists of the k-th nano-batch where tiles may be cut, and whether decodes are tiles. Who begins
         with decodes, where both are one launch, is written."""
         options = {"num_kv_heads": num_kv_heads, "num_programs": sms, "max_slots": self.layout.prefill_slots}
-        host["decoders"][k] = min(FIRST_DECODERS, sms)
+        by_rule = fused and self.layout.pod == "auto"
+        host["decoders"][k] = sms if by_rule else min(FIRST_DECODERS, sms)
         if not len(tiles):
             return decode, NO_PARTS, False
-        if not fused or self.layout.pod != "auto":
+        if not by_rule:
             return decode, prefill_parts(tiles, **options), False
         even = self._measured(batch, nano)
         lengths, slots = batch.kv_len[nano.decodes], batch.slots[nano.decodes]

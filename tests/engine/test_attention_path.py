@@ -121,12 +121,14 @@ def test_an_engine_looks_for_the_break_evens_that_the_bench_keeps(model: str, tm
     assert table.rows == (Even(512, 8192, 32, 8192, "all", 132),)
 
 
-@pytest.mark.parametrize("slots", [0, 64])
-def test_decodes_alone_find_nothing_of_the_chunks_before_them(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("slots", "pod"), [(0, "off"), (64, "off"), (64, "auto")])
+def test_decodes_alone_find_nothing_of_the_chunks_before_them(
+    slots: int, pod: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All four slabs of the ring held chunks, some of whose pages were read in 16 bits."""
     spec, zeros = read_spec(MODEL_PATH), torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, **options: zeros(*shape, **{**options, "pin_memory": False}))
-    layout = Layout.of(64, 8, spec.heads_per_kv, unpacked=(200, 16), prefill_slots=slots)
+    layout = Layout.of(64, 8, spec.heads_per_kv, unpacked=(200, 16), prefill_slots=slots, pod=pod)
     inputs = DeviceInputs(layout, torch.device("cpu"), 8, 200)
     i, none = np.arange(33, dtype=np.int32), np.zeros(0, np.int32)
     hybrid = Batch(
@@ -146,6 +148,8 @@ def test_decodes_alone_find_nothing_of_the_chunks_before_them(slots: int, monkey
     assert found[RING - 1]["in 16 bits"]
     assert found[RING] == dict.fromkeys(counts, False)
     assert inputs.decode_work(0)[None].number.item() > 0
+    if pod == "auto":
+        assert int(inputs.decoders(0)) == 132, "all programs begin with decodes"
 
 
 @pytest.mark.parametrize("slots", [0, 64])
