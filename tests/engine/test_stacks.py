@@ -32,7 +32,10 @@ def deep(n):
 while True:
     deep(50)
 """
-KEEPS_THE_LOCK = "ctypes.PyDLL(None).sleep(100_000)"
+KEEPS_THE_LOCK = """
+while True:  # a signal ends the sleep
+    ctypes.PyDLL(None).sleep(100_000)
+"""
 ENDLESS_NAMES = f"""
 {"a" * 5000} = lambda n: {"a" * 5000}(n - 1) if n else (print("there", flush=True), sys.stdin.readline())
 sys.setrecursionlimit(5000)
