@@ -2,7 +2,7 @@
 
 Made of the rows of `weft bench attention --keep`, kept in a file for each GPU, heads, page size and version of the
 kernels (or shipped beside this one: none is yet), read by an engine with `--pod auto`. A batch takes the way of the
-nearest row; far from all rows the rule of `work_lists.first_decoders` decides, as it does without a file. Reading one
+nearest row; far from all rows the rule of `work_lists.one_launch` decides, as it does without a file. Reading one
 needs no Triton.
 """
 

@@ -157,20 +157,14 @@ def prefill_parts(
 
 def first_decoders(
     decodes: NDArray[np.int32], parts: NDArray[np.int32], *, num_kv_heads: int, num_programs: int
-) -> int:
-    """Programs of a hybrid batch that begin with decode items `[items, 8]`; the others with parts `[parts, 8]`.
+) -> tuple[int, float]:
+    """Programs of a hybrid batch that begin with decode items `[items, 8]`, the others with parts `[parts, 8]`; and how
+    long both lists then take, in keys.
 
     All of them, which is one list behind the other without a pause, unless some `FIRST_DECODERS` promise to end a tenth
     sooner and there is enough work for that to be seen. What was measured on an H200: `DECODE_KEYS`, and that decodes
     beside tiles are as quick as alone.
     """
-    return _first_decoders(decodes, parts, num_kv_heads, num_programs)[0]
-
-
-def _first_decoders(
-    decodes: NDArray[np.int32], parts: NDArray[np.int32], num_kv_heads: int, num_programs: int
-) -> tuple[int, float]:
-    """As `first_decoders`, and how long it takes, in keys."""
     if not len(parts) or not len(decodes):
         return (num_programs if len(decodes) else 0), 0.0
     keys = (parts[:, 5] - parts[:, 4]).astype(np.int64)
@@ -225,7 +219,7 @@ def one_launch(
     """
     options = {"num_kv_heads": num_kv_heads, "num_programs": num_programs}
     parts = prefill_parts(tiles, max_slots=max_slots, part_keys=0 if way == "whole" else None, **options)
-    programs, keys = _first_decoders(decodes, parts, num_kv_heads, num_programs)
+    programs, keys = first_decoders(decodes, parts, **options)
     two_lists = OneLaunch(decodes, parts, programs)
     if way not in (None, "tiles") or not len(decodes) or not len(tiles):
         return two_lists

@@ -149,7 +149,7 @@ def test_programs_begin_with_decodes_where_that_ends_sooner() -> None:
         items = decode_items(np.full(decodes, context), num_kv_heads=8, num_programs=528, max_slots=1024)
         tiles = prefill_items(np.array([0]), np.array([chunk]), np.array([context]), np.array([0]), group=4)
         parts = prefill_parts(tiles, num_kv_heads=8, num_programs=132, max_slots=64)
-        return first_decoders(items, parts if chunk else parts[:0], num_kv_heads=8, num_programs=132)
+        return first_decoders(items, parts if chunk else parts[:0], num_kv_heads=8, num_programs=132)[0]
 
     assert decoders(1024, 16384, 32) == 40
     assert decoders(512, 16384, 8) == 132  # one wave of tiles on all SMs, two on fewer
