@@ -402,7 +402,7 @@ class EngineConfig(BaseModel):
     def _patience_with_a_limit(self) -> EngineConfig:
         if self.late_launch and not self.async_scheduling:
             raise ValueError("late_launch needs async_scheduling, which launches ahead at all")
-        if self.itl_slo is None and self.itl_slo_patience != type(self).model_fields["itl_slo_patience"].default:
+        if self.itl_objective is None and self.itl_slo_patience != type(self).model_fields["itl_slo_patience"].default:
             raise ValueError("itl_slo_patience needs itl_slo, which cuts prompts at all")
         return self
 
@@ -442,8 +442,16 @@ class EngineConfig(BaseModel):
 
     @property
     def itl_objective(self) -> Objective | None:
-        """What prompts computed beside decodes must leave them."""
-        return None if self.itl_slo is None else itl_objective(self.itl_slo)
+        """What prompts computed beside decodes must leave them. A percentile that the bound on running requests keeps
+        is kept by prompts, too: however few run, a whole dense batch of prompts makes the next token late."""
+        if self.itl_slo is not None:
+            return itl_objective(self.itl_slo)
+        return min(self.kept_percentiles, key=lambda o: o.limit, default=None)
+
+    @property
+    def kept_percentiles(self) -> list[Objective]:
+        """Of what the bound on running requests keeps, those that few late tokens break."""
+        return [o for o in self.objectives if o.statistic is not None and o.statistic > 50] if self.adapts else []
 
     @property
     def objectives(self) -> list[Objective]:

@@ -233,7 +233,7 @@ class Engine:
         if (objective := config.itl_objective) is None:
             return None
         keeper = ChunkKeeper.of(
-            objective, config.objectives if config.adapts else (), self._work.costs, self.scheduler.slots,
+            objective, config.kept_percentiles, self._work.costs, self.scheduler.slots,
             most=resolved.max_num_batched_tokens, chunk_step=resolved.chunk_step(self.spec),
             patience=config.itl_slo_patience, share=config.fair_prefill_share, plan=resolved.plan,
             layers=self.spec.num_layers,

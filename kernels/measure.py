@@ -61,7 +61,7 @@ class Meter:
 
 
 def capture(calls: Iterable[Callable[[], object]]) -> tuple[torch.cuda.CUDAGraph, int]:
-    """One graph of all calls, and how many there are."""
+    """One graph of all calls, and how many there are. The calls' tensors must live as long as the graph is replayed."""
     calls = list(calls)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

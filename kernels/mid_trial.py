@@ -148,10 +148,12 @@ def item(model_name: str, index: int, tokens: int, done: set[str], say: Callable
     found = mid_config.candidates(tokens, shape.features, shape.depth, sms)
     tried += [*found, found[0]._replace(ahead=4)]
     graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
+    calls: dict[str, list[Callable[[], object]]] = {}  # they own memory that the graphs read and write
     errors: dict[str, float] = {}
     configs: dict[str, GemmConfig | MidConfig | None] = {}
     say({"doing": "cublas"})
-    graphs["cublas"] = capture([bench_calls.cublas(tokens, w) for w in weights])
+    calls["cublas"] = [bench_calls.cublas(tokens, w) for w in weights]
+    graphs["cublas"] = capture(calls["cublas"])
     for config in tried:
         name = label(config)
         if name in done or name in graphs:
@@ -162,7 +164,8 @@ def item(model_name: str, index: int, tokens: int, done: set[str], say: Callable
             torch.cuda.synchronize()
             if errors[name] > ERROR:
                 continue
-            graphs[name], configs[name] = capture([ops.call(w, config) for w in weights]), config
+            calls[name] = [ops.call(w, config) for w in weights]
+            graphs[name], configs[name] = capture(calls[name]), config
         except Exception as problem:  # a compiler may raise anything for a tile that does not fit
             say({"failed": name, "why": f"{type(problem).__name__}: {problem}"[:200]})
             if "CUDA" in str(problem):

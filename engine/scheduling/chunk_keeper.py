@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ from weft.engine.config import Objective
 from weft.engine.plans.plan import Plan
 from weft.engine.runner.batch import I32, Batch, StepResult
 from weft.engine.runner.work import Costs
-from weft.engine.scheduling.chunk_limit import BOUNDS, ChunkLimit, Room
+from weft.engine.scheduling.chunk_limit import BOUNDS, EACH_SECOND, STRICTER, ChunkLimit, Room
 from weft.engine.scheduling.iteration_cost import IterationCost, Load
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.slots import Phase, SlotTable
@@ -86,12 +86,12 @@ class ChunkKeeper:
 
     @classmethod
     def of(
-        cls, objective: Objective, others: Iterable[Objective], costs: Costs, slots: SlotTable, *, most: int,
+        cls, objective: Objective, others: Sequence[Objective], costs: Costs, slots: SlotTable, *, most: int,
         chunk_step: int, patience: float, share: float, plan: Plan | None = None, layers: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> ChunkKeeper:  # fmt: skip
-        """`others`: of `--slo`; the shortest limit is kept. `plan`: what was measured of it is where the forecast
-        begins."""
+        """`others`: percentiles of `--slo`, which the number of seats keeps second by second; the shortest limit is
+        kept. `plan`: what was measured of it is where the forecast begins."""
         shortest = min([objective, *others], key=lambda o: o.limit)
         cost = IterationCost(costs)
         for period in plan.periods if plan is not None else ():
@@ -100,7 +100,7 @@ class ChunkKeeper:
                 cost.observe(Load(period.tokens, seen, chunks=1), ms * layers / 1e3)
         limit = ChunkLimit(
             objective._replace(limit=shortest.limit), cost, costs, least=max(chunk_step, most // LEAST_SHARE),
-            most=most, patience=patience,
+            most=most, patience=patience, stricter=EACH_SECOND if others else STRICTER,
         )  # fmt: skip
         return cls(limit, costs, slots, share, clock)
 

@@ -24,6 +24,8 @@ BOUNDS = ("slo", "least", "waited")
 because the first in line has waited"""
 STRICTER = 0.5
 """late iterations, of those that the objective allows: gaps are not spread evenly over them"""
+EACH_SECOND = 0.05
+"""the same where every single second is to keep a percentile: it has some 50 iterations, and two may be too many"""
 STEP = 0.05
 """of the margin, a logarithm, behind an iteration that was late"""
 MOST_MARGIN = 0.4
@@ -48,9 +50,11 @@ class ChunkLimit:
     """Of one engine. `late`, `kept`: iterations cut by the limit that passed it, and that did not."""
 
     def __init__(
-        self, objective: Objective, cost: IterationCost, costs: Costs, *, least: int, most: int, patience: float
-    ) -> None:
-        """`least`, `most`: tokens of prompts in an iteration; `patience`: seconds."""
+        self, objective: Objective, cost: IterationCost, costs: Costs, *, least: int, most: int, patience: float,
+        stricter: float = STRICTER,
+    ) -> None:  # fmt: skip
+        """`least`, `most`: tokens of prompts in an iteration; `patience`: seconds; `stricter`: late iterations, of
+        those that the objective allows."""
         self.objective = objective
         self.limit = objective.limit
         self.cost = cost
@@ -58,7 +62,7 @@ class ChunkLimit:
         self.least = min(least, most)
         self._costs, self._most = costs, most
         allowed = 0.5 if objective.statistic is None else 1 - min(objective.statistic, 99.9) / 100
-        self._allowed = min(0.5, STRICTER * allowed)
+        self._allowed = min(0.5, stricter * allowed)
         self._deviations = NormalDist().inv_cdf(1 - self._allowed)
         self.margin = 0.0
         """a logarithm, beside what iterations stray"""

@@ -263,6 +263,19 @@ def test_values_that_are_refused(given: str, why: str) -> None:
         EngineConfig(itl_slo=given)
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"slo": ["itl:p99:40ms", "itl:p95:30ms", "itl:mean:10ms"]}, "itl:p95:30ms"),
+        ({"slo": ["itl:p99:40ms"], "itl_slo": "60ms"}, "itl:p99:60ms"),
+        ({"slo": ["itl:mean:20ms"]}, "None"),
+        ({"slo": ["itl:p99:40ms"], "max_num_seqs": 64}, "None"),
+    ],
+)
+def test_prompts_are_cut_to_a_percentile_that_the_bound_keeps(given: dict[str, Any], kept: str) -> None:
+    assert str(EngineConfig.model_validate({"max_num_seqs": "auto", **given}).itl_objective) == kept
+
+
 def test_patience_without_a_limit_is_refused() -> None:
     with pytest.raises(ValidationError, match="itl_slo_patience needs itl_slo"):
         EngineConfig(itl_slo_patience=3)
@@ -423,7 +436,7 @@ def test_what_a_cached_beginning_leaves_is_all_that_counts() -> None:
 def test_the_tighter_of_two_objectives_is_kept() -> None:
     slots = ListEngine(10).scheduler.slots
     keeper = ChunkKeeper.of(
-        Objective("itl", 99.0, 0.1), [Objective("itl", None, 0.04)], COSTS, slots, most=64, chunk_step=1, patience=1.0,
+        Objective("itl", 99.0, 0.1), [Objective("itl", 95.0, 0.04)], COSTS, slots, most=64, chunk_step=1, patience=1.0,
         share=0.25,
     )  # fmt: skip
     assert keeper.limit.limit == 0.04

@@ -42,7 +42,7 @@ PYTHONPATH="$place:$PYTHONPATH" run with-1
 PYTHONPATH="$place:$PYTHONPATH" run with-2
 run without-2
 cd "$place/weft" || exit 1
-PYTHONPATH="$place:$PYTHONPATH" timeout 90 python -m pytest -q -p no:cacheprovider tests/gpu/test_projections.py \
+PYTHONPATH="$place:$PYTHONPATH" timeout "${AFTER_SECONDS:-90}" python -m pytest -q -p no:cacheprovider tests/gpu/test_projections.py \
     tests/gpu/test_engine.py > "$OUT/after.txt" 2>&1
 echo "tests with the table: exit status $?"
 tail -3 "$OUT/after.txt"
