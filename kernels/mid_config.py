@@ -1,7 +1,6 @@
 """`MidConfig`: how `mid_hopper` cuts a product of 64 to 512 tokens, and the measured table. No Triton is needed.
 
-There is no table in this tree yet: nothing chooses these kernels by itself before they were measured
-(`weft.kernels.mid_tuning`). What it writes is read from `TABLE` beside this file.
+`TABLE` beside this file is what `weft.kernels.mid_tuning` wrote on an H200: where these kernels were quicker.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ MAX_SPLIT = 8
 PATIENCE = 20000
 """how often a part looks for the others: some 10 ms"""
 BUCKETS = (64, 128, 256, 384, 512)
+PARTLY = {64: 40, 128: 80, 256: 160, 384: 320, 512: 448}
+"""tokens that are live where a bucket is far from full"""
 TABLE = Path(__file__).with_name("mid_h200.json")
 MACHINE = ((9, 0), 132)
 """(compute capability, SMs) that TABLE is for"""
@@ -39,6 +40,8 @@ class MidConfig(NamedTuple):
     """programs that share one tile's depth"""
     ahead: int = 0
     """steps of the weight that a program asks the L2 for while the kernel before still runs"""
+    box: int = BLOCK_TOKENS
+    """tokens that are loaded at a time: 128, or 32, then as many boxes as hold live ones"""
 
     @property
     def pieces(self) -> tuple[int, int, int]:
@@ -51,6 +54,8 @@ class MidConfig(NamedTuple):
         cut = self.split > 1
         if left or not 64 <= self.width <= 256 or (cut and len(found) > 1):
             raise ValueError(f"no tile is {self.width} features wide with its depth in {self.split} parts")
+        if self.box not in (32, BLOCK_TOKENS):
+            raise ValueError(f"no tile's tokens are loaded {self.box} at a time")
         return tuple((*found, 0, 0)[:3])  # type: ignore[return-value]
 
     def stages_for(self, kind: str, *, whole: bool) -> int:
@@ -92,8 +97,10 @@ def candidates(tokens: int, features: int, depth: int, num_sms: int) -> tuple[Mi
         added = 0.0 if c.split == 1 else 3.0 + 2 * c.width * 0.008
         return waves * (depth / BLOCK_DEPTH / c.split) * step + added
 
-    best = sorted(whole, key=cost)[:3] + sorted(cut, key=cost)[:4]
-    return tuple(sorted(best, key=cost))
+    whole, cut = sorted(whole, key=cost), sorted(cut, key=cost)
+    boxed = [config._replace(box=32) for config in whole[:3] + cut[:2]]
+    best = sorted(whole[:3] + cut[:4], key=cost)
+    return (*best, best[0]._replace(ahead=4), *boxed)
 
 
 class Meeting:

@@ -8,6 +8,10 @@ operands. What differs is how the work is dealt to the SMs, which 128 x 256 tile
 - or the depth of a tile is cut in `SPLIT` parts for as many programs. Each leaves its partial sums in a workspace, and
   each then adds up its share of the rows, in order of the parts: no bit depends on timing. See `_shares`.
 
+With `BOX` below 128 only live rows of a tile are loaded, rounded up to boxes of so many: a tile's tokens are read from
+the L2 once for every tile of the weight, about as many bytes as the weights have. A warpgroup with no live row then
+multiplies nothing.
+
 `mid_projections` launches these.
 """
 
@@ -50,11 +54,34 @@ def _unit(unit, tiles_m, steps, SPLIT: gl.constexpr):
 
 
 @gluon.jit
+def _load_tokens(
+    a, few, a_smem, row, depth, rows, ready, OTHERS: gl.constexpr, BK: gl.constexpr, BOX: gl.constexpr
+):  # fmt: skip
+    """The first `rows` of a tile, rounded up to boxes; `ready` expects them and `OTHERS` bytes. What other rows of the
+    place hold is left there: nobody reads the sums that are made of it."""
+    if BOX == 128:
+        mbarrier.expect(ready, OTHERS + 128 * BK * 2)
+        load_tile(a, [row, depth], ready, a_smem)
+    else:
+        boxes = gl.cdiv(rows, BOX)
+        whole = boxes >= 128 // BOX
+        mbarrier.expect(ready, OTHERS + 128 * BK * 2, pred=whole)
+        for n in gl.static_range(1, 128 // BOX):
+            mbarrier.expect(ready, OTHERS + n * BOX * BK * 2, pred=boxes == n)
+        if whole:
+            load_tile(a, [row, depth], ready, a_smem)
+        else:
+            for box in gl.static_range(128 // BOX - 1):
+                if box < boxes:
+                    load_tile(few, [row + box * BOX, depth], ready, a_smem.slice(box * BOX, BOX))
+
+
+@gluon.jit
 def _produce(
-    a, w0, w1, w2, x0, x1, x2, a_smem, w0_smem, w1_smem, w2_smem, io0, io1, io2, full, empty, x_full, x_empty, tiles_m,
-    tiles_n, steps,
+    a, few, w0, w1, w2, x0, x1, x2, live, a_smem, w0_smem, w1_smem, w2_smem, io0, io1, io2, full, empty, x_full,
+    x_empty, tiles_m, tiles_n, steps,
     W0: gl.constexpr, W1: gl.constexpr, W2: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
-    FETCH_X: gl.constexpr,
+    FETCH_X: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
     WIDTH: gl.constexpr = W0 + W1 + W2
     count = 0
@@ -67,8 +94,7 @@ def _produce(
             stage = count % STAGES
             ready = full.index(stage)
             mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
-            mbarrier.expect(ready, (128 + WIDTH) * BK * 2)
-            load_tile(a, [row, step * BK], ready, a_smem.index(stage))
+            _load_tokens(a, few, a_smem.index(stage), row, step * BK, live - row, ready, WIDTH * BK * 2, BK, BOX)
             load_tile(w0, [col, step * BK], ready, w0_smem.index(stage))
             if W1 > 0:
                 load_tile(w1, [col + W0, step * BK], ready, w1_smem.index(stage))
@@ -130,6 +156,17 @@ def _multiply(
     return acc0, acc1, acc2, count
 
 
+@gluon.jit
+def _pass_by(full, empty, count, steps, STAGES: gl.constexpr):
+    """As `_multiply`, for a warpgroup without a row."""
+    for _ in range(steps):
+        stage = count % STAGES
+        mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+        mbarrier.arrive(empty.index(stage), count=1)
+        count += 1
+    return count
+
+
 # A tile's parts meet in one word for each half of its rows (twin: `mid_config.Meeting`):
 #
 #   bits 0-7    parts that have left their sums in the workspace
@@ -167,12 +204,13 @@ def _gone(word, SPLIT: gl.constexpr):
 
 
 @gluon.jit
-def _consume(
-    rings, places, sums, heads, limit, live, tiles_m, tiles_n, steps, N, K, WG: gl.constexpr,
-    KIND: gl.constexpr, W0: gl.constexpr, W1: gl.constexpr, W2: gl.constexpr, STAGES: gl.constexpr,
+def _tile(
+    rings, places, sums, heads, limit, live, tile_m, tile_n, part, first, last, tiles_m, N, K, count, turn,
+    WG: gl.constexpr, KIND: gl.constexpr, W0: gl.constexpr, W1: gl.constexpr, W2: gl.constexpr, STAGES: gl.constexpr,
     SPLIT: gl.constexpr, PARTS: gl.constexpr, HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr,
     PAGE: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
+    """A warpgroup's half of one unit, from the operands to where its results belong; the stages used so far."""
     a_smem, w0_smem, w1_smem, w2_smem, io0, io1, io2, full, empty, x_full, x_empty = rings
     desc0, desc1, desc2, x, out, partial, words = places
     sumsq, stride_sumsq, eps = sums
@@ -181,46 +219,72 @@ def _consume(
     L1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W1 if W1 > 0 else W0, 16])
     L2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W2 if W2 > 0 else W0, 16])
     WIDTH: gl.constexpr = W0 + W1 + W2
+    row0 = tile_m * 128 + WG * 64
+    col = tile_n * WIDTH
+    scale = 1.0
+    if SPLIT == 1 and (KIND == "gate_up" or KIND == "qkv"):
+        scale = row_scale(sumsq, row0, live, stride_sumsq, K, eps, 64, PARTS)
+    acc0, acc1, acc2, count = _multiply(
+        a_smem, w0_smem, w1_smem, w2_smem, full, empty, count, last - first, WG, W0, W1, W2, STAGES, L0, L1, L2
+    )  # fmt: skip
+    if SPLIT > 1:
+        half = tile_m * 2 + WG
+        place = (tile_n * tiles_m * 2 + half).to(gl.int64)
+        mine = partial + place * (SPLIT * 64 * WIDTH)
+        inside = gl.arange(0, 64, layout=gl.SliceLayout(1, L0))
+        lane = gl.arange(0, W0, layout=gl.SliceLayout(0, L0))
+        gl.store(mine + part * (64 * WIDTH) + inside[:, None] * WIDTH + lane[None, :], acc0)
+        shares = _shares(words + place, part, limit, SPLIT)
+        add_up(mine, shares, row0, tile_n, live, N, K, x, out, sumsq, stride_sumsq, eps, positions, rotary, slots,
+                kv, layer, layers, KIND, WIDTH, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE)  # fmt: skip
+        _gone(words + place, SPLIT)
+    else:
+        if KIND == "residual":
+            mbarrier.wait(x_full.index(WG), turn & 1)
+        squares = leave(acc0, scale, io0.index(WG), desc0, out, kv, row0, col, live, positions, rotary, slots,
+                         layer, layers, KIND, W0, HQ, HKV, D, PAGE, DTYPE, L0, True)  # fmt: skip
+        if W1 > 0:
+            more = leave(acc1, scale, io1.index(WG), desc1, out, kv, row0, col + W0, live, positions, rotary,
+                          slots, layer, layers, KIND, W1, HQ, HKV, D, PAGE, DTYPE, L1, False)  # fmt: skip
+            squares += gl.convert_layout(more, gl.SliceLayout(1, L0))
+        if W2 > 0:
+            more = leave(acc2, scale, io2.index(WG), desc2, out, kv, row0, col + W0 + W1, live, positions, rotary,
+                          slots, layer, layers, KIND, W2, HQ, HKV, D, PAGE, DTYPE, L2, False)  # fmt: skip
+            squares += gl.convert_layout(more, gl.SliceLayout(1, L0))
+        if KIND == "residual":
+            rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, L0))
+            gl.store(sumsq + tile_n * stride_sumsq + rows, squares, mask=rows < live)
+            tma.store_wait(0)
+            mbarrier.arrive(x_empty.index(WG), count=1)
+    return count
+
+
+@gluon.jit
+def _consume(
+    rings, places, sums, heads, limit, live, tiles_m, tiles_n, steps, N, K, WG: gl.constexpr,
+    KIND: gl.constexpr, W0: gl.constexpr, W1: gl.constexpr, W2: gl.constexpr, STAGES: gl.constexpr,
+    SPLIT: gl.constexpr, PARTS: gl.constexpr, HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr,
+    PAGE: gl.constexpr, DTYPE: gl.constexpr, BOX: gl.constexpr,
+):  # fmt: skip
+    full, empty, x_full, x_empty = rings[7], rings[8], rings[9], rings[10]
     count = 0
     turn = 0
     for unit in range(gl.program_id(0), tiles_m * tiles_n * SPLIT, gl.num_programs(0)):
         tile_m, tile_n, part, first, last = _unit(unit, tiles_m, steps, SPLIT)
-        row0 = tile_m * 128 + WG * 64
-        col = tile_n * WIDTH
-        scale = 1.0
-        if SPLIT == 1 and (KIND == "gate_up" or KIND == "qkv"):
-            scale = row_scale(sumsq, row0, live, stride_sumsq, K, eps, 64, PARTS)
-        acc0, acc1, acc2, count = _multiply(
-            a_smem, w0_smem, w1_smem, w2_smem, full, empty, count, last - first, WG, W0, W1, W2, STAGES, L0, L1, L2
-        )  # fmt: skip
-        if SPLIT > 1:
-            half = tile_m * 2 + WG
-            place = (tile_n * tiles_m * 2 + half).to(gl.int64)
-            mine = partial + place * (SPLIT * 64 * WIDTH)
-            inside = gl.arange(0, 64, layout=gl.SliceLayout(1, L0))
-            lane = gl.arange(0, W0, layout=gl.SliceLayout(0, L0))
-            gl.store(mine + part * (64 * WIDTH) + inside[:, None] * WIDTH + lane[None, :], acc0)
-            shares = _shares(words + place, part, limit, SPLIT)
-            add_up(mine, shares, row0, tile_n, live, N, K, x, out, sumsq, stride_sumsq, eps, positions, rotary, slots,
-                    kv, layer, layers, KIND, WIDTH, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE)  # fmt: skip
-            _gone(words + place, SPLIT)
+        if BOX == 128:  # noqa: SIM114 (this one is settled when compiled)
+            count = _tile(
+                rings, places, sums, heads, limit, live, tile_m, tile_n, part, first, last, tiles_m, N, K, count, turn,
+                WG, KIND, W0, W1, W2, STAGES, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE,
+            )  # fmt: skip
+        elif tile_m * 128 + WG * 64 < live:
+            count = _tile(
+                rings, places, sums, heads, limit, live, tile_m, tile_n, part, first, last, tiles_m, N, K, count, turn,
+                WG, KIND, W0, W1, W2, STAGES, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE,
+            )  # fmt: skip
         else:
-            if KIND == "residual":
+            count = _pass_by(full, empty, count, last - first, STAGES)
+            if KIND == "residual" and SPLIT == 1:
                 mbarrier.wait(x_full.index(WG), turn & 1)
-            squares = leave(acc0, scale, io0.index(WG), desc0, out, kv, row0, col, live, positions, rotary, slots,
-                             layer, layers, KIND, W0, HQ, HKV, D, PAGE, DTYPE, L0, True)  # fmt: skip
-            if W1 > 0:
-                more = leave(acc1, scale, io1.index(WG), desc1, out, kv, row0, col + W0, live, positions, rotary,
-                              slots, layer, layers, KIND, W1, HQ, HKV, D, PAGE, DTYPE, L1, False)  # fmt: skip
-                squares += gl.convert_layout(more, gl.SliceLayout(1, L0))
-            if W2 > 0:
-                more = leave(acc2, scale, io2.index(WG), desc2, out, kv, row0, col + W0 + W1, live, positions, rotary,
-                              slots, layer, layers, KIND, W2, HQ, HKV, D, PAGE, DTYPE, L2, False)  # fmt: skip
-                squares += gl.convert_layout(more, gl.SliceLayout(1, L0))
-            if KIND == "residual":
-                rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, L0))
-                gl.store(sumsq + tile_n * stride_sumsq + rows, squares, mask=rows < live)
-                tma.store_wait(0)
                 mbarrier.arrive(x_empty.index(WG), count=1)
         turn += 1  # noqa: SIM113
     tma.store_wait(0)
@@ -241,12 +305,12 @@ def _fetch_ahead(weights, tile_n, first, N, K, WIDTH: gl.constexpr, BK: gl.const
 
 @gluon.jit(do_not_specialize=["M", "layer", "stride_sumsq", "limit"])
 def mid_kernel(
-    a, w0, w1, w2, x0, x1, x2, desc0, desc1, desc2, weights, x, out, partial, words, limit, num_tokens, M, N, K, sumsq,
-    stride_sumsq, eps, rotary, positions, slots, kv, layer, layers,
+    a, few, w0, w1, w2, x0, x1, x2, desc0, desc1, desc2, weights, x, out, partial, words, limit, num_tokens, M, N, K,
+    sumsq, stride_sumsq, eps, rotary, positions, slots, kv, layer, layers,
     KIND: gl.constexpr, W0: gl.constexpr, W1: gl.constexpr, W2: gl.constexpr, STAGES: gl.constexpr,
     SPLIT: gl.constexpr, AHEAD: gl.constexpr, PARTS: gl.constexpr, HQ: gl.constexpr,
     HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, HAS_COUNT: gl.constexpr, DTYPE: gl.constexpr,
-    PDL: gl.constexpr,
+    PDL: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
     BK: gl.constexpr = 64
     WIDTH: gl.constexpr = W0 + W1 + W2
@@ -300,12 +364,12 @@ def mid_kernel(
     gl.warp_specialize(
         [
             (_consume, (rings, places, sums, heads, limit, live, tiles_m, tiles_n, steps, N, K, 0, KIND, W0, W1,
-                        W2, STAGES, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE)),
+                        W2, STAGES, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE, BOX)),
             (_consume, (rings, places, sums, heads, limit, live, tiles_m, tiles_n, steps, N, K, 1, KIND, W0, W1,
-                        W2, STAGES, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE)),
-            (_produce, (a, w0, w1, w2, x0, x1, x2, a_smem, w0_smem, w1_smem, w2_smem, io0, io1, io2, full, empty,
-                        x_full, x_empty, tiles_m, tiles_n, steps, W0, W1, W2, BK, STAGES, SPLIT,
-                        KIND == "residual" and SPLIT == 1)),
+                        W2, STAGES, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE, BOX)),
+            (_produce, (a, few, w0, w1, w2, x0, x1, x2, live, a_smem, w0_smem, w1_smem, w2_smem, io0, io1, io2, full,
+                        empty, x_full, x_empty, tiles_m, tiles_n, steps, W0, W1, W2, BK, STAGES, SPLIT,
+                        KIND == "residual" and SPLIT == 1, BOX)),
         ],
         [4, 1],
         [240, 24],
@@ -341,12 +405,13 @@ def launch_product(
 
     stored = None if kind == "qkv" or not whole else out
     mid_kernel[(min(num_sms, config.units(m, n, k)),)](
-        tiles(a, BLOCK_TOKENS, BLOCK_DEPTH), *(tiles(weight if w else None, w, BLOCK_DEPTH) for w in widths),
+        tiles(a, BLOCK_TOKENS, BLOCK_DEPTH), tiles(a, config.box, BLOCK_DEPTH),
+        *(tiles(weight if w else None, w, BLOCK_DEPTH) for w in widths),
         *(tiles(x if whole else None, 64, w) for w in widths), *(tiles(stored, 64, w // narrow) for w in widths),
         weight, None if whole else x, None if stored is not None else out,
         *((None, None) if whole or space is None else space), PATIENCE if patience is None else patience,
         num_tokens, m, n, k, **(_FIELDS | fields), KIND=kind,
         W0=widths[0], W1=widths[1], W2=widths[2], STAGES=config.stages_for(kind, whole=whole), SPLIT=split,
-        AHEAD=config.ahead, HAS_COUNT=num_tokens is not None,
+        AHEAD=config.ahead, BOX=config.box, HAS_COUNT=num_tokens is not None,
         DTYPE={torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[a.dtype], num_warps=4, **pdl_options(),
     )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TextIO
 import torch
 from torch import Tensor
 
-from weft.kernels import bench_calls, gemm_launch, mid_config, mid_projections
+from weft.kernels import bench_calls, gemm_launch, mid_config, mid_projections, projections
 from weft.kernels.gemm_config import SPECIAL, GemmConfig
 from weft.kernels.mid_config import MidConfig
 from weft.kernels.projections import sumsq_buffer
@@ -53,7 +53,10 @@ class Operands:
         dtype = bench_calls.DTYPE
         self.a = torch.randn(tokens, k, device=device, dtype=dtype)
         self.sumsq = self.a.float().square().view(tokens, 16, -1).sum(-1).t().contiguous()
-        self.common: dict[str, Any] = {"num_sms": num_sms, "space": gemm_launch.workspace(device)}
+        self.live = torch.tensor([tokens], dtype=torch.int32, device=device)
+        self.common: dict[str, Any] = {
+            "num_sms": num_sms, "space": gemm_launch.workspace(device), "num_tokens": self.live
+        }  # fmt: skip
         self.written: list[Tensor] = []
         if shape.kind == "qkv":
             d, heads = model.head_dim, n // model.head_dim - 2 * model.kv_heads
@@ -74,43 +77,43 @@ class Operands:
     def run(self, weight: Tensor, config: GemmConfig | MidConfig | None) -> Tensor | None:
         """Sums of squares, where the product leaves them."""
         options = self.common | {"config": config}
+        module: Any = mid_projections if isinstance(config, MidConfig) else projections  # no table in between
         if self.shape.kind == "qkv":
-            mid_projections.qkv_project(
+            module.qkv_project(
                 self.a, self.sumsq, weight, None, 1e-5, self.rotary, self.positions, self.positions + 64, self.kv, 1,
                 self.out.shape[1], out=self.out, **options,
             )  # fmt: skip
             return None
         if self.shape.kind == "residual":
-            _, sums = mid_projections.residual_project(
-                self.a, weight, self.x, out=self.out, sumsq=self.parts, **options
-            )
+            _, sums = module.residual_project(self.a, weight, self.x, out=self.out, sumsq=self.parts, **options)
             return sums.sum(0)
-        mid_projections.gate_up_project(self.a, self.sumsq, weight, 1e-5, out=self.out, **options)
+        module.gate_up_project(self.a, self.sumsq, weight, 1e-5, out=self.out, **options)
         return None
 
     def call(self, weight: Tensor, config: GemmConfig | MidConfig | None) -> Callable[[], object]:
-        """What is timed: nothing but the product."""
+        """What is timed: nothing but the product. None: today's kernels as they are chosen without a table."""
+        module: Any = mid_projections if isinstance(config, MidConfig) else projections
         if self.shape.kind == "residual":
             options = self.common | {"config": config}
-            return lambda: mid_projections.residual_project(
-                self.a, weight, self.x, out=self.out, sumsq=self.parts, **options
-            )
+            return lambda: module.residual_project(self.a, weight, self.x, out=self.out, sumsq=self.parts, **options)
         if self.shape.kind == "qkv":
             slots, options = self.positions + 64, self.common | {"config": config}
-            return lambda: mid_projections.qkv_project(
+            return lambda: module.qkv_project(
                 self.a, self.sumsq, weight, None, 1e-5, self.rotary, self.positions, slots, self.kv, 1,
                 self.out.shape[1], out=self.out, **options,
             )  # fmt: skip
         return lambda: self.run(weight, config)
 
-    def results(self, weight: Tensor, config: GemmConfig | MidConfig | None) -> list[Tensor]:
-        """Everything that a product writes, from places that held NaN."""
+    def results(self, weight: Tensor, config: GemmConfig | MidConfig | None, live: int) -> list[Tensor]:
+        """Everything that a product writes for so many live tokens, from places that held NaN."""
+        self.live.fill_(live)
         for place in self.written:
             place.fill_(float("nan"))
         if self.shape.kind == "qkv":
             self.kv.zero_()
         sums = self.run(weight, config)
-        return [place.float() for place in self.written] + ([] if sums is None else [sums])
+        found = [self.kv.float()] if self.shape.kind == "qkv" else []
+        return [self.out[:live].float(), *found, *([] if sums is None else [sums[:live]])]
 
 
 def error(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
@@ -130,7 +133,8 @@ def label(config: GemmConfig | MidConfig | None) -> str:
     if config is None:
         return "now"
     if isinstance(config, MidConfig):
-        return f"{config.width}/{config.split}{'+' if config.ahead else ''}"
+        by = f" by {config.box}" if config.box < mid_config.BLOCK_TOKENS else ""
+        return f"{config.width}/{config.split}{'+' if config.ahead else ''}{by}"
     return "special" if config.special else f"{config.tokens}x{config.features}/{config.split} plain"
 
 
@@ -143,10 +147,10 @@ def item(model_name: str, index: int, tokens: int, done: set[str], say: Callable
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     ops = Operands(shape, tokens, model, sms, bench_calls.DEVICE)
     weights = bench_calls.weights(shape, bench_calls.copies_for(shape))
-    want = ops.results(weights[0], None)
+    fills = {"full": tokens, "partly": mid_config.PARTLY[tokens]}
+    want = {fill: ops.results(weights[0], None, live) for fill, live in fills.items()}
     tried: list[GemmConfig | MidConfig | None] = [None, *others(shape, tokens, sms)]
-    found = mid_config.candidates(tokens, shape.features, shape.depth, sms)
-    tried += [*found, found[0]._replace(ahead=4)]
+    tried += mid_config.candidates(tokens, shape.features, shape.depth, sms)
     graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
     calls: dict[str, list[Callable[[], object]]] = {}  # they own memory that the graphs read and write
     errors: dict[str, float] = {}
@@ -160,7 +164,7 @@ def item(model_name: str, index: int, tokens: int, done: set[str], say: Callable
             continue
         say({"doing": name})
         try:
-            errors[name] = error(ops.results(weights[0], config), want)
+            errors[name] = max(error(ops.results(weights[0], config, live), want[fill]) for fill, live in fills.items())
             torch.cuda.synchronize()
             if errors[name] > ERROR:
                 continue
@@ -170,28 +174,35 @@ def item(model_name: str, index: int, tokens: int, done: set[str], say: Callable
             say({"failed": name, "why": f"{type(problem).__name__}: {problem}"[:200]})
             if "CUDA" in str(problem):
                 raise
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(REPEATS):  # in turn: clocks drift
-        for name, (graph, count) in graphs.items():
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times[name].append(begin.elapsed_time(end) / count)
+    us: dict[str, dict[str, float]] = {}
+    for fill, live in fills.items():
+        ops.live.fill_(live)
+        times: dict[str, list[float]] = {name: [] for name in graphs}
+        for _ in range(REPEATS):  # in turn: clocks drift
+            for name, (graph, count) in graphs.items():
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                times[name].append(begin.elapsed_time(end) / count)
+        us[fill] = {name: statistics.median(t[1:]) * 1e3 for name, t in times.items()}
     say({
-        "us": {name: statistics.median(t[1:]) * 1e3 for name, t in times.items()}, "errors": errors,
+        "us": us, "errors": errors,
         "configs": {name: list(c) for name, c in configs.items() if isinstance(c, MidConfig)},
     })  # fmt: skip
 
 
-def hold(model_name: str, tokens: int, table: dict[mid_config.Key, MidConfig], seconds: float,
+def hold(model_name: str, tokens: int, live: int, table: dict[mid_config.Key, MidConfig], seconds: float,
          say: Callable[[dict[str, Any]], None]) -> None:  # fmt: skip
-    """A layer's four products, one behind the other for `seconds`: cuBLAS bare, today's, the table's."""
+    """A layer's four products, one behind the other for `seconds`: cuBLAS bare, today's, the table's. live: of the
+    tokens, which cuBLAS does not know of."""
     from weft.kernels.measure import Meter, sustained
 
     model, sms = MODELS[model_name], torch.cuda.get_device_properties(0).multi_processor_count
     ops = [Operands(shape, tokens, model, sms, bench_calls.DEVICE) for shape in model.shapes]
+    for each in ops:
+        each.live.fill_(live)
     copies = 3 if model_name == "8b" else 6 if model_name == "1b" else 2
     weights = [bench_calls.weights(shape, copies) for shape in model.shapes]
     best = [table.get((tokens, s.features, s.depth)) for s in model.shapes]
@@ -229,7 +240,7 @@ def work(tasks: TextIO) -> None:
         torch.manual_seed(0)
         if "seconds" in task:
             table = mid_config.decoded(task["table"])
-            hold(task["model"], task["tokens"], table, task["seconds"], say)
+            hold(task["model"], task["tokens"], task["live"], table, task["seconds"], say)
         else:
             item(task["model"], task["index"], task["tokens"], set(task["done"]), say)
         torch.cuda.empty_cache()

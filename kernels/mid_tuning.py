@@ -2,7 +2,8 @@
 
 Every configuration is checked against today's kernels before it is timed. A process of its own does the work; one that
 says nothing for some seconds is ended, what it was doing counts as hung, and another one goes on behind it. What is
-quicker than today's choice by `MARGIN` goes into the table; put beside `mid_config.py`, engines use it.
+quicker than the choice without a table by `MARGIN` goes into it; put beside `mid_config.py`, engines use it. Each is
+timed with all of a bucket's tokens live and with part of them (`mid_config.PARTLY`); the mean of both decides.
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ def main() -> None:
     options.add_argument("--out", type=Path, default=Path("mid_h200.json"), help="the table")
     options.add_argument("--models", default="8b,1b,70b/2")
     options.add_argument("--tokens", default="128,256,384,512")
-    options.add_argument("--hold", default="8b:256,8b:512,8b:128,1b:256", help="MODEL:TOKENS to measure sustained")
+    options.add_argument("--hold", default="8b:256,8b:512,8b:128,8b:128@80,1b:256",
+                         help="MODEL:TOKENS, or MODEL:TOKENS@LIVE, to measure sustained")  # fmt: skip
     options.add_argument("--seconds", type=float, default=1.2, help="of each sustained measurement")
     options.add_argument("--budget", type=float, default=180.0, help="seconds for all of it")
     options.add_argument("--patience", type=float, default=10.0, help="seconds of silence that are a hang")
@@ -171,11 +173,13 @@ def tune(given: argparse.Namespace, models: Sequence[str], tokens: Sequence[int]
             done.add(doing)
             hung.add(f"{doing}") if doing not in ("cublas", "now", "to begin") else None
     for case in given.hold.split(",") if given.hold else ():
-        model, count = case.split(":")[0], int(case.split(":")[1])
+        model, _, tokens_live = case.partition(":")
+        tokens_of, _, live_of = tokens_live.partition("@")
+        count, live = int(tokens_of), int(live_of or tokens_of)
         if time.monotonic() + 8 * given.seconds > end:
             print(f"no time left to hold {case}", flush=True)
             continue
-        task = {"model": model, "tokens": count, "seconds": given.seconds,
+        task = {"model": model, "tokens": count, "live": live, "seconds": given.seconds,
                 "table": json.loads(mid_config.encoded(table))}  # fmt: skip
         said, doing = worker.run(task)
         if doing:
@@ -195,15 +199,19 @@ def tune(given: argparse.Namespace, models: Sequence[str], tokens: Sequence[int]
 
 def _row(name: str, row: dict[str, Any], shape: Shape, tokens: int, table: dict[mid_config.Key, MidConfig]) -> None:
     """Print a product's times; the quickest configuration goes into `table` if it is worth it."""
-    us, errors, configs = row["us"], row["errors"], row["configs"]
-    ranked = sorted((us[label], label) for label in us if label not in ("cublas", "now"))
+    full, partly, errors, configs = row["us"]["full"], row["us"]["partly"], row["errors"], row["configs"]
+    mean = {label: (full[label] + partly[label]) / 2 for label in full}
+    ranked = sorted((mean[label], label) for label in mean if label not in ("cublas", "now"))
     wrong = [f"{label} WRONG {e:.1e}" for label, e in errors.items() if not e <= ERROR]
-    cells = [f"{label} {t:.1f}{'=' if errors.get(label) == 0 else ''}" for t, label in ranked]
+    same = {label: "=" if e == 0 else "" for label, e in errors.items()}
+    cells = [f"{label} {full[label]:.1f}, {partly[label]:.1f}{same.get(label, '')}" for _, label in ranked]
     good = [(t, label) for t, label in ranked if label in configs]
-    print(f"{name}: cublas {us['cublas']:.1f} | now {us['now']:.1f} ({us['cublas'] / us['now']:.2f}) | "
-          + " | ".join(cells + wrong) + f" | best of cuBLAS {us['cublas'] / min(ranked)[0]:.2f}" if ranked else name,
+    best = min(ranked)[1] if ranked else "now"
+    print(f"{name}, and {mid_config.PARTLY[tokens]} live: cublas {full['cublas']:.1f} | now {full['now']:.1f}, "
+          f"{partly['now']:.1f} ({full['cublas'] / full['now']:.2f}) | " + " | ".join(cells + wrong)
+          + f" | best of cuBLAS {full['cublas'] / full[best]:.2f}, {partly['cublas'] / partly[best]:.2f}",
           flush=True)  # fmt: skip
-    if good and good[0][0] < MARGIN * us["now"]:
+    if good and good[0][0] < MARGIN * mean["now"]:
         table[tokens, shape.features, shape.depth] = MidConfig(*configs[good[0][1]])
 
 

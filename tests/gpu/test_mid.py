@@ -160,6 +160,20 @@ def test_tiles_behind_the_count_in_device_memory_are_skipped(kind: str, config: 
     assert not c.space.arrived.any()
 
 
+@pytest.mark.parametrize("config", [MidConfig(64), MidConfig(224), MidConfig(128, 4), MidConfig(256, 3)])
+@pytest.mark.parametrize("kind", ["residual", "gate_up", "qkv", "plain"])
+def test_loading_live_tokens_alone_changes_no_bit_of_them(kind: str, config: MidConfig, num_sms: int) -> None:
+    for live in (1, 31, 32, 33, 64, 65, 96, 97, 128, 129, 160, 200, 256):
+        c = case(kind, 256, num_sms, live=live)
+        want, got = c.run(config), c.run(config._replace(box=32))
+        assert torch.equal(got[0][:live], want[0][:live]), live
+        for a, b in zip(got[1:], want[1:], strict=True):  # sums of squares; or K and V, whose other slots hold NaN
+            rows = slice(None) if kind == "qkv" else slice(live)
+            assert torch.equal(a[rows].nan_to_num(7.0), b[rows].nan_to_num(7.0)), live
+        assert bool(got[0][-(-live // 64) * 64 :].isnan().all()), "rows of nobody are written"
+        assert not c.space.arrived.any()
+
+
 @pytest.mark.parametrize("config", [MidConfig(224), MidConfig(256, 4, 4), MidConfig(128, 8)])
 def test_a_graph_of_many_gives_the_same_each_time(config: MidConfig, num_sms: int) -> None:
     """One workspace for all of them; in place, as an engine has it."""

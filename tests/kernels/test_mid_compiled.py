@@ -20,7 +20,8 @@ from weft.kernels.mid_trial import MODELS, Operands
 
 def work():
     model = MODELS["8b"]
-    for index, config in ((0, MidConfig(192)), (0, MidConfig(256, 5)), (2, MidConfig(224)), (3, MidConfig(256, 8))):
+    tried = ((0, MidConfig(192)), (0, MidConfig(256, 5, box=32)), (2, MidConfig(224, box=32)), (3, MidConfig(256, 8)))
+    for index, config in tried:
         shape = model.shapes[index]
         weight = torch.empty(shape.features, shape.depth, dtype=torch.bfloat16, device="meta")
         Operands(shape, 256, model, 132, "meta").run(weight, config)
