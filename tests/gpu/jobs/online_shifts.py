@@ -3,14 +3,16 @@
     python tests/gpu/jobs/online_shifts.py OUT --model-preset llama-3-8b --slo itl:p99:40ms
 
 One engine, which always has requests waiting: `SeatKeeper` alone says how many run. New requests have the lengths of
-the phase; those that run go on, so a shift is as abrupt as a trace can make it. `windows.jsonl` has each second. Then
-the same engine with fixed bounds (`EngineBench.measure`): the best that keeps the objective is what a phase is held
-against.
+the phase; those that run go on, so a shift is as abrupt as a trace can make it. `windows.jsonl` has each second, with
+the longest iteration in it: on the device, waiting for the host, and how many tokens of prompts it had. Then the same
+engine with fixed bounds (`EngineBench.measure`), prompts cut as auto cuts them and not: the best that keeps the
+objective is what a phase is held against.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 from pathlib import Path
@@ -24,8 +26,8 @@ from weft.engine.engine import Engine
 
 SHIFT_SECONDS = 10.0
 """behind a shift that windows may miss"""
-FACTORS = (1.0, 0.8, 1.25, 0.65, 1.5)
-"""fixed bounds of a phase, times the seats that auto settled at; the first ones first, as time allows"""
+FIXED = ((1.0, True), (0.6, True), (1.0, False), (0.4, True), (0.8, True), (1.25, True), (0.4, False), (0.2, False))
+"""fixed bounds of a phase, times the seats that auto settled at, and whether prompts are cut; as time allows"""
 
 
 def of(seconds: np.ndarray, objective: Objective) -> float:
@@ -49,6 +51,18 @@ class Watched:
             own(batch, now)
 
         self.fixed, self.auto = own, committed
+        self._longest = (0.0, 0.0, 0.0, 0)
+        if (chunks := engine.scheduler.chunk_keeper) is not None:
+            told = chunks.committed
+
+            def timed(result: Any, first: bool) -> None:
+                told(result, first)
+                batch, whole = result.batch, result.seconds + result.idle_seconds
+                if whole > self._longest[0] and not first:
+                    prompts = batch.num_tokens - batch.num_decodes
+                    self._longest = (whole, result.seconds, result.idle_seconds, prompts)
+
+            chunks.committed = timed  # type: ignore[method-assign]
 
     def phase(self, number: int, lengths: tuple[int, int], seconds: float, begun: float) -> list[dict[str, Any]]:
         engine, bench = self.engine, self.bench
@@ -69,12 +83,29 @@ class Watched:
                     "seats": engine.scheduler.slots.seats, "running": stats.running,
                     "value_ms": round(1e3 * of(gaps, self.objective), 3),
                     "out_per_s": round((stats.generation_tokens - before.generation_tokens) / (now - at), 1),
+                    "longest_ms": round(1e3 * self._longest[1], 3), "its_idle_ms": round(1e3 * self._longest[2], 3),
+                    "its_prompts": self._longest[3],
                 }
             )  # fmt: skip
+            self._longest = (0.0, 0.0, 0.0, 0)
             self._file.write(json.dumps(rows[-1]) + "\n")
             self._file.flush()
             at, before, bench._gaps = now, stats, []
         return rows
+
+
+def measured(bench: EngineBench, bound: int, *, cut: bool) -> Any:
+    """A fixed bound. The way there is with whole prompts: cut beside decodes it takes minutes."""
+    scheduler = bench.engine.scheduler
+    keeper, scheduler.chunk_keeper = scheduler.chunk_keeper, None
+    bench.drop()
+    bench.ready(bound)
+    if cut:
+        scheduler.chunk_keeper = keeper
+    try:
+        return bench.measure(bound)
+    finally:
+        scheduler.chunk_keeper = keeper
 
 
 def main() -> None:
@@ -100,6 +131,8 @@ def main() -> None:
     (objective,) = config.objectives
     bench = EngineBench(engine, [phases[0]], options.point_seconds)
     watched = Watched(engine, bench, objective, options.out)
+    gc.collect()
+    gc.freeze()  # as a daemon does
     begun = time.monotonic()
     windows = [watched.phase(i, p, options.phase_seconds, begun) for i, p in enumerate(phases)]
     changes = dict(engine.scheduler.seat_changes)
@@ -111,28 +144,28 @@ def main() -> None:
         f"auto: {sum(total)} of {len(total)} windows within {options.slo} ({np.mean(total):.2%}), by phase "
         f"{[f'{np.mean(rows):.2%}' for rows in kept]}; changes {changes}", flush=True,
     )  # fmt: skip
-    known: dict[tuple[int, int], list[tuple[int, float, float]]] = {}
+    known: dict[tuple[int, int], list[tuple[int, bool, float, float]]] = {}
     engine.on_commit = watched.fixed
-    for factor in FACTORS:
+    for factor, cut in FIXED:
         for i, lengths in enumerate(phases):
-            if phases.index(lengths) != i or time.monotonic() > end - 3 * options.point_seconds:
+            if phases.index(lengths) != i or time.monotonic() > end - 5 * options.point_seconds:
                 continue
             seats = float(np.median([row["seats"] for row in settled[i]]))
             bound = int(min(options.seats, max(1, round(factor * seats))))
-            if bound in [one for one, _, _ in known.get(lengths, [])]:
+            if (bound, cut) in [one[:2] for one in known.get(lengths, [])]:
                 continue
             bench.lengths = [lengths]
-            bench.drop()
-            point = bench.measure(bound)
+            point = measured(bench, bound, cut=cut)
             value = point.itl.at(objective.statistic)
-            known.setdefault(lengths, []).append((bound, value, point.output_per_s))
+            known.setdefault(lengths, []).append((bound, cut, value, point.output_per_s))
             print(
-                f"{lengths[0]}:{lengths[1]} fixed {bound}: ran {point.batch:.1f}, {objective} {1e3 * value:.1f} ms, "
-                f"{point.output_per_s:,.0f} out tokens/s over {point.seconds:.1f} s", flush=True,
+                f"{lengths[0]}:{lengths[1]} fixed {bound}, prompts {'cut' if cut else 'whole'}: ran {point.batch:.1f}, "
+                f"{objective} {1e3 * value:.1f} ms, {point.output_per_s:,.0f} out tokens/s over {point.seconds:.1f} s",
+                flush=True,
             )  # fmt: skip
     for i, lengths in enumerate(phases):
         rates = [row["out_per_s"] for row in settled[i]]
-        fits = [(out, bound) for bound, value, out in known.get(lengths, []) if value <= objective.limit]
+        fits = [(out, bound) for bound, _, value, out in known.get(lengths, []) if value <= objective.limit]
         best, bound = max(fits, default=(float("nan"), 0))
         whole = [row["out_per_s"] for row in windows[i]]
         print(

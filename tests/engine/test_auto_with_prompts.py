@@ -1,0 +1,118 @@
+"""`--max-num-seqs auto` where requests come and end together: seats and the cut of prompts on one simulated device.
+
+The scheduler is the real one; the clock is moved by what an iteration of its size takes on a GPU that serves an 8B.
+Requests of one length that were seated together end together, so their followers' prompts come all at once: on an H200
+these made every bound late (2026-11-23), which curves of seats alone do not show.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from harness import Harness
+from list_device import ListEngine
+
+from weft.engine.config import EngineConfig
+from weft.engine.demo import MODEL_PATH
+from weft.engine.runner.batch import Batch, StepResult
+from weft.engine.runner.work import Costs
+from weft.engine.scheduling.chunk_keeper import ChunkKeeper
+from weft.engine.scheduling.iteration_cost import Load
+from weft.engine.scheduling.pace import Pace
+from weft.engine.scheduling.seat_keeper import SeatKeeper
+from weft.engine.scheduling.seats import SeatControl
+
+LAYERS, DENSE_BATCH = 32, 512
+COSTS = Costs(16e9, 16e9 / 150, 4096.0, 109.0, {None: LAYERS})
+(OBJECTIVE,) = EngineConfig(max_num_seqs="auto", slo=["itl:p99:40ms"]).kept_percentiles
+SHAPES = ((40, 60), (200, 80), (40, 60))
+"""tokens of a prompt and its answer; a phase each"""
+SECONDS, SETTLING = 24.0, 8.0
+
+
+@dataclass
+class Phase:
+    kept: float
+    """share of seconds within the objective, but for the first ones"""
+    rate: float
+    """tokens a second in these"""
+
+
+class Device:
+    """An engine that always has requests waiting, on a device with a quarter of an H200's speed."""
+
+    def __init__(self, *, cut: bool, seed: int) -> None:
+        self.engine = ListEngine(4000, slots=128, page_size=64, budget=DENSE_BATCH, prefix_caching=False)
+        scheduler = self.scheduler = self.engine.scheduler
+        self.now, self.tokens, self.step = 0.0, 0, 0
+        self._rng = random.Random(seed)
+        self._pace = Pace([], scheduler.slots, 0.0)
+        if cut:
+            scheduler.chunk_keeper = ChunkKeeper.of(
+                OBJECTIVE, [OBJECTIVE], COSTS, scheduler.slots, most=DENSE_BATCH, chunk_step=1, patience=5.0,
+                share=0.25, clock=lambda: self.now,
+            )  # fmt: skip
+        pace = Pace([OBJECTIVE], scheduler.slots, 0.0)
+        self._keeper = SeatKeeper(scheduler, pace, SeatControl(scheduler.slots.num_slots))
+
+    def _seconds(self, batch: Batch) -> float:
+        d = batch.num_decodes
+        tokens, ends = batch.query_len[d:], batch.kv_len[d:]
+        pairs = float((tokens * COSTS.all_seen(ends - 0.5 * (tokens - 1))).sum())
+        load = Load(batch.num_tokens, float(COSTS.all_seen(batch.kv_len[:d]).sum()), pairs)
+        # Products go by tiles of 32 tokens: the forecast knows nothing of that.
+        seconds = max(4.1e-3, 3e-3 + 0.074e-3 * 32 * math.ceil(load.tokens / 32))
+        seconds += load.seen * 4096 / 1e12 + load.pairs * 16384 / 1.25e14
+        return seconds * math.exp(self._rng.gauss(0, 0.01))
+
+    def second(self, shape: tuple[int, int]) -> tuple[float, float]:
+        """Of serving: (the objective's value, tokens a second)."""
+        begun, before, gaps, scheduler = self.now, self.tokens, list[np.ndarray](), self.scheduler
+        while self.now < begun + 1:
+            while scheduler.num_requests < scheduler.slots.seats + 8:
+                self.engine.add([1] * shape[0], shape[1])
+            self.step += 1
+            batch = scheduler.schedule(self.step)
+            assert batch is not None
+            seconds = self._seconds(batch)
+            self.now += seconds
+            result = StepResult(batch, np.full(len(batch.sampled_rows), 7, np.int32), None, (), seconds)
+            gaps.append(self._pace.committed(batch, self.now))
+            self._keeper.committed(batch, self.now)
+            if scheduler.chunk_keeper is not None:
+                scheduler.chunk_keeper.committed(result, first=False)
+            scheduler.commit(result)
+            self.tokens += len(batch.sampled_rows)
+        return OBJECTIVE.of(np.concatenate(gaps)), (self.tokens - before) / (self.now - begun)
+
+    def serve(self, shape: tuple[int, int]) -> Phase:
+        begun, rows = self.now, list[tuple[float, float]]()
+        while self.now < begun + SECONDS:
+            row = self.second(shape)
+            if self.now > begun + SETTLING:
+                rows.append(row)
+        values, rates = zip(*rows, strict=True)
+        return Phase(float(np.mean([value <= OBJECTIVE.limit for value in values])), float(np.mean(rates)))
+
+
+def test_cut_prompts_keep_what_seats_alone_do_not() -> None:
+    both, alone = Device(cut=True, seed=1), Device(cut=False, seed=1)
+    phases = [(both.serve(shape), alone.serve(shape)) for shape in SHAPES]
+    kept = [phase.kept for phase, _ in phases]
+    assert np.mean(kept) >= 0.97, phases
+    assert min(kept) >= 0.9, phases
+    assert np.mean([seats.kept for _, seats in phases]) < 0.9, "this device would not have shown the fault"
+    assert all(phase.rate > seats.rate for phase, seats in phases), phases
+
+
+@pytest.mark.parametrize(
+    ("slo", "limit"), [(["itl:p99:40ms", "itl:p95:30ms"], 0.03), (["itl:mean:20ms"], None)], ids=["percentiles", "mean"]
+)
+def test_an_engine_with_auto_cuts_prompts_to_percentiles(slo: list[str], limit: float | None) -> None:
+    harness = Harness(MODEL_PATH, page_size=16, num_pages=100, max_num_seqs="auto:8", slo=slo)
+    keeper = harness.engine.scheduler.chunk_keeper
+    assert (keeper.limit.limit if keeper is not None else None) == limit
