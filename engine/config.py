@@ -209,7 +209,8 @@ class EngineConfig(BaseModel):
     itl_slo: str | None = Field(
         None,
         description="time between two tokens of a request that prompts must leave them, 50ms or p99:50ms, say: prompts "
-        "computed beside decodes are cut to what fits, not to the dense batch [off]",
+        "computed beside decodes are cut to what fits, not to the dense batch [off; with --max-num-seqs auto the "
+        "shortest percentile of --slo]",
     )
     itl_slo_patience: float = Field(
         5.0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from weft.autosearch.advisor.advice import Advice
@@ -57,6 +58,8 @@ COLUMNS = (
     "bound", "ran", "tokens/s", "eff.", "itl p50", "itl p99", "ttft p50", "KV", "idle", "J/token", "DRAM", "SMs",
     "",
 )  # fmt: skip
+DISPENSABLE = ("SMs", "DRAM", "ttft p50", "ran", "idle", "KV", "eff.")
+"""of the columns, those that a narrow terminal does without first"""
 NOTHING = "–"
 
 
@@ -82,16 +85,31 @@ def _row(advice: Advice, v: Verdict) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def show(advice: Advice, console: Console) -> None:
+def _table(advice: Advice, lines: list[tuple[str, ...]], shown: list[int]) -> Table:
     curve = advice.curve
     table = Table(title=f"{curve.model}, {curve.workload}, {curve.machine.name}", box=box.SIMPLE, padding=(0, 1, 0, 0))
-    lines = rows(advice)
-    shown = [i for i, name in enumerate(COLUMNS) if not name or any(line[i] != NOTHING for line in lines)]
     for i in shown:
         table.add_column(COLUMNS[i], justify="right" if COLUMNS[i] else "left", no_wrap=True)
     for line in lines:
         table.add_row(*(line[i] for i in shown), style="bold green" if line[-1].startswith("advised") else None)
+    return table
+
+
+def show(advice: Advice, console: Console) -> None:
+    curve = advice.curve
+    lines = rows(advice)
+    shown = [i for i, name in enumerate(COLUMNS) if not name or any(line[i] != NOTHING for line in lines)]
+    left_out = []
+    wide = console.options.update(width=1000)
+    while Measurement.get(console, wide, table := _table(advice, lines, shown)).maximum > console.width:
+        least = next((name for name in DISPENSABLE if COLUMNS.index(name) in shown), None)
+        if least is None:
+            break
+        shown.remove(COLUMNS.index(least))
+        left_out.append(least)
     console.print(table)
+    if left_out:
+        console.print(f"No room for {', '.join(left_out)}: see the report, or a wider terminal.", highlight=False)
     for r in curve.replicas:
         console.print(
             f"{r.replicas} engines, {r.bound} each: {curve.throughput(r):,.0f} tokens/s, itl p99 {ms(r.itl.at(99.0))}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -15,9 +16,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from weft.autosearch.advisor import curve as curves
-from weft.autosearch.advisor import paper
+from weft.autosearch.advisor import paper, terminal
 from weft.autosearch.advisor.activity import activity_of
 from weft.autosearch.advisor.advice import advise, configuration
 from weft.autosearch.advisor.curve import QUANTILES, Curve, Machine, Point, RateRun, ReplicaPoint, Times
@@ -394,6 +396,21 @@ def test_what_was_run_at_rates_is_told() -> None:
     known = Plant(knee=50.0, width=0.0, seed=0)
     assert searched(known, start=50.0, runs=runs) == runs
     assert known.now == 0.0
+
+
+@pytest.mark.parametrize(
+    ("width", "gone"), [(160, []), (110, ["SMs"]), (80, ["SMs", "DRAM", "ttft p50", "ran", "idle"])]
+)
+def test_a_narrow_terminal_has_fewer_columns_and_says_which_not_cut_ones(width: int, gone: list[str]) -> None:
+    points = [point(2**i, dram_share=0.4, sm_share=0.9) for i in range(11)]
+    console = Console(width=width, file=io.StringIO())
+    terminal.show(advise(curve(points), SLO, 0.1, "throughput"), console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    head = next(line for line in text.splitlines() if "bound" in line).split()
+    assert "…" not in text
+    assert not {word for name in gone for word in name.split()[:1]} & set(head)
+    assert [name for name in gone if name in text.partition("No room for ")[2]] == gone
+    assert ("No room" in text) == bool(gone)
 
 
 def test_a_rate_is_not_advised_on_runs_that_all_kept_or_all_missed() -> None:
