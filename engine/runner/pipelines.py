@@ -9,7 +9,7 @@ from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import Plan, serial_period
 from weft.engine.runner.batch import Batch
 
-DECODE_ONLY_TOKENS = 64
+DECODE_ONLY_TOKENS = 256
 """token buckets up to which there is a pipeline without prefill attention: there its empty launch costs"""
 
 
