@@ -468,7 +468,8 @@ class Engine:
     def launch_at(self) -> float:
         """`time.monotonic()` before which `step` need not be called, whoever comes meanwhile; 0: at once.
 
-        While requests wait for room nothing is gained by waiting with them.
+        While requests wait for room nothing is gained by waiting with them. Whoever asks waits: the next launch counts
+        as one that was late on purpose.
         """
         if self._late is None or len(self._in_flight) != self._depth or self._left_waiting:
             return 0.0

@@ -113,6 +113,8 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     here = gpu()
     if config.device == "cuda" and here is None:
         raise ConfigError("--device cuda: no CUDA device is visible; use --device cpu")
+    if config.fp8_experts == "on" and getattr(spec, "experts", None) is None:
+        raise ConfigError("--fp8-experts on: this model has no experts that weft's kernels multiply; leave it out")
     cuda = config.device != "cpu" and here is not None
     ranks, sharers = spec.shard_of.ranks, config.share.sharers
     # A rank would wait on one GPU for another that waits for its turn on the next.

@@ -300,6 +300,14 @@ def test_keys_and_values_in_fp8_go_with_experts_in_fp8(family: str, tiny_model: 
     assert (got - want).abs().median() < 0.2 * (reference(model) - want).abs().median()
 
 
+def test_an_option_for_experts_is_refused_where_there_are_none() -> None:
+    from weft.engine.runner.resolve import resolve
+
+    config = EngineConfig(fp8_experts="on", device="cpu")
+    with pytest.raises(ConfigError, match="--fp8-experts on: this model has no experts"):
+        resolve(config, choose_spec(config)[0])
+
+
 @pytest.mark.parametrize(
     ("option", "reason"),
     [("off", r"experts \(--fp8-experts on tries"), ("on", "do not do experts with --batch-invariant")],
