@@ -1,4 +1,4 @@
-"""`MidConfig`: how `mid_hopper` cuts a product of 64 to 512 tokens, and the measured table. No Triton is needed.
+"""`MidConfig`: how `mid_hopper` cuts a product of 64 to 1,792 tokens, and the measured table. No Triton is needed.
 
 `TABLE` beside this file is what `weft.kernels.mid_tuning` wrote on an H200: where these kernels were quicker.
 """
@@ -19,9 +19,9 @@ MAX_SPLIT = 8
 """parts whose bits lie in one word"""
 PATIENCE = 20000
 """how often a part looks for the others: some 10 ms"""
-BUCKETS = (64, 128, 256, 384, 512)
-PARTLY = {64: 40, 128: 80, 256: 160, 384: 320, 512: 448}
-"""tokens that are live where a bucket is far from full"""
+BUCKETS = (64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792)
+PARTLY = {64: 40, 128: 80, 256: 160} | {b: b - (64 if b <= 1024 else 192) for b in BUCKETS if b > 256}
+"""tokens that are live where a bucket, which is that of a captured graph, is not full"""
 TABLE = Path(__file__).with_name("mid_h200.json")
 MACHINE = ((9, 0), 132)
 """(compute capability, SMs) that TABLE is for"""

@@ -126,6 +126,7 @@ def compile_all(models: Sequence[str], tokens: Sequence[int], jobs: int) -> None
 def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     options.add_argument("--out", type=Path, default=Path("mid_h200.json"), help="the table")
+    options.add_argument("--keep", type=Path, help="a table whose rows stay where nothing is measured anew")
     options.add_argument("--models", default="8b,1b,70b/2")
     options.add_argument("--tokens", default="128,256,384,512")
     options.add_argument("--hold", default="8b:256,8b:512,8b:128,8b:128@80,1b:256",
@@ -153,11 +154,12 @@ def tune(given: argparse.Namespace, models: Sequence[str], tokens: Sequence[int]
     worker = Worker(given.patience)
     hung: set[str] = set()
     rows: list[dict[str, Any]] = []
-    table: dict[mid_config.Key, MidConfig] = {}
+    table = mid_config.decoded(json.loads(given.keep.read_text())) if given.keep else {}
+    holds = given.hold.split(",") if given.hold else []
     for model, index, count in _tasks(models, tokens):
         done: set[str] = set()
         for _ in range(3):
-            if time.monotonic() > end:
+            if time.monotonic() > end - 8 * given.seconds * len(holds):
                 break
             name = f"{model} {NAMES[index]} {count}"
             said, doing = worker.run({"model": model, "index": index, "tokens": count, "done": sorted(done | hung)})
@@ -172,7 +174,7 @@ def tune(given: argparse.Namespace, models: Sequence[str], tokens: Sequence[int]
             print(f"{name}: {doing} HUNG or ended the process", flush=True)
             done.add(doing)
             hung.add(f"{doing}") if doing not in ("cublas", "now", "to begin") else None
-    for case in given.hold.split(",") if given.hold else ():
+    for case in holds:
         model, _, tokens_live = case.partition(":")
         tokens_of, _, live_of = tokens_live.partition("@")
         count, live = int(tokens_of), int(live_of or tokens_of)
@@ -211,8 +213,9 @@ def _row(name: str, row: dict[str, Any], shape: Shape, tokens: int, table: dict[
           f"{partly['now']:.1f} ({full['cublas'] / full['now']:.2f}) | " + " | ".join(cells + wrong)
           + f" | best of cuBLAS {full['cublas'] / full[best]:.2f}, {partly['cublas'] / partly[best]:.2f}",
           flush=True)  # fmt: skip
+    table.pop(key := (tokens, shape.features, shape.depth), None)
     if good and good[0][0] < MARGIN * mean["now"]:
-        table[tokens, shape.features, shape.depth] = MidConfig(*configs[good[0][1]])
+        table[key] = MidConfig(*configs[good[0][1]])
 
 
 if __name__ == "__main__":

@@ -126,6 +126,17 @@ def test_a_tile_of_any_width_gives_the_bits_of_the_widest(kind: str, tokens: int
 
 
 @pytest.mark.parametrize("kind", SIZES)
+def test_a_tile_gives_the_bits_of_the_widest_for_a_thousand_tokens_too(kind: str, num_sms: int) -> None:
+    c = case(kind, 1280, num_sms, live=1200)
+    want = c.run(SPECIAL)
+    for config in (MidConfig(160), MidConfig(224, box=32)):
+        got = c.run(config)
+        assert torch.equal(got[0][:1200], want[0][:1200]), config
+        if kind == "qkv":
+            assert torch.equal(got[1].nan_to_num(7.0), want[1].nan_to_num(7.0)), config
+
+
+@pytest.mark.parametrize("kind", SIZES)
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("sms", [132, 7])
 def test_a_depth_in_parts_is_added_up_in_their_order(

@@ -1,4 +1,4 @@
-"""How products of 64 to 512 tokens are cut: widths, parts of a depth, who adds which share, what a table says."""
+"""How products of 64 to 1,792 tokens are cut: widths, parts of a depth, who adds which share, what a table says."""
 
 from __future__ import annotations
 
@@ -28,6 +28,15 @@ def test_what_no_tile_is_made_of_is_refused(config: MidConfig) -> None:
         _ = config.pieces
 
 
+def test_buckets_are_those_of_captured_graphs_and_no_fewer_tokens_are_live_than_the_next_one_has() -> None:
+    from weft.engine.runner.pipelines import token_buckets
+
+    graphs = token_buckets(2048)
+    assert list(mid_config.BUCKETS) == [size for size in graphs if 64 <= size < 2048]
+    for bucket, live in mid_config.PARTLY.items():
+        assert graphs[graphs.index(bucket) - 1] < live < bucket
+
+
 @pytest.mark.parametrize("box", [0, 16, 64, 256])
 def test_boxes_of_tokens_that_the_kernel_does_not_have_are_refused(box: int) -> None:
     with pytest.raises(ValueError, match="loaded"):
@@ -36,7 +45,7 @@ def test_boxes_of_tokens_that_the_kernel_does_not_have_are_refused(box: int) -> 
 
 def test_the_shipped_table_can_be_read_and_knows_buckets_alone() -> None:
     table = mid_config._shipped()
-    assert {tokens for tokens, _, _ in table} == set(mid_config.BUCKETS)
+    assert {64, 128, 256, 384, 512} <= {tokens for tokens, _, _ in table} <= set(mid_config.BUCKETS)
     assert mid_config.lookup(200, 28672, 4096) == table[256, 28672, 4096]
     assert mid_config.lookup(32, 28672, 4096) is None
 
