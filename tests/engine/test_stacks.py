@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -83,6 +84,8 @@ async def test_a_busy_process_survives_any_number_of_questions() -> None:
 async def test_only_last_words_are_had_from_one_that_keeps_pythons_lock() -> None:
     stacks = Stacks()
     with child(stacks, KEEPS_THE_LOCK) as process:
+        while f"  {process.pid} python S hrtimer_nanosleep" not in threads(process.pid):
+            await asyncio.sleep(0.01)  # before that it does not keep the lock
         told = await stacks.ask(process.pid)
         assert "no Python stacks: the process does not answer" in told
         assert threads(process.pid).split()[0] in told

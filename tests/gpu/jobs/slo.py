@@ -65,6 +65,11 @@ class Daemon:
         with urllib.request.urlopen(self.url + path, timeout=5) as answer:
             return str(answer.read().decode())
 
+    def totals(self) -> dict[str, float]:
+        """Every counter, sum and count of `/metrics`, those of the daemon's processes included."""
+        found = re.findall(r"^(\w+_(?:total|sum|count)(?:\{[^}]*\})?) (\S+)$", self._get("/metrics"), re.M)
+        return {name: float(value) for name, value in found}
+
     def counts(self) -> dict[str, float]:
         """Iterations by the way that attention went, and in all."""
         found = re.findall(
@@ -130,12 +135,15 @@ def online(given: argparse.Namespace, rows: Rows) -> None:
 
 
 def _online(daemon: Daemon, rate: str, given: argparse.Namespace, rows: Rows) -> None:
-    before = daemon.counts()
+    before, since = daemon.counts(), daemon.totals()
     run = load(
         daemon, f"{daemon.name}-{rate}", rows.out, *shlex.split(given.load), "--rate", rate, "--seed", "1",
         "--duration", f"{given.seconds}s", "--warmup", f"{given.warmup}s", "--drain", f"{given.drain}s",
     )  # fmt: skip
-    went = paths(before, daemon.counts())
+    went, totals = paths(before, daemon.counts()), daemon.totals()
+    # What the engine says of it: a step here and a gap at the client differ by what is between them.
+    grown = {name: value - since.get(name, 0.0) for name, value in totals.items() if value != since.get(name, 0.0)}
+    (rows.out / f"grown-{daemon.name}-{rate}.json").write_text(json.dumps(grown, indent=1))
     times = {name: run["latency"][name] for name in ("ttft", "tpot", "itl")}
     ms = {name: {k: 1e3 * v for k, v in found.items() if isinstance(v, float)} for name, found in times.items()}
     rows.add(
