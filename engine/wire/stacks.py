@@ -23,6 +23,8 @@ DOOMED_SECONDS = 2.0
 ASK_POLL = 0.05
 STACKS_BYTES = 256 * 1024
 """of stacks at most that are written by who is asked, and read of all"""
+END = b"\0"
+"""of what a process writes when it is asked; behind it may be the rest of something longer"""
 
 
 def own_stacks() -> str:
@@ -52,9 +54,9 @@ def write_stacks_to(stacks_fd: int) -> None:
     def write() -> None:
         while True:
             signal.sigwait([ASKED])
-            written = own_stacks().encode("utf-8", "replace")[:STACKS_BYTES]
-            os.ftruncate(stacks_fd, 0)
-            os.pwrite(stacks_fd, written, 0)
+            # One call, and nothing is emptied before it: whoever keeps Python's lock may take it again in between, and
+            # last words that were written meanwhile would be lost.
+            os.pwrite(stacks_fd, (own_stacks().encode("utf-8", "replace") + END)[:STACKS_BYTES], 0)
 
     threading.Thread(target=write, name="weft-stacks", daemon=True).start()
 
@@ -96,7 +98,7 @@ class Stacks:
                 if wake:
                     os.kill(pid, signal.SIGCONT)
             await self._written(seconds)
-        return os.pread(self.fd, STACKS_BYTES, 0).decode("utf-8", "replace").rstrip()
+        return os.pread(self.fd, STACKS_BYTES, 0).partition(END)[0].decode("utf-8", "replace").rstrip()
 
     async def _written(self, seconds: float) -> None:
         """Wait so long until something is there and nothing more comes."""
