@@ -311,7 +311,7 @@ class EngineConfig(BaseModel):
     async_scheduling: bool = Field(True, description="schedule the next iteration while this one runs")
     late_launch: bool = Field(
         False,
-        description="schedule the iteration behind decodes shortly before they end, so that requests that come "
+        description="schedule the next iteration shortly before the one that runs ends, so that requests that come "
         "meanwhile are in it; experimental",
     )
     plan: str = Field(

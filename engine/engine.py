@@ -187,7 +187,7 @@ class Engine:
         self._told_at_rest = 0.0
         self._depth = 1 if config.async_scheduling else 0
         self._in_flight: deque[InFlight] = deque()
-        self._late = LateLaunch() if config.late_launch else None
+        self._late = LateLaunch(self._work.costs) if config.late_launch else None
         self._held = False
         """`launch_at` was waited for since the last launch"""
         self._left_waiting = 0

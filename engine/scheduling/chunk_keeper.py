@@ -13,7 +13,7 @@ from weft.engine.plans.plan import Plan
 from weft.engine.runner.batch import I32, Batch, StepResult
 from weft.engine.runner.work import Costs
 from weft.engine.scheduling.chunk_limit import BOUNDS, EACH_SECOND, STRICTER, ChunkLimit, Room
-from weft.engine.scheduling.iteration_cost import IterationCost, Load
+from weft.engine.scheduling.iteration_cost import IterationCost, Load, load_of
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.slots import Phase, SlotTable
 
@@ -127,15 +127,11 @@ class ChunkKeeper:
 
     def formed(self, batch: Batch) -> None:
         """This is the iteration for which `cut` was asked."""
-        d, cut = batch.num_decodes, self._cut
-        tokens, ends = batch.query_len[d:], batch.kv_len[d:]
-        decodes = Load(d, float(self._costs.all_seen(batch.kv_len[:d]).sum()))
-        pairs = float((tokens * self._costs.all_seen(ends - 0.5 * (tokens - 1))).sum())
-        bound = cut.bound if cut is not None else ""
+        load = load_of(batch, self._costs)
+        bound = self._cut.bound if self._cut is not None else ""
         if bound:
             self.bounds[bound] += 1
-        load = Load(batch.num_tokens, decodes.seen, pairs, len(tokens))
-        self._formed[batch.step] = _Formed(load, bound, decodes)
+        self._formed[batch.step] = _Formed(load, bound, Load(batch.num_decodes, load.seen))
 
     def committed(self, result: StepResult, first: bool) -> None:
         """An iteration is done. `first`: the device had nothing to do before it."""

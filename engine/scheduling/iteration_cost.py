@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from weft.engine.runner.batch import Batch
 from weft.engine.runner.work import Costs
 
 PRIOR = (1.0, 0.1, 1.0, 0.0, 1.0, 1.0)
@@ -45,6 +46,15 @@ class Load(NamedTuple):
     """of a prompt's token and a position that it attends to, in all layers"""
     chunks: int = 0
     """of prompts"""
+
+
+def load_of(batch: Batch, costs: Costs) -> Load:
+    """Of an iteration that was formed."""
+    d = batch.num_decodes
+    tokens, ends = batch.query_len[d:], batch.kv_len[d:]
+    seen = float(costs.all_seen(batch.kv_len[:d]).sum())
+    pairs = float((tokens * costs.all_seen(ends - 0.5 * (tokens - 1))).sum())
+    return Load(batch.num_tokens, seen, pairs, len(tokens))
 
 
 class _Kind:

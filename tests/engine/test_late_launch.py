@@ -13,31 +13,39 @@ from pydantic import ValidationError
 
 from weft.engine.config import EngineConfig
 from weft.engine.demo import MODEL_PATH
+from weft.engine.runner.work import Costs
 from weft.engine.scheduling.late_launch import KNOWN, MARGINS, LateLaunch
 
+COSTS = Costs(16e9, 16e9 / 150, 4096.0, 109.0, {None: 32})
 
-def batch(step: int, decodes: int, chunks: int = 0) -> Any:
-    return SimpleNamespace(step=step, num_decodes=decodes, query_len=np.ones(decodes + chunks, np.int32))
+
+def batch(step: int, decodes: int, prompt: int = 0) -> Any:
+    """`prompt`: tokens of one that is computed beside the decodes."""
+    query = np.array([1] * decodes + [prompt] * bool(prompt), np.int32)
+    return SimpleNamespace(
+        step=step, num_decodes=decodes, query_len=query, kv_len=query + 400, num_tokens=int(query.sum())
+    )
 
 
 class Plant:
     """A device, the host's time for an iteration, and arrivals a second."""
 
     def __init__(self, late: bool, seed: int, host: float = 0.8e-3, noise: float = 0.01) -> None:
-        self.late = LateLaunch() if late else None
+        self.late = LateLaunch(COSTS) if late else None
         self._rng, self._host, self._noise = np.random.default_rng(seed), host, noise
         self.waits: list[float] = []
         self.idle = 0.0
 
-    def run(self, iterations: int, length: Any, hiccup: float = 0.0) -> float:
-        """Mean seconds from an arrival to the beginning of the iteration that it is in. length: of iteration i."""
+    def run(self, iterations: int, length: Any, hiccup: float = 0.0, prompt: Any = lambda _: 0) -> float:
+        """Mean seconds from an arrival to the beginning of the iteration that it is in. length: of iteration i;
+        prompt: tokens of one in it."""
         rng, arrivals = self._rng, np.sort(self._rng.uniform(0, iterations * length(0), iterations * 2))
         begun, came, ended = 0.0, 0, 0.0
         running, seconds, idle = batch(0, 50), length(0), 0.0
         for i in range(1, iterations):
             at = max(begun, self.late.at(running)) if self.late is not None else begun
             there = at + self._host * (1 + 0.2 * rng.random()) + (hiccup if rng.random() < 0.01 else 0.0)
-            following = batch(i, 50)
+            following = batch(i, 50, prompt(i))
             if self.late is not None:
                 self.late.launched(following, there - at, late=at > begun)
             joined = int(np.searchsorted(arrivals, at))
@@ -73,18 +81,41 @@ def test_a_host_with_hiccups_is_given_more_time() -> None:
     late.run(3000, lambda _: 8e-3, hiccup=3e-3)
     assert late.idle < 0.01 * 3000 * 8e-3
     assert late.late is not None
-    assert MARGINS[0] <= late.late.margin <= MARGINS[1]
+    assert MARGINS[0] <= late.late.margins[False] <= MARGINS[1]
 
 
-def test_nothing_waits_behind_prompts_or_before_decodes_are_known() -> None:
-    late = LateLaunch()
+@pytest.mark.parametrize("seed", range(3))
+def test_behind_prompts_too_requests_wait_for_one_iteration_less(seed: int) -> None:
+    """Every sixth iteration has one, of other sizes each time, and takes three to five times as long."""
+
+    def prompt(i: int) -> int:
+        return 700 + 97 * (i % 13) if i % 6 == 0 else 0
+
+    def length(i: int) -> float:
+        return 8e-3 + 17e-6 * prompt(i)
+
+    early, late = Plant(False, seed, noise=0.03), Plant(True, seed, noise=0.03)
+    before, after = early.run(3000, length, prompt=prompt), late.run(3000, length, prompt=prompt)
+    mean = float(np.mean([length(i) for i in range(3000)]))
+    assert before > 1.3 * mean
+    assert after < 0.75 * before
+    assert late.idle < 0.005 * 3000 * mean
+
+
+def test_nothing_waits_before_iterations_of_its_kind_are_known() -> None:
+    late = LateLaunch(COSTS)
     for step in range(KNOWN - 1):
         result: Any = SimpleNamespace(batch=batch(step, 3), seconds=5e-3, idle_seconds=0.0)
         late.ended(result, 1.0)
     assert late.at(batch(KNOWN, 3)) == 0
     late.ended(SimpleNamespace(batch=batch(KNOWN, 3), seconds=5e-3, idle_seconds=0.0), 1.0)  # type: ignore[arg-type]
     assert 1.0 < late.at(batch(KNOWN + 1, 3)) < 1.005
-    assert late.at(batch(KNOWN + 1, 3, chunks=1)) == 0
+    assert late.at(batch(KNOWN + 1, 3, prompt=500)) == 0
+    for step in range(KNOWN):
+        result = SimpleNamespace(batch=batch(step, 3, prompt=500), seconds=15e-3, idle_seconds=0.0)
+        late.ended(result, 2.0)
+    assert 2.01 < late.at(batch(30, 3, prompt=500)) < 2.015
+    assert 2.0 < late.at(batch(31, 3)) < 2.005
 
 
 def test_an_engine_says_until_when_it_may_wait_and_answers_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
