@@ -77,6 +77,23 @@ def offline(*names: str) -> Iterator[Row]:
             yield Row(what, "tokens/J", tokens / watts, total(result) * result.span / result.joules)
 
 
+def online(*rates: float) -> Iterator[Row]:
+    """ShareGPT lengths over HTTP, 22 s of arrivals with the same seed and so the same requests, 14 GiB of pages."""
+    profile = load_profile("llama-3-8b-h200")
+    limits = profile.limits
+    engine = EngineOptions(limits.page_size, 1792, 512, limits.max_num_batched_tokens, limits.max_model_len)
+    front = FrontOptions(1, max_queued_requests=EVERYTHING, max_queued_tokens=EVERYTHING)
+    for rate, tpot, itl, ttft in ((29.2, 8.60, 7.18, 37.4), (38.6, 13.60, 11.72, 60.7)):
+        if rate in (rates or (rate,)):
+            arrival = ArrivalOptions("poisson", rate=rate, duration=22.0)
+            workload = build(arrival, ContentOptions(*PRESETS["sharegpt"]), PromptMaker("ids", 1), limits.max_model_len)
+            result = simulate(Fleet(profile, engine, front), workload, warmup=5.0)
+            what = f"ShareGPT lengths over HTTP, {rate} a second"
+            yield Row(what, "TPOT, mean, ms", tpot, 1e3 * result.distributions["tpot"].mean)
+            yield Row(what, "time between tokens, median, ms", itl, 1e3 * result.distributions["itl"].p50)
+            yield Row(what, "TTFT, mean, ms", ttft, 1e3 * result.distributions["ttft"].mean)
+
+
 def one_request() -> Iterator[Row]:
     record = at_once(fixed(1024, 256), 1).everything
     yield Row("one request, 1024/256", "TPOT, ms", 1e3 / 231.5, 1e3 * float(record.tpot[0]))
@@ -97,6 +114,6 @@ def conversations() -> Iterator[Row]:
 
 if __name__ == "__main__":
     print("| run | | measured | simulated | error |\n|---|---|---|---|---|")
-    for row in (*offline(), *one_request(), *conversations()):
+    for row in (*offline(), *online(), *one_request(), *conversations()):
         numbers = (f"{x:,.0f}" if x >= 1000 else f"{x:.3g}" for x in (row.measured, row.simulated))
         print(f"| {row.what} | {row.unit} | {' | '.join(numbers)} | {100 * row.error:+.1f} % |", flush=True)

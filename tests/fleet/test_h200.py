@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from h200_figures import conversations, offline, one_request
+from h200_figures import conversations, offline, one_request, online
 
 from weft.deploy.fleet.h200 import derived
 from weft.deploy.fleet.profile import load_profile
@@ -17,8 +17,8 @@ def test_the_shipped_profile_is_what_its_sources_give() -> None:
 
 
 def test_some_figures_of_the_benchmarks() -> None:
-    rows = [*offline("1024/512, 300"), *one_request(), *conversations()]
-    assert len(rows) == 9
+    rows = [*offline("1024/512, 300"), *online(29.2), *one_request(), *conversations()]
+    assert len(rows) == 12
     assert not [row for row in rows if abs(row.error) > 0.1]
 
 
