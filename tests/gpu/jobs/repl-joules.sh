@@ -1,6 +1,6 @@
 # seconds 420
 # gpus 1
-# asks: does the advised rate keep the objectives in three runs of 60 s, and 15 % more miss them; joules a token at both
+# asks: does the advised rate keep the objectives in three runs of a minute (DURATION=35s behind `repl-advise`), and 15 % more miss them; joules a token at both
 #
 # Reads the configuration that repl-advise left beside it; else that of ADVICE (a weft.yaml), else RATE and the 8B with
 # 108 requests at once, an earlier advice for 256:128. Rates alternate, so that a slow card is none of the difference.

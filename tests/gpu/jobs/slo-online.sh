@@ -14,6 +14,8 @@
 #   tokens), weft_device_idle_seconds, queue and prefill times. Then late may become the default.
 # `--pod auto` alone changed nothing here on 2026-11-23.
 # The figures: a table "Online, ShareGPT-like" behind "Attention of hybrid batches on one H200".
+# With the table that `mid` left beside it, if it did.
+[ ! -s "$OUT/../mid/mid_h200.json" ] || cp "$OUT/../mid/mid_h200.json" kernels/
 CACHE="${XDG_CACHE_HOME:-$HOME/.cache}/weft"
 mkdir -p "$CACHE"
 [ -z "$WHEELS" ] || cp -n "$WHEELS"/pod-*.json "$CACHE" 2> /dev/null
