@@ -36,7 +36,7 @@ def chosen(
 ) -> MidConfig | None:  # fmt: skip
     """How `mid_hopper` cuts a product; None: it does not compute it. plain: it has the epilogue.
 
-    config: given by the caller, or None for that of the table, which is for whole GPUs.
+    config: given by the caller, or None for that of the table, or of the rule beside it, which are for whole GPUs.
     """
     if not plain or isinstance(config, GemmConfig):
         return None
@@ -44,7 +44,7 @@ def chosen(
     if here is None or here.capability[0] != 9:
         return None
     if config is None and (here.capability, here.sms) == mid_config.MACHINE and num_sms == here.sms:
-        config = mid_config.lookup(tokens, *weight.shape)
+        config = mid_config.lookup(tokens, *weight.shape) or mid_config.by_rule(tokens, *weight.shape, num_sms)
     return config if config is not None and _fits(config, tokens, weight, space) else None
 
 

@@ -37,6 +37,31 @@ def test_buckets_are_those_of_captured_graphs_and_no_fewer_tokens_are_live_than_
         assert graphs[graphs.index(bucket) - 1] < live < bucket
 
 
+def test_the_rule_for_other_shapes_mostly_says_what_was_measured_of_these() -> None:
+    ruled = {key: mid_config.by_rule(*key, 132) for key in mid_config._shipped() if 64 < key[0] <= 512}
+    same = [key for key, config in ruled.items() if config == mid_config._shipped()[key]._replace(ahead=0)]
+    assert len(same) > 0.7 * len(ruled)
+    assert {key for key, config in ruled.items() if config is None} <= {(128, 4096, 14336), (128, 2048, 8192)}
+
+
+@pytest.mark.parametrize("key", [(64, 28672, 4096), (513, 28672, 4096), (128, 1024, 4096), (128, 4096, 14336)])
+def test_the_rule_says_nothing_of_what_it_was_not_held_against(key: tuple[int, int, int]) -> None:
+    assert mid_config.by_rule(*key, 132) is None
+
+
+def test_a_shape_without_a_row_is_cut_by_the_rule() -> None:
+    pytest.importorskip("triton")
+    import torch
+
+    from weft.kernels.gpu import KNOWN, compiling_for
+    from weft.kernels.mid_projections import chosen
+
+    weight = torch.empty(37888, 3584, dtype=torch.bfloat16, device="meta")  # gate and up of Qwen2.5-7B
+    with compiling_for(KNOWN["h200"]):
+        assert chosen(None, 256, weight, 132, None, plain=True) == mid_config.by_rule(256, 37888, 3584, 132)
+        assert chosen(None, 256, weight, 66, None, plain=True) is None
+
+
 @pytest.mark.parametrize("box", [0, 16, 64, 256])
 def test_boxes_of_tokens_that_the_kernel_does_not_have_are_refused(box: int) -> None:
     with pytest.raises(ValueError, match="loaded"):
