@@ -1,4 +1,4 @@
-"""One server per test module, with a stub for its engine; helpers beside the tests are imported by name."""
+"""A server for each test module, with a stub for its engine, and a browser; helpers beside the tests are imported by name."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest_asyncio
 sys.path.insert(0, str(Path(__file__).parent))
 
 if TYPE_CHECKING:
+    from browser import Page
     from stub import Server
 
 
@@ -53,3 +54,18 @@ def hermes(_shared_hermes: Server) -> Server:
 def server(_shared_server: Server) -> Server:
     """The module's server, with an engine that has forgotten earlier tests."""
     return fresh(_shared_server)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def _browser(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Page]:
+    from browser import browsing
+
+    async with browsing(tmp_path_factory.mktemp("chromium")) as page:
+        yield page
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def page(_browser: Page) -> Page:
+    """A fresh page of a module's browser."""
+    await _browser.open()
+    return _browser

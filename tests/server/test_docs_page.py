@@ -8,29 +8,14 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import AsyncIterator
 
 import pytest
-import pytest_asyncio
-from browser import CHROMIUM, Page, browsing
+from browser import Page, in_browser
 from stub import Script, Server, serving
 
 from weft.server.api import docs
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-in_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def _browser(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Page]:
-    async with browsing(tmp_path_factory.mktemp("chromium")) as page:
-        yield page
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def page(_browser: Page) -> Page:
-    await _browser.open()
-    return _browser
 
 
 def form(path: str) -> str:
