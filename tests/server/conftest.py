@@ -1,4 +1,4 @@
-"""A server for each test module, with a stub for its engine, and a browser; helpers beside the tests are imported by name."""
+"""A server and a browser for each test module, the engine a stub; helpers beside the tests are imported by name."""
 
 from __future__ import annotations
 
