@@ -44,7 +44,8 @@ def chosen(
     if here is None or here.capability[0] != 9:
         return None
     if config is None and (here.capability, here.sms) == mid_config.MACHINE and num_sms == here.sms:
-        config = mid_config.lookup(tokens, *weight.shape) or mid_config.by_rule(tokens, *weight.shape, num_sms)
+        features, depth = weight.shape
+        config = mid_config.lookup(tokens, features, depth) or mid_config.by_rule(tokens, features, depth, num_sms)
     return config if config is not None and _fits(config, tokens, weight, space) else None
 
 
