@@ -404,7 +404,9 @@ class EngineConfig(BaseModel):
         if self.late_launch and not self.async_scheduling:
             raise ValueError("late_launch needs async_scheduling, which launches ahead at all")
         if self.itl_objective is None and self.itl_slo_patience != type(self).model_fields["itl_slo_patience"].default:
-            raise ValueError("itl_slo_patience needs itl_slo, which cuts prompts at all")
+            raise ValueError(
+                "itl_slo_patience needs itl_slo, or max_num_seqs auto with a percentile: else no prompt is cut"
+            )
         return self
 
     @model_validator(mode="after")

@@ -36,6 +36,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from weft.kernels.decode_hopper import barrier
 from weft.kernels.dependent_launch import pdl_options
+from weft.kernels.experts_hopper import _pass_by
 from weft.kernels.gemm_hopper import load_tile
 from weft.kernels.gemm_launch import Workspace
 from weft.kernels.mid_config import BLOCK_DEPTH, BLOCK_TOKENS, PATIENCE, MidConfig
@@ -154,17 +155,6 @@ def _multiply(
         acc2 = acc0
     mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
     return acc0, acc1, acc2, count
-
-
-@gluon.jit
-def _pass_by(full, empty, count, steps, STAGES: gl.constexpr):
-    """As `_multiply`, for a warpgroup without a row."""
-    for _ in range(steps):
-        stage = count % STAGES
-        mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-        mbarrier.arrive(empty.index(stage), count=1)
-        count += 1
-    return count
 
 
 # A tile's parts meet in one word for each half of its rows (twin: `mid_config.Meeting`):
