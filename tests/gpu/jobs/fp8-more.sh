@@ -1,4 +1,4 @@
-# seconds 230
+# seconds 290
 # gpus 1
 # asks: the same with realistic weights, FP8 weights alone, 1B in FP8, and FP8 with a wider dense batch
 # Behind fp8-e2e on the same machine: its kernels and tiles are then there. Answers, a file each, in the order of value:
@@ -24,10 +24,10 @@ cat >"$small/config.json" <<'END'
 END
 many=1024:512:${REQUESTS:-600}
 one=1024:512:1
+bench wide $model $eight --max-num-batched-tokens 4096 --max-num-seqs 2048 --workload "1024:512:${WIDE_REQUESTS:-2000}"
 bench realistic $model $eight --dummy-weights realistic --workload "$many" --then $one
 bench realistic-bf16 $model --wait-for-plan --dummy-weights realistic --workload "$many"
 bench 1b --model "$small" $eight --workload "161:338:${SMALL_REQUESTS:-6000}"
 bench weights $model --quantization fp8 --workload "$many" --then $one
-bench wide $model $eight --max-num-batched-tokens 4096 --max-num-seqs 2048 --workload "1024:512:${WIDE_REQUESTS:-1500}"
 bench 1b-bf16 --model "$small" --workload "161:338:${SMALL_REQUESTS:-6000}"
 rm -r "$small"

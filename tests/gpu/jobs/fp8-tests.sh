@@ -1,24 +1,30 @@
-# seconds 200
+# seconds 240
 # gpus 1
 # asks: whether the tests of FP8 pass on a GPU, those of the engine first: what they cover was interpreted only so far
-# A line a file in results.txt, the tests that failed in NAME.txt. Passing, docs/quantization.md no longer says that
-# tuned tiles, unpacked pages and rows that leave the last layer were interpreted only. What hangs ends after its time.
-# Several processes compile beside each other first; then one runs the tests: on one GPU they would disturb each other.
-if python -c 'import xdist' 2>/dev/null; then
-    timeout -k 5 $((SECONDS_LEFT / 3)) python -m pytest -q -p no:cacheprovider -m "nightly or not nightly" -n "${WORKERS:-8}" \
-        tests/gpu/test_fp8_attention.py tests/gpu/test_fp8_projections.py tests/gpu/test_packed_page.py >/dev/null 2>&1
-    echo "compiled in $SECONDS s"
-fi
-files() {  # NAME SECONDS SECONDS-OF-A-TEST PYTEST-ARGUMENT ...
-    local name=$1 most=$2 each=$3 begun=$SECONDS left=$((SECONDS_LEFT - SECONDS - 3))
-    shift 3
-    [ $left -lt "$most" ] && most=$left
-    [ "$most" -lt 10 ] && echo "$name: no time was left" | tee -a "$OUT/results.txt" && return
-    timeout -k 5 "$most" python -m pytest -q -p no:cacheprovider -m "nightly or not nightly" --timeout "$each" \
-        --timeout-method thread "$@" >"$OUT/$name.txt" 2>&1
-    echo "$name: exit status $? after $((SECONDS - begun)) s: $(tail -n 1 "$OUT/$name.txt")" | tee -a "$OUT/results.txt"
+# beside.txt: pytest's word on each test, many processes beside each other (most of the time is compiling); rest.txt: those
+# that had no result there or failed, one at a time. results.txt: how many of each file passed, and the names of the
+# others. All passing, docs/quantization.md no longer says that tuned tiles, unpacked pages and rows that leave the last
+# layer were interpreted only. What hangs ends after its time.
+FILES=${FILES:-"tests/gpu/test_fp8_engine.py tests/gpu/test_unread_rows.py tests/gpu/test_fp8_attention.py
+    tests/gpu/test_fp8_projections.py tests/gpu/test_packed_page.py"}
+run() { # SECONDS, pytest's arguments
+    local most=$1
+    shift
+    timeout -k 5 -s INT "$most" python -m pytest --tb=short -p no:cacheprovider -m "nightly or not nightly" \
+        --timeout 100 --timeout-method thread "$@"
 }
-files engine 110 100 tests/gpu/test_fp8_engine.py tests/gpu/test_unread_rows.py
-files attention 90 60 tests/gpu/test_fp8_attention.py
-files projections 110 60 tests/gpu/test_fp8_projections.py
-files packed 40 60 tests/gpu/test_packed_page.py
+run 60 --collect-only -q $FILES | grep :: | sort > "$OUT/all.txt"
+run $(((SECONDS_LEFT - SECONDS) * 2 / 3)) -v -n "${WORKERS:-14}" --dist worksteal $FILES > "$OUT/beside.txt" 2>&1
+echo "beside each other: $SECONDS s, $(tail -n 1 "$OUT/beside.txt")"
+passed() { sed -nE 's/^(\[gw[0-9]+\] .*)?(PASSED|SKIPPED) (tests.*[^ ]) *$/\3/p; s/^(tests.*) (PASSED|SKIPPED).*$/\1/p' "$@" | sort -u; }
+passed "$OUT/beside.txt" | comm -13 - "$OUT/all.txt" > "$OUT/left.txt"
+touch "$OUT/rest.txt"
+if [ -s "$OUT/left.txt" ] && [ $((SECONDS_LEFT - SECONDS)) -gt 15 ]; then
+    run $((SECONDS_LEFT - SECONDS - 8)) -v "@$OUT/left.txt" > "$OUT/rest.txt" 2>&1
+    echo "one at a time: $(tail -n 1 "$OUT/rest.txt")"
+fi
+passed "$OUT/beside.txt" "$OUT/rest.txt" > "$OUT/passed.txt"
+for file in $FILES; do
+    echo "$file: $(grep -c "^$file::" "$OUT/passed.txt") of $(grep -c "^$file::" "$OUT/all.txt") passed or skipped"
+done | tee "$OUT/results.txt"
+comm -23 "$OUT/all.txt" "$OUT/passed.txt" | sed 's/^/not passed: /' | tee -a "$OUT/results.txt"
