@@ -186,12 +186,7 @@ class EngineConfig(BaseModel):
         None,
         description="'fp8': a checkpoint in 16 bits becomes FP8 while it loads (e4m3, a scale for each output channel; "
         "embedding, head, routers and norms stay). FP8 checkpoints are read as they are, without this. "
-        "On a GPU experimental, with experts by --fp8-experts alone [as the checkpoint is]",
-    )
-    fp8_experts: Literal["off", "on"] = Field(
-        "off",
-        description="'on': a GPU multiplies mixtures of experts in FP8 too, by kernels that none has run yet. Without "
-        "it a GPU refuses them; a CPU does not ask",
+        "On a GPU experimental [as the checkpoint is]",
     )
     max_model_len: int | None = Field(
         None, ge=2, description="prompt and output tokens per request at most [the model's own limit]"

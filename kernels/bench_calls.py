@@ -94,9 +94,12 @@ def fp8_product(
 ) -> Callable[[], object]:  # fmt: skip
     """As `product`, of operands in e4m3 whose scales are by blocks of an activation; pages in 16 bits."""
     n, k, device = shape.features, shape.depth, weight.values.device
-    a = fp8_projections.rows_buffer(tokens, k, device)
+    # the stream's, as an iteration of so many tokens has it
+    hidden = n if shape.kind == "residual" else k
+    span = fp8.BLOCK if weight.blocked else fp8_projections.residual_span(tokens, hidden, hidden, num_sms)
+    a = fp8_projections.rows_buffer(tokens, k, device, span=fp8.BLOCK if shape.kind == "residual" else span)
     if device.type != "meta":
-        made = fp8.quantize_rows(torch.randn(tokens, k, device=device))
+        made = fp8.quantize_rows(torch.randn(tokens, k, device=device), span=a.span)
         a.values.copy_(made.values)
         a.scale.copy_(made.scale)
     sumsq = torch.full((16, tokens), k / 16, device=device)
@@ -111,7 +114,8 @@ def fp8_product(
         )
     if shape.kind == "residual":
         x = torch.randn(tokens, n, device=device, dtype=DTYPE)
-        parts, left = projections.sumsq_buffer(n, tokens, device), fp8_projections.rows_buffer(tokens, n, device)
+        parts = projections.sumsq_buffer(n, tokens, device)
+        left = fp8_projections.rows_buffer(tokens, n, device, span=span)
         norm = torch.ones(n, device=device)
         return lambda: fp8_projections.residual_project(
             a, weight, x, out=x, sumsq=parts, quantized=left, next_norm=norm, **options

@@ -7,12 +7,14 @@ is `values * scale`:
   of 128 x 128 `[ceil(out / 128), ceil(in / 128)]`;
 - activations `[T, K]`: a float32 scale for each 128 columns of a token, `[ceil(K / 128), T]`, a power of two. The
   kernel that makes an activation scales it in its epilogue, where no tile sees a whole row; such a scale costs no
-  precision and does not depend on the neighbours. `quantize_tokens` has one scale a token instead, as others do;
+  precision and does not depend on the neighbours. Two neighbouring blocks may share theirs (`Fp8Rows.span`): a product
+  of many tokens then takes sums out of the tensor cores half as often. `quantize_tokens` has one scale a token instead,
+  as others do;
 - K and V in pages: a float32 scale for each layer and KV head, fixed before the first token. Attention multiplies in 16
   bits: every e4m3 number is one of float16 and of bfloat16.
 
-Products are added in two levels: within 128 of the depth by the tensor cores, which keep some 14 bits, and beyond it in
-float32. `product` is the twin of all of them.
+Products are added in two levels: within 128 of the depth (256 where two blocks share a scale) by the tensor cores,
+which keep some 14 bits, and beyond it in float32. `product` is the twin of all of them.
 """
 
 from __future__ import annotations
@@ -52,6 +54,8 @@ class Fp8Rows(NamedTuple):
     """`[T, K]` e4m3, contiguous"""
     scale: Tensor
     """float32 `[ceil(K / 128), T]`, or `[1, T]`: one a token"""
+    span: int = BLOCK
+    """columns that have the same scale for certain: 128, or 256 where each two blocks from the first on share theirs"""
 
 
 class KvScales(NamedTuple):
@@ -129,15 +133,19 @@ def _blocks(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x.float(), (0, blocks * BLOCK - x.shape[1])).view(len(x), blocks, BLOCK)
 
 
-def quantize_rows(x: Tensor, weight: Tensor | None = None) -> Fp8Rows:
-    """`[T, K]` of any float -> e4m3 with a power of two for each 128 columns of a token.
+def quantize_rows(x: Tensor, weight: Tensor | None = None, *, span: int = BLOCK) -> Fp8Rows:
+    """`[T, K]` of any float -> e4m3 with a power of two for each `span` (128 or 256) columns of a token.
 
     weight `[K]`: of a norm that follows and is not folded into a matrix; x is multiplied by it in float32 first.
     """
     filled = _blocks(x if weight is None else x.float() * weight.float())
-    scale = power_of_two_scale(filled.abs().amax(-1))  # [T, blocks]
+    amax = filled.abs().amax(-1)  # [T, blocks]
+    if span == 2 * BLOCK:
+        pairs = torch.nn.functional.pad(amax, (0, amax.shape[1] % 2)).unflatten(1, (-1, 2)).amax(-1)
+        amax = pairs.repeat_interleave(2, 1)[:, : amax.shape[1]]
+    scale = power_of_two_scale(amax)
     values = saturated(filled * (1.0 / scale)[..., None]).flatten(1)[:, : x.shape[1]]
-    return Fp8Rows(values.contiguous(), scale.t().contiguous())
+    return Fp8Rows(values.contiguous(), scale.t().contiguous(), span)
 
 
 def quantize_tokens(x: Tensor) -> Fp8Rows:
@@ -160,7 +168,7 @@ def row_values(rows: Fp8Rows) -> Tensor:
 
 
 def product(a: Fp8Rows, weight: Fp8Weight) -> Tensor:
-    """`[T, out]` float32: `a` times the transposed weight, as the kernels add: over 128 of the depth, then in float32,
+    """`[T, out]` float32: `a` times the transposed weight, as most kernels add: over 128 of the depth, then in float32,
     in order. Scales of blocks go to each sum of 128; those of tokens and channels to the result.
     """
     depth = a.values.shape[1]

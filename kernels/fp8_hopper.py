@@ -6,6 +6,8 @@ what block scales and long depths ask for. `WAY` says how:
 
 - "promoted": 64 x 128 partial sums of one step, times the step's scales, are added to the accumulator in float32; a
   tile of 256 features does its left half, then its right one, while the other warpgroup has the tensor cores;
+- "paired": the same with partial sums of two steps, whose scales of activations are the same (`Fp8Rows.span`): taking
+  sums out of the tensor cores and adding them is what "promoted" loses against "fast". Weights with a scale a channel;
 - "fast": one accumulator and one scale a token, applied at the end, as most servers do.
 
 An epilogue that makes the next product's operand quantises it there: each row of a tile has its own scales, a power of
@@ -172,6 +174,48 @@ def _promoted(
 
 
 @gluon.jit
+def _paired(
+    a_smem, w_smem, full, empty, sa, stride_sa, rows, live, count, steps,
+    WG: gl.constexpr, BN: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """As `_promoted`, two steps at a time; steps are even."""
+    left = gl.zeros([64, 128], gl.float32, layout=HALF)
+    right = gl.zeros([64, 128], gl.float32, layout=HALF)
+    scale = gl.load(sa + rows, mask=rows < live, other=1.0)
+    for pair in range(steps // 2):
+        first = count % STAGES
+        second = (count + 1) % STAGES
+        at = gl.minimum(2 * pair + 2, steps - 2).to(gl.int64) * stride_sa
+        following = gl.load(sa + at + rows, mask=rows < live, other=1.0)
+        a_first = a_smem.index(first).slice(WG * 64, 64)
+        a_second = a_smem.index(second).slice(WG * 64, 64)
+        w_first = w_smem.index(first)
+        w_second = w_smem.index(second)
+        zeros = gl.zeros([64, 128], gl.float32, layout=HALF)
+        mbarrier.wait(full.index(first), (count // STAGES) & 1)
+        part = warpgroup_mma(a_first, w_first.slice(0, 128).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        mbarrier.wait(full.index(second), ((count + 1) // STAGES) & 1)
+        part = warpgroup_mma(a_second, w_second.slice(0, 128).permute((1, 0)), part, is_async=True)
+        part = warpgroup_mma_wait(0, deps=[part])
+        if BN == 256:
+            left = left + part * scale[:, None]
+            part = warpgroup_mma(a_first, w_first.slice(128, 128).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            part = warpgroup_mma(a_second, w_second.slice(128, 128).permute((1, 0)), part, is_async=True)
+            part = warpgroup_mma_wait(1, deps=[part])
+            mbarrier.arrive(empty.index(first), count=1)
+            part = warpgroup_mma_wait(0, deps=[part])
+            mbarrier.arrive(empty.index(second), count=1)
+            right = right + part * scale[:, None]
+        else:
+            mbarrier.arrive(empty.index(first), count=1)
+            mbarrier.arrive(empty.index(second), count=1)
+            left = left + part * scale[:, None]
+        scale = following
+        count += 2
+    return left, right, count
+
+
+@gluon.jit
 def _finished(y, row_scale, sw, bias, col, N, W_BLOCKS: gl.constexpr, NORMED: gl.constexpr, HAS_BIAS: gl.constexpr,
               HALF: gl.constexpr):  # fmt: skip
     """Columns `col ..` of a product with their channels' scales, the norm's factor of each row, and their bias."""
@@ -211,9 +255,17 @@ def _gated(gate, up, ACT: gl.constexpr):
 
 
 @gluon.jit
-def _leave_quantized(z, q_smem, q_desc, q_scale, stride_q, row0, col, rows, live, N):
-    """One block of 128 columns of the next product's operand: e4m3 and their rows' scales."""
-    scale, inverse = _power_of_two(gl.max(gl.abs(z), axis=1))
+def _weighted(z, norm, at, N, WEIGHTED: gl.constexpr):
+    """`z [64, 128]`, times the weight of the norm before the next product where it is not in that one's matrix."""
+    if WEIGHTED:
+        z = z * gl.load(norm + at, mask=at < N, other=0.0).to(gl.float32)[None, :]
+    return z
+
+
+@gluon.jit
+def _leave_quantized(z, amax, q_smem, q_desc, q_scale, stride_q, row0, col, rows, live, N):
+    """One block of 128 columns of the next product's operand: e4m3 and the scales of rows whose largest is amax."""
+    scale, inverse = _power_of_two(amax)
     gl.store(q_scale + (col // 128).to(gl.int64) * stride_q + rows, scale, mask=(rows < live) & (col < N))
     q = (z * inverse[:, None]).to(gl.float8e4nv)
     tma.store_wait(1)  # the block before has left `q_smem`; the tile that was stored since may be on its way
@@ -265,7 +317,8 @@ def _consume(
     KIND: gl.constexpr, WAY: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     PARTS: gl.constexpr, HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_NORM: gl.constexpr, QUANTIZED: gl.constexpr, WEIGHTED: gl.constexpr,
-    KV8: gl.constexpr, A_BLOCKS: gl.constexpr, W_BLOCKS: gl.constexpr, DTYPE: gl.constexpr, ACT: gl.constexpr,
+    KV8: gl.constexpr, SHARED: gl.constexpr, A_BLOCKS: gl.constexpr, W_BLOCKS: gl.constexpr, DTYPE: gl.constexpr,
+    ACT: gl.constexpr,
 ):  # fmt: skip
     a_smem, w_smem, io_smem, q_smem, full, empty, x_full, x_empty = rings
     out, q_desc, q_scale, stride_q, next_norm = places
@@ -289,6 +342,10 @@ def _consume(
             left, right, count = _promoted(
                 a_smem, w_smem, full, empty, sa, stride_sa, sw, stride_sw, rows, lane, live, tile_n * PIECES,
                 gl.cdiv(N, 128), N, count, steps, WG, BN, HALF, STAGES, A_BLOCKS, W_BLOCKS,
+            )  # fmt: skip
+        elif WAY == "paired":
+            left, right, count = _paired(
+                a_smem, w_smem, full, empty, sa, stride_sa, rows, live, count, steps, WG, BN, HALF, STAGES
             )  # fmt: skip
         else:
             wide_rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
@@ -315,6 +372,7 @@ def _consume(
         if KIND == "residual":
             mbarrier.wait(x_full.index(WG), turn & 1)
             squares = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, HALF))
+            largest = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, HALF))
             for piece in gl.static_range(PIECES):
                 col = col0 + piece * 128
                 y = _finished(left if piece == 0 else right, scale, sw, bias, col, N, W_BLOCKS, False, HAS_BIAS, HALF)
@@ -326,9 +384,19 @@ def _consume(
                 z = y.to(gl.float32)
                 squares += gl.sum(z * z, axis=1)
                 if QUANTIZED:
-                    if WEIGHTED:
-                        z = z * gl.load(next_norm + col + lane, mask=col + lane < N, other=0.0).to(gl.float32)[None, :]
-                    _leave_quantized(z, q_smem.index(WG), q_desc, q_scale, stride_q, row0, col, rows, live, N)
+                    z = _weighted(z, next_norm, col + lane, N, WEIGHTED)
+                    amax = gl.max(gl.abs(z), axis=1)
+                    if SHARED:
+                        largest = gl.maximum(largest, amax)
+                    else:
+                        _leave_quantized(z, amax, q_smem.index(WG), q_desc, q_scale, stride_q, row0, col, rows, live, N)
+            if SHARED:
+                for piece in gl.static_range(PIECES):
+                    col = col0 + piece * 128
+                    # what was stored is still there: nothing is copied into it before x_empty
+                    z = io_smem.index(WG * PIECES + piece).load(HALF).to(gl.float32)
+                    z = _weighted(z, next_norm, col + lane, N, WEIGHTED)
+                    _leave_quantized(z, largest, q_smem.index(WG), q_desc, q_scale, stride_q, row0, col, rows, live, N)
             gl.store(sumsq + tile_n * stride_sumsq + rows, squares, mask=rows < live)
             tma.store_wait(0)
             mbarrier.arrive(x_empty.index(WG), count=1)
@@ -376,8 +444,8 @@ def product_kernel(
     KIND: gl.constexpr, WAY: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     PARTS: gl.constexpr, HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_NORM: gl.constexpr, HAS_COUNT: gl.constexpr, QUANTIZED: gl.constexpr,
-    WEIGHTED: gl.constexpr, KV8: gl.constexpr, A_BLOCKS: gl.constexpr, W_BLOCKS: gl.constexpr, DTYPE: gl.constexpr,
-    ACT: gl.constexpr, PDL: gl.constexpr,
+    WEIGHTED: gl.constexpr, KV8: gl.constexpr, SHARED: gl.constexpr, A_BLOCKS: gl.constexpr, W_BLOCKS: gl.constexpr,
+    DTYPE: gl.constexpr, ACT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     eight: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     sixteen: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -419,10 +487,10 @@ def product_kernel(
     gl.warp_specialize(
         [
             (_consume, (rings, places, sums, heads, live, tiles_m, tiles_n, steps, N, K, 0, KIND, WAY, BN, STAGES,
-                        GROUP, PARTS, HQ, HKV, D, PAGE, HAS_BIAS, HAS_NORM, QUANTIZED, WEIGHTED, KV8, A_BLOCKS,
+                        GROUP, PARTS, HQ, HKV, D, PAGE, HAS_BIAS, HAS_NORM, QUANTIZED, WEIGHTED, KV8, SHARED, A_BLOCKS,
                         W_BLOCKS, DTYPE, ACT)),
             (_consume, (rings, places, sums, heads, live, tiles_m, tiles_n, steps, N, K, 1, KIND, WAY, BN, STAGES,
-                        GROUP, PARTS, HQ, HKV, D, PAGE, HAS_BIAS, HAS_NORM, QUANTIZED, WEIGHTED, KV8, A_BLOCKS,
+                        GROUP, PARTS, HQ, HKV, D, PAGE, HAS_BIAS, HAS_NORM, QUANTIZED, WEIGHTED, KV8, SHARED, A_BLOCKS,
                         W_BLOCKS, DTYPE, ACT)),
             (_produce, (a, w, x, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, tiles_m, tiles_n, steps, KIND,
                         BN, STAGES, GROUP)),
@@ -470,6 +538,7 @@ def launch_product(
         STAGES=stages_of(kind, features), GROUP=group, HAS_BIAS=fields.get("bias") is not None,
         HAS_NORM=fields.get("q_norm") is not None, HAS_COUNT=num_tokens is not None,
         QUANTIZED=quantized is not None, WEIGHTED=fields.get("next_norm") is not None,
-        KV8=kv is not None and kv.element_size() == 1, A_BLOCKS=a.scale.shape[0] > 1, W_BLOCKS=weight_blocks(weight),
+        KV8=kv is not None and kv.element_size() == 1, SHARED=quantized is not None and quantized.span > BLOCK_DEPTH,
+        A_BLOCKS=a.scale.shape[0] > 1, W_BLOCKS=weight_blocks(weight),
         DTYPE={torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype], num_warps=4, **pdl_options(),
     )  # fmt: skip

@@ -23,6 +23,10 @@ FEW_TOKENS = 128
 """up to which the weight is the left operand"""
 
 
+WIDE = GemmConfig(128, 2 * BLOCK, BLOCK, 4, 4, group=16, special=True)
+"""the tile of `fp8_hopper` that any kind of product can have"""
+
+
 def choose(kind: str, num_tokens: int, features: int, depth: int, num_sms: int) -> GemmConfig:
     """The configuration of a product: a measured one if the shape is known, else by rule."""
     return tuned.lookup(num_tokens, features, depth, bits=8) or by_rule(kind, num_tokens, features, depth, num_sms)
@@ -47,7 +51,7 @@ def of_any_count(kind: str, *, head_norm: int = 0) -> GemmConfig:
     """One configuration for any number of tokens: each row's sums, and how its squares are divided, are then its own,
     whatever shares the batch. head_norm: numbers of the heads that a product's epilogue norms."""
     if is_hopper() and head_norm in (0, 128):  # a tile of `fp8_hopper` has no norm of other heads
-        return GemmConfig(128, 256, BLOCK, 4, 4, group=16, special=True)
+        return WIDE
     return GemmConfig(64, 256 if kind == "gate_up" else 128, BLOCK, 4, 8, swap=True, slices=1)
 
 
@@ -88,15 +92,22 @@ def _product(
 ) -> Launch:  # fmt: skip
     check_operands(a, weight)
     (m, k), n = a.values.shape, weight.values.shape[0]
+    wide = kind == "residual" and quantized is not None and quantized.span > BLOCK
+    if wide:
+        config = config or choose(kind, m, n, k, num_sms)
+        config = config._replace(features=2 * BLOCK) if config.special else WIDE
     launch = launch_of(kind, m, n, k, config, num_sms)
-    if weight.blocked and launch.config.special and kind != "gate_up":  # no registers for the scales of two blocks
-        launch = launch._replace(config=launch.config._replace(features=128))
-    if launch.config.special and on_gpu(a.values.device):
+    special = launch.config.special and on_gpu(a.values.device)
+    if wide and (weight.blocked or not special):
+        raise ValueError(f"scales of {2 * BLOCK} columns: only where Hopper multiplies weights with a scale a channel")
+    if weight.blocked and special and kind != "gate_up":  # no registers for the scales of two blocks
+        launch = launch._replace(config=launch.config._replace(features=BLOCK))
+    if special:
         from weft.kernels import fp8_hopper
 
         fp8_hopper.launch_product(
             kind, a, weight, out, quantized, num_tokens, x, num_sms=num_sms, dtype=dtype,
-            way="promoted" if weight.blocked else way, features=launch.config.features, group=launch.config.group,
+            way=_way(kind, way, a, weight), features=launch.config.features, group=launch.config.group,
             **fields,
         )  # fmt: skip
     else:
@@ -106,6 +117,23 @@ def _product(
     return launch
 
 
+def _way(kind: str, way: str, a: Fp8Rows, weight: Fp8Weight) -> str:
+    """How `fp8_hopper` adds: what operands ask for, whatever `way` a caller would like."""
+    if weight.blocked:
+        return "promoted"
+    # a residual's stages are too few to hold two and copy more meanwhile
+    pairs = a.span > BLOCK and kind != "residual" and a.values.shape[1] % (2 * BLOCK) == 0
+    return "paired" if pairs and way == "promoted" else way
+
+
+def residual_span(num_tokens: int, features: int, depth: int, num_sms: int) -> int:
+    """Columns of what a residual product leaves that may share a scale (`Fp8Rows.span`) at no cost: where its tiles
+    would be as wide anyway, else 128."""
+    if not is_hopper() or num_tokens <= FEW_TOKENS:
+        return BLOCK
+    return by_rule("residual", num_tokens, features, depth, num_sms).features
+
+
 def _norm_fields(sumsq: Tensor | None, eps: float) -> dict[str, Any]:
     if sumsq is None:
         return {}
@@ -113,11 +141,12 @@ def _norm_fields(sumsq: Tensor | None, eps: float) -> dict[str, Any]:
     return {"sumsq": sumsq, "stride_sumsq": sumsq.stride(0), "eps": eps, "PARTS": sumsq.shape[0]}
 
 
-def rows_buffer(num_tokens: int, width: int, device: torch.device | str) -> Fp8Rows:
+def rows_buffer(num_tokens: int, width: int, device: torch.device | str, *, span: int = BLOCK) -> Fp8Rows:
     """A place for activations that an epilogue leaves."""
     return Fp8Rows(
         torch.empty(num_tokens, width, dtype=E4M3, device=device),
         torch.empty(-(-width // BLOCK), num_tokens, dtype=torch.float32, device=device),
+        span,
     )
 
 
@@ -182,7 +211,8 @@ def residual_project(
     way: str = "promoted",
 ) -> tuple[Tensor, Tensor]:
     """`x + a @ weight.T` into `out` (may be `x` itself), its partial sums of squares, and, times `next_norm [H]`, the
-    next product's operand into `quantized`.
+    next product's operand into `quantized`, with scales for as many columns as that one's span (256 on Hopper alone,
+    else raises `ValueError`).
 
     sumsq `[max_parts, T]` float32 is scratch; returns out and the view `[parts, T]` of it that was written.
     """

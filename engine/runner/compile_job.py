@@ -33,7 +33,7 @@ SOURCES = (HERE, HERE.parent / "plans", HERE.parent / "model", HERE.parents[1] /
 MATTERS = {
     "device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "attention_backend",
     "batch_invariant", "tuning_seconds", "plan", "model_impl", "trust_remote_code", "tensor_parallel_size",
-    "quantization", "kv_cache_dtype", "fp8_experts", "pod",
+    "quantization", "kv_cache_dtype", "pod",
 }  # fmt: skip
 """options that decide it too"""
 DRIVER = Path("/proc/driver/nvidia/gpus")

@@ -19,21 +19,20 @@ from weft.engine.model.layer_weights import ProductWeights
 from weft.engine.model.operations import Operation
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
+from weft.engine.plans.pipeline import Pipeline
 from weft.kernels import fp8_projections
-from weft.kernels.fp8 import Fp8Rows
+from weft.kernels.fp8 import BLOCK, Fp8Rows
 from weft.kernels.fp8_experts import switch_shared
 from weft.kernels.fp8_matrix import Fp8Matrix
 from weft.kernels.fp8_rows import quantize_rows
+from weft.kernels.gpu import gpu
 
 HEADS = (64, 128)
 """head sizes whose way into q and the pages is an epilogue of an FP8 product"""
 
 
-def lacking(spec: ModelSpec, *, invariant: bool, experts: bool) -> str | None:
-    """What of a quantised model a GPU's FP8 products cannot do, in a few words; None if they do all of it.
-
-    experts: those may be tried, whose kernels no GPU has run.
-    """
+def lacking(spec: ModelSpec, *, invariant: bool) -> str | None:
+    """What of a quantised model a GPU's FP8 products cannot do, in a few words; None if they do all of it."""
     asked, e = spec.quantization, spec.experts
     widths = [spec.hidden_size, spec.intermediate_size]
     if e is not None:
@@ -41,7 +40,6 @@ def lacking(spec: ModelSpec, *, invariant: bool, experts: bool) -> str | None:
     assert asked is not None
     cases = (
         (asked.activations == "none", "weights alone in FP8"),
-        (e is not None and not experts, "experts (--fp8-experts on tries what was not run on one)"),
         (spec.shard_of.ranks > 1, "several ranks"),
         (spec.norm.centred or spec.norm.bias, "norms with a mean or a bias"),
         (not spec.placement.before or spec.placement.behind or spec.placement.parallel, "norms at other places"),
@@ -64,6 +62,9 @@ class Fp8Layers:
         self, spec: ModelSpec, weights: Weights, tokens: int, device: torch.device, *, invariant: bool = False
     ) -> None:
         self._spec, self._layers = spec, weights.layers
+        here = gpu(device)
+        assert here is not None
+        self._num_sms = here.sms
         norm = spec.head_dim if spec.qk_norm == "head" else 0
         self._fixed = {
             kind: {"config": fp8_projections.of_any_count(kind, head_norm=norm if kind == "qkv" else 0)}
@@ -80,15 +81,27 @@ class Fp8Layers:
             widths["s"] = spec.experts.shared_size
         self._operands = {name: fp8_projections.rows_buffer(tokens, width, device) for name, width in widths.items()}
         """by activation: of all tokens, as the next product reads it"""
+        matrices = [product.fp8 for layer in weights.layers for product in layer.values() if product.fp8 is not None]
+        by_channel = not any(matrix.weight.blocked for matrix in matrices)
+        self._by_tokens = by_channel and spec.experts is None and not invariant
+        """whether what many tokens' stream is scaled by may be another than few tokens'"""
+
+    def span(self, pipeline: Pipeline) -> int:
+        """Columns of the stream's operand that share a scale in iterations of this plan: what follows from its bucket
+        alone, so that every plan has the bits of the serial one."""
+        if not self._by_tokens:
+            return BLOCK
+        width = self._spec.hidden_size
+        return fp8_projections.residual_span(pipeline.tokens, width, width, self._num_sms)
 
     def matrix(self, layer: int, name: str) -> Fp8Matrix:
         matrix = self._layers[layer][name].fp8
         assert matrix is not None
         return matrix
 
-    def operand(self, name: str, tokens: slice) -> Fp8Rows:
-        values, scale = self._operands[name]
-        return Fp8Rows(values[tokens], scale[:, tokens])
+    def operand(self, name: str, tokens: slice, span: int = BLOCK) -> Fp8Rows:
+        values, scale, _ = self._operands[name]
+        return Fp8Rows(values[tokens], scale[:, tokens], span)
 
     def first_of(self, layer: int) -> Fp8Matrix | None:
         """The matrix that reads the stream first in a layer; None behind the last one."""
@@ -98,49 +111,43 @@ class Fp8Layers:
         """A matrix of those that read the stream there: one norm is before all."""
         return self.matrix(layer, "gate_up" if "gate_up" in self._layers[layer] else "experts_gate_up")
 
-    def _quantized(self, name: str, tokens: slice, x: Tensor, norm: Tensor | None, live: Tensor) -> Fp8Rows:
-        return quantize_rows(x, norm, out=self.operand(name, tokens), num_tokens=live)
-
     def qkv(
         self, layer: int, tokens: slice, product: ProductWeights, x: Tensor, sums: Tensor, eps: float,
-        heads: tuple[Any, ...], out: Tensor, common: dict[str, Any],
+        heads: tuple[Any, ...], out: Tensor, span: int, common: dict[str, Any],
     ) -> None:  # fmt: skip
         """x and sums `[parts, T]`: of the tokens' part of the stream; heads: see `fp8_projections.qkv_project`."""
-        matrix = self.matrix(layer, "qkv")
+        matrix, rows = self.matrix(layer, "qkv"), self.operand("x", tokens, span)
         if layer == 0:
-            rows = self._quantized("x", tokens, x, matrix.norm, common["num_tokens"])
-        else:
-            rows = self.operand("x", tokens)
+            quantize_rows(x, matrix.norm, out=rows, num_tokens=common["num_tokens"])
         common = common | self._fixed.get("qkv", {})
         fp8_projections.qkv_project(rows, sums, matrix.weight, product.bias, eps, *heads, out=out, **common)
 
     def residual(
         self, layer: int, tokens: slice, op: Operation, product: ProductWeights, a: Tensor, x: Tensor, sumsq: Tensor,
-        common: dict[str, Any],
+        span: int, common: dict[str, Any],
     ) -> Tensor:  # fmt: skip
         """Adds to x; returns the view of sumsq that was written. a: what attention gave; not read behind an MLP."""
+        rows = self.operand(op.source, tokens)
+        reader = self.first_of(layer + 1)
         if op.source == "a":
-            rows = self._quantized("a", tokens, a, None, common["num_tokens"])
-            reader: Fp8Matrix | None = self._behind_attention(layer)
-        else:
-            rows = self.operand(op.source, tokens)
-            reader = self.first_of(layer + 1)
+            quantize_rows(a, out=rows, num_tokens=common["num_tokens"])
+            reader = self._behind_attention(layer)
         matrix = self.matrix(layer, op.name)
         _, sums = fp8_projections.residual_project(
             rows, matrix.weight, x, out=x, sumsq=sumsq, bias=product.bias,
-            quantized=None if reader is None else self.operand("x", tokens),
+            quantized=None if reader is None else self.operand("x", tokens, span),
             next_norm=None if reader is None else reader.norm, **common | self._fixed.get("residual", {}),
         )  # fmt: skip
         return sums
 
     def gate_up(
         self, layer: int, tokens: slice, op: Operation, product: ProductWeights, x: Tensor, sums: Tensor, eps: float,
-        common: dict[str, Any],
+        span: int, common: dict[str, Any],
     ) -> None:  # fmt: skip
         """x: the stream, for the gate of a shared expert alone."""
         out = self.operand(op.target, tokens)
         fp8_projections.gate_up_project(
-            self.operand("x", tokens), sums, self.matrix(layer, op.name).weight, eps,
+            self.operand("x", tokens, span), sums, self.matrix(layer, op.name).weight, eps,
             activation=self._spec.activation, bias=product.bias, quantized=out,
             **common | self._fixed.get("gate_up", {}),
         )  # fmt: skip

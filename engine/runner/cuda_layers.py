@@ -204,7 +204,8 @@ class CudaLayers:
         out = self.activations[it.operation.target][own]
         if self._fp8 is not None:
             assert sums is not None
-            self._fp8.qkv(it.layer, own, w, x, sums, eps, heads, out, self._common(it) | scales)
+            span = self._fp8.span(it.pipeline)
+            self._fp8.qkv(it.layer, own, w, x, sums, eps, heads, out, span, self._common(it) | scales)
         elif self._heads_apart:
             assert raw is not None
             linear_project(x, sums, w.weight, eps, bias=w.bias, out=raw, **self._common(it))
@@ -236,7 +237,8 @@ class CudaLayers:
         own, w, norm = it.tokens, it.product, self.spec.norm
         a, x, sumsq = it.rows.activations[it.operation.source][own], it.x, it.rows.sumsq[:, own]
         if self._fp8 is not None:
-            sums = self._fp8.residual(it.layer, own, it.operation, w, a, x, sumsq, self._common(it))
+            span = self._fp8.span(it.pipeline)
+            sums = self._fp8.residual(it.layer, own, it.operation, w, a, x, sumsq, span, self._common(it))
             it.parts[it.blocks] = [sums.shape[0]] * len(it.parts[it.blocks])
             return
         _, sums = residual_project(
@@ -299,8 +301,9 @@ class CudaLayers:
             sums = self._stream_sums(it)
             assert sums is not None
             self._fp8.gate_up(
-                it.layer, it.tokens, it.operation, it.product, it.x, sums, self.spec.norm.eps, self._common(it)
-            )
+                it.layer, it.tokens, it.operation, it.product, it.x, sums, self.spec.norm.eps,
+                self._fp8.span(it.pipeline), self._common(it),
+            )  # fmt: skip
             return
         out = it.rows.activations[it.operation.target][it.tokens]
         gate_up_project(

@@ -113,8 +113,6 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     here = gpu()
     if config.device == "cuda" and here is None:
         raise ConfigError("--device cuda: no CUDA device is visible; use --device cpu")
-    if config.fp8_experts == "on" and getattr(spec, "experts", None) is None:
-        raise ConfigError("--fp8-experts on: this model has no experts that weft's kernels multiply; leave it out")
     cuda = config.device != "cpu" and here is not None
     ranks, sharers = spec.shard_of.ranks, config.share.sharers
     # A rank would wait on one GPU for another that waits for its turn on the next.
@@ -132,7 +130,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
             raise ConfigError(
                 f"{what}: {here.name} does not multiply FP8; use a checkpoint in 16 bits, or --device cpu"
             )
-        if reason := lacking(spec, invariant=config.batch_invariant, experts=config.fp8_experts == "on"):
+        if reason := lacking(spec, invariant=config.batch_invariant):
             raise ConfigError(
                 f"{what}: a GPU's FP8 products do not do {reason} yet; use a checkpoint in 16 bits, or --device cpu"
             )

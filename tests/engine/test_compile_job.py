@@ -70,7 +70,6 @@ def test_another_gpu_needs_other_kernels(config: EngineConfig, tmp_path: Path) -
         {"batch_invariant": True},
         {"quantization": "fp8"},
         {"kv_cache_dtype": "fp8"},
-        {"fp8_experts": "on"},
         {"pod": "on"},
     ],
     ids=lambda change: next(iter(change)),

@@ -300,27 +300,13 @@ def test_keys_and_values_in_fp8_go_with_experts_in_fp8(family: str, tiny_model: 
     assert (got - want).abs().median() < 0.2 * (reference(model) - want).abs().median()
 
 
-def test_an_option_for_experts_is_refused_where_there_are_none() -> None:
-    from weft.engine.runner.resolve import resolve
-
-    config = EngineConfig(fp8_experts="on", device="cpu")
-    with pytest.raises(ConfigError, match="--fp8-experts on: this model has no experts"):
-        resolve(config, choose_spec(config)[0])
-
-
-@pytest.mark.parametrize(
-    ("option", "reason"),
-    [("off", r"experts \(--fp8-experts on tries"), ("on", "do not do experts with --batch-invariant")],
-)
-def test_a_gpu_refuses_experts_in_fp8_unless_they_are_asked_for(
-    option: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_refuses_batch_invariant_experts_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import weft.engine.runner.resolve as resolve_module
     from weft.kernels.gpu import KNOWN
 
     monkeypatch.setattr(resolve_module, "gpu", lambda: KNOWN["h200"])
     path = save_tiny("qwen3-moe", tmp_path, head_dim=64, moe_intermediate_size=48)
-    config = EngineConfig(model=str(path), quantization="fp8", fp8_experts=option, batch_invariant=True)
+    config = EngineConfig(model=str(path), quantization="fp8", batch_invariant=True)
     spec, _ = choose_spec(config)
-    with pytest.raises(ConfigError, match=rf"--quantization fp8: .*{reason}.*--device cpu"):
+    with pytest.raises(ConfigError, match=r"--quantization fp8: .* experts with --batch-invariant.*--device cpu"):
         resolve_module.resolve(config, spec)

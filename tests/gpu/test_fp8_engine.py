@@ -21,8 +21,8 @@ from interpreted import interpreted_gpu
 
 from weft.engine.runner import cuda_inputs, resolve
 from weft.engine.runner.cuda_inputs import DeviceInputs
-from weft.kernels import fp8
-from weft.kernels.gpu import Gpu
+from weft.kernels import fp8, fp8_projections
+from weft.kernels.gpu import Gpu, is_hopper
 from weft.kernels.heads import place_heads
 
 pytestmark = pytest.mark.usefixtures("rounded", "device")
@@ -95,6 +95,29 @@ def test_its_tokens_are_those_of_the_twins(
             if token != other:  # two that are equally good: what follows is another text
                 break
     assert sum(theirs == ours for theirs, ours in zip(want, got, strict=True)) >= 1
+
+
+@pytest.mark.skipif(not (HERE and is_hopper()), reason="the kernel for Hopper alone sums over 256 columns")
+def test_many_tokens_whose_stream_is_scaled_by_256_columns(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As wide models have it from some 700 tokens on; a decode behind it, of few tokens, has 128 again."""
+    path, rng = checkpoint("llama3.1"), np.random.default_rng(5)
+    prompts = [rng.integers(3, 199, n) for n in (150, 260)]
+    options: dict[str, Any] = {"max_num_batched_tokens": 512, "num_pages": 48, **WEIGHTS, **PAGES}
+    want, known = served(path, prompts, device="cpu", dtype="float32", **options)
+    asked: list[int] = []
+
+    def span(tokens: int, *_: int) -> int:
+        asked.append(256 if tokens > 128 else 128)
+        return asked[-1]
+
+    monkeypatch.setattr(fp8_projections, "residual_span", span)
+    got, mine = served(path, prompts, device="cuda", dtype="float16", tuning_seconds=0, **options)
+    assert set(asked) == {128, 256}
+    for exact, logged in zip(known, mine, strict=True):
+        assert float(logged[0].values[0]) == pytest.approx(float(exact[0].values[0]), abs=0.15)
+    assert sum(theirs[0] == ours[0] for theirs, ours in zip(want, got, strict=True)) >= 1
 
 
 @pytest.mark.parametrize("family", ["llama3.1", pytest.param("qwen3", marks=pytest.mark.nightly)])

@@ -41,7 +41,8 @@ class Case(NamedTuple):
     bias: Tensor | None
 
 
-def case(tokens: int, features: int, depth: int, device: str, blocked: bool | str = False, bias: bool = False) -> Case:
+def case(tokens: int, features: int, depth: int, device: str, blocked: bool | str = False, bias: bool = False,
+         span: int = 128) -> Case:  # fmt: skip
     """Activations with outlier channels, as trained models have them. blocked: "rows" mixes rows of several blocks."""
     x = torch.randn(tokens, depth).to(torch.bfloat16)
     x[:, 3] *= 50
@@ -52,17 +53,18 @@ def case(tokens: int, features: int, depth: int, device: str, blocked: bool | st
         order = torch.randperm(features)
         by_row = fp8.by_row(weight.scale, features)[order].contiguous()
         weight = Fp8Weight(weight.values.view(torch.uint8)[order].view(fp8.E4M3), by_row)
-    a = fp8.quantize_rows(x)
+    a = fp8.quantize_rows(x, span=span)
     squares = x.float().square().sum(-1)
     sumsq = torch.stack((squares * 0.25, squares * 0.75))
     return Case(
-        x.to(device), Fp8Rows(*(t.to(device) for t in a)), sumsq.to(device), Fp8Weight(*(t.to(device) for t in weight)),
+        x.to(device), a._replace(values=a.values.to(device), scale=a.scale.to(device)), sumsq.to(device),
+        Fp8Weight(*(t.to(device) for t in weight)),
         torch.randn(features, device=device).to(torch.bfloat16) if bias else None,
     )  # fmt: skip
 
 
-def poisoned(tokens: int, width: int, device: str) -> Fp8Rows:
-    rows = fp8_projections.rows_buffer(tokens, width, device)
+def poisoned(tokens: int, width: int, device: str, span: int = 128) -> Fp8Rows:
+    rows = fp8_projections.rows_buffer(tokens, width, device, span=span)
     rows.values.view(torch.uint8).fill_(127)  # NaN
     rows.scale.fill_(float("nan"))
     return rows
@@ -77,8 +79,8 @@ def assert_same_rows(got: Fp8Rows, want: Fp8Rows) -> None:
 
 
 def check_linear(tokens: int, features: int, depth: int, config: GemmConfig | None, way: str, device: str, num_sms: int,
-                 blocked: bool | str = False) -> None:  # fmt: skip
-    c = case(tokens, features, depth, device, blocked, bias=True)
+                 blocked: bool | str = False, span: int = 128) -> None:  # fmt: skip
+    c = case(tokens, features, depth, device, blocked, bias=True, span=span)
     want = fp8_reference.linear_project(
         c.a, c.sumsq.sum(0), c.weight, EPS, activation="silu", bias=c.bias, dtype=torch.float32
     )
@@ -122,6 +124,17 @@ def test_every_way_to_cut_it(
     check_linear(tokens, features, depth, config, way, device, num_sms, blocked)
 
 
+@pytest.mark.parametrize("tokens", [129, 777])
+@pytest.mark.parametrize(("features", "depth"), [(1536, 2048), (1000, 1040), (512, 14336), (512, 384)])
+@pytest.mark.parametrize("config", [SPECIAL, SPECIAL_NARROW, MANY_WIDE, None])
+@pytest.mark.usefixtures("large")
+def test_scales_of_256_columns(
+    config: GemmConfig | None, features: int, depth: int, tokens: int, device: str, num_sms: int
+) -> None:
+    """Two steps in one sum where the depth has an even number of them."""
+    check_linear(tokens, features, depth, config, "promoted", device, num_sms, span=256)
+
+
 @pytest.mark.parametrize("way", ["fast", "promoted"])
 @pytest.mark.usefixtures("large")
 def test_a_scale_for_each_token(way: str, device: str, num_sms: int) -> None:
@@ -133,14 +146,16 @@ def test_a_scale_for_each_token(way: str, device: str, num_sms: int) -> None:
     assert error(out, want) < 6e-3
 
 
+@pytest.mark.parametrize("span", [128, 256])
 @pytest.mark.parametrize("depth", [4096, 14336])
 @pytest.mark.usefixtures("large")
-def test_sums_lose_no_more_than_those_of_scaled_mm(depth: int, device: str, num_sms: int) -> None:
-    """With the same scales, by rows, and without its fast accumulation; promoted every 128 of the depth."""
+def test_sums_lose_no_more_than_those_of_scaled_mm(depth: int, span: int, device: str, num_sms: int) -> None:
+    """With the same scales, by rows, and without its fast accumulation; promoted every `span` of the depth."""
     x, w = torch.randn(256, depth, device=device), torch.randn(512, depth, device=device) / depth**0.5
     a, weight = fp8.quantize_tokens(x), fp8.quantize_weight(w)
     out = torch.empty(256, 512, dtype=torch.bfloat16, device=device)
-    fp8_projections.linear_project(a, None, weight, out=out, num_sms=num_sms, way="promoted")
+    mine = Fp8Rows(a.values, a.scale.expand(depth // 128, -1).contiguous(), span)
+    fp8_projections.linear_project(mine, None, weight, out=out, num_sms=num_sms, config=SPECIAL, way="promoted")
     theirs = torch._scaled_mm(
         a.values, weight.values.t(), a.scale[0][:, None].contiguous(), weight.scale[None].contiguous(),
         out_dtype=torch.bfloat16, use_fast_accum=False,
@@ -160,13 +175,14 @@ def test_a_scale_for_each_token_of_few(device: str, num_sms: int) -> None:
 
 
 def check_residual(tokens: int, hidden: int, depth: int, config: GemmConfig | None, way: str, device: str, num_sms: int,
-                   norm: bool) -> None:  # fmt: skip
-    c = case(tokens, hidden, depth, device)
+                   norm: bool, span: int = 128) -> None:  # fmt: skip
+    c = case(tokens, hidden, depth, device, span=span)
     x = torch.randn(tokens, hidden, device=device).to(torch.bfloat16)
     weight = torch.rand(hidden, device=device).to(torch.bfloat16) + 0.5 if norm else None
-    want, squares, rows = fp8_reference.residual_project(c.a, c.weight, x, next_norm=weight)
+    want, squares, _ = fp8_reference.residual_project(c.a, c.weight, x, next_norm=weight)
+    rows = fp8.quantize_rows(want, weight, span=span)
     scratch = torch.full((-(-hidden // 64), tokens), float("nan"), device=device)
-    quantized = poisoned(tokens, hidden, device)
+    quantized = poisoned(tokens, hidden, device, span)
     space = gemm_launch.workspace(device)
     out, sumsq = fp8_projections.residual_project(
         c.a, c.weight, x, out=torch.full_like(x, float("nan")), sumsq=scratch, quantized=quantized, next_norm=weight,
@@ -176,11 +192,12 @@ def check_residual(tokens: int, hidden: int, depth: int, config: GemmConfig | No
     assert error(sumsq.sum(0), squares) < 5e-3
     assert_same_rows(quantized, rows)
     # what was quantised is what was stored, to the bit
-    exact = fp8.quantize_rows(out, weight)
+    exact = fp8.quantize_rows(out, weight, span=span)
     assert torch.equal(quantized.scale, exact.scale)
     assert torch.equal(quantized.values.view(torch.uint8), exact.values.view(torch.uint8))
+    plain = fp8_projections.WIDE if span > 128 and config is None else config  # of few tokens, another kernel
     same, _ = fp8_projections.residual_project(
-        c.a, c.weight, x, out=x, sumsq=scratch, num_sms=num_sms, space=space, config=config, way=way
+        c.a, c.weight, x, out=x, sumsq=scratch, num_sms=num_sms, space=space, config=plain, way=way
     )
     assert torch.equal(same, out)
 
@@ -199,9 +216,30 @@ def test_residual(hidden: int, depth: int, tokens: int, config: GemmConfig | Non
     check_residual(tokens, hidden, depth, config, way, device, num_sms, tokens % 2 == 0)
 
 
+@pytest.mark.parametrize("config", [SPECIAL, SPECIAL_NARROW, None])
+@pytest.mark.parametrize("tokens", [40, 129, 600, 1000])
+@pytest.mark.parametrize(("hidden", "depth"), [(4096, 1024), (896, 4864), (1152, 512)])
+@pytest.mark.usefixtures("large")
+def test_a_residual_leaves_scales_of_256_columns(
+    hidden: int, depth: int, tokens: int, config: GemmConfig | None, device: str, num_sms: int
+) -> None:
+    """Whatever tile was asked for: only one so wide sees them all."""
+    check_residual(tokens, hidden, depth, config, "promoted", device, num_sms, tokens % 2 == 0, span=256)
+
+
+@pytest.mark.usefixtures("large")
+def test_scales_of_256_columns_are_refused_where_no_tile_sees_them(device: str, num_sms: int) -> None:
+    c, x = case(200, 512, 256, device, blocked=True), torch.zeros(200, 512, dtype=torch.bfloat16, device=device)
+    with pytest.raises(ValueError, match="scales of 256 columns"):
+        fp8_projections.residual_project(
+            c.a, c.weight, x, out=x, sumsq=torch.empty(8, 200, device=device), num_sms=num_sms,
+            quantized=poisoned(200, 512, device, 256),
+        )  # fmt: skip
+
+
 def check_gate_up(tokens: int, hidden: int, inter: int, config: GemmConfig | None, way: str, device: str, num_sms: int,
-                  activation: str = "silu", blocked: bool | str = False) -> None:  # fmt: skip
-    c = case(tokens, 2 * inter, hidden, device, blocked, bias=True)
+                  activation: str = "silu", blocked: bool | str = False, span: int = 128) -> None:  # fmt: skip
+    c = case(tokens, 2 * inter, hidden, device, blocked, bias=True, span=span)
     want = fp8_reference.gate_up_project(c.a, c.sumsq.sum(0), c.weight, EPS, activation=activation, bias=c.bias)
     got = fp8_projections.gate_up_project(
         c.a, c.sumsq, c.weight, EPS, activation=activation, bias=c.bias, quantized=poisoned(tokens, inter, device),
@@ -226,9 +264,15 @@ def test_gate_up(hidden: int, inter: int, tokens: int, config: GemmConfig | None
     )
 
 
+@pytest.mark.parametrize("tokens", [129, 600])
+@pytest.mark.usefixtures("large")
+def test_gate_up_of_scales_of_256_columns(tokens: int, device: str, num_sms: int) -> None:
+    check_gate_up(tokens, 1024, 3584, SPECIAL, "promoted", device, num_sms, span=256)
+
+
 def check_qkv(tokens: int, heads: int, kv_heads: int, d: int, page: int, hidden: int, norm: bool, eight: bool,
-              config: GemmConfig | None, way: str, device: str, num_sms: int) -> None:  # fmt: skip
-    c = case(tokens, (heads + 2 * kv_heads) * d, hidden, device, bias=not norm)
+              config: GemmConfig | None, way: str, device: str, num_sms: int, span: int = 128) -> None:  # fmt: skip
+    c = case(tokens, (heads + 2 * kv_heads) * d, hidden, device, bias=not norm, span=span)
     qn, kn = (torch.rand(d, device=device).to(torch.bfloat16) + 0.5 for _ in range(2)) if norm else (None, None)
     rotary = pack.rotary_table(10000.0 ** (-torch.arange(0, d, 2, device=device).float() / d), 3000)
     positions = torch.randint(0, 3000, (tokens,), device=device)
@@ -273,6 +317,12 @@ def test_qkv(heads: int, kv_heads: int, d: int, page: int, norm: bool, eight: bo
     check_qkv(tokens, heads, kv_heads, d, page, 1024, norm, eight, config, way, device, num_sms)
 
 
+@pytest.mark.parametrize(("norm", "eight"), [(False, True), (True, False)])
+@pytest.mark.usefixtures("large")
+def test_qkv_of_scales_of_256_columns(norm: bool, eight: bool, device: str, num_sms: int) -> None:
+    check_qkv(333, 32, 8, 128, 64, 1024, norm, eight, SPECIAL, "promoted", device, num_sms, span=256)
+
+
 def test_rows_behind_the_count_in_device_memory_are_left_as_they_are(device: str, num_sms: int) -> None:
     c = case(20, 128, 256, device)
     out = torch.full((20, 128), float("nan"), dtype=torch.bfloat16, device=device)
@@ -297,16 +347,21 @@ def test_operands_of_other_formats_are_refused(device: str, num_sms: int) -> Non
         )
 
 
+@pytest.mark.parametrize("span", [128, 256])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(("tokens", "width"), [(3, 128), (5, 2096), (2, 14336)])
-def test_a_pass_over_rows_quantises_them_to_the_bit(tokens: int, width: int, norm: bool, device: str) -> None:
+def test_a_pass_over_rows_quantises_them_to_the_bit(
+    tokens: int, width: int, norm: bool, span: int, device: str
+) -> None:
     x = (torch.randn(tokens, width, device=device) * torch.logspace(-20, 20, width, device=device)).to(torch.bfloat16)
     x[0, 5], x[-1, :128] = float("nan"), 0.0
     weight = torch.rand(width, device=device).to(torch.bfloat16) if norm else None
-    want = fp8.quantize_rows(x, weight)
+    want = fp8.quantize_rows(x, weight, span=span)
     count = torch.tensor([tokens], dtype=torch.int32, device=device)
-    got = fp8_rows.quantize_rows(x, weight, out=poisoned(tokens + 1, width, device), num_tokens=count)
+    got = fp8_rows.quantize_rows(x, weight, out=poisoned(tokens + 1, width, device, span), num_tokens=count)
     assert bool(got.values[tokens].float().isnan().all())
-    assert torch.equal(got.scale[1:, :tokens], want.scale[1:])
+    beside = span // 128  # blocks that share no scale with the NaN
+    assert torch.equal(got.scale[beside:, :tokens], want.scale[beside:])
+    assert torch.equal(got.scale[:, 1:tokens], want.scale[:, 1:])
     assert torch.equal(got.values[1:tokens].view(torch.uint8), want.values[1:].view(torch.uint8))
     assert bool(fp8.row_values(Fp8Rows(got.values[:1], got.scale[:, :1]))[0, 5].isnan())

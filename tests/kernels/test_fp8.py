@@ -69,6 +69,22 @@ def test_a_norms_weight_is_multiplied_in_before_the_cast() -> None:
     assert torch.equal(want.scale, got.scale)
 
 
+@pytest.mark.parametrize("depth", [128, 384, 512])
+def test_two_blocks_may_share_the_larger_ones_scale(depth: int) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(5, depth)
+    x[:, 7] *= 1000
+    alone, shared = fp8.quantize_rows(x), fp8.quantize_rows(x, span=256)
+    assert (alone.span, shared.span) == (128, 256)
+    for first in range(0, depth // 128, 2):
+        assert torch.equal(shared.scale[first], alone.scale[first : first + 2].amax(0))
+        assert torch.equal(shared.scale[first], shared.scale[first : first + 2][-1])
+    # a block beside an outlier loses what e4m3 has no exponents for: at most half of its finest step
+    lost = (fp8.row_values(shared) - x).abs()
+    step = torch.maximum(x.abs() * 2**-4, shared.scale.t().repeat_interleave(128, 1) * 2.0**-10)
+    assert bool((lost <= step * 1.001).all())
+
+
 @pytest.mark.parametrize("blocked", [False, True])
 def test_weights_of_any_shape_come_back_within_four_bits(blocked: bool) -> None:
     torch.manual_seed(2)

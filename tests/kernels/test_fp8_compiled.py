@@ -26,12 +26,14 @@ def weight(out, inner):
     return fp8.Fp8Weight(meta(out, inner, dtype=fp8.E4M3), meta(out))
 
 def products():
-    x, hidden, inter = fp8_projections.rows_buffer(2048, 4096, "meta"), 4096, 14336
+    hidden, inter = 4096, 14336
     residual = meta(2048, hidden, dtype=torch.bfloat16)
-    fp8_projections.residual_project(x, weight(hidden, hidden), residual, out=residual, sumsq=meta(64, 2048),
-        quantized=fp8_projections.rows_buffer(2048, hidden, "meta"), num_sms=132)
-    fp8_projections.gate_up_project(x, meta(16, 2048), weight(2 * inter, hidden), 1e-5,
-        quantized=fp8_projections.rows_buffer(2048, inter, "meta"), num_sms=132)
+    for span in (128, 256):
+        x = fp8_projections.rows_buffer(2048, hidden, "meta", span=span)
+        fp8_projections.residual_project(x, weight(hidden, hidden), residual, out=residual, sumsq=meta(64, 2048),
+            quantized=x, num_sms=132)
+        fp8_projections.gate_up_project(x, meta(16, 2048), weight(2 * inter, hidden), 1e-5,
+            quantized=fp8_projections.rows_buffer(2048, inter, "meta"), num_sms=132)
 
 def experts():
     tokens, hidden, inter, count, top = 2048, 2048, 768, 128, 8
@@ -85,5 +87,5 @@ def test_products_multiply_e4m3_and_attention_turns_it_into_float16(tmp_path: Pa
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert ended.stdout.split() == [
-        *("fp8_hopper", "fp8_hopper", *["fp8_experts_hopper"] * 3, "fp8_decode_warps", "fp8_decode")
+        *(*["fp8_hopper"] * 4, *["fp8_experts_hopper"] * 3, "fp8_decode_warps", "fp8_decode")
     ]

@@ -10,6 +10,7 @@
 bench() {  # NAME OPTION ...
     local name=$1
     shift
+    case " ${RUNS_E2E:-$name} " in *" $name "*) ;; *) return ;; esac
     echo "== $name: $* ($SECONDS s so far, $SECONDS_LEFT in all)"
     python -m weft.server bench offline --load-format dummy --no-prefix-caching --trace-iterations 0 \
         --json "$OUT/$name.json" "$@" || echo "$name: exit status $?"

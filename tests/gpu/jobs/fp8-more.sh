@@ -9,6 +9,7 @@
 bench() {  # NAME OPTION ...
     local name=$1
     shift
+    case " ${RUNS:-$name} " in *" $name "*) ;; *) return ;; esac
     echo "== $name: $* ($SECONDS s so far, $SECONDS_LEFT in all)"
     python -m weft.server bench offline --load-format dummy --no-prefix-caching --trace-iterations 0 \
         --json "$OUT/$name.json" "$@" || echo "$name: exit status $?"
@@ -28,6 +29,8 @@ bench wide $model $eight --max-num-batched-tokens 4096 --max-num-seqs 2048 --wor
 bench realistic $model $eight --dummy-weights realistic --workload "$many" --then $one
 bench realistic-bf16 $model --wait-for-plan --dummy-weights realistic --workload "$many"
 bench 1b --model "$small" $eight --workload "161:338:${SMALL_REQUESTS:-6000}"
+bench 1b-wide --model "$small" $eight --max-num-batched-tokens 4096 --max-num-seqs 3072 --workload "161:338:${SMALL_REQUESTS:-9000}"
+bench 1b-seats --model "$small" $eight --max-num-seqs 2048 --workload "161:338:${SMALL_REQUESTS:-6000}"
 bench weights $model --quantization fp8 --workload "$many" --then $one
 bench 1b-bf16 --model "$small" --workload "161:338:${SMALL_REQUESTS:-6000}"
 rm -r "$small"
