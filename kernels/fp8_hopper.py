@@ -255,6 +255,16 @@ def _gated(gate, up, ACT: gl.constexpr):
 
 
 @gluon.jit
+def _added(y, io, sw, bias, col, N, W_BLOCKS: gl.constexpr, HAS_BIAS: gl.constexpr, DTYPE: gl.constexpr,
+           HALF: gl.constexpr):  # fmt: skip
+    """Columns `col ..` of a product, added to those of the residual, which lie in `io`: `[64, 128]`, there too."""
+    y = _finished(y, 1.0, sw, bias, col, N, W_BLOCKS, False, HAS_BIAS, HALF)
+    y = _rounded(io.load(HALF).to(gl.float32) + y, DTYPE)
+    io.store(y)
+    return y
+
+
+@gluon.jit
 def _weighted(z, norm, at, N, WEIGHTED: gl.constexpr):
     """`z [64, 128]`, times the weight of the norm before the next product where it is not in that one's matrix."""
     if WEIGHTED:
@@ -373,30 +383,27 @@ def _consume(
             mbarrier.wait(x_full.index(WG), turn & 1)
             squares = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, HALF))
             largest = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, HALF))
+            if SHARED:  # what is stored below is known of all pieces first
+                for piece in gl.static_range(PIECES):
+                    y = _added(left if piece == 0 else right, io_smem.index(WG * PIECES + piece), sw, bias,
+                               col0 + piece * 128, N, W_BLOCKS, HAS_BIAS, DTYPE, HALF)  # fmt: skip
+                    z = _weighted(y.to(gl.float32), next_norm, col0 + piece * 128 + lane, N, WEIGHTED)
+                    largest = gl.maximum(largest, gl.max(gl.abs(z), axis=1))
             for piece in gl.static_range(PIECES):
                 col = col0 + piece * 128
-                y = _finished(left if piece == 0 else right, scale, sw, bias, col, N, W_BLOCKS, False, HAS_BIAS, HALF)
                 io = io_smem.index(WG * PIECES + piece)
-                y = _rounded(io.load(HALF).to(gl.float32) + y, DTYPE)
-                io.store(y)
+                if SHARED:
+                    y = io.load(HALF)
+                else:
+                    y = _added(left if piece == 0 else right, io, sw, bias, col, N, W_BLOCKS, HAS_BIAS, DTYPE, HALF)
                 fence_async_shared()
                 store_tile(out, [row0, col], io)
                 z = y.to(gl.float32)
                 squares += gl.sum(z * z, axis=1)
                 if QUANTIZED:
                     z = _weighted(z, next_norm, col + lane, N, WEIGHTED)
-                    amax = gl.max(gl.abs(z), axis=1)
-                    if SHARED:
-                        largest = gl.maximum(largest, amax)
-                    else:
-                        _leave_quantized(z, amax, q_smem.index(WG), q_desc, q_scale, stride_q, row0, col, rows, live, N)
-            if SHARED:
-                for piece in gl.static_range(PIECES):
-                    col = col0 + piece * 128
-                    # what was stored is still there: nothing is copied into it before x_empty
-                    z = io_smem.index(WG * PIECES + piece).load(HALF).to(gl.float32)
-                    z = _weighted(z, next_norm, col + lane, N, WEIGHTED)
-                    _leave_quantized(z, largest, q_smem.index(WG), q_desc, q_scale, stride_q, row0, col, rows, live, N)
+                    amax = largest if SHARED else gl.max(gl.abs(z), axis=1)
+                    _leave_quantized(z, amax, q_smem.index(WG), q_desc, q_scale, stride_q, row0, col, rows, live, N)
             gl.store(sumsq + tile_n * stride_sumsq + rows, squares, mask=rows < live)
             tma.store_wait(0)
             mbarrier.arrive(x_empty.index(WG), count=1)
