@@ -157,7 +157,7 @@ def _multiply(
     return acc0, acc1, acc2, count
 
 
-# A tile's parts meet in one word for each half of its rows (twin: `mid_config.Meeting`):
+# A tile's parts meet in one word for each half of its rows (twin: `mid_meeting.Meeting`):
 #
 #   bits 0-7    parts that have left their sums in the workspace
 #   bits 8-15   parts that lost patience: their share is for the one that comes last

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from weft.kernels import mid_config, projections
+from weft.kernels import mid_rule, mid_table, projections
 from weft.kernels.gemm_config import GemmConfig
 from weft.kernels.gemm_launch import Workspace, check_operands
 from weft.kernels.gpu import gpu
@@ -43,9 +43,9 @@ def chosen(
     here = gpu(weight.device) if weight.device.type == "cuda" else gpu()
     if here is None or here.capability[0] != 9:
         return None
-    if config is None and (here.capability, here.sms) == mid_config.MACHINE and num_sms == here.sms:
+    if config is None and (here.capability, here.sms) == mid_table.MACHINE and num_sms == here.sms:
         features, depth = weight.shape
-        config = mid_config.lookup(tokens, features, depth) or mid_config.by_rule(tokens, features, depth, num_sms)
+        config = mid_table.lookup(tokens, features, depth) or mid_rule.by_rule(tokens, features, depth, num_sms)
     return config if config is not None and _fits(config, tokens, weight, space) else None
 
 

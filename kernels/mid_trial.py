@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TextIO
 import torch
 from torch import Tensor
 
-from weft.kernels import bench_calls, gemm_launch, mid_config, mid_projections, projections
+from weft.kernels import bench_calls, gemm_launch, mid_config, mid_projections, mid_rule, mid_table, projections
 from weft.kernels.gemm_config import SPECIAL, GemmConfig
 from weft.kernels.mid_config import MidConfig
 from weft.kernels.projections import sumsq_buffer
@@ -147,10 +147,10 @@ def item(model_name: str, index: int, tokens: int, done: set[str], say: Callable
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     ops = Operands(shape, tokens, model, sms, bench_calls.DEVICE)
     weights = bench_calls.weights(shape, bench_calls.copies_for(shape))
-    fills = {"full": tokens, "partly": mid_config.PARTLY[tokens]}
+    fills = {"full": tokens, "partly": mid_table.PARTLY[tokens]}
     want = {fill: ops.results(weights[0], None, live) for fill, live in fills.items()}
     tried: list[GemmConfig | MidConfig | None] = [None, *others(shape, tokens, sms)]
-    tried += mid_config.candidates(tokens, shape.features, shape.depth, sms)
+    tried += mid_rule.candidates(tokens, shape.features, shape.depth, sms)
     graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
     calls: dict[str, list[Callable[[], object]]] = {}  # they own memory that the graphs read and write
     errors: dict[str, float] = {}
@@ -193,7 +193,7 @@ def item(model_name: str, index: int, tokens: int, done: set[str], say: Callable
     })  # fmt: skip
 
 
-def hold(model_name: str, tokens: int, live: int, table: dict[mid_config.Key, MidConfig], seconds: float,
+def hold(model_name: str, tokens: int, live: int, table: dict[mid_table.Key, MidConfig], seconds: float,
          say: Callable[[dict[str, Any]], None]) -> None:  # fmt: skip
     """A layer's four products, one behind the other for `seconds`: cuBLAS bare, today's, the table's. live: of the
     tokens, which cuBLAS does not know of."""
@@ -239,7 +239,7 @@ def work(tasks: TextIO) -> None:
         task = json.loads(line)
         torch.manual_seed(0)
         if "seconds" in task:
-            table = mid_config.decoded(task["table"])
+            table = mid_table.decoded(task["table"])
             hold(task["model"], task["tokens"], task["live"], table, task["seconds"], say)
         else:
             item(task["model"], task["index"], task["tokens"], set(task["done"]), say)

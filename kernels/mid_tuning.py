@@ -2,8 +2,8 @@
 
 Every configuration is checked against today's kernels before it is timed. A process of its own does the work; one that
 says nothing for some seconds is ended, what it was doing counts as hung, and another one goes on behind it. What is
-quicker than the choice without a table by `MARGIN` goes into it; put beside `mid_config.py`, engines use it. Each is
-timed with all of a bucket's tokens live and with part of them (`mid_config.PARTLY`); the mean of both decides.
+quicker than the choice without a table by `MARGIN` goes into it; put beside `mid_table.py`, engines use it. Each is
+timed with all of a bucket's tokens live and with part of them (`mid_table.PARTLY`); the mean of both decides.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from weft.kernels import bench_calls, mid_config
+from weft.kernels import bench_calls, mid_rule, mid_table
 from weft.kernels.gpu import gpu, is_hopper
 from weft.kernels.mid_config import MidConfig
 from weft.kernels.mid_trial import ERROR, MODELS, Operands, others
@@ -112,7 +112,7 @@ def compile_all(models: Sequence[str], tokens: Sequence[int], jobs: int) -> None
             shape = model.shapes[index]
             ops = Operands(shape, count, model, 132, "meta")
             weight = torch.empty(shape.features, shape.depth, dtype=bench_calls.DTYPE, device="meta")
-            found = mid_config.candidates(count, shape.features, shape.depth, 132)
+            found = mid_rule.candidates(count, shape.features, shape.depth, 132)
             for config in (None, *others(shape, count, 132), *found, found[0]._replace(ahead=4)):
                 ops.run(weight, config)
 
@@ -154,7 +154,7 @@ def tune(given: argparse.Namespace, models: Sequence[str], tokens: Sequence[int]
     worker = Worker(given.patience)
     hung: set[str] = set()
     rows: list[dict[str, Any]] = []
-    table = mid_config.decoded(json.loads(given.keep.read_text())) if given.keep else {}
+    table = mid_table.decoded(json.loads(given.keep.read_text())) if given.keep else {}
     holds = given.hold.split(",") if given.hold else []
     for model, index, count in _tasks(models, tokens):
         done: set[str] = set()
@@ -169,7 +169,7 @@ def tune(given: argparse.Namespace, models: Sequence[str], tokens: Sequence[int]
             if not doing:
                 rows.append({"model": model, "kind": NAMES[index], "tokens": count, **said[-1]})
                 _row(name, rows[-1], MODELS[model].shapes[index], count, table)
-                given.out.write_text(mid_config.encoded(table))  # whoever ends this loses nothing
+                given.out.write_text(mid_table.encoded(table))  # whoever ends this loses nothing
                 break
             print(f"{name}: {doing} HUNG or ended the process", flush=True)
             done.add(doing)
@@ -182,7 +182,7 @@ def tune(given: argparse.Namespace, models: Sequence[str], tokens: Sequence[int]
             print(f"no time left to hold {case}", flush=True)
             continue
         task = {"model": model, "tokens": count, "live": live, "seconds": given.seconds,
-                "table": json.loads(mid_config.encoded(table))}  # fmt: skip
+                "table": json.loads(mid_table.encoded(table))}  # fmt: skip
         said, doing = worker.run(task)
         if doing:
             print(f"hold {case}: {doing} HUNG or ended the process", flush=True)
@@ -199,7 +199,7 @@ def tune(given: argparse.Namespace, models: Sequence[str], tokens: Sequence[int]
     print(f"{len(table)} rows in {given.out} for {here.name if here else 'no GPU'}", flush=True)
 
 
-def _row(name: str, row: dict[str, Any], shape: Shape, tokens: int, table: dict[mid_config.Key, MidConfig]) -> None:
+def _row(name: str, row: dict[str, Any], shape: Shape, tokens: int, table: dict[mid_table.Key, MidConfig]) -> None:
     """Print a product's times; the quickest configuration goes into `table` if it is worth it."""
     full, partly, errors, configs = row["us"]["full"], row["us"]["partly"], row["errors"], row["configs"]
     mean = {label: (full[label] + partly[label]) / 2 for label in full}
@@ -209,7 +209,7 @@ def _row(name: str, row: dict[str, Any], shape: Shape, tokens: int, table: dict[
     cells = [f"{label} {full[label]:.1f}, {partly[label]:.1f}{same.get(label, '')}" for _, label in ranked]
     good = [(t, label) for t, label in ranked if label in configs]
     best = min(ranked)[1] if ranked else "now"
-    print(f"{name}, and {mid_config.PARTLY[tokens]} live: cublas {full['cublas']:.1f} | now {full['now']:.1f}, "
+    print(f"{name}, and {mid_table.PARTLY[tokens]} live: cublas {full['cublas']:.1f} | now {full['now']:.1f}, "
           f"{partly['now']:.1f} ({full['cublas'] / full['now']:.2f}) | " + " | ".join(cells + wrong)
           + f" | best of cuBLAS {full['cublas'] / full[best]:.2f}, {partly['cublas'] / partly[best]:.2f}",
           flush=True)  # fmt: skip

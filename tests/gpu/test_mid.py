@@ -217,9 +217,9 @@ def test_a_graph_of_many_gives_the_same_each_time(config: MidConfig, num_sms: in
 
 
 def test_a_table_takes_effect(monkeypatch: pytest.MonkeyPatch, num_sms: int) -> None:
-    from weft.kernels import mid_config
+    from weft.kernels import mid_table
 
-    if num_sms != mid_config.MACHINE[1]:
+    if num_sms != mid_table.MACHINE[1]:
         pytest.skip("tables are for GPUs of 132 SMs")
     c = Case("plain", 200, 4096, 4096, num_sms)
     seen: list[str] = []
@@ -227,7 +227,7 @@ def test_a_table_takes_effect(monkeypatch: pytest.MonkeyPatch, num_sms: int) -> 
     monkeypatch.setattr(mid_hopper, "launch_product", lambda *a, **k: (seen.append(a[0]), launch(*a, **k)))
     out = torch.empty_like(c.x)
     for table in ({}, {(256, 4096, 4096): MidConfig(256, 4)}):
-        monkeypatch.setattr(mid_config, "_used", table)
-        monkeypatch.setattr(mid_config, "_shipped", dict)
+        monkeypatch.setattr(mid_table, "_used", table)
+        monkeypatch.setattr(mid_table, "_shipped", dict)
         mid_projections.linear_project(c.a, None, c.w, EPS, out=out, **c.options)
     assert seen == ["plain"]

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from weft.kernels import mid_config
+from weft.kernels import mid_config, mid_meeting, mid_rule, mid_table
 from weft.kernels.mid_config import MidConfig, part_of
 
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (3072, 2048), (2048, 8192), (8192, 14336))
@@ -32,21 +32,21 @@ def test_buckets_are_those_of_captured_graphs_and_no_fewer_tokens_are_live_than_
     from weft.engine.runner.pipelines import token_buckets
 
     graphs = token_buckets(2048)
-    assert list(mid_config.BUCKETS) == [size for size in graphs if 64 <= size < 2048]
-    for bucket, live in mid_config.PARTLY.items():
+    assert list(mid_table.BUCKETS) == [size for size in graphs if 64 <= size < 2048]
+    for bucket, live in mid_table.PARTLY.items():
         assert graphs[graphs.index(bucket) - 1] < live < bucket
 
 
 def test_the_rule_for_other_shapes_mostly_says_what_was_measured_of_these() -> None:
-    ruled = {key: mid_config.by_rule(*key, 132) for key in mid_config._shipped() if 64 < key[0] <= 512}
-    same = [key for key, config in ruled.items() if config == mid_config._shipped()[key]._replace(ahead=0)]
+    ruled = {key: mid_rule.by_rule(*key, 132) for key in mid_table._shipped() if 64 < key[0] <= 512}
+    same = [key for key, config in ruled.items() if config == mid_table._shipped()[key]._replace(ahead=0)]
     assert len(same) > 0.7 * len(ruled)
     assert {key for key, config in ruled.items() if config is None} <= {(128, 4096, 14336), (128, 2048, 8192)}
 
 
 @pytest.mark.parametrize("key", [(64, 28672, 4096), (513, 28672, 4096), (128, 1024, 4096), (128, 4096, 14336)])
 def test_the_rule_says_nothing_of_what_it_was_not_held_against(key: tuple[int, int, int]) -> None:
-    assert mid_config.by_rule(*key, 132) is None
+    assert mid_rule.by_rule(*key, 132) is None
 
 
 def test_a_shape_without_a_row_is_cut_by_the_rule() -> None:
@@ -58,7 +58,7 @@ def test_a_shape_without_a_row_is_cut_by_the_rule() -> None:
 
     weight = torch.empty(37888, 3584, dtype=torch.bfloat16, device="meta")  # gate and up of Qwen2.5-7B
     with compiling_for(KNOWN["h200"]):
-        assert chosen(None, 256, weight, 132, None, plain=True) == mid_config.by_rule(256, 37888, 3584, 132)
+        assert chosen(None, 256, weight, 132, None, plain=True) == mid_rule.by_rule(256, 37888, 3584, 132)
         assert chosen(None, 256, weight, 66, None, plain=True) is None
 
 
@@ -69,10 +69,10 @@ def test_boxes_of_tokens_that_the_kernel_does_not_have_are_refused(box: int) -> 
 
 
 def test_the_shipped_table_can_be_read_and_knows_buckets_alone() -> None:
-    table = mid_config._shipped()
-    assert {64, 128, 256, 384, 512} <= {tokens for tokens, _, _ in table} <= set(mid_config.BUCKETS)
-    assert mid_config.lookup(200, 28672, 4096) == table[256, 28672, 4096]
-    assert mid_config.lookup(32, 28672, 4096) is None
+    table = mid_table._shipped()
+    assert {64, 128, 256, 384, 512} <= {tokens for tokens, _, _ in table} <= set(mid_table.BUCKETS)
+    assert mid_table.lookup(200, 28672, 4096) == table[256, 28672, 4096]
+    assert mid_table.lookup(32, 28672, 4096) is None
 
 
 @pytest.mark.parametrize("steps", [1, 3, 8, 64, 65, 224])
@@ -87,9 +87,9 @@ def test_the_parts_of_a_depth_are_all_of_it_and_none_is_empty(steps: int, split:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("tokens", mid_config.BUCKETS)
+@pytest.mark.parametrize("tokens", mid_table.BUCKETS)
 def test_candidates_fit_an_sm_with_steps_to_spare(shape: tuple[int, int], tokens: int) -> None:
-    found = mid_config.candidates(tokens, *shape, 132)
+    found = mid_rule.candidates(tokens, *shape, 132)
     assert len(set(found)) == len(found)
     for config in found:
         for kind in ("qkv", "residual", "gate_up", "plain"):
@@ -100,7 +100,7 @@ def test_candidates_fit_an_sm_with_steps_to_spare(shape: tuple[int, int], tokens
             assert stages * (128 + config.width) * 128 + kept <= mid_config.SHARED_BYTES
 
 
-def _part(meeting: mid_config.Meeting, part: int, patience: int, added: list[int]) -> Generator[None, None, None]:
+def _part(meeting: mid_meeting.Meeting, part: int, patience: int, added: list[int]) -> Generator[None, None, None]:
     """One part as `mid_hopper` has it: nothing happens between an atomic operation and the next but what it decides."""
     arrived, is_last, left = meeting.arrive()
     shares = left
@@ -129,7 +129,7 @@ def _all_orders(parts: int, patience: int) -> int:
     """Play all orders in which the parts' operations can come; how many there are."""
 
     def play(order: list[int]) -> list[int]:
-        meeting, added = mid_config.Meeting(parts), list[int]()
+        meeting, added = mid_meeting.Meeting(parts), list[int]()
         agents = {part: _part(meeting, part, patience, added) for part in range(parts)}
         for part in order:
             try:
@@ -160,7 +160,7 @@ def test_every_share_is_added_up_once_in_all_orders_of_two_parts(patience: int) 
 def test_every_share_is_added_up_once_whatever_the_order(parts: int, patience: int) -> None:
     for seed in range(150):
         rng = random.Random(seed)
-        meeting, added = mid_config.Meeting(parts), list[int]()
+        meeting, added = mid_meeting.Meeting(parts), list[int]()
         agents = [_part(meeting, part, patience, added) for part in range(parts)]
         weights = [rng.random() ** 3 + 0.01 for _ in agents]
         while agents:
@@ -177,14 +177,14 @@ def test_a_table_is_read_as_it_was_written_and_found_by_bucket(monkeypatch: pyte
     table = {(256, 6144, 4096): MidConfig(192), (128, 4096, 14336): MidConfig(256, 8, 4)}
     import json
 
-    assert mid_config.decoded(json.loads(mid_config.encoded(table))) == table
+    assert mid_table.decoded(json.loads(mid_table.encoded(table))) == table
     with pytest.raises(ValueError, match="no tile"):
-        mid_config.decoded({"128,1,1": [200, 1, 0]})
-    monkeypatch.setattr(mid_config, "_used", dict(table))
-    assert mid_config.lookup(129, 6144, 4096) == MidConfig(192)
-    assert mid_config.lookup(256, 6144, 4096) == MidConfig(192)
-    assert mid_config.lookup(257, 6145, 4096) is None
-    assert mid_config.lookup(16, 4096, 14336) is None
+        mid_table.decoded({"128,1,1": [200, 1, 0]})
+    monkeypatch.setattr(mid_table, "_used", dict(table))
+    assert mid_table.lookup(129, 6144, 4096) == MidConfig(192)
+    assert mid_table.lookup(256, 6144, 4096) == MidConfig(192)
+    assert mid_table.lookup(257, 6145, 4096) is None
+    assert mid_table.lookup(16, 4096, 14336) is None
 
 
 def test_a_table_is_for_whole_gpus_of_its_kind_and_for_epilogues_that_are_there(
@@ -197,7 +197,7 @@ def test_a_table_is_for_whole_gpus_of_its_kind_and_for_epilogues_that_are_there(
     from weft.kernels.gpu import KNOWN, compiling_for
     from weft.kernels.mid_projections import chosen
 
-    monkeypatch.setattr(mid_config, "_used", {(256, 4096, 4096): MidConfig(256, 4)})
+    monkeypatch.setattr(mid_table, "_used", {(256, 4096, 4096): MidConfig(256, 4)})
     weight, space = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta"), workspace("meta")
     with compiling_for(KNOWN["h200"]):
         assert chosen(None, 200, weight, 132, space, plain=True) == MidConfig(256, 4)

@@ -10,7 +10,7 @@
 #   0.96, "now" is without a table. On 2026-11-23 0.97 at 64, 128 and 256 tokens, 0.93 at 512; no "by 32" had run then, and
 #   nothing above 512. What to look for: by waves alone 640 and 1,280 tokens should take 0.8 of "now" (tiles 160 wide for o
 #   and down), and "by 32" should bring a layer of 80 tokens from 147 us nearer to the 113 of its bytes and four starts.
-# mid_h200.json: the shipped table with what was measured anew: put it beside kernels/mid_config.py and engines use it.
+# mid_h200.json: the shipped table with what was measured anew: put it beside kernels/mid_table.py and engines use it.
 # offline-*.json: 400 requests of 256/128 at 128 running, iterations of 512 and of 1,280 tokens, without any table, with it.
 # after.txt: with the table in use, in a copy of the tree: tests of products, and that an engine answers.
 # The figures: "Products of 64 to 512 tokens" in BENCHMARKS.md. MID_SECONDS: of tuning, for 200. AFTER_SECONDS: of after.txt.
