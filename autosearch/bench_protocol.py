@@ -49,10 +49,19 @@ Timing = Sustained
 """ms, watts and mhz of the same work for a while, at the clock and power that are then left"""
 
 
-class Bench(Protocol):
-    """Sustained timings on one accelerator. `load` is always that of the whole dense batch, `op` a part of it."""
+class PeriodBench(Protocol):
+    """The part of a `Bench` that pipelines are compared on."""
 
     num_sms: int
+
+    def period(self, period: Period, load: Load) -> Timing:
+        """The pipeline over a few layers: milliseconds and joules of one layer."""
+        ...
+
+
+class Bench(PeriodBench, Protocol):
+    """Sustained timings on one accelerator. `load` is always that of the whole dense batch, `op` a part of it."""
+
     memory: int
     """bytes of its memory; 0: not known"""
     seconds: float
@@ -64,8 +73,4 @@ class Bench(Protocol):
 
     def pair(self, a: NanoOperation, b: NanoOperation, load: Load) -> tuple[Timing, Timing]:
         """Each repeated on its own lane, both busy all the time: the time of each; watts are the card's."""
-        ...
-
-    def period(self, period: Period, load: Load) -> Timing:
-        """The pipeline over a few layers: milliseconds and joules of one layer."""
         ...

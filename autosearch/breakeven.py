@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from weft.autosearch.bench_protocol import Bench, Load
+from weft.autosearch.bench_protocol import Load, PeriodBench
 from weft.autosearch.refine import serial_for
 from weft.engine.errors import ConfigError
 from weft.engine.model.spec import ModelSpec
@@ -50,14 +50,14 @@ class Row(NamedTuple):
 
 
 def place(
-    bench: Bench, spec: ModelSpec, periods: Sequence[Period], load: Load,
+    bench: PeriodBench, spec: ModelSpec, periods: Sequence[Period], load: Load,
     progress: Callable[[str], None] = lambda _: None, factors: Sequence[float] = KV_FACTORS,
-    capacity: int | None = None, *, closer: bool = True,
+    capacity: int | None = None,
 ) -> list[Placed]:  # fmt: skip
     """The periods with the KV and token counts at which they are the fastest, by rising KV; one may appear twice.
 
     capacity: KV tokens that the device holds; no load has more, so that each context is one KV count.
-    closer: measure more loads around each change of winner; a search that is out of time does not.
+    Raises what the bench raises when its time is over; the loads nearest to `load` are measured first.
 
     Beyond the measured loads nothing is promised: there the serial plan runs.
     """
@@ -73,8 +73,9 @@ def place(
     contexts = {scaled(load, f).context for f in factors}
     if capacity is not None:
         contexts = {min(context, max(1, capacity // load.decodes)) for context in contexts}
-    rows = [measure(context) for context in sorted(contexts)]
-    for _ in range(HALVINGS if closer else 0):  # look closer where the winner changes
+    measured = [measure(context) for context in sorted(contexts, key=lambda c: abs(c - load.context))]
+    rows = sorted(measured, key=lambda r: r.load.context)
+    for _ in range(HALVINGS):  # look closer where the winner changes
         middles = [(a.load.context + b.load.context) // 2 for a, b in pairwise(rows) if a.winner != b.winner]
         known = {r.load.context for r in rows}
         rows = sorted([*rows, *(measure(c) for c in middles if c not in known)], key=lambda r: r.load.context)
@@ -95,7 +96,7 @@ def place(
     return out
 
 
-def _ms(bench: Bench, period: Period, load: Load) -> float:
+def _ms(bench: PeriodBench, period: Period, load: Load) -> float:
     try:
         return bench.period(period, load).ms
     except ConfigError:
@@ -110,7 +111,9 @@ def _crossing(low: Row, high: Row) -> int:
     return round(low.load.kv_tokens + min(1.0, max(0.0, share)) * (high.load.kv_tokens - low.load.kv_tokens))
 
 
-def _min_tokens(bench: Bench, spec: ModelSpec, period: Period, load: Load, progress: Callable[[str], None]) -> int:
+def _min_tokens(
+    bench: PeriodBench, spec: ModelSpec, period: Period, load: Load, progress: Callable[[str], None]
+) -> int:
     """The fewest tokens for which the period, padded to its bucket, still beats a serial plan padded to whole steps."""
     least = load.tokens
     for share in reversed(TOKEN_SHARES):

@@ -38,7 +38,9 @@ def add_search_flags(parser: argparse.ArgumentParser) -> None:
         "--quantization", choices=("fp8",),
         help="search for the model as an engine with this option serves it; checkpoints in FP8 need it not",
     )  # fmt: skip
-    parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="the plan file to write")
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, required=True, help="the plan file to write; it grows in FILE.partial"
+    )  # fmt: skip
     parser.add_argument("--tokens", metavar="N", type=int, default=2048, help="the dense batch [2048]")
     parser.add_argument("--max-num-seqs", metavar="N", type=int, default=1024, help="requests running at once [1024]")
     parser.add_argument(
@@ -54,8 +56,8 @@ def add_search_flags(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         type=float,
         default=540,
-        help="time for the whole search, longer where profile and one look at each pipeline take it; Ctrl-C ends it "
-        "early with the best so far [540]",
+        help="time for the whole search, which leaves out what there is no time for; Ctrl-C or SIGTERM ends it early "
+        "with the best so far [540]",
     )
     parser.add_argument(
         "--measure-seconds", metavar="S", type=float, default=1.0,

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from weft.autosearch.bench_protocol import Bench, Load, Timing
-from weft.engine.errors import ConfigError
+from weft.autosearch.bench_protocol import Load, PeriodBench, Timing
+from weft.engine.errors import ConfigError, WeftError
 from weft.engine.model.operations import Resource, Role
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.plan import TOKEN_STEP, Edge, Period, serial_period
@@ -31,12 +31,16 @@ Clock = Callable[[], float]
 Move = tuple[str, Period]
 
 
+class OutOfTime(WeftError):
+    """A bench will not begin a measurement that could not end in its time."""
+
+
 class Refined(NamedTuple):
     """What the bench says."""
 
     period: Period
-    timing: Timing
-    """medians"""
+    ms: float
+    """as it was last measured, or the median"""
     tried: int
     accepted: tuple[str, ...]
     """the changes that made it faster, in order"""
@@ -46,7 +50,7 @@ class Refiner:
     """Climbs from a period. `configs`: kernel configurations to try for products."""
 
     def __init__(
-        self, bench: Bench, spec: ModelSpec, load: Load, configs: Sequence[GemmConfig] = (),
+        self, bench: PeriodBench, spec: ModelSpec, load: Load, configs: Sequence[GemmConfig] = (),
         progress: Callable[[str], None] = lambda _: None, clock: Clock = time.monotonic,
     ) -> None:  # fmt: skip
         self._bench, self._spec, self._load, self._configs = bench, spec, load, configs
@@ -78,7 +82,7 @@ class Refiner:
                     accepted.append(text)
                     self._progress(f"accepted: {text}")
                     break
-        return Refined(current, self.median([current])[0], len(self._tried), tuple(accepted))
+        return Refined(current, self._tried[period_key(current)], len(self._tried), tuple(accepted))
 
     def median(self, periods: Sequence[Period]) -> list[Timing]:
         """See `medians`."""
@@ -86,10 +90,12 @@ class Refiner:
         return medians(self._bench, periods, self._load)
 
     def _measure(self, period: Period) -> Timing | None:
-        """None: this GPU cannot run it."""
+        """None: this GPU cannot run it, or not any more."""
         try:
             period.check(self._spec, self._bench.num_sms)
             timing = self._bench.period(period, self._load)
+        except OutOfTime:
+            return None
         except ConfigError:
             self._tried[period_key(period)] = float("inf")
             return None
@@ -103,7 +109,10 @@ class Refiner:
         timing = self._measure(period)
         if timing is None or timing.ms > self._tried[period_key(current)] * SCREEN:
             return False
-        new, old = self.median([period, current])
+        try:
+            new, old = self.median([period, current])
+        except OutOfTime:
+            return False
         self._tried[period_key(period)], self._tried[period_key(current)] = new.ms, old.ms
         return new.ms < old.ms * (1 - MIN_GAIN)
 
@@ -145,9 +154,19 @@ class Refiner:
                 yield text, _changed(period, name, config=config)
 
 
-def medians(bench: Bench, periods: Sequence[Period], load: Load) -> list[Timing]:
-    """Medians of `REPEATS` measurements of each, taken in turn so that drifting clocks meet all of them."""
-    rounds = [[bench.period(p, load) for p in periods] for _ in range(REPEATS)]
+def medians(bench: PeriodBench, periods: Sequence[Period], load: Load) -> list[Timing]:
+    """Medians of `REPEATS` measurements of each, taken in turn so that drifting clocks meet all of them.
+
+    Of fewer where time ends them. Raises `OutOfTime` when it does before there is one of each.
+    """
+    rounds: list[list[Timing]] = []
+    for _ in range(REPEATS):
+        try:
+            rounds.append([bench.period(p, load) for p in periods])
+        except OutOfTime:
+            if not rounds:
+                raise
+            break
     return [Timing(*(statistics.median(v) for v in zip(*each, strict=True))) for each in zip(*rounds, strict=True)]
 
 

@@ -6,6 +6,7 @@ Without a GPU it runs on a recorded profile and everything in the report is pred
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import threading
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -21,7 +23,7 @@ from weft.autosearch import breakeven, gantt, limits
 from weft.autosearch.accelerators import accelerator
 from weft.autosearch.alternatives import compare
 from weft.autosearch.bar import SearchBar
-from weft.autosearch.bench_protocol import Bench, Load
+from weft.autosearch.bench_protocol import Bench, Load, PeriodBench, Timing
 from weft.autosearch.given import find_profile, known_plan
 from weft.autosearch.journal import Journal, unfinished
 from weft.autosearch.machine import Machine
@@ -29,10 +31,11 @@ from weft.autosearch.modelled import modelled_profile
 from weft.autosearch.options import OneLineParser, add_search_flags
 from weft.autosearch.profile import Profile, cache_path, kv_capacity
 from weft.autosearch.profiler import Grid, Profiler, configs_of, open_gpu, today
-from weft.autosearch.refine import REPEATS, Refiner, medians, serial_for, without_overlap
+from weft.autosearch.refine import REPEATS, OutOfTime, Refiner, medians, serial_for, without_overlap
 from weft.autosearch.report import Line, Result, report
 from weft.autosearch.stages import Choice, Stages, keep_stages, predict, read_stages
 from weft.autosearch.structure import described
+from weft.autosearch.timely import Timely
 from weft.autosearch.workload import workload_load
 from weft.engine.config import PRESETS, EngineConfig
 from weft.engine.errors import ConfigError, WeftError
@@ -49,12 +52,16 @@ REFINED = 3
 """pipelines of one load where its refinement may begin"""
 DENSE_STEPS = 5
 """dense batches that are looked at: the largest, then each TOKEN_STEP smaller"""
-MEASURED_EACH = 16
-"""measurements of one load besides its refinement: the candidates, the medians of what is reported"""
+MEASURED_EACH = 3 * REPEATS
+"""measurements of one load behind its refinement: the medians of what is reported"""
+LEAST_LOOK = 2
+"""measurements that compare a pipeline with the serial plan"""
+REFINING_SHARE = 0.4
+"""of the time of one group of loads, at least, for its pipelines; what is left finds where they win"""
 BREAK_EVEN = 3.5
 """loads that finding a break-even measures at most, for each that it begins with"""
-LAST_LOOK = 4 * REPEATS
-"""measurements of the pipelines that one group of loads ends with: two of them, and the serial plan beside each"""
+LAST_LOOK = 2 * REPEATS
+"""measurements of each pipeline that a group of loads ends with, and of the serial plan beside it"""
 DECODE_FACTORS = (0.25, 0.5, 0.75, 1.0)
 """KV per decode where decodes fill the pool, in proportion"""
 LOADS = (("typical", 1.0), ("light", 0.5), ("heavy", 1.5))
@@ -78,29 +85,38 @@ class Search:
         self, spec: ModelSpec, load: Load, profile: Profile, bench: Bench | None, budget_s: float,
         progress: Progress = lambda *_: None, clock: Callable[[], float] = time.monotonic, max_num_seqs: int = 0,
         known: Sequence[Period] = (), ended: Callable[[], bool] = lambda: False, workers: int = 1,
-        keep: Callable[[], None] = lambda: None,
+        keep: Callable[[], None] = lambda: None, found: Callable[[Plan], None] = lambda _: None,
     ) -> None:  # fmt: skip
         """max_num_seqs: also search iterations of up to so many decodes and nothing else; 0: none.
         known: pipelines that compete from the start where they fit the load's tokens.
         ended: somebody wants the best that there is by now. workers: loads that are solved at once. keep: called when
-        there is more in `stages` than before.
+        there is more in `stages` than before. found: called with the plan that would be the result by now.
         """
-        self._ended, self._workers, self._keep = ended, workers, keep
+        self._ended, self._workers, self._keep, self._found = ended, workers, keep, found
         self._telling = threading.Lock()
         self._unsolved = DENSE_STEPS + len(LOADS) - 1 + (2 if max_num_seqs else 0)
         """loads that the solver has not looked at, about"""
         self._solvable = self._unsolved
-        self._spec, self._load, self._profile, self._bench = spec, load, profile, bench
+        self._solving: dict[str, float] = {}
+        """loads that the solver looks at now, and the share of each that is behind it"""
+        self._share = 0.0
+        """of the search that is behind it"""
+        self._spec, self._load, self._profile = spec, load, profile
         self._max_num_seqs, self._known = max_num_seqs, known
         self._capacity = profile.kv_capacity(spec)
         self._machine = Machine(profile, spec)
         self._budget_s, self._progress, self._clock = budget_s, progress, clock
         self._started = clock()
-        self._cost = 0.0
-        """seconds of one measurement"""
+        end = self._started + budget_s
+        self._bench = Timely(bench, self._machine, end, clock, ended) if bench is not None else None
         self._lines: list[Line] = []
+        self._in_turn: list[tuple[int, Period, Load]] = []
+        """what explains and decides nothing: measured last, for the lines of these indices"""
         self._accepted: tuple[str, ...] = ()
         self._dropped: list[str] = []
+        self._final: list[Period] = []
+        self._undecided: list[str] = []
+        self._predicted: list[str] = []
         self.stages: dict[str, Stages] = {}
         """by `_key`; what is there already is not searched again"""
 
@@ -113,47 +129,112 @@ class Search:
         groups: list[tuple[Load, list[tuple[str, Load]], Sequence[float]]]
         groups = [(self._load, loads, breakeven.KV_FACTORS)]
         groups += [(load, [(name, load)], DECODE_FACTORS) for name, load in alone]
-        placed = []
         left = len(loads) + len(alone)
         for load, members, factors in groups:
-            placed += self._placed(load, members, factors, len(members) / left)
+            self._group(workload, load, members, factors, len(members) / left)
             left -= len(members)
-        final = self._kept([self._described(p.period, p.load) for p in placed])
-        seconds = self._clock() - self._started
-        source = "formulas" if self._profile.modelled else "a recorded profile"
-        made = f"{today()}, {'measured' if self._bench else f'predicted from {source}'}, {seconds:.0f} s"
-        if self._ended():
-            made += ", ended early"
-        dense = self._load.tokens if any(p.tokens == self._load.tokens for p in final) else 0
-        sums = dict(self._spec.sums) if final else {}
-        plan = Plan(self._profile.target, workload, final, dense_batch=dense, made=made, sums=sums)
+        self._measure_in_turn()
+        plan = self._plan(workload)
         found = self._machine.interference
         exchange = {r: rows for r in Resource if (rows := found.table(r))}
         table_3: dict[Resource, list[tuple[float, float]]] = {}
         table_3 |= {r: found.exchange(r) for r in exchange if r is not Resource.COMPUTE}
+        notes = []
+        if self._undecided:
+            notes.append(f"out of time, not compared with the serial plan: {', '.join(self._undecided)}")
+        if self._predicted:
+            notes.append(f"out of time, in part predicted where a pipeline wins: {', '.join(self._predicted)}")
         return Result(
-            plan, self._lines, exchange, table_3, self._accepted, tuple(self._dropped), seconds,
-            self._bench is not None, self._load, source=source,
+            plan, self._lines, exchange, table_3, self._accepted, tuple(self._dropped), self._clock() - self._started,
+            self._bench is not None, self._load, tuple(notes), self._source,
         )  # fmt: skip
 
-    def _placed(
-        self, load: Load, loads: Sequence[tuple[str, Load]], factors: Sequence[float], share: float
-    ) -> list[breakeven.Placed]:
-        """The best pipelines of `loads`, with the loads around `load` at which they are worth running.
+    @property
+    def _source(self) -> str:
+        return "formulas" if self._profile.modelled else "a recorded profile"
 
-        share: of the time that is left.
+    def _plan(self, workload: str) -> Plan:
+        """Of what there is by now."""
+        final = tuple(self._final)
+        made = f"{today()}, {'measured' if self._bench else f'predicted from {self._source}'}"
+        made += f", {self._clock() - self._started:.0f} s"
+        if self._ended():
+            made += ", ended early"
+        dense = self._load.tokens if any(p.tokens == self._load.tokens for p in final) else 0
+        sums = dict(self._spec.sums) if final else {}
+        return Plan(self._profile.target, workload, final, dense_batch=dense, made=made, sums=sums)
+
+    def _group(
+        self, workload: str, load: Load, loads: Sequence[tuple[str, Load]], factors: Sequence[float], share: float
+    ) -> None:
+        """The best pipelines of `loads`, with the loads around `load` at which they are worth running, to the plan.
+
+        share: of the time that is left. As soon as a pipeline has won, the plan has it where it is likely to win again.
         """
-        end = self._clock() + share * self._left()
-        end -= self._cost * (MEASURED_EACH * len(loads) + BREAK_EVEN * len(factors) * (1 + len(loads)) + LAST_LOOK)
-        periods: list[Period] = []
+        begun, cost = self._clock(), self._bench.cost if self._bench is not None else 0.0
+        end = begun + share * self._left()
+        refined_by = end - cost * (LAST_LOOK * len(loads) + BREAK_EVEN * len(factors) * (1 + len(loads)))
+        refined_by = max(refined_by, begun + REFINING_SHARE * (end - begun))
+        before, periods = self._final, list[Period]()
         for i, (name, each) in enumerate(loads):
-            seconds = max(0.0, end - self._clock()) / (len(loads) - i)
-            if (best := self._best(name, each, self._staged(name, each), seconds)) is not None and best not in periods:
-                periods.append(best)
+            stages = self._staged(name, each)
+            # with too little for all loads, the first ones are compared rather than none
+            seconds = max(LEAST_LOOK * cost, (refined_by - self._clock()) / (len(loads) - i))
+            with self._until(self._clock() + seconds):
+                best = self._best(name, each, stages, seconds)
+            if best is None or best in periods:
+                continue
+            periods.append(best)
+            if self._bench is not None:
+                by_record = [
+                    self._described(p.period, p.load, again=False) for p in self._placed(load, periods, factors)
+                ]
+                self._final = before + [period for period in by_record if _wins(period)]
+                self._found(self._plan(workload))
+        if not periods:
+            return
         bench, progress = self._bench or self._machine, self._about("break-even")
-        if not (closer := self._left() > 0):  # the ends and the middle must do
-            factors = sorted({min(factors), 1.0, max(factors)})
-        return breakeven.place(bench, self._spec, periods, load, progress, factors, self._capacity, closer=closer)
+        last = min(cost * LAST_LOOK * len(periods), (end - self._clock()) / 2)
+        try:
+            with self._until(end - last):
+                placed = breakeven.place(bench, self._spec, periods, load, progress, factors, self._capacity)
+        except OutOfTime:
+            self._predicted += [name for name, _ in loads]
+            placed = self._placed(load, periods, factors)
+        with self._until(end):
+            self._final = before + self._kept([self._described(p.period, p.load) for p in placed])
+        self._found(self._plan(workload))
+
+    def _placed(
+        self, load: Load, periods: Sequence[Period], factors: Sequence[float]
+    ) -> list[breakeven.Placed]:  # fmt: skip
+        """By the record: bounds are predicted where they were not measured, the load of each is one where it was."""
+        assert self._bench is not None
+        record = self._bench.record
+        placed = []
+        for each in breakeven.place(record, self._spec, periods, load, factors=factors, capacity=self._capacity):
+            own = each.period
+            gains = {}
+            for at in record.loads(own):
+                plain = record.measured(serial_for(self._spec, at, self._machine.num_sms), at)
+                timing = record.measured(own, at)
+                if plain is not None and timing is not None and own.min_kv_tokens <= at.kv_tokens < own.max_kv_tokens:
+                    gains[at] = plain.ms / timing.ms
+            if gains:
+                placed.append(breakeven.Placed(own, max(gains, key=gains.__getitem__)))
+        return placed
+
+    def _measure_in_turn(self) -> None:
+        """What cutting the batch costs by itself, where there is time left."""
+        if self._bench is None:
+            return
+        for i, period, load in self._in_turn:
+            self._about(self._lines[i].load)(self._lines[i].stage)
+            with contextlib.suppress(OutOfTime, ConfigError):
+                self._lines[i] = self._lines[i]._replace(measured=medians(self._bench, [period], load)[0])
+
+    def _until(self, end: float) -> contextlib.AbstractContextManager[None]:
+        return self._bench.until(end) if self._bench is not None else nullcontext()
 
     def _staged(self, name: str, load: Load) -> Stages:
         self._solve([(name, load)])
@@ -183,20 +264,30 @@ class Search:
         if self._ended():
             return
         share = SOLVER_SHARE if self._bench is None else SOLVER_SHARE_MEASURED
-        left = share * self._budget_s - (self._clock() - self._started)
-        seconds = max(0.0, left) / max(1, -(-self._unsolved // at_once))
+        # As much of what is left now as the loads to come have of what is to come: whatever took longer than it was
+        # to, as kernels do that are compiled, takes from solving and measuring alike.
+        each, rounds = share * at_once / self._solvable, max(1, -(-self._unsolved // at_once))
+        seconds = self._left() * each / (each * rounds + 1 - share)
 
         def about(text: str, within: float) -> None:
             with self._telling:
-                behind = share * (self._solvable - self._unsolved) / self._solvable
-                self._progress(f"{key}: {text}", behind + share * within / self._solvable)
+                self._solving[key] = within
+                behind = self._solvable - self._unsolved + sum(self._solving.values())
+                self._tell(f"{key}: {text}", share * min(1.0, behind / self._solvable))
 
         found = predict(self._machine, load, about, seconds, self._clock, self._ended)
         with self._telling:
             self.stages[key] = found
+            self._solving.pop(key, None)
             self._unsolved = max(0, self._unsolved - 1)
             if not self._ended():  # what was cut short is not for the next search
                 self._keep()
+
+    def _tell(self, text: str, solved: float = 0.0) -> None:
+        """solved: share of the search that the solver has behind it; who measures as well uses all of the time."""
+        spent = min(1.0, (self._clock() - self._started) / max(1e-9, self._budget_s))
+        self._share = max(self._share, spent if self._bench is not None else max(solved, spent))
+        self._progress(text, self._share)
 
     def _left(self) -> float:
         """Seconds."""
@@ -208,10 +299,13 @@ class Search:
         Tiles and SMs must come out even: fewer tokens in whole waves can beat more of them. Where no pipeline is faster
         than the serial plan of the largest dense batch, it is that one.
         """
-        bench, name = self._bench or self._machine, LOADS[0][0]
-        full = steady_within(self._load, self._capacity)
+        bench: PeriodBench = self._bench or self._machine
+        name, full = LOADS[0][0], steady_within(self._load, self._capacity)
         serial = serial_for(self._spec, full, self._machine.num_sms)
-        best = (bench.period(serial, full).ms * (1 - breakeven.MIN_GAIN) / full.tokens, full)
+        try:
+            best = (bench.period(serial, full).ms * (1 - breakeven.MIN_GAIN) / full.tokens, full)
+        except OutOfTime:
+            return full
         batches = dense_batches(full)
         if self._workers > 1:  # else one by one, between measurements
             self._solve([(name, load) for load in batches])
@@ -219,12 +313,12 @@ class Search:
             stages = self._staged(name, load)
             if not stages.choices:
                 continue
-            self._progress(f"{load.tokens} tokens")
+            self._tell(f"{load.tokens} tokens")
             chosen = stages.choices[0]
-            began = self._clock()
-            timing = bench.period(chosen.period, load)
-            took = bench.took if isinstance(bench, Journal) else self._clock() - began
-            self._cost = min(self._cost or float("inf"), took)  # the first ones also compile
+            try:
+                timing = bench.period(chosen.period, load)
+            except OutOfTime:
+                break
             measured = timing if self._bench is not None else None
             self._lines.append(Line(f"{load.tokens} tokens", "stage II", chosen.ms, measured))
             best = min(best, (timing.ms / load.tokens, load))
@@ -233,7 +327,7 @@ class Search:
     def _best(self, name: str, load: Load, stages: Stages, seconds: float) -> Period | None:
         """The pipeline for this load, refined for so many seconds where there is a bench.
 
-        None when the serial plan is faster.
+        None when the serial plan is faster, or there was no time to find out.
         """
         serial = serial_for(self._spec, load, self._machine.num_sms)
         self._lines.append(Line(name, "stage I, no interference", stages.structure_ms, None))
@@ -248,37 +342,59 @@ class Search:
             self._lines.append(Line(name, "nano-batches in turn", apart, None))
             self._lines.append(Line(name, "stage II", chosen.ms, None))
             return chosen.period if chosen.ms < stages.serial_ms else None
-        configs = configs_of(self._spec)
-        refiner = Refiner(self._bench, self._spec, load, configs, self._about(name), self._clock)
-        refined = refiner.run([c.period for c in choices], seconds)
-        if refined is None:
+        refiner = Refiner(self._bench, self._spec, load, configs_of(self._spec), self._about(name), self._clock)
+        with contextlib.suppress(OutOfTime):  # first: whenever the search is ended, there is something to go by
+            self._bench.period(serial, load)
+        affordable = int(seconds / self._bench.cost) if self._bench.cost else len(choices)
+        looked_at = choices[: max(1, affordable - LEAST_LOOK + 1)]
+        climbing = max(self._bench.cost * len(looked_at), seconds - self._bench.cost * MEASURED_EACH)
+        with self._until(self._clock() + climbing):
+            refined = refiner.run([c.period for c in looked_at], climbing)
+        best = refined.period if refined is not None else chosen.period
+        if refined is None and self._bench.record.measured(best, load) is None:
+            if self._bench.over:  # else none of them can run here
+                self._undecided.append(name)
             return None
-        in_turn = without_overlap(refined.period, self._machine.num_sms)
-        first, last, plain, cut = refiner.median([chosen.period, refined.period, serial, in_turn])
-        predicted = self._machine.period(refined.period, load).ms
+        self._about(name)("repeating the best beside the serial plan")
+        others = [chosen.period] if chosen.period != best and self._bench.record.loads(chosen.period) else []
+        last, plain, *rest = self._looked([best, serial, *others], load)
+        first = last if chosen.period == best else rest[0] if rest else None
+        in_turn = without_overlap(best, self._machine.num_sms)
         self._lines.append(Line(name, "serial", stages.serial_ms, plain))
-        self._lines.append(Line(name, "nano-batches in turn", self._machine.period(in_turn, load).ms, cut))
+        self._in_turn.append((len(self._lines), in_turn, load))
+        self._lines.append(Line(name, "nano-batches in turn", self._machine.period(in_turn, load).ms, None))
         self._lines.append(Line(name, "stage II", chosen.ms, first))
-        self._lines.append(Line(name, f"refined, {refined.tried} tried", predicted, last))
-        self._accepted += tuple(f"{name}: {text}" for text in refined.accepted)
-        return refined.period if last.ms < plain.ms else None
+        if refined is not None:
+            predicted = self._machine.period(best, load).ms
+            self._lines.append(Line(name, f"refined, {refined.tried} tried", predicted, last))
+            self._accepted += tuple(f"{name}: {text}" for text in refined.accepted)
+        if last is None or plain is None:
+            self._undecided.append(name)
+            return None
+        return best if last.ms < plain.ms else None
 
-    def _kept(self, described: Sequence[Period]) -> tuple[Period, ...]:
+    def _looked(self, periods: Sequence[Period], load: Load) -> list[Timing | None]:
+        """Medians; where time is over, of what was measured before, if anything was."""
+        assert self._bench is not None
+        try:
+            return list(medians(self._bench, periods, load))
+        except OutOfTime:
+            return [self._bench.record.measured(p, load) for p in periods]
+
+    def _kept(self, described: Sequence[Period]) -> list[Period]:
         """Those that still win where they were placed: of many measurements the luckiest one decided there."""
-        kept = []
         for period in described:
-            if (gain := period.figures["gain"]) > 1 + breakeven.MIN_GAIN:
-                kept.append(period)
-            else:
+            if not _wins(period):
                 at = f"{period.tokens} tokens, {period.figures['kv_tokens']:,.0f} KV tokens"
+                gain = period.figures["gain"]
                 self._dropped.append(f"{at}: gain {gain:.3f} when measured again, the serial plan runs")
-        return tuple(kept)
+        return [period for period in described if _wins(period)]
 
     def _about(self, name: str) -> Callable[[str], None]:
-        return lambda text: self._progress(f"{name}: {text}", 1 - self._left() / max(1e-9, self._budget_s))
+        return lambda text: self._tell(f"{name}: {text}")
 
-    def _described(self, period: Period, load: Load) -> Period:
-        """With its figures at `load`."""
+    def _described(self, period: Period, load: Load, *, again: bool = True) -> Period:
+        """With its figures at `load`, where it and the serial plan were measured. again: measure both once more."""
         serial = serial_for(self._spec, load, self._machine.num_sms)
         timeline, durations = self._machine.timeline(period, load)
         figures = {
@@ -289,8 +405,13 @@ class Search:
             "serial_predicted_joules": self._machine.period(serial, load).joules,
         }
         if self._bench is not None:
-            self._progress(f"{load.tokens} tokens, {load.kv_tokens:,} KV tokens: the last look")
-            own, plain = medians(self._bench, [period, serial], load)
+            if again:
+                self._tell(f"{load.tokens} tokens, {load.kv_tokens:,} KV tokens: the last look")
+                own, plain = self._looked([period, serial], load)
+            else:
+                own, plain = (self._bench.record.measured(p, load) for p in (period, serial))
+            assert own is not None
+            assert plain is not None
             figures |= {
                 "measured_ms": own.ms, "measured_watts": own.watts, "measured_mhz": own.mhz,
                 "measured_joules": own.joules, "serial_measured_ms": plain.ms, "serial_measured_watts": plain.watts,
@@ -307,6 +428,10 @@ class Search:
         return msgspec.structs.replace(
             period, figures={k: round(v, 6) for k, v in figures.items()}, offload=offload_beside(self._spec)
         )
+
+
+def _wins(period: Period) -> bool:
+    return period.figures["gain"] > 1 + breakeven.MIN_GAIN
 
 
 def offload_beside(spec: ModelSpec) -> str:
@@ -350,9 +475,13 @@ def decode_batches(load: Load, max_num_seqs: int, capacity: int | None) -> list[
 
 
 def search(
-    arguments: argparse.Namespace, progress: Progress = lambda *_: None, ended: Callable[[], bool] = lambda: False
-) -> Result:
-    """`weft search`: everything up to the plan. Raises `ConfigError` and `ModelError`."""
+    arguments: argparse.Namespace, progress: Progress = lambda *_: None, ended: Callable[[], bool] = lambda: False,
+    found: Callable[[Plan], None] = lambda _: None,
+) -> Result:  # fmt: skip
+    """`weft search`: everything up to the plan; `found` hears of plans on the way.
+
+    Raises `ConfigError`, `ModelError`, and `WeftError` when it is ended before there is a profile.
+    """
     name, ranks = str(arguments.model_preset or arguments.model), arguments.tensor_parallel_size
     model = PRESETS / EngineConfig.known_preset(name) if arguments.model_preset else find_model(name, weights=False)
     whole = in_format(read_spec(model), arguments.quantization)
@@ -370,10 +499,17 @@ def search(
     start = known_plan(arguments.start, spec) if arguments.start is not None else None
     gpu, target = None, None
     started = time.monotonic()
+
+    def preparing(text: str) -> None:
+        if ended():
+            raise WeftError("ended before there was a plan to write; the same command goes on from here")
+        beside = arguments.full_profile  # asked for beside the budget
+        progress(text, None if beside else (time.monotonic() - started) / arguments.budget_seconds)
+
     if not arguments.predict_only and arguments.gpu is None and num_gpus() >= ranks:
         heaviest = breakeven.scaled(load, max(breakeven.KV_FACTORS))
         gpu, target = open_gpu(
-            spec, heaviest, progress=progress, model=model, tuning_seconds=arguments.tuning_seconds
+            spec, heaviest, progress=preparing, model=model, tuning_seconds=arguments.tuning_seconds
         )  # fmt: skip
     with closing(gpu) if gpu is not None else nullcontext():
         bench: Bench | None = None
@@ -385,7 +521,9 @@ def search(
             if journal.known:
                 told = f"going on from a search that was interrupted, with {journal.known} measurements (else --fresh)"
                 print(f"weft search: {told}", file=sys.stderr, flush=True)
-        result, profile = _search(arguments, name, spec, load, bench, target, start, started, progress, ended)
+        result, profile = _search(
+            arguments, name, spec, load, bench, target, start, started, progress, preparing, ended, found
+        )  # fmt: skip
     best, line = limits.optimum(profile, spec, whole)
     notes = [*result.notes, line]
     for stage, ms in _fastest(result):
@@ -407,7 +545,8 @@ def _fastest(result: Result) -> list[tuple[str, float]]:
 
 def _search(
     arguments: argparse.Namespace, name: str, spec: ModelSpec, load: Load, bench: Bench | None, target: Target | None,
-    start: Plan | None, started: float, progress: Progress, ended: Callable[[], bool],
+    start: Plan | None, started: float, progress: Progress, preparing: Callable[[str], None],
+    ended: Callable[[], bool], found: Callable[[Plan], None],
 ) -> tuple[Result, Profile]:  # fmt: skip
     profile: Profile | None
     if arguments.gpu is not None:
@@ -425,7 +564,7 @@ def _search(
         assert target is not None
         profiler = Profiler(
             bench, spec, load, Grid.coarse(load, bench.num_sms),
-            lambda text, i, n: progress(f"profile: {text}, {i} of {n}"), Grid.full(load, bench.num_sms), COLLECTIVES,
+            lambda text, i, n: preparing(f"profile: {text}, {i} of {n}"), Grid.full(load, bench.num_sms), COLLECTIVES,
         )  # fmt: skip
         seconds = float("inf") if arguments.full_profile else min(150.0, arguments.budget_seconds / 3)
         began = time.monotonic()
@@ -445,26 +584,35 @@ def _search(
         if arguments.stages is not None:
             raise
         kept = {}
-    found = compare(
+    budget = arguments.budget_seconds
+
+    def behind(share: float = 0.0) -> float:
+        return max(share, (time.monotonic() - started) / budget)
+
+    ways = compare(
         spec, profile, steady_within(load, capacity), kept,
-        lambda text, share: progress(text, ALTERNATIVES_SHARE * share), ALTERNATIVES_SHARE * arguments.budget_seconds,
-        ended,
+        lambda text, share: progress(text, behind(ALTERNATIVES_SHARE * share)), ALTERNATIVES_SHARE * budget, ended,
     )  # fmt: skip
-    if not found:
+    if not ways:
         raise ConfigError(f"the profile lacks operations of this model; it has {', '.join(profile.features)}")
-    chosen = found[0]
+    chosen = ways[0]
     known = start.periods if start is not None and start.sums == dict(chosen.spec.sums) else ()
+    first = min(1.0, behind(ALTERNATIVES_SHARE if bench is None and len(ways) > 1 else 0.0))
+
+    def rest(text: str, share: float | None = None) -> None:
+        progress(text, None if share is None else first + (1 - first) * share)
+
     one = Search(
-        chosen.spec, load, profile, bench, arguments.budget_seconds - (time.monotonic() - started), progress,
+        chosen.spec, load, profile, bench, budget - (time.monotonic() - started), rest,
         max_num_seqs=arguments.max_num_seqs, known=(*known, *(c.period for c in chosen.stages.choices[:1])),
-        ended=ended, workers=cores(), keep=lambda: keep_stages(keep_in, profile.target, load, kept),
+        ended=ended, workers=cores(), keep=lambda: keep_stages(keep_in, profile.target, load, kept), found=found,
     )  # fmt: skip
     one.stages = kept
     result = one.run(f"lengths of {arguments.lengths.name}" if arguments.lengths else arguments.workload)
     if arguments.stages is not None:
         keep_stages(arguments.stages, profile.target, load, one.stages)
-    if len(found) > 1:
-        result = result._replace(notes=tuple(f"collectives: {a.line}" for a in found))
+    if len(ways) > 1:
+        result = result._replace(notes=(*(f"collectives: {a.line}" for a in ways), *result.notes))
     files = [solved] if bench is None else [solved, unfinished(profile.target, load, "measured")]
     return result._replace(unfinished=tuple(files)), profile
 
@@ -499,9 +647,24 @@ def run(arguments: argparse.Namespace) -> int:
         path = getattr(arguments, option)
         if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK) and not path.is_dir()):
             raise ConfigError(f"--{option} {path}: there is no folder {path.parent} to write such a file in")
+    out: Path = arguments.out
+    # a device, or what a link names, is written and not replaced
+    ordinary = not os.path.lexists(out) or (out.is_file() and not out.is_symlink())
+    partial = out.with_name(f"{out.name}.partial") if ordinary else out
+
+    def keep(plan: Plan) -> None:
+        if partial == out:
+            return
+        whole = partial.with_name(f"{partial.name}.{os.getpid()}")
+        with contextlib.suppress(OSError):  # a full disk ends no search
+            plan.save(whole)
+            whole.replace(partial)
+
     with SearchBar(arguments.budget_seconds) as bar:
-        result = search(arguments, bar, lambda: bar.ended)
-    result.plan.save(arguments.out)
+        result = search(arguments, bar, lambda: bar.ended, keep)
+        result.plan.save(partial)
+        if partial != out:
+            partial.replace(out)
     if not bar.ended:  # else the same command goes on from there
         for file in result.unfinished:
             file.unlink(missing_ok=True)

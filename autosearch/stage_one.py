@@ -209,17 +209,17 @@ def grow(machine: Machine, solved: Solved) -> list[Structure]:
 
 def search(
     machine: Machine, load: Load, guest_sms: int, effort: float, progress: Callable[[str], None] = lambda _: None,
-    seconds: float = float("inf"),
+    seconds: float = float("inf"), ended: Callable[[], bool] = lambda: False,
 ) -> list[Solved]:  # fmt: skip
     """Solved structures, shortest period first: two nano-batches, then more near bubbles until that stops helping.
 
-    seconds: of a clock, at most, but for one structure.
+    seconds: of a clock, at most, but for one structure. ended: nobody waits for more than there is.
     """
     end = time.monotonic() + seconds
     found: list[Solved] = []
 
     def attempt(structure: Structure, effort: float) -> Solved | None:
-        left = end - time.monotonic()
+        left = 0.0 if ended() else end - time.monotonic()
         return solve(machine, load, structure, guest_sms, effort, left) if left > 0 or not found else None
 
     for structure in first_structures(machine.spec):

@@ -8,7 +8,7 @@ together must not overlap, which is an order between them.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, pairwise, product
 from typing import NamedTuple
 
@@ -87,9 +87,11 @@ class Shares:
                     found.append(self.evaluate(with_sms(self._period, rest)))
         return min(found, key=lambda c: c.ms)
 
-    def polish(self, choice: Choice) -> Choice:
+    def polish(self, choice: Choice, ended: Callable[[], bool] = lambda: False) -> Choice:
         """Change the SMs of one operation at a time while the played-out period gets shorter."""
         for _ in range(POLISH_ROUNDS):
+            if ended():
+                break
             best = min((self.evaluate(p) for p in self._neighbours(choice.period)), key=lambda c: c.ms, default=choice)
             if best.ms >= choice.ms * (1 - 1e-4):
                 break
@@ -247,16 +249,19 @@ def with_sms(period: Period, sms: Sequence[int]) -> Period:
     return msgspec.structs.replace(period, operations=tuple(operations))
 
 
-def assign(machine: Machine, period: Period, load: Load, effort: float, seconds: float = float("inf")) -> Choice:
+def assign(
+    machine: Machine, period: Period, load: Load, effort: float, seconds: float = float("inf"),
+    ended: Callable[[], bool] = lambda: False,
+) -> Choice:  # fmt: skip
     """Shares for a period of stage I: greedy, then the solver from there, then single changes.
 
-    seconds: of a clock, for the solver; the rest takes a fraction of one.
+    seconds: of a clock, for the solver; the rest takes a fraction of one. ended: nobody waits for more than there is.
     """
     end = time.monotonic() + seconds
     shares = Shares(machine, period, load)
     first = shares.greedy()
     if len(members_of_lanes(period)) < 3:  # of three lanes single changes help little before the solver ran
-        first = shares.polish(first)
-    if time.monotonic() >= end:
+        first = shares.polish(first, ended)
+    if ended() or time.monotonic() >= end:
         return first
-    return shares.polish(shares.solve(first, effort, end - time.monotonic()))
+    return shares.polish(shares.solve(first, effort, end - time.monotonic()), ended)

@@ -92,7 +92,7 @@ def predict(
         if found and left(STRUCTURES_SHARE) <= 0:
             break
         progress(f"stage I with {guest_sms} SMs for attention", STRUCTURES_SHARE * i / len(guests))
-        solved = stage_one.search(machine, load, guest_sms, EFFORT, seconds=left(STRUCTURES_SHARE))
+        solved = stage_one.search(machine, load, guest_sms, EFFORT, seconds=left(STRUCTURES_SHARE), ended=ended)
         if guest_sms == total and solved:
             bound = solved[0].ms
         for each in solved[:PER_LEVEL]:
@@ -103,7 +103,7 @@ def predict(
             break
         share = STRUCTURES_SHARE + (1 - STRUCTURES_SHARE) * i / len(found)
         progress(f"stage II, structure {i + 1} of {len(found)}", share)
-        choices.append(Choice(*stage_two.assign(machine, each.period, load, EFFORT, seconds=left(1.0))))
+        choices.append(Choice(*stage_two.assign(machine, each.period, load, EFFORT, left(1.0), ended)))
     return Stages(machine.serial_ms(load), bound, sorted(choices, key=lambda c: c.ms)[:KEPT])
 
 

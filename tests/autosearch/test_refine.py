@@ -62,7 +62,7 @@ def test_it_climbs_to_the_best_shares() -> None:
     refined = Refiner(bench, LLAMA_8B, TYPICAL, clock=Clock()).run([naive()], 10_000)
     assert refined is not None
     assert sms_of(refined.period) == [48, 48]
-    assert refined.timing.ms == pytest.approx(2.0)
+    assert refined.ms == pytest.approx(2.0)
     assert all("SMs" in text for text in refined.accepted)
     refined.period.check(LLAMA_8B, 132)
 
@@ -78,7 +78,7 @@ def test_it_finds_sizes_orders_lanes_and_configurations() -> None:
     period = msgspec.structs.replace(naive(), waits=(Edge(0, 4, 0),))
     refined = Refiner(ScriptedBench(ms), LLAMA_8B, TYPICAL, CONFIGS, clock=Clock()).run([period], 10_000)
     assert refined is not None
-    assert refined.timing.ms <= 2.01
+    assert refined.ms <= 2.01
     assert refined.period.begins == (0, 1408)
     refined.period.check(LLAMA_8B, 132)
 
@@ -88,8 +88,8 @@ def test_on_the_synthetic_machine_it_ends_faster_than_it_began() -> None:
     before = bench.period(naive(), TYPICAL).ms
     refined = Refiner(bench, LLAMA_8B, TYPICAL, clock=Clock()).run([naive(), naive(40)], 150)
     assert refined is not None
-    assert refined.timing.ms < before
-    assert refined.timing.ms == bench.period(refined.period, TYPICAL).ms
+    assert refined.ms < before
+    assert refined.ms == bench.period(refined.period, TYPICAL).ms
 
 
 def test_noise_is_not_taken_for_progress() -> None:

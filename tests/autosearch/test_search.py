@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from dataclasses import replace
@@ -238,7 +239,8 @@ def test_decodes_alone_fill_the_pool_in_halves_of_whole_steps() -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_decodes_alone_are_searched_too(recorded: Profile) -> None:
-    result = search.Search(LLAMA_8B, TYPICAL, recorded, SyntheticBench(LLAMA_8B), 0.0, max_num_seqs=1024).run("x")
+    bench = SyntheticBench(LLAMA_8B)
+    result = search.Search(LLAMA_8B, TYPICAL, recorded, bench, 600, clock=bench.clock, max_num_seqs=1024).run("x")
     decodes = [p for p in result.plan.periods if p.tokens == 1024]
     assert decodes
     assert all(p.figures["gain"] > 1 and p.min_tokens <= 1024 for p in decodes)
@@ -256,11 +258,13 @@ def test_a_plan_to_start_from_competes(
     bad = without_overlap(known, 132)  # the only one that the solver found
 
     def found(*start: Period) -> list[Period]:
-        one = search.Search(LLAMA_8B, TYPICAL, recorded, bench, 0.0, known=start)
+        one = search.Search(LLAMA_8B, TYPICAL, recorded, bench, 1000, clock=clock, known=start)
         one.stages["typical, 2048 tokens"] = stages.Stages(99.0, 1.0, [stages.Choice(9.0, bad)])
         return [msgspec.structs.replace(p, figures={}) for p in one.run("x").plan.periods]
 
+    monkeypatch.setattr(search.Refiner, "moves", lambda *_: iter(()))
     bench = SyntheticBench(LLAMA_8B) if measured else None
+    clock = bench.clock if bench is not None else time.monotonic
     assert found() == []
     assert [p.operations for p in found(known)] == [known.operations]
 

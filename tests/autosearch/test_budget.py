@@ -1,0 +1,300 @@
+"""A search ends in its budget and at once when asked to, with a plan of what it has measured by then."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from synthetic import LLAMA_8B, TYPICAL, SyntheticBench, target_for
+from test_journal import Counted
+from test_search import model, quick
+
+from weft.autosearch import profile, search, stage_one, stage_two, stages
+from weft.autosearch.accelerators import accelerator
+from weft.autosearch.bench_protocol import Load, Timing
+from weft.autosearch.machine import Machine
+from weft.autosearch.modelled import modelled_profile
+from weft.autosearch.profile import Profile
+from weft.autosearch.profiler import CONFIGS, Grid, Profiler
+from weft.autosearch.refine import OutOfTime, serial_for
+from weft.autosearch.stages import Stages
+from weft.autosearch.timely import Timely
+from weft.engine.errors import WeftError
+from weft.engine.plans.plan import Period, Plan, load_plan
+from weft.server.daemon import cli
+
+__all__ = ["model", "quick"]
+pytestmark = pytest.mark.slow
+
+MEASURING, COMPILING = 1.1, 24.0
+"""seconds of a measurement, and of what compiles before one; as in a search of products in FP8 on an H200"""
+
+
+class Slow(SyntheticBench):
+    """Time passes with its measurements alone. Kernels that it has not met are compiled first."""
+
+    def __init__(self) -> None:
+        super().__init__(LLAMA_8B)
+        self.now, self.ended_at = 0.0, 10**9
+        self._met: set[tuple[bool, bool]] = set()
+
+    def clock(self) -> float:
+        return self.now
+
+    def ended(self) -> bool:
+        """Somebody ends the search while a certain measurement runs."""
+        return self.calls >= self.ended_at
+
+    def period(self, period: Period, load: Load) -> Timing:
+        self.now += MEASURING
+        kinds = {(op.config is not None, op.sms == self.num_sms) for op in period.operations}
+        if not kinds <= self._met:
+            self.now += COMPILING
+            self._met |= kinds
+        return super().period(period, load)
+
+
+class Solved:
+    """Instead of `predict`: one structure for each load, for which the solver uses all of its time."""
+
+    def __init__(self, bench: Slow) -> None:
+        self.bench, self.seconds = bench, dict[Load, float]()
+
+    def __call__(
+        self, machine: Machine, load: Load, progress: Callable[[str, float], None], seconds: float, *_: object
+    ) -> Stages:
+        self.seconds[load] = seconds
+        progress("stage II", 0.5)
+        self.bench.now += seconds
+        if load not in _STAGES:
+            _STAGES[load] = stages.predict(machine, load, seconds=0.0)
+        return _STAGES[load]
+
+
+_STAGES: dict[Load, Stages] = {}
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Profile:
+    profiler = Profiler(SyntheticBench(LLAMA_8B), LLAMA_8B, TYPICAL, Grid.coarse(TYPICAL, 132), lambda *_: None)
+    return profiler.run(target_for(LLAMA_8B), 100)
+
+
+class Run:
+    """A search with such a bench."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, recorded: Profile, budget_s: float, ended_at: int = 10**9
+    ) -> None:
+        self.bench = Slow()
+        self.bench.ended_at = ended_at
+        self.solved = Solved(self.bench)
+        self.plans: list[Plan] = []
+        self.shares: list[tuple[float, float]] = []
+        """(of the budget that has passed, told)"""
+        monkeypatch.setattr(search, "predict", self.solved)
+
+        def told(_: str, share: float | None = None) -> None:
+            assert share is not None
+            self.shares.append((self.bench.now / budget_s, share))
+
+        self.result = search.Search(
+            LLAMA_8B, TYPICAL, recorded, self.bench, budget_s, told, self.bench.clock, max_num_seqs=1024,
+            ended=self.bench.ended, found=self.plans.append,
+        ).run("x")  # fmt: skip
+
+
+def assert_won(plan: Plan) -> None:
+    for period in plan.periods:
+        figures = period.figures
+        assert figures["gain"] == pytest.approx(figures["serial_measured_ms"] / figures["measured_ms"], abs=1e-5)
+        assert figures["gain"] > 1
+        assert period.min_kv_tokens <= figures["kv_tokens"] < period.max_kv_tokens
+
+
+@pytest.mark.parametrize("budget_s", [60.0, 125.0, 300.0])
+def test_kernels_that_compile_take_no_time_that_there_is_not(
+    monkeypatch: pytest.MonkeyPatch, recorded: Profile, budget_s: float
+) -> None:
+    run = Run(monkeypatch, recorded, budget_s)
+    assert 0.8 * budget_s < run.bench.now <= budget_s
+    assert_won(run.result.plan)
+    left_out = [note for note in run.result.notes if "not compared" in note]
+    if budget_s == 60:  # most of which goes by compiling
+        assert left_out == ["out of time, not compared with the serial plan: light, heavy, 1024 decodes"]
+        return
+    assert not left_out
+    assert {p.tokens for p in run.result.plan.periods} >= {run.result.load.tokens, 1024}
+    assert run.plans[-1].periods == run.result.plan.periods
+
+
+def test_the_solver_has_time_for_every_load_though_kernels_compile_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, recorded: Profile
+) -> None:
+    run = Run(monkeypatch, recorded, 125.0)
+    assert len(run.solved.seconds) >= search.DENSE_STEPS + len(search.LOADS) - 1
+    assert max(run.solved.seconds.values()) < 3 * min(run.solved.seconds.values())
+
+
+def test_the_share_that_is_told_is_that_of_the_time(monkeypatch: pytest.MonkeyPatch, recorded: Profile) -> None:
+    run = Run(monkeypatch, recorded, 125.0)
+    assert [share for _, share in run.shares] == pytest.approx([passed for passed, _ in run.shares])
+
+
+def test_nothing_is_measured_once_it_is_ended_and_what_has_won_is_in_the_plan(
+    monkeypatch: pytest.MonkeyPatch, recorded: Profile
+) -> None:
+    whole = Run(monkeypatch, recorded, 300.0)
+    counts = []
+    for ended_at in (1, 5, 15, 40, whole.bench.calls // 2, whole.bench.calls - 5):
+        run = Run(monkeypatch, recorded, 300.0, ended_at)
+        assert run.bench.calls == ended_at
+        assert run.result.plan.made.endswith("ended early")
+        assert_won(run.result.plan)
+        counts.append(len(run.result.plan.periods))
+    assert counts[0] == 0
+    assert counts[2] > 0  # before anything was measured for its bounds
+    assert counts[-1] >= len(whole.result.plan.periods)
+
+
+def test_loads_that_are_solved_at_once_all_count_for_the_share(
+    monkeypatch: pytest.MonkeyPatch, recorded: Profile
+) -> None:
+    both, shares = threading.Barrier(2), list[float]()
+
+    def half(_: Machine, __: Load, progress: Callable[[str, float], None], *___: object) -> Stages:
+        progress("stage I", 0.5)
+        both.wait(10)
+        progress("stage II", 0.5)
+        return Stages(1.0, 1.0, [])
+
+    monkeypatch.setattr(search, "predict", half)
+    one = search.Search(
+        LLAMA_8B, TYPICAL, recorded, None, 1e6, lambda _, share=None: shares.append(share), workers=2
+    )  # fmt: skip
+    one._solve([("a", TYPICAL), ("b", TYPICAL._replace(tokens=1024))])
+    assert 2 * 0.5 / one._solvable * search.SOLVER_SHARE in [pytest.approx(s) for s in shares]
+
+
+# -- what is asked to end
+
+
+def test_the_solver_begins_no_other_structure_once_it_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(modelled_profile(LLAMA_8B, TYPICAL, accelerator("h200")), LLAMA_8B)
+    solve, calls = stage_one.solve, list[float]()
+
+    def counted(*arguments: object) -> object:
+        calls.append(0.0)
+        return solve(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(stage_one, "solve", counted)
+    (found,) = stage_one.search(machine, TYPICAL, 32, 0.1, ended=lambda: bool(calls))
+    monkeypatch.setattr(stage_two.Shares, "solve", lambda *_: pytest.fail("solved"))
+    assert stage_two.assign(machine, found.period, TYPICAL, 0.1, ended=lambda: True).ms > 0
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_search_that_is_ended_while_it_profiles_ends_there_and_keeps_no_profile(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench, target = Counted(), target_for(LLAMA_8B)
+    monkeypatch.setattr(search, "num_gpus", lambda: 1)
+    monkeypatch.setattr(search, "open_gpu", lambda *_, **__: (bench, target))
+    monkeypatch.setattr(
+        search.SearchBar, "ended", property(lambda _: bench.calls >= 30, lambda *_: None), raising=False
+    )
+    out = tmp_path / "p.json"
+    out.write_text("the plan of another day")
+    assert cli.main(["search", "--model", str(model), "--out", str(out)]) == 1
+    assert "ended before there was a plan to write; the same command goes on" in capsys.readouterr().err
+    assert bench.calls < 40
+    assert out.read_text() == "the plan of another day"
+    assert not profile.cache_path(target).exists()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_search_that_is_killed_leaves_the_plan_that_it_had(
+    recorded: Profile, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "DENSE_STEPS", 1)
+    recorded.save(profile.cache_path(recorded.target))
+    out, partial = tmp_path / "p.json", tmp_path / "p.json.partial"
+    left: list[Plan] = []
+
+    class Mortal(Counted):
+        def period(self, period: Period, load: Load) -> Timing:
+            if partial.exists():
+                left.append(load_plan(partial))
+            return super().period(period, load)
+
+    bench = Mortal({("period", 30)})
+    monkeypatch.setattr(search, "num_gpus", lambda: 1)
+    monkeypatch.setattr(search, "open_gpu", lambda *_, **__: (bench, recorded.target))
+    monkeypatch.setattr(search.Refiner, "moves", lambda *_: iter(()))
+    command = ["search", "--model", str(model), "--out", str(out), "--budget-seconds", "60"]
+    assert cli.main(command) == 1  # the card is lost
+    assert left
+    assert load_plan(partial).periods
+    assert_won(load_plan(partial))
+    assert not out.exists()
+    assert cli.main(command) == 0
+    assert load_plan(out).periods
+    assert not list(tmp_path.glob("p.json?*"))
+
+
+# -- `Timely`
+
+
+def test_what_would_not_end_in_time_is_not_begun(recorded: Profile) -> None:
+    bench = Slow()
+    timely = Timely(bench, Machine(recorded, LLAMA_8B), 100.0, bench.clock, bench.ended)
+    serial = serial_for(LLAMA_8B, TYPICAL, 132)
+    pipeline = _pipeline(recorded)
+    with timely.until(10.0):
+        timely.period(serial, TYPICAL)  # 25 s: nobody could know
+        with pytest.raises(OutOfTime):
+            timely.period(serial, TYPICAL)
+    timely.period(pipeline, TYPICAL)  # compiles
+    timely.period(pipeline, TYPICAL)
+    assert bench.now == pytest.approx(3 * MEASURING + 2 * COMPILING)
+    bench.now = 76.0
+    first, *others = pipeline.operations
+    other = msgspec.structs.replace(first, config=CONFIGS[2])
+    with pytest.raises(OutOfTime):  # it would compile again
+        timely.period(msgspec.structs.replace(pipeline, operations=(other, *others)), TYPICAL)
+    timely.period(pipeline, TYPICAL)
+    bench.now = 99.0
+    with pytest.raises(OutOfTime):
+        timely.period(pipeline, TYPICAL)
+    assert timely.over
+
+
+def test_the_record_answers_what_was_measured_and_in_proportion(recorded: Profile) -> None:
+    bench, machine = Slow(), Machine(recorded, LLAMA_8B)
+    timely = Timely(bench, machine, 1000.0, bench.clock)
+    pipeline, serial = _pipeline(recorded), serial_for(LLAMA_8B, TYPICAL, 132)
+    light = TYPICAL._replace(context=640)
+    for factor in (1.2, 1.4, 1.3):
+        timely.record.add(pipeline, TYPICAL, Timing(factor * machine.period(pipeline, TYPICAL).ms, 1.0, 1.0))
+    timely.record.add(serial, TYPICAL, Timing(1.1 * machine.period(serial, TYPICAL).ms, 1.0, 1.0))
+    record = timely.record
+    assert record.loads(pipeline) == [TYPICAL]
+    assert record.measured(pipeline, light) is None
+    assert record.period(pipeline, TYPICAL).ms == pytest.approx(1.3 * machine.period(pipeline, TYPICAL).ms)
+    assert record.period(pipeline, light).ms == pytest.approx(1.3 * machine.period(pipeline, light).ms)
+    fewer = TYPICAL._replace(tokens=1024)
+    short = serial_for(LLAMA_8B, fewer, 132)  # never measured: as good as any
+    assert record.period(short, fewer).ms == pytest.approx(1.1 * machine.period(short, fewer).ms)
+
+
+def _pipeline(recorded: Profile) -> Period:
+    if TYPICAL not in _STAGES:
+        _STAGES[TYPICAL] = stages.predict(Machine(recorded, LLAMA_8B), TYPICAL, seconds=0.0)
+    return _STAGES[TYPICAL].choices[0].period
+
+
+def test_an_error_of_time_is_one_of_ours() -> None:
+    assert issubclass(OutOfTime, WeftError)
