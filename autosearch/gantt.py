@@ -24,6 +24,8 @@ COLLECTIVES = {
 }  # fmt: skip
 """end of an operation's name -> what it is, and its colour"""
 OTHER_COLOR = "#8fa3bf"
+ENDED_EARLY = ", ended early"
+"""how `Plan.made` ends where somebody did not wait for all of the search"""
 
 
 class Bar(NamedTuple):
@@ -97,6 +99,8 @@ def wrapped(picture: Picture) -> list[Bar]:
 def summary(plan: Plan) -> str:
     """One line."""
     if not plan.periods:
+        if plan.made.endswith(ENDED_EARLY):
+            return "the search was ended before a pipeline beat the serial plan; the serial plan runs"
         return "no pipeline beats the serial plan for this workload; the serial plan runs"
     gains = [p.figures["gain"] for p in plan.periods if "gain" in p.figures]
     kind = "measured" if any("measured_ms" in p.figures for p in plan.periods) else "predicted"

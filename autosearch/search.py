@@ -159,7 +159,7 @@ class Search:
         made = f"{today()}, {'measured' if self._bench else f'predicted from {self._source}'}"
         made += f", {self._clock() - self._started:.0f} s"
         if self._ended():
-            made += ", ended early"
+            made += gantt.ENDED_EARLY
         dense = self._load.tokens if any(p.tokens == self._load.tokens for p in final) else 0
         sums = dict(self._spec.sums) if final else {}
         return Plan(self._profile.target, workload, final, dense_batch=dense, made=made, sums=sums)

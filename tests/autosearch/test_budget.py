@@ -12,7 +12,7 @@ from synthetic import LLAMA_8B, TYPICAL, SyntheticBench, target_for
 from test_journal import Counted
 from test_search import model, quick
 
-from weft.autosearch import profile, search, stage_one, stage_two, stages
+from weft.autosearch import gantt, profile, search, stage_one, stage_two, stages
 from weft.autosearch.accelerators import accelerator
 from weft.autosearch.bench_protocol import Load, Timing
 from weft.autosearch.machine import Machine
@@ -22,7 +22,6 @@ from weft.autosearch.profiler import CONFIGS, Grid, Profiler
 from weft.autosearch.refine import OutOfTime, serial_for
 from weft.autosearch.stages import Stages
 from weft.autosearch.timely import Timely
-from weft.engine.errors import WeftError
 from weft.engine.plans.plan import Period, Plan, load_plan
 from weft.server.daemon import cli
 
@@ -154,6 +153,8 @@ def test_nothing_is_measured_once_it_is_ended_and_what_has_won_is_in_the_plan(
         assert run.bench.calls == ended_at
         assert run.result.plan.made.endswith("ended early")
         assert_won(run.result.plan)
+        if not run.result.plan.periods:
+            assert gantt.summary(run.result.plan).startswith("the search was ended before")
         counts.append(len(run.result.plan.periods))
     assert counts[0] == 0
     assert counts[2] > 0  # before anything was measured for its bounds
@@ -245,6 +246,18 @@ def test_a_search_that_is_killed_leaves_the_plan_that_it_had(
     assert not list(tmp_path.glob("p.json?*"))
 
 
+@pytest.mark.usefixtures("quick")
+def test_what_a_link_names_is_written_and_the_link_stays(recorded: Profile, model: Path, tmp_path: Path) -> None:
+    recorded.save(tmp_path / "profile.json")
+    out = tmp_path / "link.json"
+    out.symlink_to(tmp_path / "plan.json")
+    given = ["--profile", str(tmp_path / "profile.json"), "--predict-only", "--out", str(out)]
+    assert cli.main(["search", "--model", str(model), *given]) == 0
+    assert out.is_symlink()
+    assert load_plan(tmp_path / "plan.json").periods
+    assert not list(tmp_path.glob("*.partial*"))
+
+
 # -- `Timely`
 
 
@@ -294,7 +307,3 @@ def _pipeline(recorded: Profile) -> Period:
     if TYPICAL not in _STAGES:
         _STAGES[TYPICAL] = stages.predict(Machine(recorded, LLAMA_8B), TYPICAL, seconds=0.0)
     return _STAGES[TYPICAL].choices[0].period
-
-
-def test_an_error_of_time_is_one_of_ours() -> None:
-    assert issubclass(OutOfTime, WeftError)
