@@ -281,7 +281,7 @@ def test_which_activations_a_gpu_serves(form: str, refused: str | None) -> None:
     from weft.engine.runner.cuda_fp8 import lacking
 
     made = read_quantization(FORMATS[form][2])
-    said = lacking(replace(read_spec(MODEL_PATH), quantization=made), invariant=False, experts=False)
+    said = lacking(replace(read_spec(MODEL_PATH), quantization=made), invariant=False)
     assert said is None if refused is None else said is not None and refused in said
 
 
@@ -289,7 +289,7 @@ def test_which_activations_a_gpu_serves(form: str, refused: str | None) -> None:
     ("name", "options", "reason"),
     [
         ("a100", {}, "A100.* does not multiply FP8"),
-        ("h200", {"model_preset": "qwen3-30b-a3b", "load_format": "dummy"}, "a GPU's FP8 products do not"),
+        ("h200", {"model_preset": "qwen3-30b-a3b", "load_format": "dummy", "batch_invariant": True}, "not do experts"),
     ],
 )
 def test_a_gpu_that_cannot_refuses_fp8_weights_in_one_line(
