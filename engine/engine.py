@@ -38,7 +38,7 @@ from weft.engine.runner.compile_job import CompileJob
 from weft.engine.runner.energy_meter import EnergyMeter, energy_counter
 from weft.engine.runner.load import load_model
 from weft.engine.runner.make import make_runner
-from weft.engine.runner.resolve import resolve
+from weft.engine.runner.resolve import resolve, served_as
 from weft.engine.runner.runner import InFlight, Runner
 from weft.engine.runner.work import Work
 from weft.engine.scheduling.bad_words import only
@@ -111,7 +111,8 @@ class Engine:
         begin = time.perf_counter()
         compiling = compiling or CompileJob.begin(config)
         self.config = config
-        self.spec, implementation = choose_spec(config)
+        chosen, implementation = choose_spec(config)
+        self.spec = served_as(chosen, config)
         if not self.spec.native:
             print(f"weft: {self.spec.architecture}: {implementation}", file=sys.stderr, flush=True)
         own = self.spec.shard(0, config.tensor_parallel_size)

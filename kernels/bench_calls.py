@@ -104,7 +104,7 @@ def fp8_product(
         a.scale.copy_(made.scale)
     sumsq = torch.full((16, tokens), k / 16, device=device)
     options: dict[str, Any] = {"num_sms": num_sms, "space": space, "config": config}
-    if shape.kind == "qkv":
+    if shape.kind == "qkv" and head_dim in projections.FUSED_HEADS:
         kv = torch.zeros(tokens // 64 + 2, 2, 2, 64, kv_heads, head_dim, device=device, dtype=DTYPE)
         rotary = torch.randn(4096, head_dim // 2, 2, device=device)
         positions = torch.arange(tokens, device=device, dtype=torch.int32)
@@ -120,8 +120,11 @@ def fp8_product(
         return lambda: fp8_projections.residual_project(
             a, weight, x, out=x, sumsq=parts, quantized=left, next_norm=norm, **options
         )
-    left = fp8_projections.rows_buffer(tokens, n // 2, device)
-    return lambda: fp8_projections.gate_up_project(a, sumsq, weight, 1e-5, quantized=left, **options)
+    if shape.kind == "gate_up":
+        left = fp8_projections.rows_buffer(tokens, n // 2, device)
+        return lambda: fp8_projections.gate_up_project(a, sumsq, weight, 1e-5, quantized=left, **options)
+    out = torch.empty(tokens, n, device=device, dtype=DTYPE)  # a pass over the rows follows
+    return lambda: fp8_projections.linear_project(a, sumsq, weight, 1e-5, out=out, **options)
 
 
 def layer_of_experts(

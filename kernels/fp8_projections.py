@@ -29,7 +29,11 @@ WIDE = GemmConfig(128, 2 * BLOCK, BLOCK, 4, 4, group=16, special=True)
 
 def choose(kind: str, num_tokens: int, features: int, depth: int, num_sms: int) -> GemmConfig:
     """The configuration of a product: a measured one if the shape is known, else by rule."""
-    return tuned.lookup(num_tokens, features, depth, bits=8) or by_rule(kind, num_tokens, features, depth, num_sms)
+    found = tuned.lookup(num_tokens, features, depth, bits=8)
+    # measured for another kind of this shape, its tiles may be too narrow for a block of 128 gated columns
+    if found is None or (kind == "gate_up" and found.features < 256):
+        return by_rule(kind, num_tokens, features, depth, num_sms)
+    return found
 
 
 def by_rule(kind: str, num_tokens: int, features: int, depth: int, num_sms: int) -> GemmConfig:

@@ -30,6 +30,29 @@ def _normed_product(x: Fp8Rows, sumsq: Tensor | None, weight: Fp8Weight, bias: T
     return y if bias is None else y + bias.float()
 
 
+def norm_rows(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None = None,
+    sumsq: Tensor | None = None,
+    eps: float = 0.0,
+    *,
+    centred: bool,
+) -> Fp8Rows:
+    """What a product behind a norm reads; the rows' 1 / rms is in where the norm has a bias: see `fp8_rows`.
+    sumsq `[T]`."""
+    h = x.float()
+    if centred:
+        h = h - h.mean(-1, keepdim=True)
+    if bias is None:
+        return quantize_rows(h, weight)
+    assert sumsq is not None
+    h = h * rms_scale(sumsq, x.shape[1], eps)[:, None]
+    if weight is not None:
+        h = h * weight.float()
+    return quantize_rows(h + bias.float())
+
+
 def qkv_project(
     x: Fp8Rows,
     sumsq: Tensor,

@@ -1,5 +1,6 @@
-"""A pass over activations that quantises them (twin: `fp8.quantize_rows`), where no epilogue of a product makes them:
-behind the embedding and attention.
+"""Passes over activations that quantise them, where no epilogue of a product makes them: as they are
+(twin: `fp8.quantize_rows`), behind the embedding and attention; or behind a norm that needs the whole row
+(twin: `fp8_reference.norm_rows`).
 """
 
 # Device functions carry no Python types.
@@ -14,6 +15,7 @@ from torch import Tensor
 from weft.kernels.dependent_launch import begin, pdl_options, release
 from weft.kernels.fp8 import BLOCK, Fp8Rows
 from weft.kernels.fp8_triton import power_of_two, saturated
+from weft.kernels.rows import row_mean
 
 BLOCKS = 16
 """of a row that a program works on"""
@@ -57,5 +59,74 @@ def quantize_rows(
     _quantize_kernel[(tokens, -(-blocks // BLOCKS))](
         x, weight, num_tokens, tokens, width, out.values, out.scale, out.scale.stride(0), BLOCKS=BLOCKS,
         PAIRS=out.span > BLOCK, num_warps=4, **pdl_options(),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["M", "stride_sumsq", "stride"])
+def _norm_kernel(
+    x, weight, bias, sumsq, stride_sumsq, eps, count, M, K, values, scale, stride,
+    CENTRED: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
+    release(PDL)
+    row = tl.program_id(0)
+    live = M
+    if count is not None:
+        live = tl.minimum(tl.load(count), M)
+    if row < live:
+        base = row.to(tl.int64) * K
+        mean = 0.0
+        if CENTRED:
+            mean = row_mean(x + base, K, BLOCKS * 128)
+        if bias is not None:
+            squares = 0.0
+            for part in range(PARTS):
+                squares += tl.load(sumsq + part * stride_sumsq + row)
+            inverse_rms = tl.rsqrt(squares / K + eps)
+        for first in range(0, tl.cdiv(K, 128), BLOCKS):
+            block = first + tl.arange(0, BLOCKS)
+            at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+            z = tl.load(x + base + at, mask=at < K, other=0.0).to(tl.float32)
+            if CENTRED:
+                z = tl.where(at < K, z - mean, 0.0)
+            if bias is not None:
+                z *= inverse_rms
+            if weight is not None:
+                z *= tl.load(weight + at, mask=at < K, other=0.0).to(tl.float32)
+            if bias is not None:
+                z += tl.load(bias + at, mask=at < K, other=0.0).to(tl.float32)
+            s, inverse = power_of_two(tl.max(tl.abs(z), axis=1))
+            tl.store(scale + block * stride + row, s, mask=block * 128 < K)
+            tl.store(values + base + at, saturated(z * inverse[:, None]), mask=at < K)
+
+
+def norm_rows(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None = None,
+    sumsq: Tensor | None = None,
+    eps: float = 0.0,
+    *,
+    centred: bool,
+    out: Fp8Rows,
+    num_tokens: Tensor | None = None,
+) -> Fp8Rows:
+    """`x [T, K]` of 16 bits behind a norm with `weight [K]` and `bias [K]`, into `out`; rows from `num_tokens` on are
+    left.
+
+    The factor 1 / rms of a row is left to the product behind (`fp8_projections`), as it is where nothing but a weight
+    stands between; with a bias it is in, of the sums of squares `sumsq [parts, T]` float32. centred: the mean is taken
+    off, and the squares are those of what is left.
+    """
+    if not (x.is_contiguous() and out.values.is_contiguous()):
+        raise ValueError("rows must be contiguous")
+    if bias is not None and sumsq is None:
+        raise ValueError("a norm with a bias needs the sums of squares of the rows")
+    tokens, width = x.shape
+    _norm_kernel[(tokens,)](
+        x, weight, bias, sumsq, 0 if sumsq is None else sumsq.stride(0), eps, num_tokens, tokens, width, out.values,
+        out.scale, out.scale.stride(0), CENTRED=centred, PARTS=0 if sumsq is None else sumsq.shape[0], BLOCKS=BLOCKS,
+        num_warps=4, **pdl_options(),
     )  # fmt: skip
     return out

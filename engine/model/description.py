@@ -37,6 +37,8 @@ def describe(spec: ModelSpec) -> list[tuple[str, str]]:
     rows.append(("biases", ", ".join(name for name, there in biases.items() if there) or "none"))
     if spec.quantization is not None:
         rows.append(("weights in FP8", _quantization(spec.quantization)))
+    if spec.widened:
+        rows.append(("weights on disk", "FP8, for activations in 16 bits; 16 bits once loaded"))
     if spec.integers is not None:
         own = spec.integers
         by = f"groups of {own.group} columns" if own.group else "rows"

@@ -113,10 +113,11 @@ class ExpertWeights:
     def _stacked(self, name: str, count: int, out: int, inner: int, part: Part = WHOLE) -> Unpacked:
         """`[count, out, inner]` of a tensor of that form, in FP8 where there is a scale."""
         quantization = self._spec.quantization
-        if quantization is None:
+        if quantization is None and not self._spec.widened:
             matrices.refuse_untold(self._tensors, name.removesuffix(".weight"))
         static = quantization is not None and quantization.activations == "static"
-        return matrices.read_stacked(self._tensors, name, (count, out, inner), part, static=static)
+        found = matrices.read_stacked(self._tensors, name, (count, out, inner), part, static=static)
+        return matrices.plain(found, self._tensors.dtype) if self._spec.widened else found
 
     def _halves(self, name: str, count: int, inter: int, h: int) -> list[Unpacked]:
         """Gate and up `[count, inter, h]` of a tensor that has the rows of all gates of an expert, then those of up."""

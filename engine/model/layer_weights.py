@@ -103,9 +103,14 @@ class _Layer:
         return self.read(name, out, inner, part)
 
     def read(self, name: str, out: int, inner: int, part: Part) -> Unpacked:
+        found = self.stored(name, out, inner, part)
+        return matrices.plain(found, self.tensors.dtype) if self.spec.widened else found
+
+    def stored(self, name: str, out: int, inner: int, part: Part = WHOLE) -> Unpacked:
+        """As the checkpoint has it."""
         if not self.names.transposed:
             given = self.spec.quantization
-            if given is None:
+            if given is None and not self.spec.widened:
                 matrices.refuse_untold(self.tensors, f"{self.prefix}{name}")
             static = given is not None and given.activations == "static"
             return matrices.read(self.tensors, f"{self.prefix}{name}", out, inner, part, static=static)
@@ -282,7 +287,7 @@ class _Layer:
         if matrices.stored_as(self.tensors, f"{self.prefix}{names.router}") is None:
             router = get(f"{self.prefix}{names.router}.weight", (e.count, h), dtype=torch.float32)
         else:  # some checkpoints have it in FP8: here it stays in 32 bits
-            router = matrices.plain(self.matrix(names.router, e.count, h), torch.float32)
+            router = matrices.plain(self.stored(names.router, e.count, h), torch.float32)
         router_bias = choice = None
         if e.router_bias:
             router_bias = get(f"{self.prefix}{names.router}.bias", (e.count,), dtype=torch.float32)

@@ -237,11 +237,17 @@ def quantize(weight: Tensor, *, exact: bool = False) -> Quantised:
 
 
 def plain(matrix: Unpacked, dtype: torch.dtype) -> Tensor:
-    """The numbers that a matrix `[out, inner]` stands for."""
+    """The numbers that a matrix `[out, inner]` stands for, or those of experts `[experts, out, inner]`."""
     if isinstance(matrix, Tensor):
         return matrix
-    if matrix.weight.values.is_meta:
-        return torch.empty(matrix.weight.values.shape, dtype=dtype, device="meta")
+    values, scale = matrix.weight
+    if values.is_meta:
+        return torch.empty(values.shape, dtype=dtype, device="meta")
+    if values.dim() > 2:  # one after the other, for the room that float32 takes
+        made = torch.empty(values.shape, dtype=dtype, device=values.device)
+        for i, each in enumerate(values):
+            made[i].copy_(plain(Quantised(Fp8Weight(each, scale[i])), dtype))
+        return made
     return fp8.weight_values(packed(matrix.weight)).to(dtype)
 
 

@@ -91,6 +91,8 @@ class ModelSpec:
     experts: Experts | None = None
     quantization: Quantization | None = None
     """of the matrices; None: they are in 16 or 32 bits"""
+    widened: bool = False
+    """matrices that the checkpoint has in FP8 are made 16 bits while they load; `quantization` is None then"""
     integers: Integers | None = None
     """matrices that the checkpoint has in fewer bits, which are made 16 while they load"""
     shard_of: Shard = Shard()

@@ -19,7 +19,7 @@ from weft.engine.model.families.family import TensorNames
 from weft.engine.model.finite import FiniteCheck
 from weft.engine.model.gguf.checkpoint import GgufCheckpoint
 from weft.engine.model.gguf.file import INDEX
-from weft.engine.model.integers import IntegerCheckpoint
+from weft.engine.model.integers import GIB, IntegerCheckpoint
 from weft.engine.model.layer_weights import LayerWeights, ProductWeights, norm_weight, pack_layer
 from weft.engine.model.realistic import RealisticDummy
 from weft.engine.model.shapes import ShapesAlone
@@ -210,9 +210,20 @@ def load_weights(
         reader.finite.end(dtype)
         if isinstance(checkpoint, IntegerCheckpoint) and spec.shard_of.rank == 0:
             print(f"weft: {checkpoint.told(weights.num_bytes, spec)}", file=sys.stderr, flush=True)
+        if spec.widened and spec.shard_of.rank == 0:
+            print(f"weft: {_widened(wanted, weights)}", file=sys.stderr, flush=True)
         harmless = (*HARMLESS, *names.harmless, *matrices.HARMLESS)
         warn_of_surplus(checkpoint.surplus((*harmless, head) if tied else harmless))
     return weights
+
+
+def _widened(wanted: _Wanted, weights: Weights) -> str:
+    """What became of matrices in FP8, in a line."""
+    stored_bytes = sum(stored.raw.nbytes for _, stored in wanted.tensors)
+    return (
+        "matrices in FP8, whose activations are not quantised, became 16 bits while loading: "
+        f"{stored_bytes / GIB:.2f} GiB in the checkpoint, the weights now take {weights.num_bytes / GIB:.2f} GiB"
+    )
 
 
 def _made_up(

@@ -41,9 +41,10 @@ def _serve(config: EngineConfig, links: Links, beat: RankBeat, start_timeout: fl
     from weft.engine.ranks.scans import agree
     from weft.engine.ranks.shared_collectives import SharedCollectives
     from weft.engine.runner.load import prepare, read_weights
-    from weft.engine.runner.resolve import resolve
+    from weft.engine.runner.resolve import resolve, served_as
 
-    spec = in_format(read_spec(config.model_path), config.quantization).shard(links.rank, links.ranks)
+    whole = in_format(read_spec(config.model_path), config.quantization)
+    spec = served_as(whole, config).shard(links.rank, links.ranks)
     resolved = resolve(config, spec)
     model = model_id(config, resolved.kv)
     file = open_store(config, resolved.kv, model, spec.shard_of, resolved.packed)

@@ -31,23 +31,22 @@ HEADS = (64, 128)
 """head sizes whose way into q and the pages is an epilogue of an FP8 product"""
 
 
+def stands_apart(spec: ModelSpec) -> bool:
+    """Whether products of a quantised model cannot leave the next one's operand: `cuda_fp8_apart` has them then."""
+    placed = not spec.placement.before or spec.placement.behind or spec.placement.parallel
+    heads = spec.qk_norm == "projection" or spec.head_dim not in HEADS
+    return spec.norm.centred or spec.norm.bias or placed or not spec.gated or heads
+
+
 def lacking(spec: ModelSpec, *, invariant: bool) -> str | None:
     """What of a quantised model a GPU's FP8 products cannot do, in a few words; None if they do all of it."""
-    asked, e = spec.quantization, spec.experts
-    widths = [spec.hidden_size, spec.intermediate_size]
+    e = spec.experts
+    widths = [spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim, spec.qkv_size]
     if e is not None:
         widths += [e.intermediate_size, e.shared_size]
-    assert asked is not None
     cases = (
-        (asked.activations == "none", "weights alone in FP8"),
         (spec.shard_of.ranks > 1, "several ranks"),
-        (spec.norm.centred or spec.norm.bias, "norms with a mean or a bias"),
-        (not spec.placement.before or spec.placement.behind or spec.placement.parallel, "norms at other places"),
-        (not spec.gated, "an MLP without a gate"),
-        (
-            spec.qk_norm == "projection" or spec.head_dim not in HEADS,
-            "heads of other sizes, or a norm over all of them",
-        ),
+        (e is not None and stands_apart(spec), "experts beside heads of other sizes than 64 and 128, or other norms"),
         (any(width % 16 for width in widths), "widths that are no multiple of 16"),
         (invariant and e is not None, "experts with --batch-invariant"),
     )

@@ -19,7 +19,8 @@ from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import serial_period
 from weft.engine.runner.collectives import DeviceCollectives
 from weft.engine.runner.cuda_experts import ExpertLayers
-from weft.engine.runner.cuda_fp8 import Fp8Layers
+from weft.engine.runner.cuda_fp8 import Fp8Layers, stands_apart
+from weft.engine.runner.cuda_fp8_apart import Fp8LayersApart
 from weft.engine.runner.cuda_fp8_experts import Fp8ExpertLayers
 from weft.engine.runner.cuda_inputs import DeviceInputs
 from weft.engine.runner.launchers import launchers_of
@@ -66,9 +67,13 @@ class CudaLayers:
         self._launchers = launchers_of(spec, TABLE, "a GPU")
         heads_normed = weights.layers[0]["qkv"].q_norm is not None
         self._kv_scales = kv_scales
-        self._heads_apart = (invariant and heads_normed) or (kv_scales is not None and spec.quantization is None)
+        fp8_apart = spec.quantization is not None and stands_apart(spec)
+        self._heads_apart = (
+            (invariant and heads_normed) or (kv_scales is not None and spec.quantization is None) or fp8_apart
+        )
         """What becomes of heads is a pass behind their product: norms of heads add up in its epilogue in an order that
-        follows its tiles, and these the token count; and no product in 16 bits writes pages in FP8."""
+        follows its tiles, and these the token count; no product in 16 bits writes pages in FP8; and products in FP8
+        that stand apart leave all of it to passes."""
         device = inputs.slab.device
         here = gpu(device)
         assert here is not None
@@ -117,10 +122,6 @@ class CudaLayers:
                 {**self.activations, "x": buffer(t, spec.hidden_size), "a": torch.zeros_like(self.activations["a"])},
                 sumsq_buffer(spec.hidden_size, t, device), inputs.count["left"],
             )  # fmt: skip
-        self._fp8 = None if spec.quantization is None else Fp8Layers(spec, weights, t, device, invariant=invariant)
-        self._fp8_experts: Fp8ExpertLayers | None = None
-        if self._fp8 is not None and self.expert_layers is not None:
-            self._fp8_experts = Fp8ExpertLayers(spec, self._fp8, self.expert_layers.choice, t, dtype, device)
         self._raw = {
             name: buffer(t, width) if needed else None
             for name, width, needed in (
@@ -129,6 +130,15 @@ class CudaLayers:
             )
         }
         """what a product leaves for a pass over its rows, where one follows"""
+        self._fp8: Fp8Layers | None = None
+        if fp8_apart:
+            raw = {**self._raw, "h": self.activations["h"]}
+            self._fp8 = Fp8LayersApart(spec, weights, t, device, raw, invariant=invariant)
+        elif spec.quantization is not None:
+            self._fp8 = Fp8Layers(spec, weights, t, device, invariant=invariant)
+        self._fp8_experts: Fp8ExpertLayers | None = None
+        if self._fp8 is not None and self.expert_layers is not None:
+            self._fp8_experts = Fp8ExpertLayers(spec, self._fp8, self.expert_layers.choice, t, dtype, device)
         self.gemm_space = workspace(device, elements=1 << 26)
         self.steps: list[Any] = [self._work(k) for k in range(inputs.layout.nano_batches)]
         """what the attention back end needs, for each nano-batch"""
@@ -203,9 +213,8 @@ class CudaLayers:
         scales: dict[str, Any] = {} if self._kv_scales is None else {"kv_scales": self._kv_scales}
         out = self.activations[it.operation.target][own]
         if self._fp8 is not None:
-            assert sums is not None
             span = self._fp8.span(it.pipeline)
-            self._fp8.qkv(it.layer, own, w, x, sums, eps, heads, out, span, self._common(it) | scales)
+            self._fp8.qkv(it.layer, own, w, x, self._sums(it), eps, heads, out, span, self._common(it) | scales)
         elif self._heads_apart:
             assert raw is not None
             linear_project(x, sums, w.weight, eps, bias=w.bias, out=raw, **self._common(it))
@@ -298,12 +307,7 @@ class CudaLayers:
 
     def _gate_up(self, it: Launch) -> None:
         if self._fp8 is not None:
-            sums = self._stream_sums(it)
-            assert sums is not None
-            self._fp8.gate_up(
-                it.layer, it.tokens, it.operation, it.product, it.x, sums, self.spec.norm.eps,
-                self._fp8.span(it.pipeline), self._common(it),
-            )  # fmt: skip
+            self._fp8_first(self._fp8, it)
             return
         out = it.rows.activations[it.operation.target][it.tokens]
         gate_up_project(
@@ -315,7 +319,17 @@ class CudaLayers:
             assert sums is not None  # `resolve` refuses experts without norms before them
             switch_shared(it.x, sums, it.product.gate, self.spec.norm.eps, out=out)
 
+    def _fp8_first(self, fp8: Fp8Layers, it: Launch) -> None:
+        """An MLP's first product."""
+        fp8.gate_up(
+            it.layer, it.tokens, it.operation, it.product, it.x, self._sums(it), self.spec.norm.eps,
+            fp8.span(it.pipeline), self._common(it),
+        )  # fmt: skip
+
     def _up(self, it: Launch) -> None:
+        if self._fp8 is not None:
+            self._fp8_first(self._fp8, it)
+            return
         linear_project(
             it.x, self._stream_sums(it), it.product.weight, self.spec.norm.eps, activation=self.spec.activation,
             bias=it.product.bias, out=it.rows.activations[it.operation.target][it.tokens], **self._common(it),
@@ -361,7 +375,11 @@ class CudaLayers:
 
     def _stream_sums(self, it: Launch) -> Tensor | None:
         """`[parts, T]` that a product which reads the stream is normed by; None where no norm stands before it."""
-        return it.rows.sumsq[: same_parts(it.parts[it.blocks]), it.tokens] if self.spec.placement.before else None
+        return self._sums(it) if self.spec.placement.before else None
+
+    def _sums(self, it: Launch) -> Tensor:
+        """`[parts, T]` of the stream."""
+        return it.rows.sumsq[: same_parts(it.parts[it.blocks]), it.tokens]
 
     def _raw_of(self, name: str, own: slice) -> Tensor | None:
         raw = self._raw[name]

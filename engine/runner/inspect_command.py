@@ -56,17 +56,19 @@ def _config(arguments: argparse.Namespace) -> EngineConfig:
 
 def _devices(config: EngineConfig, spec: ModelSpec) -> dict[str, dict[str, Any]]:
     """What each device of this machine makes of a rank's part: room for KV, or why it does not serve it."""
-    from weft.engine.runner.resolve import memory_bytes, resolve
+    from weft.engine.runner.resolve import memory_bytes, resolve, served_as
     from weft.kernels.gpu import gpu
 
     found: dict[str, dict[str, Any]] = {}
     for name in ("cpu",) if gpu() is None else ("cpu", "cuda"):
+        there = config.model_copy(update={"device": name})
+        own = served_as(spec, there)
         try:
-            resolved = resolve(config.model_copy(update={"device": name}), spec)
+            resolved = resolve(there, own)
         except WeftError as error:
             found[name] = {"served": False, "why_not": str(error)}
             continue
-        weights = spec.weight_bytes(resolved.weight_dtype.itemsize)
+        weights = own.weight_bytes(resolved.weight_dtype.itemsize)
         pages = resolved.num_pages
         if pages is None:  # the engine measures what is left; this is before its buffers
             room = memory_bytes(resolved.device) * resolved.gpu_memory_utilization - weights

@@ -22,7 +22,7 @@ from weft.engine.runner.cuda_inputs import device_inputs
 from weft.engine.runner.peer_collectives import Imagined, PeerCollectives, Sizes
 from weft.engine.runner.pipelines import Pipelines
 from weft.engine.runner.products import tuning_launches
-from weft.engine.runner.resolve import ResolvedConfig, resolve
+from weft.engine.runner.resolve import ResolvedConfig, resolve, served_as
 from weft.kernels import tuned
 from weft.kernels.attention_triton import TritonAttention
 from weft.kernels.compilation import Kernel, collect
@@ -44,8 +44,8 @@ def kernel_parts(config: EngineConfig, gpu: Gpu) -> list[list[Kernel]]:
     spec, _ = choose_spec(config)
     if not spec.native:
         return []
-    spec = spec.shard(0, config.tensor_parallel_size)
     with compiling_for(gpu), torch.inference_mode():
+        spec = served_as(spec, config).shard(0, config.tensor_parallel_size)
         resolved = resolve(config, spec)
         if resolved.attention != "triton":
             return []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -108,8 +108,21 @@ def _cpu_dtype(spec: ModelSpec) -> torch.dtype:
     return torch.bfloat16 if native and spec.dtype == "bfloat16" else torch.float32
 
 
+def served_as(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
+    """The model as its device computes it: a GPU's products quantise what they read, so that matrices in FP8 whose
+    activations are not quantised become 16 bits there, while they load."""
+    cuda = config.device != "cpu" and gpu() is not None
+    own = None if isinstance(spec, BroadSpec) else spec.quantization
+    if not cuda or own is None or own.activations != "none":
+        return spec
+    return replace(spec, quantization=None, widened=True)
+
+
 def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
-    """Decide what the configuration leaves open. Raises `ConfigError` or `OutOfMemory`, one line."""
+    """Decide what the configuration leaves open, of a model `served_as` its device computes it.
+
+    Raises `ConfigError` or `OutOfMemory`, one line.
+    """
     here = gpu()
     if config.device == "cuda" and here is None:
         raise ConfigError("--device cuda: no CUDA device is visible; use --device cpu")

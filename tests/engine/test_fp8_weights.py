@@ -271,18 +271,61 @@ def test_transformers_code_refuses_the_option(tiny_model: Made) -> None:
         Engine(EngineConfig(model=str(tiny_model("llama2")), model_impl="transformers", quantization="fp8"))
 
 
-@pytest.mark.parametrize(
-    ("form", "refused"),
-    [("compressed-tensors, tensor, static", None), ("modelopt", None), ("compressed-tensors, weights alone", "alone")],
-)
-def test_which_activations_a_gpu_serves(form: str, refused: str | None) -> None:
-    """Static scales are left aside there: `cuda_fp8`."""
+@pytest.mark.parametrize("form", ["compressed-tensors, tensor, static", "modelopt"])
+def test_static_activations_are_no_reason_for_a_gpu_to_refuse(form: str) -> None:
+    """Their scales are left aside there: `cuda_fp8`."""
     pytest.importorskip("triton")
     from weft.engine.runner.cuda_fp8 import lacking
 
     made = read_quantization(FORMATS[form][2])
-    said = lacking(replace(read_spec(MODEL_PATH), quantization=made), invariant=False)
-    assert said is None if refused is None else said is not None and refused in said
+    assert lacking(replace(read_spec(MODEL_PATH), quantization=made), invariant=False) is None
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2", "phi", "starcoder2", "gemma", "gemma2", "olmo2", "glm4", "llama2"])
+def test_a_gpu_serves_dense_families_whatever_their_norms_and_heads(tiny_model: Made, family: str) -> None:
+    pytest.importorskip("triton")
+    from weft.engine.runner.cuda_fp8 import lacking
+
+    spec, _ = choose_spec(EngineConfig(model=str(tiny_model(family)), quantization="fp8"))
+    assert lacking(spec, invariant=True) is None
+    assert lacking(replace(spec, intermediate_size=120), invariant=False) is not None
+    assert lacking(spec.shard(0, 2), invariant=False) == "several ranks"
+
+
+def test_a_gpu_refuses_experts_beside_heads_of_other_sizes(tiny_model: Made) -> None:
+    pytest.importorskip("triton")
+    from weft.engine.runner.cuda_fp8 import lacking
+
+    spec, _ = choose_spec(EngineConfig(model=str(tiny_model("qwen3-moe")), quantization="fp8"))
+    spec = replace(spec, experts=replace(spec.experts, intermediate_size=48))
+    assert "experts beside heads" in (lacking(spec, invariant=False) or "")
+    assert lacking(replace(spec, head_dim=64), invariant=False) is None
+
+
+@pytest.mark.parametrize("family", ["llama2", "granite-moe", "mixtral"])
+def test_weights_alone_become_the_numbers_that_they_mean_on_a_gpu(
+    family: str, tiny_model: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Experts in one tensor, and each in its own; a rank's part of them as well."""
+    import weft.engine.runner.resolve as resolve_module
+    from weft.kernels.gpu import KNOWN
+
+    there, meant = write_fp8(tiny_model(family), tmp_path, "compressed-tensors, weights alone")
+    chosen = read_spec(there)
+    assert resolve_module.served_as(chosen, EngineConfig(model=str(there), device="cpu")) is chosen
+    monkeypatch.setattr(resolve_module, "gpu", lambda: KNOWN["a100"])
+    spec = resolve_module.served_as(chosen, EngineConfig(model=str(there)))
+    for got, want in (
+        (load_weights(spec, there, **CPU), load_weights(read_spec(meant), meant, **CPU)),
+        (load_weights(spec.shard(1, 2), there, **CPU), load_weights(read_spec(meant).shard(1, 2), meant, **CPU)),
+    ):
+        for ours, theirs in zip(got.layers, want.layers, strict=True):
+            assert ours.keys() == theirs.keys()
+            for name, product in ours.items():
+                for mine, other in zip(product.tensors(), theirs[name].tensors(), strict=True):
+                    assert torch.equal(mine, other)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "became 16 bits" in line]  # of rank 0 alone
+    assert "the weights now take 0.00 GiB" in line
 
 
 @pytest.mark.parametrize(

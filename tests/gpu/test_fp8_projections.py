@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from weft.kernels import fp8, fp8_projections, fp8_reference, fp8_rows, gemm_launch, pack
+from weft.kernels import fp8, fp8_projections, fp8_reference, fp8_rows, gemm_launch, pack, reference
 from weft.kernels.fp8 import Fp8Rows, Fp8Weight
 from weft.kernels.gemm_config import GemmConfig
 
@@ -365,3 +365,29 @@ def test_a_pass_over_rows_quantises_them_to_the_bit(
     assert torch.equal(got.scale[:, 1:tokens], want.scale[:, 1:])
     assert torch.equal(got.values[1:tokens].view(torch.uint8), want.values[1:].view(torch.uint8))
     assert bool(fp8.row_values(Fp8Rows(got.values[:1], got.scale[:, :1]))[0, 5].isnan())
+
+
+@pytest.mark.parametrize("kind", ["mean", "bias", "both", "without a weight"])
+@pytest.mark.parametrize(("tokens", "width"), [(3, 128), (5, 2096)])
+def test_a_pass_over_rows_norms_and_quantises_them(tokens: int, width: int, kind: str, device: str) -> None:
+    """As the twin, but for numbers at a tie: sums are added in another order. Widths of one block and of several turns
+    of the loop, the last of them not full."""
+    x = torch.randn(tokens, width, device=device).mul(2).add(1).to(torch.bfloat16)
+    weight = None if kind == "without a weight" else torch.rand(width, device=device).to(torch.bfloat16) + 0.5
+    bias = None if kind == "mean" else torch.randn(width, device=device).to(torch.bfloat16)
+    centred = kind != "bias"
+    sumsq = reference.row_sumsq(x, centred)
+    parts = torch.stack((sumsq * 0.25, sumsq * 0.75))
+    want = fp8_reference.norm_rows(x, weight, bias, sumsq, 1e-5, centred=centred)
+    count = torch.tensor([tokens], dtype=torch.int32, device=device)
+    out = poisoned(tokens + 1, width, device)
+    more = torch.zeros(tokens + 1, width, dtype=x.dtype, device=device)
+    more[:tokens] = x
+    given = torch.cat((parts, torch.ones(2, 1, device=device)), 1)
+    got = fp8_rows.norm_rows(more, weight, bias, given, 1e-5, centred=centred, out=out, num_tokens=count)
+    assert bool(got.values[tokens].float().isnan().all())
+    assert torch.equal(got.scale[:, :tokens], want.scale)
+    same = got.values[:tokens].view(torch.uint8) == want.values.view(torch.uint8)
+    assert float(same.float().mean()) > 0.998
+    mine = fp8.row_values(Fp8Rows(got.values[:tokens], got.scale[:, :tokens].contiguous()))
+    assert float((mine - fp8.row_values(want)).norm() / fp8.row_values(want).norm()) < 2e-3

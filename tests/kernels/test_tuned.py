@@ -262,6 +262,9 @@ def test_products_in_fp8_have_tiles_of_their_own(monkeypatch: pytest.MonkeyPatch
     assert fp8_projections.choose("residual", 9, 5120, 4000, 132) == by_rule
     tuned.use({eight.key(16): RULE})
     assert fp8_projections.choose("residual", 9, 5120, 4000, 132) == RULE
+    tuned.use({eight.key(16): RULE._replace(features=128)})
+    assert fp8_projections.choose("residual", 9, 5120, 4000, 132).features == 128
+    assert fp8_projections.choose("gate_up", 9, 5120, 4000, 132).features == 256  # else nothing would be written
     for kind, bucket, few in (("gate_up", 16, True), ("residual", 64, True), ("qkv", 2048, False)):
         tried = tuned.tries(Shape(kind, 6144, 4096, bits=8), by_rule._replace(special=not few), bucket, True)[1:]
         assert tried
