@@ -1,57 +1,37 @@
-"""The whole search: profile, interference, two stages, measured refinement, break-even loads; a plan and a report.
+"""The search on one profile: two stages for each load, measured refinement, break-even loads; a plan and a report.
 
-Without a GPU it runs on a recorded profile and everything in the report is predicted.
+The solver goes first; measurements share the time that is left. Without a bench everything is predicted.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, nullcontext
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Protocol
 
 import msgspec
 
-from weft.autosearch import breakeven, gantt, limits
-from weft.autosearch.accelerators import accelerator
-from weft.autosearch.alternatives import compare
-from weft.autosearch.bar import SearchBar
+from weft.autosearch import batches, breakeven, gantt
 from weft.autosearch.bench_protocol import Bench, Load, PeriodBench, Timing
-from weft.autosearch.given import find_profile, known_plan
-from weft.autosearch.journal import Journal, unfinished
 from weft.autosearch.machine import Machine
-from weft.autosearch.modelled import modelled_profile
-from weft.autosearch.options import OneLineParser, add_search_flags
-from weft.autosearch.profile import Profile, cache_path, kv_capacity
-from weft.autosearch.profiler import Grid, Profiler, configs_of, open_gpu, today
+from weft.autosearch.profile import Profile
+from weft.autosearch.profiler import configs_of, today
 from weft.autosearch.refine import REPEATS, OutOfTime, Refiner, medians, serial_for, without_overlap
-from weft.autosearch.report import Line, Result, report
-from weft.autosearch.stages import Choice, Stages, keep_stages, predict, read_stages
+from weft.autosearch.report import Line, Result
+from weft.autosearch.stages import Choice, Stages, predict
 from weft.autosearch.structure import described
 from weft.autosearch.timely import Timely
-from weft.autosearch.workload import workload_load
-from weft.engine.config import PRESETS, EngineConfig
-from weft.engine.errors import ConfigError, WeftError
-from weft.engine.model.directory import read_spec
-from weft.engine.model.hub import find_model
-from weft.engine.model.implementation import in_format
+from weft.engine.errors import ConfigError
 from weft.engine.model.operations import Resource, Role
 from weft.engine.model.spec import ModelSpec
-from weft.engine.plans.choose import COLLECTIVES
-from weft.engine.plans.plan import TOKEN_STEP, Period, Plan, Target
-from weft.engine.wire.cores import cores
+from weft.engine.plans.plan import Period, Plan
 
 REFINED = 3
 """pipelines of one load where its refinement may begin"""
-DENSE_STEPS = 5
-"""dense batches that are looked at: the largest, then each TOKEN_STEP smaller"""
 MEASURED_EACH = 3 * REPEATS
 """measurements of one load behind its refinement: the medians of what is reported"""
 LEAST_LOOK = 2
@@ -66,8 +46,6 @@ DECODE_FACTORS = (0.25, 0.5, 0.75, 1.0)
 """KV per decode where decodes fill the pool, in proportion"""
 LOADS = (("typical", 1.0), ("light", 0.5), ("heavy", 1.5))
 """KV per decode, in proportion to the workload's"""
-ALTERNATIVES_SHARE = 0.3
-"""of the budget, for choosing among collectives where there are any"""
 SOLVER_SHARE, SOLVER_SHARE_MEASURED = 0.8, 0.5
 """of the time that the solver may have, without and with a GPU to measure on"""
 
@@ -94,7 +72,7 @@ class Search:
         """
         self._ended, self._workers, self._keep, self._found = ended, workers, keep, found
         self._telling = threading.Lock()
-        self._unsolved = DENSE_STEPS + len(LOADS) - 1 + (2 if max_num_seqs else 0)
+        self._unsolved = batches.DENSE_STEPS + len(LOADS) - 1 + (2 if max_num_seqs else 0)
         """loads that the solver has not looked at, about"""
         self._solvable = self._unsolved
         self._solving: dict[str, float] = {}
@@ -124,7 +102,9 @@ class Search:
         """Raises `ConfigError` when OR-tools is needed and not installed."""
         self._load = self._dense_batch()
         loads = [(name, breakeven.scaled(self._load, factor, self._capacity)) for name, factor in LOADS]
-        alone = [(f"{d.decodes} decodes", d) for d in decode_batches(self._load, self._max_num_seqs, self._capacity)]
+        alone = [
+            (f"{d.decodes} decodes", d) for d in batches.decode_batches(self._load, self._max_num_seqs, self._capacity)
+        ]
         self._solve(loads + alone)  # the solver's time first: what is left belongs to measurements
         groups: list[tuple[Load, list[tuple[str, Load]], Sequence[float]]]
         groups = [(self._load, loads, breakeven.KV_FACTORS)]
@@ -300,16 +280,16 @@ class Search:
         than the serial plan of the largest dense batch, it is that one.
         """
         bench: PeriodBench = self._bench or self._machine
-        name, full = LOADS[0][0], steady_within(self._load, self._capacity)
+        name, full = LOADS[0][0], batches.steady_within(self._load, self._capacity)
         serial = serial_for(self._spec, full, self._machine.num_sms)
         try:
             best = (bench.period(serial, full).ms * (1 - breakeven.MIN_GAIN) / full.tokens, full)
         except OutOfTime:
             return full
-        batches = dense_batches(full)
+        candidates = batches.dense_batches(full)
         if self._workers > 1:  # else one by one, between measurements
-            self._solve([(name, load) for load in batches])
-        for load in batches:
+            self._solve([(name, load) for load in candidates])
+        for load in candidates:
             stages = self._staged(name, load)
             if not stages.choices:
                 continue
@@ -442,252 +422,3 @@ def offload_beside(spec: ModelSpec) -> str:
 
 def _key(name: str, load: Load) -> str:
     return f"{name}, {load.tokens} tokens"
-
-
-def steady_within(load: Load, capacity: int | None) -> Load:
-    """The same steady state with no more decodes than the KV pool has room for: the dense batch shrinks with them."""
-    fitting = load.within(capacity)
-    if fitting.decodes == load.decodes:
-        return load
-    steps = -(-load.tokens * fitting.decodes // (load.decodes * TOKEN_STEP))
-    return fitting._replace(tokens=min(load.tokens, max(1, steps) * TOKEN_STEP))
-
-
-def dense_batches(load: Load) -> list[Load]:
-    """The load's own dense batch and smaller ones, with decodes in proportion: the same steady state."""
-    sizes = [load.tokens - k * TOKEN_STEP for k in range(DENSE_STEPS)]
-    return [load._replace(tokens=n, decodes=round(load.decodes * n / load.tokens)) for n in sizes if n >= TOKEN_STEP]
-
-
-def decode_batches(load: Load, max_num_seqs: int, capacity: int | None) -> list[Load]:
-    """Iterations in which nobody waits for prefill: every running request decodes.
-
-    As many as have room at the workload's context, and `max_num_seqs` at a context for which they have; in whole steps
-    that can be halved. Where that is no smaller than the dense batch, none.
-    """
-    fitting = max_num_seqs if capacity is None else min(max_num_seqs, capacity // load.context)
-    batches = []
-    for tokens in sorted({-(-n // (2 * TOKEN_STEP)) * 2 * TOKEN_STEP for n in (fitting, max_num_seqs)}):
-        context = load.context if capacity is None else min(load.context, capacity // max(1, tokens))
-        if 0 < tokens < load.tokens and context:
-            batches.append(load._replace(tokens=tokens, decodes=tokens, context=context))
-    return batches
-
-
-def search(
-    arguments: argparse.Namespace, progress: Progress = lambda *_: None, ended: Callable[[], bool] = lambda: False,
-    found: Callable[[Plan], None] = lambda _: None,
-) -> Result:  # fmt: skip
-    """`weft search`: everything up to the plan; `found` hears of plans on the way.
-
-    Raises `ConfigError`, `ModelError`, and `WeftError` when it is ended before there is a profile.
-    """
-    name, ranks = str(arguments.model_preset or arguments.model), arguments.tensor_parallel_size
-    model = PRESETS / EngineConfig.known_preset(name) if arguments.model_preset else find_model(name, weights=False)
-    whole = in_format(read_spec(model), arguments.quantization)
-    if whole.experts is not None:
-        raise ConfigError(f"{name} has experts, which weft search cannot measure yet: it runs serially")
-    if whole.quantization is not None:
-        measured = num_gpus() and not arguments.predict_only and arguments.gpu is None
-        if ranks > 1 or not (measured or arguments.profile):
-            raise ConfigError(
-                "products in FP8 are measured on one GPU: search there, with --tensor-parallel-size 1 and without "
-                "--predict-only and --gpu, or give a recorded profile"
-            )
-    spec = whole.shard(0, ranks)
-    load = workload_load(arguments.workload, arguments.tokens, arguments.max_num_seqs, arguments.lengths)
-    start = known_plan(arguments.start, spec) if arguments.start is not None else None
-    gpu, target = None, None
-    started = time.monotonic()
-
-    def preparing(text: str) -> None:
-        if ended():
-            raise WeftError("ended before there was a plan to write; the same command goes on from here")
-        beside = arguments.full_profile  # asked for beside the budget
-        progress(text, None if beside else (time.monotonic() - started) / arguments.budget_seconds)
-
-    if not arguments.predict_only and arguments.gpu is None and num_gpus() >= ranks:
-        heaviest = breakeven.scaled(load, max(breakeven.KV_FACTORS))
-        gpu, target = open_gpu(
-            spec, heaviest, progress=preparing, model=model, tuning_seconds=arguments.tuning_seconds
-        )  # fmt: skip
-    with closing(gpu) if gpu is not None else nullcontext():
-        bench: Bench | None = None
-        if gpu is not None and target is not None:
-            file = unfinished(target, load, "measured")
-            if arguments.fresh:
-                file.unlink(missing_ok=True)
-            bench = journal = Journal(gpu, file)
-            if journal.known:
-                told = f"going on from a search that was interrupted, with {journal.known} measurements (else --fresh)"
-                print(f"weft search: {told}", file=sys.stderr, flush=True)
-        result, profile = _search(
-            arguments, name, spec, load, bench, target, start, started, progress, preparing, ended, found
-        )  # fmt: skip
-    best, line = limits.optimum(profile, spec, whole)
-    notes = [*result.notes, line]
-    for stage, ms in _fastest(result):
-        notes.append(limits.reached(stage, result.load.tokens, ms, spec, best))
-    return result._replace(notes=(*notes, *limits.provenance(profile)))
-
-
-def _fastest(result: Result) -> list[tuple[str, float]]:
-    """(what, ms of a layer) of the serial plan on the dense batch, and of the fastest pipeline where that is faster."""
-    load = LOADS[0][0]
-    times: dict[str, float] = {}
-    for line in result.lines:
-        ms = line.measured.ms if line.measured is not None else line.predicted_ms
-        if line.load == load and ms is not None and line.stage.startswith(("serial", "stage II", "refined")):
-            kind = "serial plan" if line.stage == "serial" else "pipeline"
-            times[kind] = min(ms, times.get(kind, ms))
-    return [(kind, ms) for kind, ms in times.items() if kind == "serial plan" or ms < times.get("serial plan", ms)]
-
-
-def _search(
-    arguments: argparse.Namespace, name: str, spec: ModelSpec, load: Load, bench: Bench | None, target: Target | None,
-    start: Plan | None, started: float, progress: Progress, preparing: Callable[[str], None],
-    ended: Callable[[], bool], found: Callable[[Plan], None],
-) -> tuple[Result, Profile]:  # fmt: skip
-    profile: Profile | None
-    if arguments.gpu is not None:
-        profile = modelled_profile(spec, load, accelerator(arguments.gpu))
-    else:
-        profile = None if arguments.full_profile else find_profile(spec, load, arguments.profile, target)
-    capacity = profile.kv_capacity(spec) if profile is not None else kv_capacity(bench.memory if bench else 0, spec)
-    if capacity is not None and capacity < load.context:
-        raise ConfigError(
-            f"this GPU has no room for one request of {load.context} tokens beside the weights of "
-            f"{name}: search on a larger one, or on more of them (--tensor-parallel-size)"
-        )
-    if profile is None:
-        assert bench is not None
-        assert target is not None
-        profiler = Profiler(
-            bench, spec, load, Grid.coarse(load, bench.num_sms),
-            lambda text, i, n: preparing(f"profile: {text}, {i} of {n}"), Grid.full(load, bench.num_sms), COLLECTIVES,
-        )  # fmt: skip
-        seconds = float("inf") if arguments.full_profile else min(150.0, arguments.budget_seconds / 3)
-        began = time.monotonic()
-        profile = profiler.run(target, seconds, today())
-        profile.save(cache_path(target))
-        if arguments.full_profile:
-            started += time.monotonic() - began  # asked for beside the budget
-    if bench is not None:
-        bench.seconds = arguments.measure_seconds
-    solved = unfinished(profile.target, load, "solved", msgspec.json.encode(profile))
-    if arguments.fresh:
-        solved.unlink(missing_ok=True)
-    keep_in = solved if arguments.stages is None else arguments.stages
-    try:
-        kept = read_stages(keep_in, profile.target, load)
-    except ConfigError:
-        if arguments.stages is not None:
-            raise
-        kept = {}
-    budget = arguments.budget_seconds
-
-    def behind(share: float = 0.0) -> float:
-        return max(share, (time.monotonic() - started) / budget)
-
-    ways = compare(
-        spec, profile, steady_within(load, capacity), kept,
-        lambda text, share: progress(text, behind(ALTERNATIVES_SHARE * share)), ALTERNATIVES_SHARE * budget, ended,
-    )  # fmt: skip
-    if not ways:
-        raise ConfigError(f"the profile lacks operations of this model; it has {', '.join(profile.features)}")
-    chosen = ways[0]
-    known = start.periods if start is not None and start.sums == dict(chosen.spec.sums) else ()
-    first = min(1.0, behind(ALTERNATIVES_SHARE if bench is None and len(ways) > 1 else 0.0))
-
-    def rest(text: str, share: float | None = None) -> None:
-        progress(text, None if share is None else first + (1 - first) * share)
-
-    one = Search(
-        chosen.spec, load, profile, bench, budget - (time.monotonic() - started), rest,
-        max_num_seqs=arguments.max_num_seqs, known=(*known, *(c.period for c in chosen.stages.choices[:1])),
-        ended=ended, workers=cores(), keep=lambda: keep_stages(keep_in, profile.target, load, kept), found=found,
-    )  # fmt: skip
-    one.stages = kept
-    result = one.run(f"lengths of {arguments.lengths.name}" if arguments.lengths else arguments.workload)
-    if arguments.stages is not None:
-        keep_stages(arguments.stages, profile.target, load, one.stages)
-    if len(ways) > 1:
-        result = result._replace(notes=(*(f"collectives: {a.line}" for a in ways), *result.notes))
-    files = [solved] if bench is None else [solved, unfinished(profile.target, load, "measured")]
-    return result._replace(unfinished=tuple(files)), profile
-
-
-def num_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """The command: progress on stderr, the report on stdout."""
-    from rich.console import Console
-
-    if arguments.tensor_parallel_size < 1:
-        raise ConfigError(f"--tensor-parallel-size {arguments.tensor_parallel_size}: must be at least 1")
-    if arguments.gpu is not None and (arguments.profile is not None or arguments.full_profile):
-        raise ConfigError("--gpu searches on a modelled profile: leave out --profile and --full-profile")
-    if arguments.full_profile:
-        if arguments.profile is not None or arguments.predict_only:
-            raise ConfigError("--full-profile measures a new profile: leave out --profile and --predict-only")
-        if (here := num_gpus()) < (ranks := arguments.tensor_parallel_size):
-            needed = "a GPU, and there is none here" if not here else f"{ranks} GPUs, and there are {here} here"
-            raise ConfigError(f"--full-profile measures on {needed}")
-    for option in ("budget", "measure"):
-        seconds = getattr(arguments, f"{option}_seconds")
-        if seconds <= 0:
-            raise ConfigError(f"--{option}-seconds {seconds:g}: must be more than 0")
-    if arguments.tuning_seconds < 0:
-        raise ConfigError(f"--tuning-seconds {arguments.tuning_seconds:g}: must be 0 or more")
-    for option in ("out", "svg", "stages"):  # before minutes of search
-        path = getattr(arguments, option)
-        if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK) and not path.is_dir()):
-            raise ConfigError(f"--{option} {path}: there is no folder {path.parent} to write such a file in")
-    out: Path = arguments.out
-    # a device, or what a link names, is written and not replaced
-    ordinary = not os.path.lexists(out) or (out.is_file() and not out.is_symlink())
-    partial = out.with_name(f"{out.name}.partial") if ordinary else out
-
-    def keep(plan: Plan) -> None:
-        if partial == out:
-            return
-        whole = partial.with_name(f"{partial.name}.{os.getpid()}")
-        with contextlib.suppress(OSError):  # a full disk ends no search
-            plan.save(whole)
-            whole.replace(partial)
-
-    with SearchBar(arguments.budget_seconds) as bar:
-        result = search(arguments, bar, lambda: bar.ended, keep)
-        result.plan.save(partial)
-        if partial != out:
-            partial.replace(out)
-    if not bar.ended:  # else the same command goes on from there
-        for file in result.unfinished:
-            file.unlink(missing_ok=True)
-    if arguments.svg is not None and result.plan.periods:
-        shown = max(result.plan.periods, key=lambda p: p.figures["gain"])
-        arguments.svg.write_text(gantt.svg(shown, f"{result.plan.target.gpu}, {result.plan.workload}"))
-    report(result, Console())
-    for i, period in enumerate(result.plan.periods):
-        gantt.draw(period, Console(), title=f"pipeline {i + 1} of {len(result.plan.periods)}")
-    print(f"{arguments.out}: {gantt.summary(result.plan)}")
-    return 0
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command without the rest of weft, for a machine that has only a GPU."""
-    parser = OneLineParser(prog="weft.autosearch.search", description=main.__doc__)
-    add_search_flags(parser)
-    try:
-        return run(parser.parse_args(argv))
-    except WeftError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 2
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

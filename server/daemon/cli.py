@@ -240,7 +240,7 @@ COMMANDS = (
     Command(
         "search",
         "find the pipeline of nano-batches for a model and a workload",
-        "weft.autosearch.search:run",
+        "weft.autosearch.command:run",
         "weft.autosearch.options:add_search_flags",
     ),
     Command(

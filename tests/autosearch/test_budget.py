@@ -12,7 +12,7 @@ from synthetic import LLAMA_8B, TYPICAL, SyntheticBench, target_for
 from test_journal import Counted
 from test_search import model, quick
 
-from weft.autosearch import gantt, profile, search, stage_one, stage_two, stages
+from weft.autosearch import batches, command, gantt, profile, search, stage_one, stage_two, stages
 from weft.autosearch.accelerators import accelerator
 from weft.autosearch.bench_protocol import Load, Timing
 from weft.autosearch.machine import Machine
@@ -134,7 +134,7 @@ def test_the_solver_has_time_for_every_load_though_kernels_compile_meanwhile(
     monkeypatch: pytest.MonkeyPatch, recorded: Profile
 ) -> None:
     run = Run(monkeypatch, recorded, 125.0)
-    assert len(run.solved.seconds) >= search.DENSE_STEPS + len(search.LOADS) - 1
+    assert len(run.solved.seconds) >= batches.DENSE_STEPS + len(search.LOADS) - 1
     assert max(run.solved.seconds.values()) < 3 * min(run.solved.seconds.values())
 
 
@@ -202,10 +202,10 @@ def test_a_search_that_is_ended_while_it_profiles_ends_there_and_keeps_no_profil
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench, target = Counted(), target_for(LLAMA_8B)
-    monkeypatch.setattr(search, "num_gpus", lambda: 1)
-    monkeypatch.setattr(search, "open_gpu", lambda *_, **__: (bench, target))
+    monkeypatch.setattr(command, "num_gpus", lambda: 1)
+    monkeypatch.setattr(command, "open_gpu", lambda *_, **__: (bench, target))
     monkeypatch.setattr(
-        search.SearchBar, "ended", property(lambda _: bench.calls >= 30, lambda *_: None), raising=False
+        command.SearchBar, "ended", property(lambda _: bench.calls >= 30, lambda *_: None), raising=False
     )
     out = tmp_path / "p.json"
     out.write_text("the plan of another day")
@@ -220,7 +220,7 @@ def test_a_search_that_is_ended_while_it_profiles_ends_there_and_keeps_no_profil
 def test_a_search_that_is_killed_leaves_the_plan_that_it_had(
     recorded: Profile, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "DENSE_STEPS", 1)
+    monkeypatch.setattr(batches, "DENSE_STEPS", 1)
     recorded.save(profile.cache_path(recorded.target))
     out, partial = tmp_path / "p.json", tmp_path / "p.json.partial"
     left: list[Plan] = []
@@ -232,16 +232,16 @@ def test_a_search_that_is_killed_leaves_the_plan_that_it_had(
             return super().period(period, load)
 
     bench = Mortal({("period", 30)})
-    monkeypatch.setattr(search, "num_gpus", lambda: 1)
-    monkeypatch.setattr(search, "open_gpu", lambda *_, **__: (bench, recorded.target))
+    monkeypatch.setattr(command, "num_gpus", lambda: 1)
+    monkeypatch.setattr(command, "open_gpu", lambda *_, **__: (bench, recorded.target))
     monkeypatch.setattr(search.Refiner, "moves", lambda *_: iter(()))
-    command = ["search", "--model", str(model), "--out", str(out), "--budget-seconds", "60"]
-    assert cli.main(command) == 1  # the card is lost
+    argv = ["search", "--model", str(model), "--out", str(out), "--budget-seconds", "60"]
+    assert cli.main(argv) == 1  # the card is lost
     assert left
     assert load_plan(partial).periods
     assert_won(load_plan(partial))
     assert not out.exists()
-    assert cli.main(command) == 0
+    assert cli.main(argv) == 0
     assert load_plan(out).periods
     assert not list(tmp_path.glob("p.json?*"))
 

@@ -16,7 +16,19 @@ from hypothesis import strategies as st
 from rich.console import Console
 from synthetic import SyntheticBench, assert_schedule_is_possible, spec_of, target_for
 
-from weft.autosearch import alternatives, costmodel, gantt, limits, profile, search, stage_one, stage_two, stages
+from weft.autosearch import (
+    alternatives,
+    batches,
+    command,
+    costmodel,
+    gantt,
+    limits,
+    profile,
+    search,
+    stage_one,
+    stage_two,
+    stages,
+)
 from weft.autosearch.accelerators import accelerator
 from weft.autosearch.bench_protocol import Load
 from weft.autosearch.interference import Interference
@@ -276,10 +288,10 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(stages, "EFFORT", 0.5)
     monkeypatch.setattr(stage_one, "first_structures", lambda spec: islice(first_structures(spec), 3))
     monkeypatch.setattr(stage_one, "can_grow", lambda _: False)
-    monkeypatch.setattr(search, "DENSE_STEPS", 1)
+    monkeypatch.setattr(batches, "DENSE_STEPS", 1)
     monkeypatch.setattr(search, "LOADS", search.LOADS[:1])
-    monkeypatch.setattr(search, "decode_batches", lambda *_: [])
-    monkeypatch.setattr(search, "num_gpus", lambda: 1)
+    monkeypatch.setattr(batches, "decode_batches", lambda *_: [])
+    monkeypatch.setattr(command, "num_gpus", lambda: 1)
     monkeypatch.setattr(profile, "SHIPPED", tmp_path / "none")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")

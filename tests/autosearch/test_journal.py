@@ -14,7 +14,7 @@ import pytest
 from synthetic import LLAMA_8B, TYPICAL, SyntheticBench, target_for
 from test_search import CONFIG, quick
 
-from weft.autosearch import search, stages
+from weft.autosearch import batches, command, search, stages
 from weft.autosearch.accelerators import accelerator
 from weft.autosearch.bench_protocol import Load, Timing
 from weft.autosearch.journal import Journal
@@ -104,7 +104,7 @@ def test_a_folder_that_cannot_be_is_told_before_anything_is_measured(tmp_path: P
 def test_a_search_goes_on_where_it_was_and_then_forgets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(search, "DENSE_STEPS", 1)
+    monkeypatch.setattr(batches, "DENSE_STEPS", 1)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
     bench, target = Counted({("alone", 30), ("period", 6)}), target_for(LLAMA_8B)
@@ -116,20 +116,20 @@ def test_a_search_goes_on_where_it_was_and_then_forgets(
         return predict(machine, load, *others)
 
     monkeypatch.setattr(search, "predict", noted)
-    monkeypatch.setattr(search, "num_gpus", lambda: 1)
-    monkeypatch.setattr(search, "open_gpu", lambda *_, **__: (bench, target))
+    monkeypatch.setattr(command, "num_gpus", lambda: 1)
+    monkeypatch.setattr(command, "open_gpu", lambda *_, **__: (bench, target))
     plan = tmp_path / "plan.json"
-    command = ["search", "--model", str(tmp_path / "model"), "--out", str(plan), "--budget-seconds", "60"]
-    assert cli.main(command) == 1  # while a profile is recorded
+    argv = ["search", "--model", str(tmp_path / "model"), "--out", str(plan), "--budget-seconds", "60"]
+    assert cli.main(argv) == 1  # while a profile is recorded
     assert "rank 1: gone" in capsys.readouterr().err
     measured = bench.calls
     assert measured >= 29
     assert not solved
-    assert cli.main(command) == 1  # while pipelines are measured
+    assert cli.main(argv) == 1  # while pipelines are measured
     assert f"with {measured} measurements" in capsys.readouterr().err
     before, measured = len(solved), bench.calls
     assert before
-    assert cli.main(command) == 0
+    assert cli.main(argv) == 0
     assert f"with {measured} measurements" in capsys.readouterr().err
     assert len(solved) == before
     assert load_plan(plan).target == target

@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 from synthetic import LLAMA_8B, TYPICAL, SyntheticBench, spec_of, target_for
 
-from weft.autosearch import gantt, profile, search, show, stages
+from weft.autosearch import batches, command, gantt, given, profile, search, show, stages
 from weft.autosearch.bench_protocol import Load, Timing
 from weft.autosearch.profile import Profile
 from weft.autosearch.profiler import Grid, Profiler, configs_of
@@ -50,10 +50,10 @@ def recorded() -> Profile:
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(stages, "GUEST_SMS", (32,))
     monkeypatch.setattr(stages, "PER_LEVEL", 1)
-    monkeypatch.setattr(search, "DENSE_STEPS", 2)
+    monkeypatch.setattr(batches, "DENSE_STEPS", 2)
     monkeypatch.setattr(stages, "EFFORT", 0.2)
     monkeypatch.setattr(search, "LOADS", search.LOADS[:1])
-    monkeypatch.setattr(search, "num_gpus", lambda: 0)
+    monkeypatch.setattr(command, "num_gpus", lambda: 0)
     monkeypatch.setattr(profile, "SHIPPED", tmp_path / "none")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
@@ -70,7 +70,7 @@ def plan(recorded: Profile) -> Plan:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stages, "GUEST_SMS", (32,))
         patch.setattr(stages, "PER_LEVEL", 1)
-        patch.setattr(search, "DENSE_STEPS", 1)
+        patch.setattr(batches, "DENSE_STEPS", 1)
         patch.setattr(stages, "EFFORT", 0.2)
         patch.setattr(search, "LOADS", search.LOADS[:1])
         return search.Search(LLAMA_8B, TYPICAL, recorded, None, 1000).run("1024:512").plan
@@ -172,14 +172,14 @@ def test_the_command_goes_from_a_profile_to_a_plan_and_a_picture(
 @pytest.mark.usefixtures("quick")
 def test_a_recorded_profile_is_found_by_its_model(recorded: Profile) -> None:
     with pytest.raises(ConfigError, match="no recorded profile of this model: give one with --profile"):
-        search.find_profile(LLAMA_8B, TYPICAL, None, None)
+        given.find_profile(LLAMA_8B, TYPICAL, None, None)
     recorded.save(profile.cache_path(recorded.target))
-    assert search.find_profile(LLAMA_8B, TYPICAL, None, None) == recorded
-    assert search.find_profile(LLAMA_8B, TYPICAL, None, recorded.target) == recorded
-    assert search.find_profile(LLAMA_8B, TYPICAL, None, msgspec.structs.replace(recorded.target, kernels="x")) is None
-    assert search.find_profile(LLAMA_8B, TYPICAL._replace(tokens=4096), None, recorded.target) is None
+    assert given.find_profile(LLAMA_8B, TYPICAL, None, None) == recorded
+    assert given.find_profile(LLAMA_8B, TYPICAL, None, recorded.target) == recorded
+    assert given.find_profile(LLAMA_8B, TYPICAL, None, msgspec.structs.replace(recorded.target, kernels="x")) is None
+    assert given.find_profile(LLAMA_8B, TYPICAL._replace(tokens=4096), None, recorded.target) is None
     with pytest.raises(ConfigError, match="is of another model"):
-        search.find_profile(spec_of(4096, 14336, 40, 32, 8), TYPICAL, profile.cache_path(recorded.target), None)
+        given.find_profile(spec_of(4096, 14336, 40, 32, 8), TYPICAL, profile.cache_path(recorded.target), None)
 
 
 @pytest.mark.parametrize(
@@ -229,12 +229,12 @@ def test_without_ortools_the_search_says_what_to_install(
 
 def test_decodes_alone_fill_the_pool_in_halves_of_whole_steps() -> None:
     dense = TYPICAL._replace(tokens=1920, decodes=640)
-    small, large = search.decode_batches(dense, 1024, 908_190)  # room for 709 of the workload's requests
+    small, large = batches.decode_batches(dense, 1024, 908_190)  # room for 709 of the workload's requests
     assert (small.tokens, small.decodes, small.context) == (768, 768, 908_190 // 768)
     assert (large.tokens, large.decodes, large.context) == (1024, 1024, 908_190 // 1024)
-    assert [b.context for b in search.decode_batches(dense, 1024, None)] == [dense.context]
-    assert search.decode_batches(dense._replace(tokens=512), 1024, None) == []
-    assert search.decode_batches(dense, 0, 908_190) == []
+    assert [b.context for b in batches.decode_batches(dense, 1024, None)] == [dense.context]
+    assert batches.decode_batches(dense._replace(tokens=512), 1024, None) == []
+    assert batches.decode_batches(dense, 0, 908_190) == []
 
 
 @pytest.mark.usefixtures("quick")
@@ -253,7 +253,7 @@ def test_decodes_alone_are_searched_too(recorded: Profile) -> None:
 def test_a_plan_to_start_from_competes(
     recorded: Profile, plan: Plan, measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "DENSE_STEPS", 1)
+    monkeypatch.setattr(batches, "DENSE_STEPS", 1)
     known = msgspec.structs.replace(plan.periods[0], min_tokens=1, min_kv_tokens=0)
     bad = without_overlap(known, 132)  # the only one that the solver found
 
@@ -307,7 +307,7 @@ def test_the_solver_keeps_to_its_time_and_every_load_gets_a_share(
     search.Search(LLAMA_8B, TYPICAL, recorded, None, 600.0, steps, lambda: steps.now, max_num_seqs=1024).run("x")
     assert steps.now <= 600.0
     counts = Counter(steps.loads)
-    assert len(counts) >= search.DENSE_STEPS + len(search.LOADS) - 1
+    assert len(counts) >= batches.DENSE_STEPS + len(search.LOADS) - 1
     assert max(counts.values()) <= 3 * min(counts.values())
     assert steps.shares == sorted(steps.shares)
     assert 0 <= steps.shares[0] < 0.1
@@ -330,9 +330,9 @@ def test_a_search_that_is_ended_leaves_the_best_so_far(recorded: Profile) -> Non
 
 def test_ctrl_c_writes_the_plan_that_there_is(recorded: Profile, model: Path, tmp_path: Path) -> None:
     recorded.save(tmp_path / "profile.json")
-    command = [sys.executable, "-P", "-m", "weft.server", "search", "--model", str(model), "--predict-only"]
-    command += ["--profile", str(tmp_path / "profile.json"), "--out", str(tmp_path / "p.json")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    argv = [sys.executable, "-P", "-m", "weft.server", "search", "--model", str(model), "--predict-only"]
+    argv += ["--profile", str(tmp_path / "profile.json"), "--out", str(tmp_path / "p.json")]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
         if "stage II" in line:
@@ -350,9 +350,9 @@ def test_a_plan_of_another_model_is_no_start(plan: Plan, model: Path, tmp_path: 
     other = msgspec.structs.replace(plan.target, model="another")
     msgspec.structs.replace(plan, target=other).save(tmp_path / "start.json")
     with pytest.raises(ConfigError, match="a plan of another model"):
-        search.known_plan(tmp_path / "start.json", LLAMA_8B)
+        given.known_plan(tmp_path / "start.json", LLAMA_8B)
     plan.save(tmp_path / "own.json")
-    assert search.known_plan(tmp_path / "own.json", LLAMA_8B) == plan
+    assert given.known_plan(tmp_path / "own.json", LLAMA_8B) == plan
     done = cli.main(
         ["search", "--model", str(model), "--out", str(tmp_path / "p.json"), "--start", str(tmp_path / "start.json")]
     )
@@ -363,7 +363,7 @@ def test_a_plan_of_another_model_is_no_start(plan: Plan, model: Path, tmp_path: 
 def test_a_gpu_machine_needs_neither_the_solver_nor_the_server() -> None:
     code = (
         "import sys\nfor n in ('ortools','fastapi','yaml','uvicorn','transformers'): sys.modules[n] = None\n"
-        "import weft.autosearch.profiler, weft.autosearch.refine, weft.autosearch.breakeven, weft.autosearch.search, "
+        "import weft.autosearch.profiler, weft.autosearch.refine, weft.autosearch.breakeven, weft.autosearch.command, "
         "weft.autosearch.show, weft.autosearch.machine"
     )
     subprocess.run([sys.executable, "-P", "-c", code], check=True)
@@ -467,8 +467,8 @@ def test_a_full_profile_has_every_step_is_kept_and_found_again(
         def close(self) -> None: ...
 
     target = target_for(LLAMA_8B)
-    monkeypatch.setattr(search, "num_gpus", lambda: 1)
-    monkeypatch.setattr(search, "open_gpu", lambda *_, **__: (Gpu(LLAMA_8B), target))
+    monkeypatch.setattr(command, "num_gpus", lambda: 1)
+    monkeypatch.setattr(command, "open_gpu", lambda *_, **__: (Gpu(LLAMA_8B), target))
     arguments = ["--model", str(model), "--out", str(tmp_path / "p.json"), "--budget-seconds", "1"]
     assert cli.main(["search", *arguments, "--full-profile"]) == 0
     kept = profile.load_profile(profile.cache_path(target))
@@ -476,7 +476,7 @@ def test_a_full_profile_has_every_step_is_kept_and_found_again(
         measured = {(p.work, p.sms) for p in kept.points if p.operation == operation}
         assert {(t, s) for t in range(128, 2049, 128) for s in (132, *range(68, 125, 8))} <= measured
     assert {p.guest_sms for p in kept.pairs} == {20, *range(8, 65, 8)}
-    assert search.find_profile(LLAMA_8B, TYPICAL, None, target) == kept
+    assert given.find_profile(LLAMA_8B, TYPICAL, None, target) == kept
 
 
 @pytest.mark.usefixtures("quick")

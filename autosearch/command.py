@@ -1,0 +1,265 @@
+"""The command `weft search`: it opens the GPU, finds the profile and the collectives, searches, and writes the plan.
+
+Without a GPU it runs on a recorded profile and everything in the report is predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
+from pathlib import Path
+
+import msgspec
+
+from weft.autosearch import breakeven, gantt, limits
+from weft.autosearch.accelerators import accelerator
+from weft.autosearch.alternatives import compare
+from weft.autosearch.bar import SearchBar
+from weft.autosearch.batches import steady_within
+from weft.autosearch.bench_protocol import Bench, Load
+from weft.autosearch.given import find_profile, known_plan
+from weft.autosearch.journal import Journal, unfinished
+from weft.autosearch.modelled import modelled_profile
+from weft.autosearch.options import OneLineParser, add_search_flags
+from weft.autosearch.profile import Profile, cache_path, kv_capacity
+from weft.autosearch.profiler import Grid, Profiler, open_gpu, today
+from weft.autosearch.report import Result, report
+from weft.autosearch.search import LOADS, Progress, Search
+from weft.autosearch.stages import keep_stages, read_stages
+from weft.autosearch.workload import workload_load
+from weft.engine.config import PRESETS, EngineConfig
+from weft.engine.errors import ConfigError, WeftError
+from weft.engine.model.directory import read_spec
+from weft.engine.model.hub import find_model
+from weft.engine.model.implementation import in_format
+from weft.engine.model.spec import ModelSpec
+from weft.engine.plans.choose import COLLECTIVES
+from weft.engine.plans.plan import Plan, Target
+from weft.engine.wire.cores import cores
+
+ALTERNATIVES_SHARE = 0.3
+"""of the budget, for choosing among collectives where there are any"""
+
+
+def search(
+    arguments: argparse.Namespace, progress: Progress = lambda *_: None, ended: Callable[[], bool] = lambda: False,
+    found: Callable[[Plan], None] = lambda _: None,
+) -> Result:  # fmt: skip
+    """`weft search`: everything up to the plan; `found` hears of plans on the way.
+
+    Raises `ConfigError`, `ModelError`, and `WeftError` when it is ended before there is a profile.
+    """
+    name, ranks = str(arguments.model_preset or arguments.model), arguments.tensor_parallel_size
+    model = PRESETS / EngineConfig.known_preset(name) if arguments.model_preset else find_model(name, weights=False)
+    whole = in_format(read_spec(model), arguments.quantization)
+    if whole.experts is not None:
+        raise ConfigError(f"{name} has experts, which weft search cannot measure yet: it runs serially")
+    if whole.quantization is not None:
+        measured = num_gpus() and not arguments.predict_only and arguments.gpu is None
+        if ranks > 1 or not (measured or arguments.profile):
+            raise ConfigError(
+                "products in FP8 are measured on one GPU: search there, with --tensor-parallel-size 1 and without "
+                "--predict-only and --gpu, or give a recorded profile"
+            )
+    spec = whole.shard(0, ranks)
+    load = workload_load(arguments.workload, arguments.tokens, arguments.max_num_seqs, arguments.lengths)
+    start = known_plan(arguments.start, spec) if arguments.start is not None else None
+    gpu, target = None, None
+    started = time.monotonic()
+
+    def preparing(text: str) -> None:
+        if ended():
+            raise WeftError("ended before there was a plan to write; the same command goes on from here")
+        beside = arguments.full_profile  # asked for beside the budget
+        progress(text, None if beside else (time.monotonic() - started) / arguments.budget_seconds)
+
+    if not arguments.predict_only and arguments.gpu is None and num_gpus() >= ranks:
+        heaviest = breakeven.scaled(load, max(breakeven.KV_FACTORS))
+        gpu, target = open_gpu(
+            spec, heaviest, progress=preparing, model=model, tuning_seconds=arguments.tuning_seconds
+        )  # fmt: skip
+    with closing(gpu) if gpu is not None else nullcontext():
+        bench: Bench | None = None
+        if gpu is not None and target is not None:
+            file = unfinished(target, load, "measured")
+            if arguments.fresh:
+                file.unlink(missing_ok=True)
+            bench = journal = Journal(gpu, file)
+            if journal.known:
+                told = f"going on from a search that was interrupted, with {journal.known} measurements (else --fresh)"
+                print(f"weft search: {told}", file=sys.stderr, flush=True)
+        result, profile = _search(
+            arguments, name, spec, load, bench, target, start, started, progress, preparing, ended, found
+        )  # fmt: skip
+    best, line = limits.optimum(profile, spec, whole)
+    notes = [*result.notes, line]
+    for stage, ms in _fastest(result):
+        notes.append(limits.reached(stage, result.load.tokens, ms, spec, best))
+    return result._replace(notes=(*notes, *limits.provenance(profile)))
+
+
+def _fastest(result: Result) -> list[tuple[str, float]]:
+    """(what, ms of a layer) of the serial plan on the dense batch, and of the fastest pipeline where that is faster."""
+    load = LOADS[0][0]
+    times: dict[str, float] = {}
+    for line in result.lines:
+        ms = line.measured.ms if line.measured is not None else line.predicted_ms
+        if line.load == load and ms is not None and line.stage.startswith(("serial", "stage II", "refined")):
+            kind = "serial plan" if line.stage == "serial" else "pipeline"
+            times[kind] = min(ms, times.get(kind, ms))
+    return [(kind, ms) for kind, ms in times.items() if kind == "serial plan" or ms < times.get("serial plan", ms)]
+
+
+def _search(
+    arguments: argparse.Namespace, name: str, spec: ModelSpec, load: Load, bench: Bench | None, target: Target | None,
+    start: Plan | None, started: float, progress: Progress, preparing: Callable[[str], None],
+    ended: Callable[[], bool], found: Callable[[Plan], None],
+) -> tuple[Result, Profile]:  # fmt: skip
+    profile: Profile | None
+    if arguments.gpu is not None:
+        profile = modelled_profile(spec, load, accelerator(arguments.gpu))
+    else:
+        profile = None if arguments.full_profile else find_profile(spec, load, arguments.profile, target)
+    capacity = profile.kv_capacity(spec) if profile is not None else kv_capacity(bench.memory if bench else 0, spec)
+    if capacity is not None and capacity < load.context:
+        raise ConfigError(
+            f"this GPU has no room for one request of {load.context} tokens beside the weights of "
+            f"{name}: search on a larger one, or on more of them (--tensor-parallel-size)"
+        )
+    if profile is None:
+        assert bench is not None
+        assert target is not None
+        profiler = Profiler(
+            bench, spec, load, Grid.coarse(load, bench.num_sms),
+            lambda text, i, n: preparing(f"profile: {text}, {i} of {n}"), Grid.full(load, bench.num_sms), COLLECTIVES,
+        )  # fmt: skip
+        seconds = float("inf") if arguments.full_profile else min(150.0, arguments.budget_seconds / 3)
+        began = time.monotonic()
+        profile = profiler.run(target, seconds, today())
+        profile.save(cache_path(target))
+        if arguments.full_profile:
+            started += time.monotonic() - began  # asked for beside the budget
+    if bench is not None:
+        bench.seconds = arguments.measure_seconds
+    solved = unfinished(profile.target, load, "solved", msgspec.json.encode(profile))
+    if arguments.fresh:
+        solved.unlink(missing_ok=True)
+    keep_in = solved if arguments.stages is None else arguments.stages
+    try:
+        kept = read_stages(keep_in, profile.target, load)
+    except ConfigError:
+        if arguments.stages is not None:
+            raise
+        kept = {}
+    budget = arguments.budget_seconds
+
+    def behind(share: float = 0.0) -> float:
+        return max(share, (time.monotonic() - started) / budget)
+
+    ways = compare(
+        spec, profile, steady_within(load, capacity), kept,
+        lambda text, share: progress(text, behind(ALTERNATIVES_SHARE * share)), ALTERNATIVES_SHARE * budget, ended,
+    )  # fmt: skip
+    if not ways:
+        raise ConfigError(f"the profile lacks operations of this model; it has {', '.join(profile.features)}")
+    chosen = ways[0]
+    known = start.periods if start is not None and start.sums == dict(chosen.spec.sums) else ()
+    first = min(1.0, behind(ALTERNATIVES_SHARE if bench is None and len(ways) > 1 else 0.0))
+
+    def rest(text: str, share: float | None = None) -> None:
+        progress(text, None if share is None else first + (1 - first) * share)
+
+    one = Search(
+        chosen.spec, load, profile, bench, budget - (time.monotonic() - started), rest,
+        max_num_seqs=arguments.max_num_seqs, known=(*known, *(c.period for c in chosen.stages.choices[:1])),
+        ended=ended, workers=cores(), keep=lambda: keep_stages(keep_in, profile.target, load, kept), found=found,
+    )  # fmt: skip
+    one.stages = kept
+    result = one.run(f"lengths of {arguments.lengths.name}" if arguments.lengths else arguments.workload)
+    if arguments.stages is not None:
+        keep_stages(arguments.stages, profile.target, load, one.stages)
+    if len(ways) > 1:
+        result = result._replace(notes=(*(f"collectives: {a.line}" for a in ways), *result.notes))
+    files = [solved] if bench is None else [solved, unfinished(profile.target, load, "measured")]
+    return result._replace(unfinished=tuple(files)), profile
+
+
+def num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The command: progress on stderr, the report on stdout."""
+    from rich.console import Console
+
+    if arguments.tensor_parallel_size < 1:
+        raise ConfigError(f"--tensor-parallel-size {arguments.tensor_parallel_size}: must be at least 1")
+    if arguments.gpu is not None and (arguments.profile is not None or arguments.full_profile):
+        raise ConfigError("--gpu searches on a modelled profile: leave out --profile and --full-profile")
+    if arguments.full_profile:
+        if arguments.profile is not None or arguments.predict_only:
+            raise ConfigError("--full-profile measures a new profile: leave out --profile and --predict-only")
+        if (here := num_gpus()) < (ranks := arguments.tensor_parallel_size):
+            needed = "a GPU, and there is none here" if not here else f"{ranks} GPUs, and there are {here} here"
+            raise ConfigError(f"--full-profile measures on {needed}")
+    for option in ("budget", "measure"):
+        seconds = getattr(arguments, f"{option}_seconds")
+        if seconds <= 0:
+            raise ConfigError(f"--{option}-seconds {seconds:g}: must be more than 0")
+    if arguments.tuning_seconds < 0:
+        raise ConfigError(f"--tuning-seconds {arguments.tuning_seconds:g}: must be 0 or more")
+    for option in ("out", "svg", "stages"):  # before minutes of search
+        path = getattr(arguments, option)
+        if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK) and not path.is_dir()):
+            raise ConfigError(f"--{option} {path}: there is no folder {path.parent} to write such a file in")
+    out: Path = arguments.out
+    # a device, or what a link names, is written and not replaced
+    ordinary = not os.path.lexists(out) or (out.is_file() and not out.is_symlink())
+    partial = out.with_name(f"{out.name}.partial") if ordinary else out
+
+    def keep(plan: Plan) -> None:
+        if partial == out:
+            return
+        whole = partial.with_name(f"{partial.name}.{os.getpid()}")
+        with contextlib.suppress(OSError):  # a full disk ends no search
+            plan.save(whole)
+            whole.replace(partial)
+
+    with SearchBar(arguments.budget_seconds) as bar:
+        result = search(arguments, bar, lambda: bar.ended, keep)
+        result.plan.save(partial)
+        if partial != out:
+            partial.replace(out)
+    if not bar.ended:  # else the same command goes on from there
+        for file in result.unfinished:
+            file.unlink(missing_ok=True)
+    if arguments.svg is not None and result.plan.periods:
+        shown = max(result.plan.periods, key=lambda p: p.figures["gain"])
+        arguments.svg.write_text(gantt.svg(shown, f"{result.plan.target.gpu}, {result.plan.workload}"))
+    report(result, Console())
+    for i, period in enumerate(result.plan.periods):
+        gantt.draw(period, Console(), title=f"pipeline {i + 1} of {len(result.plan.periods)}")
+    print(f"{arguments.out}: {gantt.summary(result.plan)}")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command without the rest of weft, for a machine that has only a GPU."""
+    parser = OneLineParser(prog="weft.autosearch.command", description=main.__doc__)
+    add_search_flags(parser)
+    try:
+        return run(parser.parse_args(argv))
+    except WeftError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
