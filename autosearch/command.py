@@ -36,7 +36,7 @@ from weft.engine.config import PRESETS, EngineConfig
 from weft.engine.errors import ConfigError, WeftError
 from weft.engine.model.directory import read_spec
 from weft.engine.model.hub import find_model
-from weft.engine.model.implementation import in_format
+from weft.engine.model.implementation import in_format, widened
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.choose import COLLECTIVES
 from weft.engine.plans.plan import Plan, Target
@@ -56,7 +56,7 @@ def search(
     """
     name, ranks = str(arguments.model_preset or arguments.model), arguments.tensor_parallel_size
     model = PRESETS / EngineConfig.known_preset(name) if arguments.model_preset else find_model(name, weights=False)
-    whole = in_format(read_spec(model), arguments.quantization)
+    whole = widened(in_format(read_spec(model), arguments.quantization))
     if whole.experts is not None:
         raise ConfigError(f"{name} has experts, which weft search cannot measure yet: it runs serially")
     if whole.quantization is not None:

@@ -49,6 +49,14 @@ def in_format(spec: ModelSpec, quantization: str | None) -> ModelSpec:
     return replace(spec, quantization=Quantization(quantization, at_load=True))
 
 
+def widened(spec: ModelSpec) -> ModelSpec:
+    """As a GPU computes it: matrices in FP8 whose activations are not quantised become 16 bits while they load, for its
+    products quantise what they read."""
+    if spec.quantization is None or spec.quantization.activations != "none":
+        return spec
+    return replace(spec, quantization=None, widened=True)
+
+
 def check_known(path: Path, impl: ModelImpl = "auto", *, trusted: bool = False) -> None:
     """What can be told of a model without loading torch. Raises `ModelError`, one line."""
     try:

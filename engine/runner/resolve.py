@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from weft.engine.config import EngineConfig, Pod
 from weft.engine.errors import ConfigError, OutOfMemory
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.broad.spec import BroadSpec
+from weft.engine.model.implementation import widened
 from weft.engine.model.parts import Placement
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.choose import choose_plan, target_of
@@ -109,13 +110,9 @@ def _cpu_dtype(spec: ModelSpec) -> torch.dtype:
 
 
 def served_as(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
-    """The model as its device computes it: a GPU's products quantise what they read, so that matrices in FP8 whose
-    activations are not quantised become 16 bits there, while they load."""
+    """The model as its device computes it."""
     cuda = config.device != "cpu" and gpu() is not None
-    own = None if isinstance(spec, BroadSpec) else spec.quantization
-    if not cuda or own is None or own.activations != "none":
-        return spec
-    return replace(spec, quantization=None, widened=True)
+    return widened(spec) if cuda and not isinstance(spec, BroadSpec) else spec
 
 
 def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:

@@ -516,6 +516,18 @@ def test_products_in_fp8_are_not_modelled(
     assert len(error.splitlines()) == 1
 
 
+def test_a_search_takes_weights_alone_in_fp8_for_the_16_bits_that_a_gpu_makes_of_them(
+    model: Path, tmp_path: Path, recorded: Profile
+) -> None:
+    group = {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}, "targets": ["Linear"]}
+    alone = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
+    (model / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": alone}))
+    recorded.save(tmp_path / "profile.json")
+    given = ["--profile", str(tmp_path / "profile.json"), "--predict-only", "--budget-seconds", "1"]
+    assert cli.main(["search", "--model", str(model), *given, "--out", str(tmp_path / "p.json")]) == 0
+    assert "fp8" not in load_plan(tmp_path / "p.json").target.dtype
+
+
 def test_a_search_tries_the_tiles_of_the_models_number_format() -> None:
     eight = configs_of(replace(LLAMA_8B, quantization=Quantization("fp8")))
     assert all(config.special and config.depth == 128 for config in eight)
