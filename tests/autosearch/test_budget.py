@@ -168,7 +168,7 @@ def test_loads_that_are_solved_at_once_all_count_for_the_share(
 
     def half(_: Machine, __: Load, progress: Callable[[str, float], None], *___: object) -> Stages:
         progress("stage I", 0.5)
-        both.wait(10)
+        both.wait(240)
         progress("stage II", 0.5)
         return Stages(1.0, 1.0, [])
 

@@ -138,7 +138,7 @@ def scored(path: Path, prompts: list[np.ndarray], **options: Any) -> torch.Tenso
     [
         ("opt", WEIGHTS),  # LayerNorm with biases, an MLP without a gate, biases of products
         ("gemma2", WEIGHTS | PAGES),  # norms before and behind, heads of 96
-        ("olmo2", WEIGHTS),  # norms behind, one over all heads
+        pytest.param("olmo2", WEIGHTS, marks=pytest.mark.nightly),  # norms behind, one over all heads
         pytest.param("phi", WEIGHTS | PAGES, marks=pytest.mark.nightly),  # a parallel block, heads of 80
         pytest.param("gemma", WEIGHTS, marks=pytest.mark.nightly),  # heads of 256
         pytest.param("gemma3", WEIGHTS, marks=pytest.mark.nightly),
