@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from pathlib import Path
 
@@ -25,7 +25,6 @@ from weft.autosearch.bench_protocol import Bench, Load
 from weft.autosearch.given import find_profile, known_plan
 from weft.autosearch.journal import Journal, unfinished
 from weft.autosearch.modelled import modelled_profile
-from weft.autosearch.options import OneLineParser, add_search_flags
 from weft.autosearch.profile import Profile, cache_path, kv_capacity
 from weft.autosearch.profiler import Grid, Profiler, open_gpu, today
 from weft.autosearch.report import Result, report
@@ -248,18 +247,3 @@ def run(arguments: argparse.Namespace) -> int:
         gantt.draw(period, Console(), title=f"pipeline {i + 1} of {len(result.plan.periods)}")
     print(f"{arguments.out}: {gantt.summary(result.plan)}")
     return 0
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command without the rest of weft, for a machine that has only a GPU."""
-    parser = OneLineParser(prog="weft.autosearch.command", description=main.__doc__)
-    add_search_flags(parser)
-    try:
-        return run(parser.parse_args(argv))
-    except WeftError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 2
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

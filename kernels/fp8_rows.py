@@ -15,10 +15,19 @@ from torch import Tensor
 from weft.kernels.dependent_launch import begin, pdl_options, release
 from weft.kernels.fp8 import BLOCK, Fp8Rows
 from weft.kernels.fp8_triton import power_of_two, saturated
+from weft.kernels.gemm_tiles import live_tokens
 from weft.kernels.rows import row_mean
 
 BLOCKS = 16
 """of a row that a program works on"""
+
+
+@triton.jit
+def _leave(z, amax, values, at, scale, stride, block, K):
+    """Blocks `z [blocks, 128]` of a row, whose largest numbers are `amax`: e4m3 and their scales."""
+    s, inverse = power_of_two(amax)
+    tl.store(scale + block * stride, s, mask=block * 128 < K)
+    tl.store(values + at, saturated(z * inverse[:, None]), mask=at < K)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -28,10 +37,7 @@ def _quantize_kernel(
     begin(PDL)
     release(PDL)
     row = tl.program_id(0)
-    live = M
-    if count is not None:
-        live = tl.minimum(tl.load(count), M)
-    if row < live:
+    if row < live_tokens(count, M):
         block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
         at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
         base = row.to(tl.int64) * K
@@ -42,9 +48,7 @@ def _quantize_kernel(
         if PAIRS:
             both = tl.max(tl.reshape(amax, (BLOCKS // 2, 2)), axis=1)
             amax = tl.reshape(tl.broadcast_to(both[:, None], (BLOCKS // 2, 2)), (BLOCKS,))
-        s, inverse = power_of_two(amax)
-        tl.store(scale + block * stride + row, s, mask=block * 128 < K)
-        tl.store(values + base + at, saturated(z * inverse[:, None]), mask=at < K)
+        _leave(z, amax, values + base, at, scale + row, stride, block, K)
 
 
 def quantize_rows(
@@ -71,10 +75,7 @@ def _norm_kernel(
     begin(PDL)
     release(PDL)
     row = tl.program_id(0)
-    live = M
-    if count is not None:
-        live = tl.minimum(tl.load(count), M)
-    if row < live:
+    if row < live_tokens(count, M):
         base = row.to(tl.int64) * K
         mean = 0.0
         if CENTRED:
@@ -96,9 +97,7 @@ def _norm_kernel(
                 z *= tl.load(weight + at, mask=at < K, other=0.0).to(tl.float32)
             if bias is not None:
                 z += tl.load(bias + at, mask=at < K, other=0.0).to(tl.float32)
-            s, inverse = power_of_two(tl.max(tl.abs(z), axis=1))
-            tl.store(scale + block * stride + row, s, mask=block * 128 < K)
-            tl.store(values + base + at, saturated(z * inverse[:, None]), mask=at < K)
+            _leave(z, tl.max(tl.abs(z), axis=1), values + base, at, scale + row, stride, block, K)
 
 
 def norm_rows(

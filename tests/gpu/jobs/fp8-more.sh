@@ -16,13 +16,7 @@ bench() {  # NAME OPTION ...
 }
 eight="--quantization fp8 --kv-cache-dtype fp8"
 model="--model-preset llama-3-8b"
-small=$(mktemp -d)
-cat >"$small/config.json" <<'END'
-{"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16", "vocab_size": 128256, "hidden_size": 2048,
- "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
- "max_position_embeddings": 8192, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": true,
- "bos_token_id": 128000, "eos_token_id": 128001}
-END
+small=tests/gpu/jobs/llama-1b
 many=1024:512:${REQUESTS:-600}
 one=1024:512:1
 bench wide $model $eight --max-num-batched-tokens 4096 --max-num-seqs 2048 --workload "1024:512:${WIDE_REQUESTS:-2000}"
@@ -33,4 +27,3 @@ bench 1b-wide --model "$small" $eight --max-num-batched-tokens 4096 --max-num-se
 bench 1b-seats --model "$small" $eight --max-num-seqs 2048 --workload "161:338:${SMALL_REQUESTS:-6000}"
 bench weights $model --quantization fp8 --workload "$many" --then $one
 bench 1b-bf16 --model "$small" --workload "161:338:${SMALL_REQUESTS:-6000}"
-rm -r "$small"

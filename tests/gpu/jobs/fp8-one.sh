@@ -33,10 +33,4 @@ for turn in 1 2; do
     bench tuned$turn "$place:$PYTHONPATH" --model-preset llama-3-8b $eight --workload 1024:256:1
 done
 bench bf16 "$PYTHONPATH" --model-preset llama-3-8b --plan serial --workload 1024:256:1
-cat > "$place/config.json" << 'END'
-{"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16", "vocab_size": 128256, "hidden_size": 2048,
- "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
- "max_position_embeddings": 8192, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": true,
- "bos_token_id": 128000, "eos_token_id": 128001}
-END
-bench 1b "$PYTHONPATH" --model "$place" $eight --max-num-batched-tokens 4096 --max-num-seqs 3072 --workload 161:338:9000
+bench 1b "$PYTHONPATH" --model tests/gpu/jobs/llama-1b $eight --max-num-batched-tokens 4096 --max-num-seqs 3072 --workload 161:338:9000

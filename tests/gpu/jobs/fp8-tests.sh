@@ -25,6 +25,6 @@ if [ -s "$OUT/left.txt" ] && [ $((SECONDS_LEFT - SECONDS)) -gt 15 ]; then
 fi
 passed "$OUT/beside.txt" "$OUT/rest.txt" > "$OUT/passed.txt"
 for file in $FILES; do
-    echo "$file: $(grep -c "^$file::" "$OUT/passed.txt") of $(grep -c "^$file::" "$OUT/all.txt") passed or skipped"
+    echo "$file: $(grep -c "^$file" "$OUT/passed.txt") of $(grep -c "^$file" "$OUT/all.txt") passed or skipped"
 done | tee "$OUT/results.txt"
 comm -23 "$OUT/all.txt" "$OUT/passed.txt" | sed 's/^/not passed: /' | tee -a "$OUT/results.txt"
