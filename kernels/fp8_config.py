@@ -10,6 +10,31 @@ ROOM = 220 * 1024
 """bytes of shared memory for the steps of all programs on an SM"""
 
 
+FEW_TOKENS = 16
+"""most tokens of `fp8_few_hopper`"""
+FEW_STAGES = {128: 5, 256: 3}
+"""of its ring, by features of a tile: 92 and 108 KiB, so that two kernels stand on an SM"""
+MOST_PARTS = 8
+"""programs that a tile's steps may lie in there"""
+MOST_STEPS = 128
+"""of a program there"""
+
+
+def shared_out(features: int, depth: int, wide: int, num_sms: int) -> tuple[int, int]:
+    """In `fp8_few_hopper`: steps of a program, and in how many programs a tile's steps lie at most."""
+    steps = -(-depth // STEP)
+    share = -(-(-(-features // wide) * steps) // num_sms)
+    return share, (steps - 2) // share + 2 if steps > 1 else 1
+
+
+def few(kind: str, features: int, depth: int, num_sms: int) -> GemmConfig:
+    """What `fp8_few_hopper` does for a `kind` of product; not `special` where it cannot."""
+    wide = 256 if kind == "gate_up" else 128
+    share, parts = shared_out(features, depth, wide, num_sms)
+    fits = parts <= MOST_PARTS and share <= MOST_STEPS
+    return GemmConfig(FEW_TOKENS, wide, STEP, FEW_STAGES[wide], 4, special=fits)
+
+
 def every(kind: str, tokens: int, depth: int, *, few: bool) -> tuple[GemmConfig, ...]:
     """Tiles that are possible for a `kind` of product and so many tokens. few: the weight is the left operand
     (`fp8_triton`), else the kernel is the warp-specialised one."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.kernels import fp8_triton, tuned
+from weft.kernels import fp8_config, fp8_triton, tuned
 from weft.kernels.fp8 import BLOCK, E4M3, Fp8Rows, Fp8Weight, KvScales
 from weft.kernels.gemm_config import GemmConfig
 from weft.kernels.gemm_launch import Launch, Workspace
@@ -36,9 +36,13 @@ def choose(kind: str, num_tokens: int, features: int, depth: int, num_sms: int) 
     return found
 
 
-def by_rule(kind: str, num_tokens: int, features: int, depth: int, num_sms: int) -> GemmConfig:
+def by_rule(kind: str, num_tokens: int, features: int, depth: int, num_sms: int, *, plain: bool = False) -> GemmConfig:
+    """plain: of those that the kernel in plain Triton has."""
     steps = -(-depth // BLOCK)
-    if num_tokens <= FEW_TOKENS or not is_hopper():
+    few = fp8_config.few(kind, features, depth, num_sms)
+    if num_tokens <= few.tokens and is_hopper() and few.special and not plain:
+        return few
+    if num_tokens <= FEW_TOKENS or plain or not is_hopper():
         tokens = min(64, max(16, 1 << (num_tokens - 1).bit_length()))
         wide, stages, per_sm = (256, 5, 1) if kind == "gate_up" else (128, 6, 1) if tokens == 16 else (128, 4, 2)
         tiles = -(-features // wide) * -(-num_tokens // tokens)
@@ -99,14 +103,24 @@ def _product(
     wide = kind == "residual" and quantized is not None and quantized.span > BLOCK
     if wide:
         config = config or choose(kind, m, n, k, num_sms)
-        config = config._replace(features=2 * BLOCK) if config.special else WIDE
+        config = config._replace(features=2 * BLOCK) if config.special and config.tokens == BLOCK else WIDE
     launch = launch_of(kind, m, n, k, config, num_sms)
     special = launch.config.special and on_gpu(a.values.device)
+    few = special and launch.config.tokens < BLOCK
+    if few and weight.blocked:
+        special = few = False
+        launch = launch_of(kind, m, n, k, by_rule(kind, m, n, k, num_sms, plain=True), num_sms)
     if wide and (weight.blocked or not special):
         raise ValueError(f"scales of {2 * BLOCK} columns: only where Hopper multiplies weights with a scale a channel")
     if weight.blocked and special and kind != "gate_up":  # no registers for the scales of two blocks
         launch = launch._replace(config=launch.config._replace(features=BLOCK))
-    if special:
+    if few:
+        from weft.kernels import fp8_few_hopper
+
+        fp8_few_hopper.launch_product(
+            kind, a, weight, out, quantized, num_tokens, space, x, num_sms=num_sms, dtype=dtype, **fields
+        )
+    elif special:
         from weft.kernels import fp8_hopper
 
         fp8_hopper.launch_product(

@@ -210,7 +210,8 @@ def tries(shape: Shape, by_rule: GemmConfig, bucket: int, special: bool) -> tupl
     if shape.experts:
         others = experts_config.candidates(bucket, shape.experts, shape.top, hopper=special)
     elif shape.bits == 8:
-        others = fp8_config.candidates(shape.kind, bucket, shape.depth, few=not by_rule.special)
+        few = bucket <= fp8_config.FEW_TOKENS or not by_rule.special
+        others = fp8_config.candidates(shape.kind, bucket, shape.depth, few=few)
     else:
         others = candidates(bucket, special)
     return tuple(dict.fromkeys((by_rule, *others)))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from weft.kernels import fp8, fp8_projections, fp8_reference, fp8_rows, gemm_launch, pack, reference
+from weft.kernels import fp8, fp8_config, fp8_projections, fp8_reference, fp8_rows, gemm_launch, pack, reference
 from weft.kernels.fp8 import Fp8Rows, Fp8Weight
 from weft.kernels.gemm_config import GemmConfig
 
@@ -103,6 +103,13 @@ def check_linear(tokens: int, features: int, depth: int, config: GemmConfig | No
 )
 def test_few_tokens(tokens: int, features: int, depth: int, blocked: bool | str, device: str, num_sms: int) -> None:
     check_linear(tokens, features, depth, FEW, "", device, num_sms, blocked)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 16])
+@pytest.mark.parametrize(("features", "depth"), [(4096, 4096), (6144, 4096), (4096, 14336), (1000, 1040), (128, 256)])
+@pytest.mark.usefixtures("large")
+def test_few_tokens_on_hopper(features: int, depth: int, tokens: int, device: str, num_sms: int) -> None:
+    check_linear(tokens, features, depth, fp8_config.few("linear", features, depth, num_sms), "", device, num_sms)
 
 
 def test_tokens_as_rows_of_the_tile(device: str, num_sms: int) -> None:
@@ -216,6 +223,15 @@ def test_residual(hidden: int, depth: int, tokens: int, config: GemmConfig | Non
     check_residual(tokens, hidden, depth, config, way, device, num_sms, tokens % 2 == 0)
 
 
+@pytest.mark.parametrize("tokens", [1, 6, 16])
+@pytest.mark.parametrize(("hidden", "depth"), [(4096, 4096), (4096, 14336), (896, 4864), (1152, 512)])
+@pytest.mark.usefixtures("large")
+def test_residual_of_few_tokens_on_hopper(hidden: int, depth: int, tokens: int, device: str, num_sms: int) -> None:
+    config = fp8_config.few("residual", hidden, depth, num_sms)
+    assert config.special
+    check_residual(tokens, hidden, depth, config, "", device, num_sms, tokens % 2 == 0)
+
+
 @pytest.mark.parametrize("config", [SPECIAL, SPECIAL_NARROW, None])
 @pytest.mark.parametrize("tokens", [40, 129, 600, 1000])
 @pytest.mark.parametrize(("hidden", "depth"), [(4096, 1024), (896, 4864), (1152, 512)])
@@ -262,6 +278,15 @@ def test_gate_up(hidden: int, inter: int, tokens: int, config: GemmConfig | None
     check_gate_up(
         tokens, hidden, inter, config, way, device, num_sms, blocked={129: True, 600: "rows"}.get(tokens, False)
     )
+
+
+@pytest.mark.parametrize("tokens", [1, 6, 16])
+@pytest.mark.parametrize(("hidden", "inter"), [(4096, 14336), (896, 4864), (1040, 1000)])
+@pytest.mark.usefixtures("large")
+def test_gate_up_of_few_tokens_on_hopper(hidden: int, inter: int, tokens: int, device: str, num_sms: int) -> None:
+    config = fp8_config.few("gate_up", 2 * inter, hidden, num_sms)
+    assert config.special
+    check_gate_up(tokens, hidden, inter, config, "", device, num_sms, "silu" if tokens > 1 else "gelu_tanh")
 
 
 @pytest.mark.parametrize("tokens", [129, 600])
@@ -315,6 +340,61 @@ def test_qkv(heads: int, kv_heads: int, d: int, page: int, norm: bool, eight: bo
     if norm and d == 64 and config is not None and config.special:
         pytest.skip("no whole head in its tile")
     check_qkv(tokens, heads, kv_heads, d, page, 1024, norm, eight, config, way, device, num_sms)
+
+
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 4096), (6, 1040), (16, 4096)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "d", "page", "norm", "eight"),
+    [(32, 8, 128, 64, False, True), (16, 8, 128, 128, True, True), (14, 2, 64, 16, False, True),
+     (9, 3, 64, 32, False, False), (5, 5, 128, 64, True, False)],
+)  # fmt: skip
+@pytest.mark.usefixtures("large")
+def test_qkv_of_few_tokens_on_hopper(
+    heads: int, kv_heads: int, d: int, page: int, norm: bool, eight: bool, tokens: int, hidden: int, device: str,
+    num_sms: int,
+) -> None:  # fmt: skip
+    config = fp8_config.few("qkv", (heads + 2 * kv_heads) * d, hidden, num_sms)
+    assert config.special
+    check_qkv(tokens, heads, kv_heads, d, page, hidden, norm, eight, config, "", device, num_sms)
+
+
+@pytest.mark.usefixtures("large")
+def test_few_tokens_in_a_chain_are_the_same_each_time(device: str, num_sms: int) -> None:
+    """Programs of three kernels stand on an SM: none may read what the one before has not finished."""
+    first, second = case(5, 2048, 2048, device), case(5, 4096, 2048, device)
+    third = case(5, 2048, 2048, device)
+    space = gemm_launch.workspace(device)
+    begun = torch.randn(5, 2048, device=device).to(torch.bfloat16)
+    x, between, gated = begun.clone(), poisoned(5, 2048, device), poisoned(5, 2048, device)
+    sums, more = (torch.empty(32, 5, device=device) for _ in range(2))
+    options = {"num_sms": num_sms, "space": space}
+
+    def few(kind: str, features: int) -> GemmConfig:
+        return fp8_config.few(kind, features, 2048, num_sms)
+
+    def layer() -> None:
+        x.copy_(begun)
+        _, squares = fp8_projections.residual_project(
+            first.a, first.weight, x, out=x, sumsq=sums, quantized=between, config=few("residual", 2048), **options
+        )
+        fp8_projections.gate_up_project(
+            between, squares, second.weight, EPS, quantized=gated, config=few("gate_up", 4096), **options
+        )
+        fp8_projections.residual_project(
+            gated, third.weight, x, out=x, sumsq=more, quantized=between, config=few("residual", 2048), **options
+        )
+
+    layer()
+    torch.cuda.synchronize()
+    want = x.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(20):
+            layer()
+    for _ in range(20):
+        x.zero_()
+        graph.replay()
+        assert torch.equal(x, want)
 
 
 @pytest.mark.parametrize(("norm", "eight"), [(False, True), (True, False)])
