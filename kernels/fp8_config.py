@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from weft.kernels.gemm_config import GemmConfig
 
 STEP = 128
@@ -20,18 +22,18 @@ MOST_STEPS = 128
 """of a program there"""
 
 
+@functools.cache
 def shared_out(features: int, depth: int, wide: int, num_sms: int) -> tuple[int, int]:
     """In `fp8_few_hopper`: steps of a program, and in how many programs a tile's steps lie at most."""
-    steps = -(-depth // STEP)
-    share = -(-(-(-features // wide) * steps) // num_sms)
-    return share, (steps - 2) // share + 2 if steps > 1 else 1
+    steps, tiles = -(-depth // STEP), -(-features // wide)
+    share = max(-(-tiles * steps // num_sms), -(-steps // (MOST_PARTS - 2)))
+    return share, max((tile * steps + steps - 1) // share - tile * steps // share + 1 for tile in range(tiles))
 
 
 def few(kind: str, features: int, depth: int, num_sms: int) -> GemmConfig:
     """What `fp8_few_hopper` does for a `kind` of product; not `special` where it cannot."""
     wide = 256 if kind == "gate_up" else 128
-    share, parts = shared_out(features, depth, wide, num_sms)
-    fits = parts <= MOST_PARTS and share <= MOST_STEPS
+    fits = shared_out(features, depth, wide, num_sms)[0] <= MOST_STEPS
     return GemmConfig(FEW_TOKENS, wide, STEP, FEW_STAGES[wide], 4, special=fits)
 
 

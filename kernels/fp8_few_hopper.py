@@ -29,7 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from weft.kernels.decode_hopper import await_previous, barrier, let_next_start
 from weft.kernels.dependent_launch import pdl_options
 from weft.kernels.fp8 import BLOCK, Fp8Rows, Fp8Weight
-from weft.kernels.fp8_config import FEW_STAGES, FEW_TOKENS, MOST_PARTS, shared_out
+from weft.kernels.fp8_config import FEW_STAGES, FEW_TOKENS, shared_out
 from weft.kernels.fp8_hopper import _gated, _power_of_two
 from weft.kernels.gemm_hopper import _activate, _page_rows, load_tile
 from weft.kernels.gemm_launch import Workspace
@@ -43,12 +43,13 @@ def _ask_weights(w, w_smem, full, unit, steps, stage, BN: gl.constexpr, BM: gl.c
 
 
 @gluon.jit
-def _rows_factor(sumsq, tok, live, stride, width, eps, PARTS: gl.constexpr, L: gl.constexpr):
-    """1 / rms of tokens `tok`, from partial sums of squares `[PARTS, T]`."""
-    total = gl.zeros([tok.shape[0]], gl.float32, layout=L)
-    for part in range(PARTS):
-        total += gl.load(sumsq + part * stride + tok, mask=tok < live, other=0.0)
-    return gl.rsqrt(total / width + eps)
+def _rows_factor(sumsq, live, stride, width, eps, PARTS: gl.constexpr, MOST: gl.constexpr, L: gl.constexpr):
+    """1 / rms of a token, from partial sums of squares `[PARTS, T]`; MOST: PARTS or the next power of two."""
+    part = gl.arange(0, MOST, layout=gl.SliceLayout(1, L))
+    tok = gl.arange(0, 16, layout=gl.SliceLayout(0, L))
+    there = (part < PARTS)[:, None] & (tok < live)[None, :]
+    sums = gl.load(sumsq + part[:, None] * stride + tok[None, :], mask=there, other=0.0)
+    return gl.rsqrt(gl.sum(sums, axis=0) / width + eps)
 
 
 @gluon.jit
@@ -104,13 +105,14 @@ def _to_heads(
 
 @gluon.jit(do_not_specialize=["M", "layer", "stride_sumsq", "stride_sa", "stride_q"])
 def few_kernel(
-    a, w, x, out, q_out, q_scale, stride_q, next_norm, partial, arrived, num_tokens, M, N, K, sa, stride_sa, sw, sumsq,
-    stride_sumsq, eps, bias, rotary, positions, slots, kv, kv_inverse, layer, layers, q_norm, k_norm,
+    a, w, weights, x, out, q_out, q_scale, stride_q, next_norm, partial, arrived, share, num_tokens, M, N, K, sa,
+    stride_sa, sw, sumsq, stride_sumsq, eps, bias, rotary, positions, slots, kv, kv_inverse, layer, layers, q_norm,
+    k_norm,
     KIND: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, MOST: gl.constexpr,
-    CAP: gl.constexpr, PARTS: gl.constexpr, HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
-    HAS_BIAS: gl.constexpr, HAS_NORM: gl.constexpr, HAS_COUNT: gl.constexpr, QUANTIZED: gl.constexpr,
-    WEIGHTED: gl.constexpr, KV8: gl.constexpr, A_BLOCKS: gl.constexpr, DTYPE: gl.constexpr, ACT: gl.constexpr,
-    PDL: gl.constexpr, EARLY: gl.constexpr,
+    AHEAD: gl.constexpr, CAP: gl.constexpr, SQUARES: gl.constexpr, PARTS: gl.constexpr, HQ: gl.constexpr,
+    HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_NORM: gl.constexpr,
+    HAS_COUNT: gl.constexpr, QUANTIZED: gl.constexpr, WEIGHTED: gl.constexpr, KV8: gl.constexpr,
+    A_BLOCKS: gl.constexpr, DTYPE: gl.constexpr, ACT: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """`KIND` is "linear", "residual", "gate_up" or "qkv"; what its epilogue does not read is None."""
     eight: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
@@ -128,40 +130,49 @@ def few_kernel(
         mbarrier.init(full.index(slot), count=1)
     steps = gl.cdiv(K, 128)
     units = gl.cdiv(N, BN) * steps
-    share = gl.cdiv(units, gl.num_programs(0))
     begin = gl.program_id(0) * share
     end = gl.minimum(begin + share, units)
     for slot in gl.static_range(STAGES):
         if begin + slot < end:
             _ask_weights(w, w_smem, full, begin + slot, steps, slot, BN, BM)
     if PDL:
+        if AHEAD > 0:
+            LINES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+            line = gl.arange(0, BN, layout=LINES)
+            for step in range(begin + STAGES, gl.minimum(begin + STAGES + AHEAD, end)):
+                ahead = gl.minimum(step // steps * BN + line, N - 1).to(gl.int64) * K + step % steps * 128
+                gl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [weights + ahead],
+                                          dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
         if EARLY:
             let_next_start()
-            await_previous()
-        else:
-            await_previous()
-            let_next_start()
-    for slot in gl.static_range(STAGES):
-        if begin + slot < end:
-            load_tile(a, [0, (begin + slot) % steps * 128], full.index(slot), a_smem.index(slot))
+    # Positions and the count of tokens are older than the kernel before, as work lists are: they need not wait either.
     live = M
     if HAS_COUNT:
         live = gl.minimum(gl.load(num_tokens), M)
-    # scales of the activations for all of this program's steps, and what every tile's epilogue reads
-    index = gl.arange(0, CAP, layout=gl.SliceLayout(1, FACTORS))
-    each = gl.arange(0, BM, layout=gl.SliceLayout(0, FACTORS))
-    at = sa + ((begin + index) % steps if A_BLOCKS else index * 0)[:, None] * stride_sa + each[None, :]
-    together = factors._reinterpret(gl.float32, [CAP, BM], rows)
-    together.store(gl.load(at, mask=(each < live)[None, :] & (begin + index < end)[:, None], other=0.0))
     tok = gl.arange(0, BM, layout=TOK)
     lane = gl.arange(0, BN, layout=gl.SliceLayout(1, L))
-    factor = gl.full([BM], 1.0, gl.float32, layout=TOK)
-    if PARTS > 0:
-        factor = _rows_factor(sumsq, tok, live, stride_sumsq, K, eps, PARTS, TOK)
     if KIND == "qkv":
         position = gl.load(positions + tok, mask=tok < live, other=0).to(gl.int64)
         cos_sin = gl.load(rotary + position[None, :] * D + (lane % D)[:, None])
         page_row = _page_rows(slots, tok, live, layer, layers, PAGE)
+    if PDL:
+        await_previous()
+        if not EARLY:
+            let_next_start()
+    for slot in gl.static_range(STAGES):
+        if begin + slot < end:
+            load_tile(a, [0, (begin + slot) % steps * 128], full.index(slot), a_smem.index(slot))
+    # scales of the activations for all of this program's steps
+    index = gl.arange(0, CAP, layout=gl.SliceLayout(1, FACTORS))
+    each = gl.arange(0, BM, layout=gl.SliceLayout(0, FACTORS))
+    at = sa + ((begin + index) % steps if A_BLOCKS else index * 0)[:, None] * stride_sa + each[None, :]
+    scales = gl.load(at, mask=(each < live)[None, :] & (begin + index < end)[:, None], other=0.0)
+    factor = gl.full([BM], 1.0, gl.float32, layout=TOK)
+    if PARTS > 0:
+        factor = _rows_factor(sumsq, live, stride_sumsq, K, eps, PARTS, SQUARES, FACTORS)
+        factor = gl.convert_layout(factor, TOK)
+    together = factors._reinterpret(gl.float32, [CAP, BM], rows)
+    together.store(scales)
     acc_feat = gl.arange(0, BN, layout=gl.SliceLayout(1, ACC))
     acc_tok = gl.arange(0, BM, layout=gl.SliceLayout(0, ACC))
     barrier()
@@ -241,6 +252,7 @@ def few_kernel(
         unit = last
 
 
+AHEAD = 0
 _EIGHT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _FIELDS: dict[str, Any] = dict.fromkeys(
     ("sumsq", "bias", "rotary", "positions", "slots", "kv", "kv_inverse", "q_norm", "k_norm", "next_norm"), None
@@ -261,20 +273,21 @@ def launch_product(
     (m, k), n = a.values.shape, weight.values.shape[0]
     wide = 256 if kind == "gate_up" else 128
     share, parts = shared_out(n, k, wide, num_sms)
-    most = 1 << (parts - 1).bit_length()
+    most = parts
     count = -(-n // wide)
-    if m > FEW_TOKENS or parts > MOST_PARTS:
-        raise ValueError(f"{m} tokens and {parts} parts of a tile are more than {FEW_TOKENS} and {MOST_PARTS}")
+    if m > FEW_TOKENS:
+        raise ValueError(f"{m} tokens are more than {FEW_TOKENS}")
     if space is None or space.arrived.numel() < count or space.partial.numel() < count * most * FEW_TOKENS * wide:
         raise ValueError(f"sums of {count} tiles need a larger workspace")
     kv, here = fields.get("kv"), gpu()
     few_kernel[(num_sms,)](
-        tiles(a.values, FEW_TOKENS), tiles(weight.values, wide), x, out,
+        tiles(a.values, FEW_TOKENS), tiles(weight.values, wide), weight.values, x, out,
         None if quantized is None else quantized.values,
         None if quantized is None else quantized.scale, 0 if quantized is None else quantized.scale.stride(0),
-        partial=space.partial, arrived=space.arrived, num_tokens=num_tokens, M=m, N=n, K=k, sa=a.scale,
+        partial=space.partial, arrived=space.arrived, share=share, num_tokens=num_tokens, M=m, N=n, K=k, sa=a.scale,
         stride_sa=a.scale.stride(0), sw=weight.scale, **(_FIELDS | fields), KIND=kind, BN=wide, BM=FEW_TOKENS,
-        STAGES=FEW_STAGES[wide], MOST=most, CAP=max(32, 1 << (share - 1).bit_length()),
+        STAGES=FEW_STAGES[wide], MOST=most, AHEAD=AHEAD, CAP=max(32, 1 << (share - 1).bit_length()),
+        SQUARES=1 << max(3, (fields.get("PARTS", 0) - 1).bit_length()),
         HAS_BIAS=fields.get("bias") is not None, HAS_NORM=fields.get("q_norm") is not None,
         HAS_COUNT=num_tokens is not None, QUANTIZED=quantized is not None,
         WEIGHTED=fields.get("next_norm") is not None, KV8=kv is not None and kv.element_size() == 1,

@@ -109,7 +109,9 @@ def test_few_tokens(tokens: int, features: int, depth: int, blocked: bool | str,
 @pytest.mark.parametrize(("features", "depth"), [(4096, 4096), (6144, 4096), (4096, 14336), (1000, 1040), (128, 256)])
 @pytest.mark.usefixtures("large")
 def test_few_tokens_on_hopper(features: int, depth: int, tokens: int, device: str, num_sms: int) -> None:
-    check_linear(tokens, features, depth, fp8_config.few("linear", features, depth, num_sms), "", device, num_sms)
+    config = fp8_config.few("linear", features, depth, num_sms)
+    assert config.special
+    check_linear(tokens, features, depth, config, "", device, num_sms)
 
 
 def test_tokens_as_rows_of_the_tile(device: str, num_sms: int) -> None:
@@ -370,7 +372,9 @@ def test_few_tokens_in_a_chain_are_the_same_each_time(device: str, num_sms: int)
     options = {"num_sms": num_sms, "space": space}
 
     def few(kind: str, features: int) -> GemmConfig:
-        return fp8_config.few(kind, features, 2048, num_sms)
+        config = fp8_config.few(kind, features, 2048, num_sms)
+        assert config.special
+        return config
 
     def layer() -> None:
         x.copy_(begun)

@@ -2,7 +2,8 @@
 
     python tests/gpu/jobs/few_chain.py --ways few,plain,table
 
-A line a way and count of tokens: microseconds of a layer in FP8. "few" is `fp8_few_hopper`, "plain" the plain Triton
+A line a way and count of tokens: microseconds of a layer in FP8. "few" is `fp8_few_hopper`, with a number
+behind it so many steps of the weight are asked for in L2 behind those in shared memory, "plain" the plain Triton
 kernel by rule, "table" what the shipped table says. "no-attention" behind it leaves attention and its pass out.
 """
 
@@ -13,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from weft.kernels import bench_calls, fp8_config, fp8_projections, gemm_launch
+from weft.kernels import bench_calls, fp8_config, fp8_few_hopper, fp8_projections, gemm_launch
 from weft.kernels.bench_fp8 import decode_of_eight, eight_bits
 from weft.kernels.fp8_rows import quantize_rows
 from weft.kernels.gemm_config import GemmConfig
@@ -25,7 +26,10 @@ from weft.kernels.tuned import Shape
 def config_of(way: str, shape: Shape, tokens: int, num_sms: int) -> GemmConfig | None:
     if way == "table":
         return None
-    if way == "few":
+    if way.startswith("few"):
+        _, ahead, stages, *_ = (*way.split(":"), "", "")
+        fp8_few_hopper.AHEAD = int(ahead or 0)
+        fp8_config.FEW_STAGES[128] = int(stages or 5)
         return fp8_config.few(shape.kind, shape.features, shape.depth, num_sms)
     return fp8_projections.by_rule(shape.kind, tokens, shape.features, shape.depth, num_sms, plain=True)
 

@@ -11,5 +11,5 @@
 timeout -k 5 80 python -m weft.server bench kernels --seconds 1.6 --only "${KERNELS:-fp8-sums,fp8-decode,fp8-prefill,fp8-gemm}" \
     --json "$OUT/kernels.json"
 [ -z "$KERNELS" ] || exit 0 # those alone
-timeout -k 5 $((SECONDS_LEFT - SECONDS - 5)) python tests/gpu/fp8_argmax.py --json "$OUT/argmax.json" \
+timeout -k 5 $((SECONDS_LEFT - SECONDS - 5)) env PYTHONPATH="tests/gpu:$PYTHONPATH" python tests/gpu/fp8_argmax.py --json "$OUT/argmax.json" \
     ${ARGMAX_OPTIONS:-}

@@ -7,6 +7,6 @@
 # text has" says how well the text was learned. Wanted: >= 0.99 beside `float32`; made-up weights cannot show it
 # (25.8 % on 2026-11-23, where rounding the weights alone did that). Little is learned when the loss stays above 0.5: then
 # another STEP of `trained_llama.py`. The figure: "FP8 end to end".
-python tests/gpu/fp8_argmax.py --learn "${LEARN:-$((SECONDS_LEFT < 420 ? SECONDS_LEFT - 170 : 250))}" --text docs/*.md \
+PYTHONPATH="tests/gpu:$PYTHONPATH" python tests/gpu/fp8_argmax.py --learn "${LEARN:-$((SECONDS_LEFT < 420 ? SECONDS_LEFT - 170 : 250))}" --text docs/*.md \
     --bytes 16000 --unseen README.md --prompts 8 --json "$OUT/argmax.json" \
     --formats "16 bits" "FP8 weights, FP8 KV" "FP8 weights" ${ARGMAX_OPTIONS:-}
