@@ -2,39 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 from weft.kernels.gemm_config import GemmConfig
 
 STEP = 128
 """columns of both operands in one step"""
 ROOM = 220 * 1024
 """bytes of shared memory for the steps of all programs on an SM"""
-
-
-FEW_TOKENS = 16
-"""most tokens of `fp8_few_hopper`"""
-FEW_STAGES = {128: 5, 256: 3}
-"""of its ring, by features of a tile: 92 and 108 KiB, so that two kernels stand on an SM"""
-MOST_PARTS = 8
-"""programs that a tile's steps may lie in there"""
-MOST_STEPS = 128
-"""of a program there"""
-
-
-@functools.cache
-def shared_out(features: int, depth: int, wide: int, num_sms: int) -> tuple[int, int]:
-    """In `fp8_few_hopper`: steps of a program, and in how many programs a tile's steps lie at most."""
-    steps, tiles = -(-depth // STEP), -(-features // wide)
-    share = max(-(-tiles * steps // num_sms), -(-steps // (MOST_PARTS - 2)))
-    return share, max((tile * steps + steps - 1) // share - tile * steps // share + 1 for tile in range(tiles))
-
-
-def few(kind: str, features: int, depth: int, num_sms: int) -> GemmConfig:
-    """What `fp8_few_hopper` does for a `kind` of product; not `special` where it cannot."""
-    wide = 256 if kind == "gate_up" else 128
-    fits = shared_out(features, depth, wide, num_sms)[0] <= MOST_STEPS
-    return GemmConfig(FEW_TOKENS, wide, STEP, FEW_STAGES[wide], 4, special=fits)
 
 
 def every(kind: str, tokens: int, depth: int, *, few: bool) -> tuple[GemmConfig, ...]:

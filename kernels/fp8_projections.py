@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.kernels import fp8_config, fp8_triton, tuned
+from weft.kernels import fp8_triton, tuned
+from weft.kernels.few_config import few as few_of
+from weft.kernels.few_config import is_few
 from weft.kernels.fp8 import BLOCK, E4M3, Fp8Rows, Fp8Weight, KvScales
 from weft.kernels.gemm_config import GemmConfig
 from weft.kernels.gemm_launch import Launch, Workspace
@@ -39,7 +41,7 @@ def choose(kind: str, num_tokens: int, features: int, depth: int, num_sms: int) 
 def by_rule(kind: str, num_tokens: int, features: int, depth: int, num_sms: int, *, plain: bool = False) -> GemmConfig:
     """plain: of those that the kernel in plain Triton has."""
     steps = -(-depth // BLOCK)
-    few = fp8_config.few(kind, features, depth, num_sms)
+    few = few_of(kind, features, depth, num_sms, bits=8)
     if num_tokens <= few.tokens and is_hopper() and few.special and not plain:
         return few
     if num_tokens <= FEW_TOKENS or plain or not is_hopper():
@@ -103,10 +105,10 @@ def _product(
     wide = kind == "residual" and quantized is not None and quantized.span > BLOCK
     if wide:
         config = config or choose(kind, m, n, k, num_sms)
-        config = config._replace(features=2 * BLOCK) if config.special and config.tokens == BLOCK else WIDE
+        config = config._replace(features=2 * BLOCK) if config.special and not is_few(config) else WIDE
     launch = launch_of(kind, m, n, k, config, num_sms)
     special = launch.config.special and on_gpu(a.values.device)
-    few = special and launch.config.tokens < BLOCK
+    few = special and is_few(launch.config)
     if few and weight.blocked:
         special = few = False
         launch = launch_of(kind, m, n, k, by_rule(kind, m, n, k, num_sms, plain=True), num_sms)
@@ -115,9 +117,9 @@ def _product(
     if weight.blocked and special and kind != "gate_up":  # no registers for the scales of two blocks
         launch = launch._replace(config=launch.config._replace(features=BLOCK))
     if few:
-        from weft.kernels import fp8_few_hopper
+        from weft.kernels import few_hopper
 
-        fp8_few_hopper.launch_product(
+        few_hopper.launch_product(
             kind, a, weight, out, quantized, num_tokens, space, x, num_sms=num_sms, dtype=dtype, **fields
         )
     elif special:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.kernels import experts_config, fp8_config
+from weft.kernels.few_config import FEW_TOKENS
 from weft.kernels.gemm_config import GemmConfig
 from weft.kernels.gpu import gpu
 from weft.kernels.source_digest import source_digest
@@ -210,7 +211,7 @@ def tries(shape: Shape, by_rule: GemmConfig, bucket: int, special: bool) -> tupl
     if shape.experts:
         others = experts_config.candidates(bucket, shape.experts, shape.top, hopper=special)
     elif shape.bits == 8:
-        few = bucket <= fp8_config.FEW_TOKENS or not by_rule.special
+        few = bucket <= FEW_TOKENS or not by_rule.special
         others = fp8_config.candidates(shape.kind, bucket, shape.depth, few=few)
     else:
         others = candidates(bucket, special)

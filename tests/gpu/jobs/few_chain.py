@@ -1,10 +1,10 @@
-"""Layers of an 8B for one request, chained as an engine's graph has them: what a way to multiply is worth.
+"""Layers of a model for one request, chained as an engine's graph has them: what a way to multiply is worth.
 
-    python tests/gpu/jobs/few_chain.py --ways few,plain,table
+    python tests/gpu/jobs/few_chain.py --ways few,plain,table --bits 8,16
 
-A line a way and count of tokens: microseconds of a layer in FP8. "few" is `fp8_few_hopper`, with a number
-behind it so many steps of the weight are asked for in L2 behind those in shared memory, "plain" the plain Triton
-kernel by rule, "table" what the shipped table says. "no-attention" behind it leaves attention and its pass out.
+A line a way and count of tokens: microseconds of a layer of an 8B. "few" is `few_hopper`, "plain" the plain Triton
+kernel by rule, "table" what the shipped table says. Each with attention and, in FP8, the pass that quantises its
+result, without the pass, without both, and each product alone.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collections.abc import Callable
 
 import torch
 
-from weft.kernels import bench_calls, fp8_config, fp8_few_hopper, fp8_projections, gemm_launch
+from weft.kernels import bench_calls, fp8_projections, gemm_launch, tuned
 from weft.kernels.bench_fp8 import decode_of_eight, eight_bits
+from weft.kernels.few_config import few
 from weft.kernels.fp8_rows import quantize_rows
 from weft.kernels.gemm_config import GemmConfig
 from weft.kernels.gpu import gpu
@@ -24,61 +25,75 @@ from weft.kernels.tuned import Shape
 
 
 def config_of(way: str, shape: Shape, tokens: int, num_sms: int) -> GemmConfig | None:
+    sizes = tokens, shape.features, shape.depth
+    if way == "few":
+        return few(shape.kind, shape.features, shape.depth, num_sms, bits=shape.bits)
     if way == "table":
-        return None
-    if way.startswith("few"):
-        _, ahead, stages, *_ = (*way.split(":"), "", "")
-        fp8_few_hopper.AHEAD = int(ahead or 0)
-        fp8_config.FEW_STAGES[128] = int(stages or 5)
-        return fp8_config.few(shape.kind, shape.features, shape.depth, num_sms)
-    return fp8_projections.by_rule(shape.kind, tokens, shape.features, shape.depth, num_sms, plain=True)
+        return tuned.lookup(*sizes, bits=shape.bits) or config_of("plain", shape, tokens, num_sms)
+    if shape.bits == 16:
+        return gemm_launch.choose(*sizes, num_sms)
+    return fp8_projections.by_rule(shape.kind, *sizes, num_sms, plain=True)
 
 
-def chain(way: str, tokens: int, layers: int, num_sms: int, device: str, *, attention: bool, only: str = "") -> list[
-    Callable[[], object]
-]:  # fmt: skip
-    """The calls of `layers` layers for so many requests, 1,280 tokens behind each. only: a kind of product."""
+def chain(
+    way: str, bits: int, tokens: int, layers: int, num_sms: int, device: str, *, attention: int, only: int | None = None
+) -> list[Callable[[], object]]:  # fmt: skip
+    """The calls of `layers` layers for so many requests, 1,280 tokens behind each.
+
+    attention: 2 with the pass that quantises its result, 1 without, 0 none. only: the index of a product.
+    """
+    shapes = bench_calls.LLAMA_8B if bits == 16 else eight_bits(bench_calls.LLAMA_8B)
     space, calls = gemm_launch.workspace(device, 1 << 24), []
-    attend = decode_of_eight(tokens, 1280, page=64, layers=layers)[0]
+    of_attention = bench_calls.decode_calls if bits == 16 else decode_of_eight
+    attend = of_attention(tokens, 1280, page=64, layers=layers)[0]
     result = torch.randn(tokens, 4096, device=device, dtype=torch.bfloat16)
     operand = fp8_projections.rows_buffer(tokens, 4096, device)
     for layer in range(layers):
-        for shape in eight_bits(bench_calls.LLAMA_8B):
-            if only and bench_calls.LLAMA_8B[int(only)].features != shape.features:
-                continue
-            if only and bench_calls.LLAMA_8B[int(only)].depth != shape.depth:
+        for index, shape in enumerate(shapes):
+            if only not in (None, index):
                 continue
             config = config_of(way, shape, tokens, num_sms)
             weight = bench_calls.weights(shape, 1)[0]
             calls.append(bench_calls.product(shape, tokens, weight, space, num_sms, config))
             if shape.kind == "qkv" and attention:
                 calls.append(attend[layer])
+            if shape.kind == "qkv" and attention > 1 and bits == 8:
                 calls.append(lambda: quantize_rows(result, out=operand))
     return calls
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--ways", default="few,plain,table")
+    parser.add_argument("--ways", default="few,table")
     parser.add_argument("--tokens", default="1,4,16")
+    parser.add_argument("--bits", default="8,16")
     parser.add_argument("--layers", type=int, default=8)
     given = parser.parse_args()
     here = gpu()
     assert here is not None
-    for tokens in map(int, given.tokens.split(",")):
-        for way in given.ways.split(","):
-            row = []
-            for attention in (True, False):
-                calls = chain(way, tokens, given.layers, here.sms, bench_calls.DEVICE, attention=attention)
-                row.append(burst(calls, repeats=25) * len(calls) / given.layers * 1e3)
-                del calls
-            for index in range(len(bench_calls.LLAMA_8B)):
-                calls = chain(way, tokens, given.layers, here.sms, bench_calls.DEVICE, attention=False, only=str(index))
-                row.append(burst(calls, repeats=25) * 1e3)
-                del calls
-            whole, bare, *each = row
-            names = ", ".join(f"{s.kind} {us:.1f}" for s, us in zip(bench_calls.LLAMA_8B, each, strict=True))
-            print(f"{tokens} tokens, {way}: {whole:.1f} us a layer, {bare:.1f} without attention; {names}", flush=True)
+    cases = [
+        (bits, tokens, way)
+        for bits in map(int, given.bits.split(","))
+        for tokens in map(int, given.tokens.split(","))
+        for way in given.ways.split(",")
+    ]
+    for bits, tokens, way in cases:
+        fixed = way, bits, tokens, given.layers, here.sms, bench_calls.DEVICE
+        row = []
+        for attention in (2, 1, 0):
+            calls = chain(*fixed, attention=attention)
+            row.append(burst(calls, repeats=25) * len(calls) / given.layers * 1e3)
+            del calls
+        for index in range(len(bench_calls.LLAMA_8B)):
+            calls = chain(*fixed, attention=0, only=index)
+            row.append(burst(calls, repeats=25) * 1e3)
+            del calls
+        whole, leaving, bare, *each = row
+        names = ", ".join(f"{s.kind} {us:.1f}" for s, us in zip(bench_calls.LLAMA_8B, each, strict=True))
+        print(
+            f"{bits} bits, {tokens} tokens, {way}: {whole:.1f} us a layer, {leaving:.1f} without the pass, {bare:.1f} "
+            f"without attention; {names}", flush=True,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

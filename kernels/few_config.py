@@ -1,0 +1,41 @@
+"""How `few_hopper` deals a product to the SMs. Plain numbers: rules and tuning read them without Triton."""
+
+from __future__ import annotations
+
+import functools
+
+from weft.kernels.gemm_config import GemmConfig
+
+FEW_TOKENS = 16
+"""columns of its MMA: the most tokens"""
+STEP_BYTES = 128
+"""of the depth, in one step"""
+STAGES = {128: 5, 256: 3}
+"""of the ring, by features of a tile: 92 and 108 KiB, so that two kernels stand on an SM"""
+MOST_PARTS = 8
+"""programs that a tile's steps may lie in"""
+MOST_STEPS = 128
+"""of a program in FP8, which keeps their scales"""
+
+
+@functools.cache
+def shared_out(features: int, depth: int, wide: int, step: int, num_sms: int) -> tuple[int, int]:
+    """Steps of a program, and in how many programs a tile's steps lie at most."""
+    steps, tiles = -(-depth // step), -(-features // wide)
+    least = max(-(-tiles * steps // num_sms), -(-steps // (MOST_PARTS - 2)))
+    # where a little more makes parts that end with their tile, fewer meet
+    share = next((s for s in range(least, least + least // 32 + 1) if steps % s == 0), least)
+    return share, max((tile * steps + steps - 1) // share - tile * steps // share + 1 for tile in range(tiles))
+
+
+def is_few(config: GemmConfig) -> bool:
+    """Whether it names `few_hopper`."""
+    return config.special and config.tokens <= FEW_TOKENS
+
+
+def few(kind: str, features: int, depth: int, num_sms: int, *, bits: int) -> GemmConfig:
+    """What `few_hopper` does for a `kind` of product; not `special` where it cannot."""
+    wide = 256 if kind == "gate_up" and bits == 8 else 128  # of which a block of 128 gated columns comes
+    step = 8 * STEP_BYTES // bits
+    fits = bits == 16 or shared_out(features, depth, wide, step, num_sms)[0] <= MOST_STEPS
+    return GemmConfig(FEW_TOKENS, wide, step, STAGES[wide], 4, special=fits)
