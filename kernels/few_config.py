@@ -14,17 +14,25 @@ STAGES = {128: 5, 256: 3}
 """of the ring, by features of a tile: 92 and 108 KiB, so that two kernels stand on an SM"""
 MOST_PARTS = 8
 """programs that a tile's steps may lie in"""
+LEAST_BUSY = 0.7
+"""share of the SMs: so many can ask for all that memory gives"""
 MOST_STEPS = 128
 """of a program in FP8, which keeps their scales"""
 
 
 @functools.cache
 def shared_out(features: int, depth: int, wide: int, step: int, num_sms: int) -> tuple[int, int]:
-    """Steps of a program, and in how many programs a tile's steps lie at most."""
+    """Steps of a program, and in how many programs a tile's steps lie at most.
+
+    Where it keeps at least `LEAST_BUSY` of the SMs at work, no stretch ends within two tiles: sums that meet twice cost
+    more than SMs without work, since memory is busy with fewer.
+    """
     steps, tiles = -(-depth // step), -(-features // wide)
-    least = max(-(-tiles * steps // num_sms), -(-steps // (MOST_PARTS - 2)))
-    # where a little more makes parts that end with their tile, fewer meet
-    share = next((s for s in range(least, least + least // 32 + 1) if steps % s == 0), least)
+    even = -(-tiles * steps // num_sms)
+    whole = (
+        s for s in range(even, int(even / LEAST_BUSY) + 1) if s % steps == 0 or steps in range(s, MOST_PARTS * s + 1, s)
+    )
+    share = next(whole, max(even, -(-steps // (MOST_PARTS - 2))))
     return share, max((tile * steps + steps - 1) // share - tile * steps // share + 1 for tile in range(tiles))
 
 

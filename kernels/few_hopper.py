@@ -207,22 +207,26 @@ def few_kernel(
                 load_tile(a, [0, (step + STAGES) % steps * STEP], full.index(stage), a_smem.index(stage))
             count += 1
 
-        # The tile's sums go through the workspace `[tile, part, T, BN]` even if one program has them all: what comes
-        # back is features beside each other.
-        first_of = tile * steps // share
-        parts = ((tile + 1) * steps - 1) // share - first_of + 1
-        sums = partial + tile * (MOST * BM * BN)
-        mine = sums + (gl.program_id(0) - first_of) * (BM * BN)
-        gl.store(mine + acc_tok[None, :] * BN + acc_feat[:, None], acc, mask=(acc_tok < live)[None, :])
-        barrier()  # every thread's sums precede the addition below
-        is_last = gl.atomic_add(arrived + tile, 1, sem="acq_rel") == parts - 1
+        is_last = True
+        if MOST > 1:
+            # through the workspace `[tile, part, T, BN]`: what comes back is features beside each other
+            first_of = tile * steps // share
+            parts = ((tile + 1) * steps - 1) // share - first_of + 1
+            sums = partial + tile * (MOST * BM * BN)
+            mine = sums + (gl.program_id(0) - first_of) * (BM * BN)
+            gl.store(mine + acc_tok[None, :] * BN + acc_feat[:, None], acc, mask=(acc_tok < live)[None, :])
+            barrier()  # every thread's sums precede the addition below
+            is_last = gl.atomic_add(arrived + tile, 1, sem="acq_rel") == parts - 1
         if is_last:
-            y = gl.zeros([BN, BM], gl.float32, layout=L)
-            for other in gl.static_range(MOST):
-                left = sums + other * (BM * BN) + tok[None, :] * BN + lane[:, None]
-                there = (tok < gl.where(other < parts, live, 0))[None, :] & (lane < BN)[:, None]
-                y += gl.load(left, mask=there, other=0.0, cache_modifier=".cg")
-            gl.store(arrived + tile, 0)
+            if MOST > 1:
+                y = gl.zeros([BN, BM], gl.float32, layout=L)
+                for other in gl.static_range(MOST):
+                    left = sums + other * (BM * BN) + tok[None, :] * BN + lane[:, None]
+                    there = (tok < gl.where(other < parts, live, 0))[None, :] & (lane < BN)[:, None]
+                    y += gl.load(left, mask=there, other=0.0, cache_modifier=".cg")
+                gl.store(arrived + tile, 0)
+            else:
+                y = gl.convert_layout(acc, L)
             if EIGHT:
                 y = y * channel[:, None]
             y = y * factor[None, :]
