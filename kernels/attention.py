@@ -87,6 +87,8 @@ class AttentionBackend(Protocol[Held]):
     is left of `out` stays as it is. num_sms: SMs to use at most, where the back end can tell its kernels; None: all.
     sinks `[Hq]` are given where the shape says so, and by name.
 
+    A back end that `quantizes` also takes the operand of a product in FP8 as `out`: e4m3, with a scale for each head.
+
     The constructors raise `AttentionUnavailable`.
     """
 
@@ -94,6 +96,11 @@ class AttentionBackend(Protocol[Held]):
     def captured(self) -> bool:
         """Whether its launches may be captured in a CUDA graph."""
         ...
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether `out` may be `Fp8Rows` of `Hq * D` columns."""
+        return False
 
     def decode(
         self, q: Tensor, kv: Tensor, layer: int, step: Held, *, out: Tensor, num_sms: int | None = None

@@ -10,9 +10,10 @@ from torch import Tensor
 from weft.kernels import fp8_attention
 from weft.kernels.attention import AttentionBackend, AttentionShape
 from weft.kernels.attention_backends import check
+from weft.kernels.attention_output import Out
 from weft.kernels.decode_attention import decode_attention
 from weft.kernels.decode_workspace import DecodeWorkspace, head_block
-from weft.kernels.fp8 import KvScales
+from weft.kernels.fp8 import BLOCK, KvScales
 from weft.kernels.fp8_unpack import Unpacked, unpack_pages
 from weft.kernels.gpu import is_hopper, on_gpu
 from weft.kernels.prefill_attention import PrefillWorkspace, prefill_attention
@@ -80,10 +81,14 @@ class TritonAttention(AttentionBackend[TritonStep]):
         check("triton", shape)
         self._shape, self._num_sms, self._kv_scales = shape, num_sms, kv_scales
 
+    @property
+    def quantizes(self) -> bool:
+        return self._shape.head_dim == BLOCK
+
     def decode(
-        self, q: Tensor, kv: Tensor, layer: int, step: TritonStep, *, out: Tensor, num_sms: int | None = None,
+        self, q: Tensor, kv: Tensor, layer: int, step: TritonStep, *, out: Out, num_sms: int | None = None,
         sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Out:  # fmt: skip
         shape, window = self._shape, self._shape.window(layer)
         items, count = step.decodes[window]
         if self._kv_scales is not None:
@@ -98,9 +103,9 @@ class TritonAttention(AttentionBackend[TritonStep]):
         )  # fmt: skip
 
     def prefill(
-        self, q: Tensor, kv: Tensor, layer: int, step: TritonStep, *, out: Tensor, num_sms: int | None = None,
+        self, q: Tensor, kv: Tensor, layer: int, step: TritonStep, *, out: Out, num_sms: int | None = None,
         sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Out:  # fmt: skip
         shape = self._shape
         if self._kv_scales is not None:
             if (wide := step.unpacked) is not None:
@@ -121,9 +126,9 @@ class TritonAttention(AttentionBackend[TritonStep]):
         )  # fmt: skip
 
     def attend(
-        self, q: Tensor, kv: Tensor, layer: int, step: TritonStep, *, out: Tensor, num_sms: int | None = None,
+        self, q: Tensor, kv: Tensor, layer: int, step: TritonStep, *, out: Out, num_sms: int | None = None,
         sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Out:  # fmt: skip
         """Decodes and chunks: in one launch where tiles are cut, else one after the other."""
         if step.parts is None:
             self.decode(q, kv, layer, step, out=out, num_sms=num_sms, sinks=sinks)

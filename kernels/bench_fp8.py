@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels import fp8, fp8_attention, fp8_experts, fp8_projections, gemm_launch
+from weft.kernels.attention_output import Output
 from weft.kernels.bench_calls import DEVICE, DTYPE, HEAD_DIM, LLAMA_8B, decode_calls, layer_of_experts, product, weights
 from weft.kernels.decode_workspace import decode_workspace
 from weft.kernels.fp8 import Fp8Rows, Fp8Weight
@@ -116,9 +117,10 @@ def sums_of(shape: Shape, tokens: int, num_sms: int) -> Sums:
 
 
 def decode_of_eight(
-    batch: int, context: int, page: int = 64, layers: int = 8, heads: int = 32, kv_heads: int = 8, num_sms: int = 132
-) -> tuple[list[Callable[[], object]], float]:
-    """As `bench_calls.decode_calls`, over pages in e4m3."""
+    batch: int, context: int, page: int = 64, layers: int = 8, heads: int = 32, kv_heads: int = 8, num_sms: int = 132,
+    out: Output | None = None,
+) -> tuple[list[Callable[[], object]], float]:  # fmt: skip
+    """As `bench_calls.decode_calls`, over pages in e4m3. out: an operand that attention shall leave, say."""
     lengths, per = np.full(batch, context), -(-context // page)
     kv = _pool(batch * per + 1, layers, page, kv_heads)
     scales = fp8.unit_kv_scales(layers, kv_heads, DEVICE)
@@ -127,11 +129,11 @@ def decode_of_eight(
     items = decode_items(lengths, num_kv_heads=kv_heads, num_programs=4 * num_sms, max_slots=1024)
     work, count = torch.from_numpy(items).to(DEVICE), torch.tensor([len(items)], dtype=torch.int32, device=DEVICE)
     space = decode_workspace(1024, batch, kv_heads, heads // kv_heads, HEAD_DIM, DEVICE)
-    out = torch.empty(batch, heads * HEAD_DIM, device=DEVICE, dtype=DTYPE)
+    target = torch.empty(batch, heads * HEAD_DIM, device=DEVICE, dtype=DTYPE) if out is None else out
 
     def call(layer: int) -> object:
         return fp8_attention.decode_attention(
-            q, kv, scales, layer, table, work, count, out=out, num_sms=num_sms, space=space
+            q, kv, scales, layer, table, work, count, out=target, num_sms=num_sms, space=space
         )
 
     return [partial(call, layer) for layer in range(layers)], float(lengths.sum()) * kv_heads * HEAD_DIM * 2

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from weft.kernels.attention_output import Out, output_places, write_heads
 from weft.kernels.decode_workspace import DecodeWorkspace, group_block, head_block
 from weft.kernels.dependent_launch import begin, pdl_options, release
 from weft.kernels.scores import bend, log2_scale, with_sink
@@ -41,7 +42,8 @@ def _step(q, k, v, real, m, norm, acc, scale, SOFTCAP: tl.constexpr, DTYPE: tl.c
 
 @triton.jit(do_not_specialize=["layer"])
 def _decode_kernel(
-    q, kv_tiles, kv, out, table, stride_table, items, num_items, partial, arrived, layer, layers, scale, sinks,
+    q, kv_tiles, kv, out, out_scale, stride_scale, table, stride_table, items, num_items, partial, arrived, layer,
+    layers, scale, sinks,
     HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     BN: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr, PDL: tl.constexpr,
@@ -97,7 +99,8 @@ def _decode_kernel(
         target = out + heads[None, :] * D + d[:, None]
         if parts == 1:
             norm = with_sink(norm, m, sinks, head * G + column, column < G)
-            tl.store(target, (acc / norm[None, :]).to(DTYPE), mask=mine)
+            y = (acc / norm[None, :]).to(DTYPE)
+            write_heads(y, target, mine, out_scale, stride_scale, head * G + column, row, column < G, 0)
         else:
             slot = tl.load(item + 4)
             SIZE: tl.constexpr = (DP + 2) * GP
@@ -123,7 +126,8 @@ def _decode_kernel(
                     acc = acc * alpha[None, :] + tl.load(at + block, cache_modifier=".cg") * beta[None, :]
                     m = m_new
                 norm = with_sink(norm, m, sinks, head * G + column, column < G)
-                tl.store(target, (acc / norm[None, :]).to(DTYPE), mask=mine)
+                y = (acc / norm[None, :]).to(DTYPE)
+                write_heads(y, target, mine, out_scale, stride_scale, head * G + column, row, column < G, 0)
                 tl.store(arrived + row * HKV + head, 0)
 
 
@@ -135,7 +139,7 @@ def decode_attention(
     items: Tensor,
     num_items: Tensor,
     *,
-    out: Tensor,
+    out: Out,
     num_sms: int,
     space: DecodeWorkspace,
     scale: float | None = None,
@@ -147,8 +151,9 @@ def decode_attention(
     stages: int = 2,
     warps: int = 4,
     portable: bool = False,
-) -> Tensor:
-    """Attention of `q [T, Hq, D]` rows named by the work items over their pages -> the same rows of `out [T, Hq * D]`.
+) -> Out:
+    """Attention of `q [T, Hq, D]` rows named by the work items over their pages -> the same rows of `out [T, Hq * D]`,
+    of q's dtype or an operand in e4m3 (heads of 128: `attention_output`).
 
     kv `[pages, layers, 2, page_size, Hkv, D]`; page_table `[rows, max_pages]` int32; items `[max_items, 8]` int32 from
     `decode_items`; num_items `[1]` int32 in device memory. K and V of the query token itself are already in its page.
@@ -158,8 +163,8 @@ def decode_attention(
     """
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
     group = q.shape[1] // num_kv_heads
-    if not (kv.is_contiguous() and q.is_contiguous() and out.is_contiguous() and items.is_contiguous()):
-        raise ValueError("q, kv, out and items must be contiguous")
+    if not (kv.is_contiguous() and q.is_contiguous() and items.is_contiguous()):
+        raise ValueError("q, kv and items must be contiguous")
     if page_table.stride(1) != 1:
         raise ValueError("rows of the page table must be contiguous")
     if not portable:
@@ -174,9 +179,9 @@ def decode_attention(
     tma = page_size % block == 0
     slabs = kv.view(-1, page_size, num_kv_heads * head_dim)  # K or V of one page and layer
     _decode_kernel[(num_sms * per_sm,)](
-        q, TensorDescriptor.from_tensor(slabs, [1, block, width]) if tma else None, kv, out, page_table,
-        page_table.stride(0), items, num_items, space.partial, space.arrived, layer, layers,
-        log2_scale(scale, head_dim), sinks,
+        q, TensorDescriptor.from_tensor(slabs, [1, block, width]) if tma else None, kv,
+        *output_places(out, len(q), head_dim), page_table, page_table.stride(0), items, num_items, space.partial,
+        space.arrived, layer, layers, log2_scale(scale, head_dim), sinks,
         HKV=num_kv_heads, G=group, GP=group_block(group), D=head_dim, DP=width, PAGE=page_size, BN=block, TMA=tma,
         STAGES=stages,
         DTYPE={torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[q.dtype],

@@ -27,8 +27,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from weft.kernels.attention_output import Out, output_places
 from weft.kernels.decode_workspace import DecodeWorkspace, group_block, head_block
 from weft.kernels.dependent_launch import pdl_options
+from weft.kernels.fp8_gluon import quantized
 from weft.kernels.gpu import is_hopper, on_gpu
 from weft.kernels.scores import log2_scale
 
@@ -256,6 +258,7 @@ def _consume(
 ):  # fmt: skip
     """Work off the tasks of one producer; `m`, `norm` and `acc` as in flash attention, in the log2 domain."""
     out, q_smem, ring, full, empty, task_smem, tokens_smem, items, partial, arrived, scale, sinks = sink
+    out, out_scale, stride_scale = out
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
@@ -346,7 +349,12 @@ def _consume(
             mask = (heads < G)[None, :]
             if DP != D:
                 mask = mask & (d < D)[:, None]
-            gl.store(target, result, mask=mask)
+            if out_scale is None:
+                gl.store(target, result, mask=mask)
+            else:
+                eight, factors = quantized(result, 0)
+                gl.store(target, eight, mask=mask)
+                gl.store(out_scale + (head * G + heads) * stride_scale + row, factors, mask=heads < G)
         turn += 1
         mbarrier.wait(full.index(CONSUMER * SLOTS + slot), phase)
         task = _get(task_smem.index(CONSUMER * SLOTS + slot))
@@ -364,7 +372,8 @@ def _idle(PDL: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["layer"])
 def decode_kernel(
-    q, kv, out, table, stride_table, items, num_items, partial, arrived, tickets, layer, layers, scale, sinks,
+    q, kv, out, out_scale, stride_scale, table, stride_table, items, num_items, partial, arrived, tickets, layer,
+    layers, scale, sinks,
     HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, PAGE: gl.constexpr,
     BN: gl.constexpr, BOX: gl.constexpr, SLOTS: gl.constexpr, DTYPE: gl.constexpr, WINDOWED: gl.constexpr,
     SOFTCAP: gl.constexpr, PDL: gl.constexpr,
@@ -388,7 +397,8 @@ def decode_kernel(
     tasks = gl.load(num_items) * HKV
     source = (q, kv, q_smem, ring, full, empty, task_smem, tokens_smem, table, stride_table, items, tasks, tickets,
               layer, layers)  # fmt: skip
-    sink = (out, q_smem, ring, full, empty, task_smem, tokens_smem, items, partial, arrived, scale, sinks)
+    target = (out, out_scale, stride_scale)
+    sink = (target, q_smem, ring, full, empty, task_smem, tokens_smem, items, partial, arrived, scale, sinks)
     gl.warp_specialize(
         [
             (_idle, (PDL,)),
@@ -425,10 +435,10 @@ def supports(q: Tensor, kv: Tensor) -> bool:
 
 
 def launch_decode(
-    q: Tensor, kv: Tensor, layer: int, page_table: Tensor, items: Tensor, num_items: Tensor, *, out: Tensor,
+    q: Tensor, kv: Tensor, layer: int, page_table: Tensor, items: Tensor, num_items: Tensor, *, out: Out,
     num_sms: int, space: DecodeWorkspace, scale: float | None = None, windowed: bool = False, softcap: float = 0.0,
     sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Out:  # fmt: skip
     """As `decode_attention`, which checks the arguments; on `num_sms` SMs, whose shared memory it takes whole."""
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
     group = q.shape[1] // num_kv_heads
@@ -440,9 +450,9 @@ def launch_decode(
     queries = q.view(-1, head_dim)
     decode_kernel[(num_sms,)](
         TensorDescriptor.from_tensor(queries, [group_block(group), width], shared[0]),
-        TensorDescriptor.from_tensor(slabs, [1, box, width], shared[1]), out, page_table, page_table.stride(0),
-        items, num_items, space.partial, space.arrived, space.tickets, layer, layers,
-        log2_scale(scale, head_dim), sinks,
+        TensorDescriptor.from_tensor(slabs, [1, box, width], shared[1]),
+        *output_places(out, len(q), head_dim), page_table, page_table.stride(0), items, num_items, space.partial,
+        space.arrived, space.tickets, layer, layers, log2_scale(scale, head_dim), sinks,
         HKV=num_kv_heads, G=group, GP=group_block(group), D=head_dim, DP=width, PAGE=page_size, BN=block, BOX=box,
         SLOTS=_RING // (CONSUMERS * block * width * 2),
         DTYPE={torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[q.dtype],

@@ -1,4 +1,6 @@
-"""Rows of the embedding table with their sums of squares, and the final norm of the rows that need logits."""
+"""Rows of the embedding table with their sums of squares, in FP8 as an operand too; and the final norm of the rows that
+need logits.
+"""
 
 # Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -11,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.dependent_launch import begin, release
+from weft.kernels.fp8 import BLOCK, Fp8Rows
+from weft.kernels.fp8_rows import leave_blocks
 from weft.kernels.rows import row_mean, row_options
 
 
@@ -28,8 +32,8 @@ def _embedded(table, places, at, place_at, mask, scale):
 
 @triton.jit
 def _embed_kernel(
-    ids, table, x, sumsq, V, H, scale, places, positions, P, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    ids, table, x, sumsq, V, H, scale, places, positions, P, next_norm, q_out, q_scale, stride_q,
+    CENTRED: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     release(PDL)
@@ -56,6 +60,13 @@ def _embed_kernel(
             squares += off * off
         else:
             squares += value.to(tl.float32) * value.to(tl.float32)
+        if q_out is not None:
+            block = start // 128 + tl.arange(0, BLOCK // 128)
+            at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+            z = tl.reshape(value, (BLOCK // 128, 128)).to(tl.float32)
+            if next_norm is not None:
+                z *= tl.load(next_norm + at, mask=at < H, other=0.0).to(tl.float32)
+            leave_blocks(z, q_out + row * H, at, q_scale + row, stride_q, block, H, PAIRS)
     tl.store(sumsq + row, tl.sum(squares, axis=0))
 
 
@@ -69,17 +80,25 @@ def embed(
     centred: bool = False,
     out: Tensor,
     sumsq: Tensor,
+    quantized: Fp8Rows | None = None,
+    next_norm: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rows of `table [V, H]` for `token_ids [T]` into `out [T, H]`; returns out and `sumsq[:1]`, `[1, T]` float32.
 
     scale is rounded to the table's dtype; places `[positions, H]` and positions `[T]` come together (see
-    `reference.embed`).
+    `reference.embed`). The rows, times `next_norm [H]`, go to `quantized` too, as the product behind reads them in FP8
+    (`fp8.quantize_rows`).
     """
     tokens, hidden = token_ids.shape[0], table.shape[1]
+    options = row_options(hidden)
+    if quantized is not None:
+        options["BLOCK"] = max(2 * BLOCK, options["BLOCK"])  # scales are of whole blocks
     rounded = None if scale == 1.0 else float(torch.tensor(scale, dtype=table.dtype))
     _embed_kernel[(tokens,)](
         token_ids, table, out, sumsq, table.shape[0], hidden, rounded, places, None if places is None else positions,
-        0 if places is None else places.shape[0], CENTRED=centred, **row_options(hidden),
+        0 if places is None else places.shape[0], next_norm,
+        *((None, None, None) if quantized is None else (quantized.values, quantized.scale, quantized.scale.stride(0))),
+        CENTRED=centred, PAIRS=quantized is not None and quantized.span > BLOCK, **options,
     )  # fmt: skip
     return out, sumsq[:1]
 

@@ -31,7 +31,8 @@ from weft.kernels.decode_hopper import await_previous, barrier, let_next_start
 from weft.kernels.dependent_launch import pdl_options
 from weft.kernels.few_config import FEW_TOKENS, few, shared_out
 from weft.kernels.fp8 import Fp8Rows, Fp8Weight
-from weft.kernels.fp8_hopper import _gated, _power_of_two
+from weft.kernels.fp8_gluon import power_of_two
+from weft.kernels.fp8_hopper import _gated
 from weft.kernels.gemm_hopper import _activate, _gate_with, _page_rows, load_tile
 from weft.kernels.gemm_launch import Workspace
 from weft.kernels.gpu import gpu
@@ -65,7 +66,7 @@ def _leave_quantized(z, q_out, q_scale, stride_q, feat, tok, live, block, N):
     """A block of 128 columns of the next product's operand, `z [128, T]`, at columns `feat` of rows N long."""
     real = (tok < live)[None, :] & (feat < N)[:, None]
     z = gl.where(real, z, 0.0)
-    scale, inverse = _power_of_two(gl.max(gl.abs(z), axis=0))
+    scale, inverse = power_of_two(gl.max(gl.abs(z), axis=0))
     gl.store(q_scale + block * stride_q + tok, scale, mask=(tok < live) & (block * 128 < N))
     at = q_out + tok[None, :] * N + feat[:, None]
     gl.store(at, (z * inverse[None, :]).to(gl.float8e4nv), mask=real)

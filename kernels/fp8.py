@@ -57,6 +57,10 @@ class Fp8Rows(NamedTuple):
     span: int = BLOCK
     """columns that have the same scale for certain: 128, or 256 where each two blocks from the first on share theirs"""
 
+    def part(self, tokens: slice) -> Fp8Rows:
+        """Of some of the tokens; a view."""
+        return Fp8Rows(self.values[tokens], self.scale[:, tokens], self.span)
+
 
 class KvScales(NamedTuple):
     """Of K and V in pages, both `[layers, 2, Hkv]` float32; page content times `scale` is what was written."""

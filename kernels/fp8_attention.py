@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.attention_output import Out, output_places, write_heads
 from weft.kernels.decode_workspace import DecodeWorkspace, group_block, head_block
 from weft.kernels.dependent_launch import begin, pdl_options, release
 from weft.kernels.fp8 import E4M3, KvScales
@@ -39,7 +40,8 @@ def _tokens(kv, at, head, d, mask, HKV: tl.constexpr, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["layer"])
 def _decode_kernel(
-    q, kv, kv_scale, out, table, stride_table, items, num_items, partial, arrived, layer, layers, scale, sinks,
+    q, kv, kv_scale, out, out_scale, stride_scale, table, stride_table, items, num_items, partial, arrived, layer,
+    layers, scale, sinks,
     HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     BN: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
     PDL: tl.constexpr,
@@ -85,7 +87,8 @@ def _decode_kernel(
         target = out + heads[None, :] * D + d[:, None]
         if parts == 1:
             norm = with_sink(norm, m, sinks, head * G + column, column < G)
-            tl.store(target, (acc / norm[None, :] * v_scale).to(DTYPE), mask=mine)
+            y = (acc / norm[None, :] * v_scale).to(DTYPE)
+            write_heads(y, target, mine, out_scale, stride_scale, head * G + column, row, column < G, 0)
         else:
             SIZE: tl.constexpr = (DP + 2) * GP
             base = partial + (tl.load(item + 4).to(tl.int64) * HKV + head) * SIZE
@@ -110,13 +113,14 @@ def _decode_kernel(
                     acc = acc * alpha[None, :] + tl.load(at + block, cache_modifier=".cg") * beta[None, :]
                     m = m_new
                 norm = with_sink(norm, m, sinks, head * G + column, column < G)
-                tl.store(target, (acc / norm[None, :] * v_scale).to(DTYPE), mask=mine)
+                y = (acc / norm[None, :] * v_scale).to(DTYPE)
+                write_heads(y, target, mine, out_scale, stride_scale, head * G + column, row, column < G, 0)
                 tl.store(arrived + row * HKV + head, 0)
 
 
 @triton.jit(do_not_specialize=["layer"])
 def _prefill_kernel(
-    q, kv, kv_scale, out, table, stride_table, items, num_items, layer, layers, scale, sinks,
+    q, kv, kv_scale, out, out_scale, stride_scale, table, stride_table, items, num_items, layer, layers, scale, sinks,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     PDL: tl.constexpr,
@@ -167,14 +171,18 @@ def _prefill_kernel(
             acc = tl.dot(p.to(tl.float16), v, acc * alpha[:, None])
             m = m_new
         norm = with_sink(norm, m, sinks, head * G + rows % G, rows // G < queries)
-        tl.store(out + at[:, None] + d[None, :], (acc / norm[:, None] * v_scale).to(DTYPE), mask=mine)
+        y = (acc / norm[:, None] * v_scale).to(DTYPE)
+        whose, token = head * G + rows % G, q_row + rows // G
+        write_heads(
+            y, out + at[:, None] + d[None, :], mine, out_scale, stride_scale, whose, token, rows // G < queries, 1
+        )
 
 
-def _check(q: Tensor, kv: Tensor, out: Tensor, items: Tensor, page_table: Tensor, scales: KvScales) -> None:
+def _check(q: Tensor, kv: Tensor, items: Tensor, page_table: Tensor, scales: KvScales) -> None:
     if kv.dtype != E4M3:
         raise TypeError(f"pages must be e4m3, not {kv.dtype}")
-    if not (kv.is_contiguous() and q.is_contiguous() and out.is_contiguous() and items.is_contiguous()):
-        raise ValueError("q, kv, out and items must be contiguous")
+    if not (kv.is_contiguous() and q.is_contiguous() and items.is_contiguous()):
+        raise ValueError("q, kv and items must be contiguous")
     if page_table.stride(1) != 1:
         raise ValueError("rows of the page table must be contiguous")
     if scales.scale.shape != (kv.shape[1], 2, kv.shape[4]) or not scales.scale.is_contiguous():
@@ -190,7 +198,7 @@ def decode_attention(
     items: Tensor,
     num_items: Tensor,
     *,
-    out: Tensor,
+    out: Out,
     num_sms: int,
     space: DecodeWorkspace,
     scale: float | None = None,
@@ -198,9 +206,9 @@ def decode_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     portable: bool = False,
-) -> Tensor:
+) -> Out:
     """As `decode_attention.decode_attention`, over kv `[pages, layers, 2, page_size, Hkv, D]` in e4m3."""
-    _check(q, kv, out, items, page_table, scales)
+    _check(q, kv, items, page_table, scales)
     if not portable:
         from weft.kernels import fp8_decode, fp8_decode_warps
 
@@ -215,8 +223,8 @@ def decode_attention(
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
     group = q.shape[1] // num_kv_heads
     _decode_kernel[(4 * num_sms,)](
-        q, kv.view(torch.uint8), scales.scale, out, page_table, page_table.stride(0), items, num_items, space.partial,
-        space.arrived, layer, layers, log2_scale(scale, head_dim), sinks,
+        q, kv.view(torch.uint8), scales.scale, *output_places(out, len(q), head_dim), page_table, page_table.stride(0),
+        items, num_items, space.partial, space.arrived, layer, layers, log2_scale(scale, head_dim), sinks,
         HKV=num_kv_heads, G=group, GP=group_block(group), D=head_dim, DP=head_block(head_dim), PAGE=page_size, BN=64,
         STAGES=2, DTYPE=_DTYPES[q.dtype], WINDOWED=windowed, SOFTCAP=softcap, num_warps=4, **pdl_options(),
     )  # fmt: skip
@@ -232,20 +240,20 @@ def prefill_attention(
     items: Tensor,
     num_items: Tensor,
     *,
-    out: Tensor,
+    out: Out,
     num_sms: int,
     scale: float | None = None,
     window: int | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-) -> Tensor:
+) -> Out:
     """As `prefill_attention.prefill_attention`, over kv `[pages, layers, 2, page_size, Hkv, D]` in e4m3."""
-    _check(q, kv, out, items, page_table, scales)
+    _check(q, kv, items, page_table, scales)
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
     width = head_block(head_dim)
     _prefill_kernel[(num_sms,)](
-        q, kv.view(torch.uint8), scales.scale, out, page_table, page_table.stride(0), items, num_items, layer, layers,
-        log2_scale(scale, head_dim), sinks,
+        q, kv.view(torch.uint8), scales.scale, *output_places(out, len(q), head_dim), page_table, page_table.stride(0),
+        items, num_items, layer, layers, log2_scale(scale, head_dim), sinks,
         HKV=num_kv_heads, G=q.shape[1] // num_kv_heads, D=head_dim, DP=width, PAGE=page_size, BM=TILE_ROWS,
         BN=64 if width <= 128 else 32, STAGES=2, DTYPE=_DTYPES[q.dtype], WINDOW=window or 0, SOFTCAP=softcap,
         num_warps=8, **pdl_options(),

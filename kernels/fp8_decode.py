@@ -24,6 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from weft.kernels.attention_output import Out, output_places
 from weft.kernels.decode_hopper import (
     CONSUMERS,
     _get,
@@ -40,6 +41,7 @@ from weft.kernels.decode_hopper import (
 from weft.kernels.decode_workspace import DecodeWorkspace, group_block, head_block
 from weft.kernels.dependent_launch import pdl_options
 from weft.kernels.fp8 import KvScales
+from weft.kernels.fp8_gluon import quantized_pairs
 from weft.kernels.gpu import is_hopper, on_gpu
 from weft.kernels.scores import log2_scale
 
@@ -184,6 +186,7 @@ def _consume(
 ):  # fmt: skip
     """Work off the tasks of one producer; `m`, `norm`, `even` and `odd` as in flash attention, in the log2 domain."""
     q, out, ring, full, empty, task_smem, tokens_smem, items, partial, arrived, scale, kv_scale, layer, sinks = sink
+    out, out_scale, stride_scale = out
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
@@ -283,15 +286,22 @@ def _consume(
             second_of = _turn((odd / total[None, :] * v_scale).to(DTYPE), B)
             target = out + (row * HKV + head) * (G * D) + lane_head[None, :] * D + 2 * lane[:, None]
             mine = (lane_head < G)[None, :] & (2 * lane < D)[:, None]
-            gl.store(target, first_of, mask=mine)
-            gl.store(target + 1, second_of, mask=mine)
+            if out_scale is None:
+                gl.store(target, first_of, mask=mine)
+                gl.store(target + 1, second_of, mask=mine)
+            else:
+                pairs, factors = quantized_pairs(first_of, second_of, 0)
+                words = out.to(gl.pointer_type(gl.int16), bitcast=True) + (row * HKV + head) * (G * D // 2)
+                gl.store(words + lane_head[None, :] * (D // 2) + lane[:, None], pairs, mask=(lane_head < G)[None, :])
+                gl.store(out_scale + (head * G + lane_head) * stride_scale + row, factors, mask=lane_head < G)
         mbarrier.wait(full.index(CONSUMER * SLOTS + slot), phase)
         task = _get(task_smem.index(CONSUMER * SLOTS + slot))
 
 
 @gluon.jit(do_not_specialize=["layer"])
 def decode_kernel(
-    q, kv, kv_scale, out, table, stride_table, items, num_items, partial, arrived, tickets, layer, layers, scale, sinks,
+    q, kv, kv_scale, out, out_scale, stride_scale, table, stride_table, items, num_items, partial, arrived, tickets,
+    layer, layers, scale, sinks,
     HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, PAGE: gl.constexpr,
     BN: gl.constexpr, BOX: gl.constexpr, SLOTS: gl.constexpr, SWIZZLE: gl.constexpr, DTYPE: gl.constexpr,
     WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr, PDL: gl.constexpr,
@@ -314,7 +324,9 @@ def decode_kernel(
     tasks = gl.load(num_items) * HKV
     PAIRS: gl.constexpr = D // 2
     source = (kv, ring, full, empty, task_smem, tokens_smem, table, stride_table, items, tasks, tickets, layer, layers)
-    sink = (q, out, ring, full, empty, task_smem, tokens_smem, items, partial, arrived, scale, kv_scale, layer, sinks)
+    target = (out, out_scale, stride_scale)
+    sink = (q, target, ring, full, empty, task_smem, tokens_smem, items, partial, arrived, scale, kv_scale, layer,
+            sinks)  # fmt: skip
     gl.warp_specialize(
         [
             (_idle, (PDL,)),
@@ -353,9 +365,9 @@ def supports(q: Tensor, kv: Tensor) -> bool:
 
 def launch_decode(
     q: Tensor, kv: Tensor, scales: KvScales, layer: int, page_table: Tensor, items: Tensor, num_items: Tensor, *,
-    out: Tensor, num_sms: int, space: DecodeWorkspace, scale: float | None = None, windowed: bool = False,
+    out: Out, num_sms: int, space: DecodeWorkspace, scale: float | None = None, windowed: bool = False,
     softcap: float = 0.0, sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Out:  # fmt: skip
     """As `fp8_attention.decode_attention`, which checks the arguments; on `num_sms` SMs, whose shared memory it takes
     whole.
     """
@@ -368,9 +380,9 @@ def launch_decode(
     layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=3)
     slabs = kv.view(torch.int16).view(-1, page_size, num_kv_heads * head_dim // 2)  # K or V of one page and layer
     decode_kernel[(num_sms,)](
-        q, TensorDescriptor.from_tensor(slabs, [1, box, width], layout), scales.scale, out, page_table,
-        page_table.stride(0), items, num_items, space.partial, space.arrived, space.tickets, layer, layers,
-        log2_scale(scale, head_dim), sinks,
+        q, TensorDescriptor.from_tensor(slabs, [1, box, width], layout), scales.scale,
+        *output_places(out, len(q), head_dim), page_table, page_table.stride(0), items, num_items, space.partial,
+        space.arrived, space.tickets, layer, layers, log2_scale(scale, head_dim), sinks,
         HKV=num_kv_heads, G=group, GP=group_block(group), D=head_dim, WIDTH=width, PAGE=page_size, BN=block, BOX=box,
         SLOTS=_RING // (CONSUMERS * block * width * 2), SWIZZLE=swizzle,
         DTYPE={torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[q.dtype],

@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from weft.kernels.attention_output import Out, output_places
 from weft.kernels.decode_hopper import (
     _get,
     _load_block,
@@ -33,6 +34,7 @@ from weft.kernels.decode_workspace import DecodeWorkspace, group_block, head_blo
 from weft.kernels.dependent_launch import pdl_options
 from weft.kernels.fp8 import KvScales
 from weft.kernels.fp8_decode import _even_and_odd, _halves_of_words, _join, block_tokens
+from weft.kernels.fp8_gluon import quantized_pairs
 from weft.kernels.scores import log2_scale
 
 # A place is K and V of BN tokens, `ring[2 * place]` and `ring[2 * place + 1]`, each with a barrier of its own, which
@@ -81,7 +83,8 @@ def _next(queue, cursor, HKV: gl.constexpr, BN: gl.constexpr, PAGE: gl.constexpr
 
 @gluon.jit(do_not_specialize=["layer"])
 def decode_kernel(
-    q, kv, kv_scale, out, table, stride_table, items, num_items, partial, arrived, tickets, layer, layers, scale, sinks,
+    q, kv, kv_scale, out, out_scale, stride_scale, table, stride_table, items, num_items, partial, arrived, tickets,
+    layer, layers, scale, sinks,
     HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, PAGE: gl.constexpr,
     BN: gl.constexpr, BOX: gl.constexpr, PLACES: gl.constexpr, SWIZZLE: gl.constexpr, DTYPE: gl.constexpr,
     WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr, PDL: gl.constexpr,
@@ -208,8 +211,14 @@ def decode_kernel(
             second_of = _turn((odd / total[None, :] * v_scale).to(DTYPE), B)
             target = out + (row * HKV + head) * (G * D) + lane_head[None, :] * D + 2 * lane[:, None]
             mine = (lane_head < G)[None, :] & (2 * lane < D)[:, None]
-            gl.store(target, first_of, mask=mine)
-            gl.store(target + 1, second_of, mask=mine)
+            if out_scale is None:
+                gl.store(target, first_of, mask=mine)
+                gl.store(target + 1, second_of, mask=mine)
+            else:
+                pairs, factors = quantized_pairs(first_of, second_of, 0)
+                words = out.to(gl.pointer_type(gl.int16), bitcast=True) + (row * HKV + head) * (G * D // 2)
+                gl.store(words + lane_head[None, :] * (D // 2) + lane[:, None], pairs, mask=(lane_head < G)[None, :])
+                gl.store(out_scale + (head * G + lane_head) * stride_scale + row, factors, mask=lane_head < G)
         task = _get(task_smem.index(place))
     programs = gl.num_programs(0)
     if tasks > programs:  # noqa: SIM102 (`and` would draw in any case)
@@ -227,9 +236,9 @@ _RING = 49152
 
 def launch_decode(
     q: Tensor, kv: Tensor, scales: KvScales, layer: int, page_table: Tensor, items: Tensor, num_items: Tensor, *,
-    out: Tensor, num_sms: int, space: DecodeWorkspace, scale: float | None = None, windowed: bool = False,
+    out: Out, num_sms: int, space: DecodeWorkspace, scale: float | None = None, windowed: bool = False,
     softcap: float = 0.0, sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Out:  # fmt: skip
     """As `fp8_decode.launch_decode`, in `PER_SM` programs for each of `num_sms` SMs, wherever the GPU puts them."""
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
     group = q.shape[1] // num_kv_heads
@@ -240,9 +249,9 @@ def launch_decode(
     layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=3)
     slabs = kv.view(torch.int16).view(-1, page_size, num_kv_heads * head_dim // 2)  # K or V of one page and layer
     decode_kernel[(PER_SM * num_sms,)](
-        q, TensorDescriptor.from_tensor(slabs, [1, box, width], layout), scales.scale, out, page_table,
-        page_table.stride(0), items, num_items, space.partial, space.arrived, space.tickets, layer, layers,
-        log2_scale(scale, head_dim), sinks,
+        q, TensorDescriptor.from_tensor(slabs, [1, box, width], layout), scales.scale,
+        *output_places(out, len(q), head_dim), page_table, page_table.stride(0), items, num_items, space.partial,
+        space.arrived, space.tickets, layer, layers, log2_scale(scale, head_dim), sinks,
         HKV=num_kv_heads, G=group, GP=group_block(group), D=head_dim, WIDTH=width, PAGE=page_size, BN=block, BOX=box,
         PLACES=_RING // (2 * block * width * 2), SWIZZLE=swizzle,
         DTYPE={torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[q.dtype],

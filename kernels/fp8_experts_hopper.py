@@ -21,7 +21,8 @@ from weft.kernels.dependent_launch import pdl_options
 from weft.kernels.experts_hopper import _pass_by, _unit
 from weft.kernels.experts_triton import hidden_of
 from weft.kernels.fp8 import Fp8Rows, Fp8Weight
-from weft.kernels.fp8_hopper import _finished, _power_of_two, _promoted
+from weft.kernels.fp8_gluon import power_of_two
+from weft.kernels.fp8_hopper import _finished, _promoted
 from weft.kernels.gemm_config import GemmConfig
 from weft.kernels.gemm_hopper import load_tile, store_tile
 
@@ -96,7 +97,7 @@ def _consume(
                 y = _finished(right, scale, own, shift, col0 + 128, N, W_BLOCKS, True, HAS_BIAS, HALF)
                 h_right = _hidden(y, col0 // 2 + 64, N // 2, OAI, PAIRS)
                 amax = gl.maximum(gl.max(gl.abs(h_left), axis=1), gl.max(gl.abs(h_right), axis=1))
-                h_scale, inverse = _power_of_two(amax)
+                h_scale, inverse = power_of_two(amax)
                 h_rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, PAIRS))
                 gl.store(q_scale + (col0 // 256).to(gl.int64) * stride_q + h_rows, h_scale)
                 tma.store_wait(0)

@@ -36,6 +36,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from weft.kernels.dependent_launch import pdl_options
 from weft.kernels.fp8 import Fp8Rows, Fp8Weight
+from weft.kernels.fp8_gluon import power_of_two
 from weft.kernels.fp8_triton import weight_blocks
 from weft.kernels.gemm_hopper import (
     _activate,
@@ -81,17 +82,6 @@ def _produce(
                             load_tile(x, [tile_m * 128 + half * 64, tile_n * BN + piece * 128], x_full.index(half),
                                       io_smem.index(half * PIECES + piece))  # fmt: skip
         turn += 1  # noqa: SIM113
-
-
-@gluon.jit
-def _power_of_two(amax):
-    """As `fp8.power_of_two_scale`: (the scale, its inverse)."""
-    bits = amax.to(gl.int32, bitcast=True)
-    exponent = (bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).to(gl.int32)
-    exponent = gl.minimum(gl.maximum(exponent, -40), 120)
-    exponent = gl.where((bits >> 23) == 255, 128, exponent)
-    scale = ((exponent + 127) << 23).to(gl.float32, bitcast=True)
-    return scale, (gl.maximum(127 - exponent, 0) << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -275,7 +265,7 @@ def _weighted(z, norm, at, N, WEIGHTED: gl.constexpr):
 @gluon.jit
 def _leave_quantized(z, amax, q_smem, q_desc, q_scale, stride_q, row0, col, rows, live, N):
     """One block of 128 columns of the next product's operand: e4m3 and the scales of rows whose largest is amax."""
-    scale, inverse = _power_of_two(amax)
+    scale, inverse = power_of_two(amax)
     gl.store(q_scale + (col // 128).to(gl.int64) * stride_q + rows, scale, mask=(rows < live) & (col < N))
     q = (z * inverse[:, None]).to(gl.float8e4nv)
     tma.store_wait(1)  # the block before has left `q_smem`; the tile that was stored since may be on its way
@@ -417,7 +407,7 @@ def _consume(
             gate, up = gl.split(gl.reshape(y, (64, 64, 2)))
             h_right = gl.convert_layout(_gated(gate, up, ACT), PAIRS)
             amax = gl.maximum(gl.max(gl.abs(h_left), axis=1), gl.max(gl.abs(h_right), axis=1))
-            h_scale, inverse = _power_of_two(amax)
+            h_scale, inverse = power_of_two(amax)
             h_rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, PAIRS))
             gl.store(q_scale + tile_n.to(gl.int64) * stride_q + h_rows, h_scale, mask=h_rows < live)
             tma.store_wait(0)

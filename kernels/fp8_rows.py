@@ -1,6 +1,6 @@
-"""Passes over activations that quantise them, where no epilogue of a product makes them: as they are
-(twin: `fp8.quantize_rows`), behind the embedding and attention; or behind a norm that needs the whole row
-(twin: `fp8_reference.norm_rows`).
+"""Passes over activations that quantise them, where no kernel before leaves them so: as they are (twin:
+`fp8.quantize_rows`), behind attention of other heads than those of 128 and where products stand apart; or behind a norm
+that needs the whole row (twin: `fp8_reference.norm_rows`).
 """
 
 # Device functions carry no Python types.
@@ -23,8 +23,13 @@ BLOCKS = 16
 
 
 @triton.jit
-def _leave(z, amax, values, at, scale, stride, block, K):
-    """Blocks `z [blocks, 128]` of a row, whose largest numbers are `amax`: e4m3 and their scales."""
+def leave_blocks(z, values, at, scale, stride, block, K, PAIRS: tl.constexpr):
+    """Blocks `z [blocks, 128]` of a row: e4m3 and their scales; PAIRS: each two have one."""
+    amax = tl.max(tl.abs(z), axis=1)
+    if PAIRS:
+        BLOCKS: tl.constexpr = z.shape[0]
+        both = tl.max(tl.reshape(amax, (BLOCKS // 2, 2)), axis=1)
+        amax = tl.reshape(tl.broadcast_to(both[:, None], (BLOCKS // 2, 2)), (BLOCKS,))
     s, inverse = power_of_two(amax)
     tl.store(scale + block * stride, s, mask=block * 128 < K)
     tl.store(values + at, saturated(z * inverse[:, None]), mask=at < K)
@@ -44,11 +49,7 @@ def _quantize_kernel(
         z = tl.load(x + base + at, mask=at < K, other=0.0).to(tl.float32)
         if weight is not None:
             z *= tl.load(weight + at, mask=at < K, other=0.0).to(tl.float32)
-        amax = tl.max(tl.abs(z), axis=1)
-        if PAIRS:
-            both = tl.max(tl.reshape(amax, (BLOCKS // 2, 2)), axis=1)
-            amax = tl.reshape(tl.broadcast_to(both[:, None], (BLOCKS // 2, 2)), (BLOCKS,))
-        _leave(z, amax, values + base, at, scale + row, stride, block, K)
+        leave_blocks(z, values + base, at, scale + row, stride, block, K, PAIRS)
 
 
 def quantize_rows(
@@ -97,7 +98,7 @@ def _norm_kernel(
                 z *= tl.load(weight + at, mask=at < K, other=0.0).to(tl.float32)
             if bias is not None:
                 z += tl.load(bias + at, mask=at < K, other=0.0).to(tl.float32)
-            _leave(z, tl.max(tl.abs(z), axis=1), values + base, at, scale + row, stride, block, K)
+            leave_blocks(z, values + base, at, scale + row, stride, block, K, False)
 
 
 def norm_rows(

@@ -22,6 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from weft.kernels.attention_output import Out, output_places
 from weft.kernels.decode_hopper import _RING, CONSUMERS, _idle, _put, put_back
 from weft.kernels.decode_hopper import _consume as consume_decodes
 from weft.kernels.decode_hopper import _produce as produce_decodes
@@ -191,9 +192,9 @@ def _do_decodes(
 
 @gluon.jit(do_not_specialize=["layer"])
 def pod_kernel(
-    q, queries, decode_kv, prefill_kv, out, table, stride_table, decode_items, num_decode, decode_partial,
-    decode_arrived, decode_tickets, prefill_items, num_prefill, prefill_partial, prefill_arrived, prefill_tickets,
-    first_decoders, layer, layers, scale, sinks,
+    q, queries, decode_kv, prefill_kv, out, out_scale, stride_scale, table, stride_table, decode_items, num_decode,
+    decode_partial, decode_arrived, decode_tickets, prefill_items, num_prefill, prefill_partial, prefill_arrived,
+    prefill_tickets, first_decoders, layer, layers, scale, sinks,
     HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, PAGE: gl.constexpr,
     DECODE_BN: gl.constexpr, DECODE_BOX: gl.constexpr, SLOTS: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr,
     STAGES: gl.constexpr, DTYPE: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, FIELDS: gl.constexpr,
@@ -203,18 +204,19 @@ def pod_kernel(
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
         gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
                                   pack=1)  # fmt: skip
+    target = (out, out_scale, stride_scale)
     decodes = gl.load(num_decode) * HKV
     tiles = gl.load(num_prefill) * HKV
     decoding = gl.program_id(0) < gl.load(first_decoders)
     for _ in range(2):
         if decoding:
             if decodes > 0:
-                _do_decodes(queries, decode_kv, out, table, stride_table, decode_items, decodes, decode_partial,
+                _do_decodes(queries, decode_kv, target, table, stride_table, decode_items, decodes, decode_partial,
                             decode_arrived, decode_tickets, layer, layers, scale, sinks, HKV, G, GP, D, DP, PAGE,
                             DECODE_BN, DECODE_BOX, SLOTS, DTYPE, WINDOW > 0, SOFTCAP)  # fmt: skip
         else:
             if tiles > 0:
-                _do_tiles(q, prefill_kv, out, table, stride_table, prefill_items, tiles, prefill_partial,
+                _do_tiles(q, prefill_kv, target, table, stride_table, prefill_items, tiles, prefill_partial,
                           prefill_arrived, prefill_tickets, layer, layers, scale, sinks, HKV, G, D, DP, PAGE, BN, BOX,
                           STAGES, DTYPE, WINDOW, SOFTCAP, FIELDS)  # fmt: skip
         decoding = not decoding
@@ -236,10 +238,10 @@ class PodWork(NamedTuple):
 
 
 def launch_pod(
-    q: Tensor, kv: Tensor, layer: int, page_table: Tensor, work: PodWork, *, out: Tensor, num_sms: int,
+    q: Tensor, kv: Tensor, layer: int, page_table: Tensor, work: PodWork, *, out: Out, num_sms: int,
     decodes: DecodeWorkspace, prefills: PrefillWorkspace, scale: float | None = None, window: int | None = None,
     softcap: float = 0.0, sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Out:  # fmt: skip
     """Rows of `q [T, Hq, D]` named by both lists -> the same rows of `out [T, Hq * D]`, as `decode_attention` and
     `prefill_attention` do one after the other, on `num_sms` SMs. 16-bit numbers, heads of 33 to 128.
 
@@ -260,10 +262,10 @@ def launch_pod(
         for rows in (decode_block, block)
     ]
     pod_kernel[(num_sms,)](
-        q, TensorDescriptor.from_tensor(q.view(-1, head_dim), [group_block(group), width], shared[0]), *tiles, out,
-        page_table, page_table.stride(0), work.decode_items, work.num_decodes, decodes.partial, decodes.arrived,
-        decodes.tickets, work.prefill_items, work.num_prefills, prefills.partial, prefills.arrived, prefills.tickets,
-        work.first_decoders, layer, layers, log2_scale(scale, head_dim), sinks,
+        q, TensorDescriptor.from_tensor(q.view(-1, head_dim), [group_block(group), width], shared[0]), *tiles,
+        *output_places(out, len(q), head_dim), page_table, page_table.stride(0), work.decode_items, work.num_decodes,
+        decodes.partial, decodes.arrived, decodes.tickets, work.prefill_items, work.num_prefills, prefills.partial,
+        prefills.arrived, prefills.tickets, work.first_decoders, layer, layers, log2_scale(scale, head_dim), sinks,
         HKV=num_kv_heads, G=group, GP=group_block(group), D=head_dim, DP=width, PAGE=page_size,
         DECODE_BN=decode_block, DECODE_BOX=min(page_size, decode_block),
         SLOTS=_RING // (CONSUMERS * decode_block * width * 2), BN=block, BOX=min(page_size, block), STAGES=2,

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.attention_output import Out, output_places, write_heads
 from weft.kernels.decode_workspace import head_block
 from weft.kernels.dependent_launch import begin, pdl_options, release
 from weft.kernels.gpu import is_hopper, on_gpu
@@ -26,7 +27,7 @@ from weft.kernels.work_lists import TILE_FIELDS, TILE_ROWS
 
 @triton.jit(do_not_specialize=["layer"])
 def _prefill_kernel(
-    q, kv, out, table, stride_table, items, num_items, layer, layers, scale, sinks,
+    q, kv, out, out_scale, stride_scale, table, stride_table, items, num_items, layer, layers, scale, sinks,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     PDL: tl.constexpr,
@@ -80,7 +81,11 @@ def _prefill_kernel(
             acc = tl.dot(p.to(DTYPE), v, acc * alpha[:, None])
             m = m_new
         norm = with_sink(norm, m, sinks, head * G + rows % G, rows // G < queries)
-        tl.store(out + at[:, None] + d[None, :], (acc / norm[:, None]).to(DTYPE), mask=mine)
+        y = (acc / norm[:, None]).to(DTYPE)
+        whose, token = head * G + rows % G, q_row + rows // G
+        write_heads(
+            y, out + at[:, None] + d[None, :], mine, out_scale, stride_scale, whose, token, rows // G < queries, 1
+        )
 
 
 class PrefillWorkspace(NamedTuple):
@@ -114,7 +119,7 @@ def prefill_attention(
     items: Tensor,
     num_items: Tensor,
     *,
-    out: Tensor,
+    out: Out,
     num_sms: int,
     scale: float | None = None,
     window: int | None = None,
@@ -122,8 +127,9 @@ def prefill_attention(
     sinks: Tensor | None = None,
     space: PrefillWorkspace | None = None,
     portable: bool = False,
-) -> Tensor:
-    """Attention of the chunks' rows of `q [T, Hq, D]` over their pages -> the same rows of `out [T, Hq * D]`.
+) -> Out:
+    """Attention of the chunks' rows of `q [T, Hq, D]` over their pages -> the same rows of `out [T, Hq * D]`,
+    of q's dtype or an operand in e4m3 (heads of 128: `attention_output`).
 
     kv `[pages, layers, 2, page_size, Hkv, D]`, page_size 16, 32, 64 or 128; page_table `[rows, max_pages]` int32; items
     `[max_items, 4]` int32 from `prefill_items`; num_items `[1]` int32 in device memory. K and V of the chunk are in
@@ -134,8 +140,9 @@ def prefill_attention(
     """
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
     group = q.shape[1] // num_kv_heads
-    if not (kv.is_contiguous() and q.is_contiguous() and out.is_contiguous() and items.is_contiguous()):
-        raise ValueError("q, kv, out and items must be contiguous")
+    if not (kv.is_contiguous() and q.is_contiguous() and items.is_contiguous()):
+        raise ValueError("q, kv and items must be contiguous")
+    places = output_places(out, len(q), head_dim)
     if page_table.stride(1) != 1:
         raise ValueError("rows of the page table must be contiguous")
     if (space is None) != (items.shape[1] == TILE_FIELDS):
@@ -146,7 +153,7 @@ def prefill_attention(
     width = head_block(head_dim)
     if portable or not _hopper(q, head_dim):
         _prefill_kernel[(num_sms,)](
-            q, kv, out, page_table, page_table.stride(0), items, num_items, layer, layers, factor, sinks,
+            q, kv, *places, page_table, page_table.stride(0), items, num_items, layer, layers, factor, sinks,
             HKV=num_kv_heads, G=group, D=head_dim, DP=width, PAGE=page_size, BM=TILE_ROWS,
             BN=64 if width <= 128 else 32, STAGES=2,
             DTYPE={torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[q.dtype],
@@ -165,7 +172,7 @@ def prefill_attention(
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     tiles = TensorDescriptor.from_tensor(slabs, [1, box, width], layout)
     prefill_kernel[(num_sms,)](
-        q, tiles, out, page_table, page_table.stride(0), items, num_items, layer, layers, factor, sinks,
+        q, tiles, *places, page_table, page_table.stride(0), items, num_items, layer, layers, factor, sinks,
         space.partial if space is not None else None, space.arrived if space is not None else None,
         HKV=num_kv_heads, G=group, D=head_dim, DP=width, PAGE=page_size, BN=block, BOX=box, STAGES=2, DTYPE=dtype,
         WINDOW=window or 0, SOFTCAP=softcap, FIELDS=items.shape[1], num_warps=4,

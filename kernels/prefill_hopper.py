@@ -24,6 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from weft.kernels.fp8_gluon import quantized
+
 # renamed after Triton 3.6
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -169,7 +171,14 @@ def _write(
     mask = (row // G < queries)[:, None]
     if DP != D:
         mask = mask & (d < D)[None, :]
-    gl.store(out + at[:, None] + d[None, :], acc.to(DTYPE), mask=mask)
+    out, out_scale, stride_scale = out
+    if out_scale is None:
+        gl.store(out + at[:, None] + d[None, :], acc.to(DTYPE), mask=mask)
+    else:
+        eight, factors = quantized(acc.to(DTYPE), 1)
+        gl.store(out + at[:, None] + d[None, :], eight, mask=mask)
+        place = (head * G + row % G) * stride_scale + q_row + row // G
+        gl.store(out_scale + place, factors, mask=row // G < queries)
 
 
 @gluon.jit
@@ -321,7 +330,8 @@ def attend(
 
 @gluon.jit(do_not_specialize=["layer"])
 def prefill_kernel(
-    q, kv, out, table, stride_table, items, num_items, layer, layers, scale, sinks, partial, arrived,
+    q, kv, out, out_scale, stride_scale, table, stride_table, items, num_items, layer, layers, scale, sinks, partial,
+    arrived,
     HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr,
     BOX: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
     FIELDS: gl.constexpr, PDL: gl.constexpr,
@@ -345,12 +355,13 @@ def prefill_kernel(
         gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
                                   pack=1)  # fmt: skip
     tasks = gl.load(num_items) * HKV
+    target = (out, out_scale, stride_scale)
     gl.warp_specialize(
         [
-            (_consume, (q, out, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items, tasks, scale,
+            (_consume, (q, target, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items, tasks, scale,
                         sinks, partial, arrived, 0, HKV, G, BN, BOX, D, DP, STAGES, DTYPE, WINDOW, SOFTCAP,
                         FIELDS)),
-            (_consume, (q, out, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items, tasks, scale,
+            (_consume, (q, target, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items, tasks, scale,
                         sinks, partial, arrived, 1, HKV, G, BN, BOX, D, DP, STAGES, DTYPE, WINDOW, SOFTCAP,
                         FIELDS)),
             (_produce, (kv, k_smem, v_smem, k_full, k_empty, v_full, v_empty, table, stride_table, items, tasks, layer,

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.dependent_launch import begin, pdl_options, release
+from weft.kernels.fp8 import BLOCK, Fp8Rows
 
 
 def row_options(hidden: int) -> dict[str, Any]:
@@ -96,7 +98,10 @@ def add_normed(x: Tensor, y: Tensor, weight: Tensor, eps: float, *, sumsq: Tenso
 
 
 @triton.jit
-def _gather_kernel(x, a, at, count, x_out, a_out, H, A, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gather_kernel(
+    x, a, at, count, x_out, a_out, H, A, scale, stride, scale_out, stride_out, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     begin(PDL)
     release(PDL)
     target = tl.program_id(0).to(tl.int64)
@@ -110,12 +115,25 @@ def _gather_kernel(x, a, at, count, x_out, a_out, H, A, BLOCK: tl.constexpr, PDL
             column = start + tl.arange(0, BLOCK)
             value = tl.load(a + row * A + column, mask=column < A, other=0.0)
             tl.store(a_out + target * A + column, value, mask=column < A)
+        if scale is not None:
+            block = tl.arange(0, BLOCKS)
+            value = tl.load(scale + block * stride + row, mask=block * 128 < A, other=0.0)
+            tl.store(scale_out + block * stride_out + target, value, mask=block * 128 < A)
 
 
-def gather_rows(x: Tensor, a: Tensor, rows: Tensor, count: Tensor, *, x_out: Tensor, a_out: Tensor) -> None:
+def gather_rows(
+    x: Tensor, a: Tensor | Fp8Rows, rows: Tensor, count: Tensor, *, x_out: Tensor, a_out: Tensor | Fp8Rows
+) -> None:
     """The first `count [1]` of `rows [T]` int32 of `x [T, H]` and `a [T, A]`, in this order, to the beginning of x_out
-    and a_out; the rows behind are left as they are."""
+    and a_out, which is what a is: numbers or an operand. The rows behind are left as they are."""
+    scales: tuple[Any, ...] = None, None, None, None
+    if isinstance(a, Fp8Rows) and isinstance(a_out, Fp8Rows):
+        scales = a.scale, a.scale.stride(0), a_out.scale, a_out.scale.stride(0)
+        a, a_out = a.values.view(torch.uint8), a_out.values.view(torch.uint8)
+    if isinstance(a, Fp8Rows) or isinstance(a_out, Fp8Rows):
+        raise TypeError("a and a_out must both be numbers, or both operands")
     hidden, width = x.shape[1], a.shape[1]
     _gather_kernel[(rows.shape[0],)](
-        x, a, rows, count, x_out, a_out, hidden, width, **row_options(max(hidden, width))
+        x, a, rows, count, x_out, a_out, hidden, width, *scales,
+        BLOCKS=triton.next_power_of_2(-(-width // BLOCK)), **row_options(max(hidden, width)),
     )  # fmt: skip

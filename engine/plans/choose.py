@@ -24,7 +24,7 @@ COLLECTIVES: Collection[str] = (ALL_REDUCE,)
 
 def kernels_digest(*, eight: bool = False) -> str:
     """Of the kernels' code: a plan's configurations and timings belong to it. eight: with that of FP8."""
-    more = ("fp8*.py",) if eight else ()
+    more = ("fp8*.py", "attention_output.py") if eight else ()
     return source_digest("gemm*.py", "projections.py", "decode_*.py", "prefill_*.py", "dependent_launch.py", *more)
 
 
