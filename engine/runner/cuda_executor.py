@@ -25,6 +25,7 @@ from weft.engine.runner.layer_launch import one_part, same_parts
 from weft.engine.runner.sum_places import OF_EMBEDDING
 from weft.kernels import reference, resident, sampling_shards
 from weft.kernels.attention import AttentionBackend
+from weft.kernels.attention_output import part_of
 from weft.kernels.collectives import embed_part
 from weft.kernels.dependent_launch import dependent_launch
 from weft.kernels.embedding import embed, final_norm
@@ -209,7 +210,7 @@ class CudaExecutor:
         embed(
             ids, table, scale=self.spec.embedding_scale, places=self.weights.places,
             positions=column["positions"], centred=self.spec.norm.centred, out=self.x[:tokens],
-            sumsq=self._layers.sumsq[:, :tokens],
+            sumsq=self._layers.sumsq[:, :tokens], **self._layers.of_embedding(pipeline),
         )  # fmt: skip
 
     def _head(self, parts: list[int], pipeline: Pipeline, num_rows: int) -> None:
@@ -298,14 +299,15 @@ class CudaExecutor:
         if pipeline not in self._alone:
             self._alone[pipeline] = pipeline.alone(self.spec, self._layers.num_sms)
         alone, last, left, t = self._alone[pipeline], pipeline.num_layers - 1, self._layers.left, pipeline.tokens
-        whole, early = self._layers.activations, len(pipeline.lanes) == 1
+        whole, early = self._layers.whole, len(pipeline.lanes) == 1
 
         def gather() -> None:
             assert left.live is not None
             with dependent_launch(early):
                 gather_rows(
-                    whole["x"][:t], whole["a"][:t], self.inputs.column["left_tokens"][:t], left.live,
-                    x_out=left.activations["x"][:t], a_out=left.activations["a"][:t],
+                    whole.activations["x"][:t], part_of(whole.attended, slice(0, t)),
+                    self.inputs.column["left_tokens"][:t], left.live, x_out=left.activations["x"][:t],
+                    a_out=part_of(left.attended, slice(0, t)),
                 )  # fmt: skip
 
         def launch_one(i: int) -> None:

@@ -1,7 +1,8 @@
 """`Fp8Layers`: the products of layers in FP8 on a GPU but for those of experts, and the operands between them.
 
-A product that adds to the stream leaves the operand of the product that reads it next, times that one's norm weight; an
-MLP's first product leaves that of its second. Behind the embedding and attention, a pass over the rows quantises.
+A product that adds to the stream leaves the operand of the product that reads it next, times that one's norm weight, as
+the embedding does for the first layer; an MLP's first product leaves that of its second, and attention of heads of 128
+that of the product behind it. Behind other attention a pass over the rows quantises.
 
 Static scales of a checkpoint's activations are left aside: behind a norm they could be applied only once a whole row is
 summed, in a pass of its own, and the scales made here are at least as fine (`kernels.fp8`).
@@ -21,6 +22,7 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.plans.pipeline import Pipeline
 from weft.kernels import fp8_projections
+from weft.kernels.attention_output import Output
 from weft.kernels.fp8 import BLOCK, Fp8Rows
 from weft.kernels.fp8_experts import switch_shared
 from weft.kernels.fp8_matrix import Fp8Matrix
@@ -99,8 +101,17 @@ class Fp8Layers:
         return matrix
 
     def operand(self, name: str, tokens: slice, span: int = BLOCK) -> Fp8Rows:
-        values, scale, _ = self._operands[name]
-        return Fp8Rows(values[tokens], scale[:, tokens], span)
+        return self._operands[name].part(tokens)._replace(span=span)
+
+    def of_embedding(self, pipeline: Pipeline) -> dict[str, Any]:
+        """What `embed` is told to leave beside the stream: the first layer's operand."""
+        rows = self.operand("x", slice(0, pipeline.tokens), self.span(pipeline))
+        return {"quantized": rows, "next_norm": self.matrix(0, "qkv").norm}
+
+    def fill(self) -> None:
+        """See `CudaLayers.fill`."""
+        for values, scale, _ in self._operands.values():
+            quantize_rows(torch.randn_like(values, dtype=torch.bfloat16), out=Fp8Rows(values, scale, 2 * BLOCK))
 
     def first_of(self, layer: int) -> Fp8Matrix | None:
         """The matrix that reads the stream first in a layer; None behind the last one."""
@@ -110,27 +121,30 @@ class Fp8Layers:
         """A matrix of those that read the stream there: one norm is before all."""
         return self.matrix(layer, "gate_up" if "gate_up" in self._layers[layer] else "experts_gate_up")
 
+    def _source(self, op: Operation, tokens: slice, a: Output | None, live: Tensor) -> Fp8Rows:
+        """What a product that adds to the stream reads."""
+        if isinstance(a, Fp8Rows):
+            return a
+        rows = self.operand(op.source, tokens)
+        return rows if a is None else quantize_rows(a, out=rows, num_tokens=live)
+
     def qkv(
-        self, layer: int, tokens: slice, product: ProductWeights, x: Tensor, sums: Tensor, eps: float,
+        self, layer: int, tokens: slice, product: ProductWeights, x: Tensor, sums: Tensor, eps: float,  # noqa: ARG002
         heads: tuple[Any, ...], out: Tensor, span: int, common: dict[str, Any],
     ) -> None:  # fmt: skip
-        """x and sums `[parts, T]`: of the tokens' part of the stream; heads: see `fp8_projections.qkv_project`."""
+        """x and sums `[parts, T]`: of the tokens' part of the stream; x itself is not read. heads: see
+        `fp8_projections.qkv_project`."""
         matrix, rows = self.matrix(layer, "qkv"), self.operand("x", tokens, span)
-        if layer == 0:
-            quantize_rows(x, matrix.norm, out=rows, num_tokens=common["num_tokens"])
         common = common | self._fixed.get("qkv", {})
         fp8_projections.qkv_project(rows, sums, matrix.weight, product.bias, eps, *heads, out=out, **common)
 
     def residual(
-        self, layer: int, tokens: slice, op: Operation, product: ProductWeights, a: Tensor, x: Tensor, sumsq: Tensor,
-        span: int, common: dict[str, Any],
+        self, layer: int, tokens: slice, op: Operation, product: ProductWeights, a: Output | None, x: Tensor,
+        sumsq: Tensor, span: int, common: dict[str, Any],
     ) -> Tensor:  # fmt: skip
-        """Adds to x; returns the view of sumsq that was written. a: what attention gave; not read behind an MLP."""
-        rows = self.operand(op.source, tokens)
-        reader = self.first_of(layer + 1)
-        if op.source == "a":
-            quantize_rows(a, out=rows, num_tokens=common["num_tokens"])
-            reader = self._behind_attention(layer)
+        """Adds to x; returns the view of sumsq that was written. a: what attention gave; None behind an MLP."""
+        rows = self._source(op, tokens, a, common["num_tokens"])
+        reader = self.first_of(layer + 1) if a is None else self._behind_attention(layer)
         matrix = self.matrix(layer, op.name)
         _, sums = fp8_projections.residual_project(
             rows, matrix.weight, x, out=x, sumsq=sumsq, bias=product.bias,

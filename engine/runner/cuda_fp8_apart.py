@@ -18,8 +18,10 @@ from weft.engine.model.layer_weights import ProductWeights
 from weft.engine.model.operations import Operation
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
+from weft.engine.plans.pipeline import Pipeline
 from weft.engine.runner.cuda_fp8 import Fp8Layers
 from weft.kernels import fp8_projections
+from weft.kernels.attention_output import Output
 from weft.kernels.fp8 import Fp8Rows
 from weft.kernels.fp8_rows import norm_rows, quantize_rows
 from weft.kernels.heads import place_heads
@@ -43,6 +45,10 @@ class Fp8LayersApart(Fp8Layers):
             self._fixed = {
                 kind: {"config": fp8_projections.of_any_count(kind)} for kind in ("linear", "residual", "gate_up")
             }
+
+    def of_embedding(self, pipeline: Pipeline) -> dict[str, Any]:  # noqa: ARG002
+        """Nothing: `qkv` quantises what it reads."""
+        return {}
 
     def _room(self, name: str, tokens: slice) -> Tensor:
         raw = self._raw[name]
@@ -84,13 +90,11 @@ class Fp8LayersApart(Fp8Layers):
         place_heads(raw, eps, *heads, out=out, num_tokens=live, **scales)
 
     def residual(
-        self, layer: int, tokens: slice, op: Operation, product: ProductWeights, a: Tensor, x: Tensor, sumsq: Tensor,
-        span: int, common: dict[str, Any],  # noqa: ARG002
+        self, layer: int, tokens: slice, op: Operation, product: ProductWeights, a: Output | None, x: Tensor,
+        sumsq: Tensor, span: int, common: dict[str, Any],  # noqa: ARG002
     ) -> Tensor:  # fmt: skip
         """As of `Fp8Layers`."""
-        norm, rows = self._spec.norm, self.operand(op.source, tokens)
-        if op.source == "a":
-            quantize_rows(a, out=rows, num_tokens=common["num_tokens"])
+        norm, rows = self._spec.norm, self._source(op, tokens, a, common["num_tokens"])
         if product.post_norm is not None:
             raw = self._room("residual", tokens)
             self._linear(rows, None, layer, op.name, product.bias, norm.eps, raw, common)

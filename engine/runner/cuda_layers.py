@@ -24,13 +24,15 @@ from weft.engine.runner.cuda_fp8_apart import Fp8LayersApart
 from weft.engine.runner.cuda_fp8_experts import Fp8ExpertLayers
 from weft.engine.runner.cuda_inputs import DeviceInputs
 from weft.engine.runner.launchers import launchers_of
-from weft.engine.runner.layer_launch import Launch, Rows, same_parts
+from weft.engine.runner.layer_launch import Launch, rows_of, same_parts
 from weft.engine.runner.sum_places import SumPlace, sum_places
 from weft.kernels.attention import AttentionBackend
+from weft.kernels.attention_output import Output, part_of
 from weft.kernels.attention_triton import PrefillParts, TritonStep
 from weft.kernels.decode_workspace import decode_workspace
 from weft.kernels.experts import switch_shared
 from weft.kernels.fp8 import KvScales
+from weft.kernels.fp8_projections import rows_buffer
 from weft.kernels.fp8_unpack import Unpacked, counting_table
 from weft.kernels.gemm_config import GemmConfig
 from weft.kernels.gemm_launch import choose, workspace
@@ -104,24 +106,15 @@ class CudaLayers:
         dense = spec.layer_operations() if spec.quantization is None else ()
         self._summed_alone = frozenset(op.name for op in summed_alone(dense))
         """products that may write to the other ranks themselves"""
-        self.activations = {
+        activations = {
             "x": self.x,
             "q": buffer(t, spec.num_heads, spec.head_dim),
-            "a": buffer(t, spec.num_heads * spec.head_dim),
             "h": buffer(t, spec.intermediate_size),
         }
         self.expert_layers: ExpertLayers | None = None
         if spec.experts is not None:
             self.expert_layers = ExpertLayers(spec, t, dtype, device)
-            self.activations["s"] = buffer(t, spec.experts.shared_size)
-        self.whole = Rows(self.activations, self.sumsq)
-        self.left = self.whole
-        """what stays in the last layer, where rows leave"""
-        if Pipeline(serial_period(spec, t, here.sms), spec).behind:
-            self.left = Rows(
-                {**self.activations, "x": buffer(t, spec.hidden_size), "a": torch.zeros_like(self.activations["a"])},
-                sumsq_buffer(spec.hidden_size, t, device), inputs.count["left"],
-            )  # fmt: skip
+            activations["s"] = buffer(t, spec.experts.shared_size)
         self._raw = {
             name: buffer(t, width) if needed else None
             for name, width, needed in (
@@ -132,13 +125,26 @@ class CudaLayers:
         """what a product leaves for a pass over its rows, where one follows"""
         self._fp8: Fp8Layers | None = None
         if fp8_apart:
-            raw = {**self._raw, "h": self.activations["h"]}
+            raw = {**self._raw, "h": activations["h"]}
             self._fp8 = Fp8LayersApart(spec, weights, t, device, raw, invariant=invariant)
         elif spec.quantization is not None:
             self._fp8 = Fp8Layers(spec, weights, t, device, invariant=invariant)
         self._fp8_experts: Fp8ExpertLayers | None = None
         if self._fp8 is not None and self.expert_layers is not None:
             self._fp8_experts = Fp8ExpertLayers(spec, self._fp8, self.expert_layers.choice, t, dtype, device)
+        width = spec.num_heads * spec.head_dim
+        attended: Output | None = None
+        if self._fp8 is not None and not fp8_apart and attention.quantizes:
+            attended = self._fp8.operand("a", slice(None))
+        self.whole = rows_of(activations, self.sumsq, buffer(t, width) if attended is None else attended)
+        self.activations = self.whole.activations
+        self.left = self.whole
+        """what stays in the last layer, where rows leave"""
+        if Pipeline(serial_period(spec, t, here.sms), spec).behind:
+            left = {**activations, "x": buffer(t, spec.hidden_size)}
+            sums = sumsq_buffer(spec.hidden_size, t, device)
+            left_attended = buffer(t, width) if attended is None else rows_buffer(t, width, device)
+            self.left = rows_of(left, sums, left_attended, inputs.count["left"])
         self.gemm_space = workspace(device, elements=1 << 26)
         self.steps: list[Any] = [self._work(k) for k in range(inputs.layout.nano_batches)]
         """what the attention back end needs, for each nano-batch"""
@@ -200,6 +206,12 @@ class CudaLayers:
             else:
                 activation.normal_()
         self.sumsq.fill_(self.spec.hidden_size)
+        if self._fp8 is not None:
+            self._fp8.fill()
+
+    def of_embedding(self, pipeline: Pipeline) -> dict[str, Any]:
+        """What `embed` is told to leave beside the stream."""
+        return {} if self._fp8 is None else self._fp8.of_embedding(pipeline)
 
     # -- launchers
 
@@ -229,14 +241,14 @@ class CudaLayers:
         if not it.fused:
             self._attend(self.attention.prefill, it)
 
-    def _attend(self, attend: Callable[..., Tensor], it: Launch) -> None:
+    def _attend(self, attend: Callable[..., Output], it: Launch) -> None:
         """On the whole activations: work lists say whose rows."""
         steps = self.left_steps if it.leaving and self.attention.captured else self.steps
         step = steps[it.pipeline.nano_batches.index((it.nano.begin, it.nano.end))]
-        q, out = self.activations[it.operation.source], self.activations[it.operation.target]
         sinks = self.weights.layers[it.layer]["qkv"].sinks
         attend(
-            q, it.kv, it.layer, step, out=out, num_sms=it.nano.sms, **({} if sinks is None else {"sinks": sinks})
+            self.activations[it.operation.source], it.kv, it.layer, step, out=self.whole.attended, num_sms=it.nano.sms,
+            **({} if sinks is None else {"sinks": sinks}),
         )  # fmt: skip
 
     def _residual(self, it: Launch) -> None:
@@ -244,15 +256,16 @@ class CudaLayers:
             self._leave_partial(it)
             return
         own, w, norm = it.tokens, it.product, self.spec.norm
-        a, x, sumsq = it.rows.activations[it.operation.source][own], it.x, it.rows.sumsq[:, own]
+        x, sumsq = it.x, it.rows.sumsq[:, own]
         if self._fp8 is not None:
             span = self._fp8.span(it.pipeline)
+            a = part_of(it.rows.attended, own) if it.operation.source == "a" else None
             sums = self._fp8.residual(it.layer, own, it.operation, w, a, x, sumsq, span, self._common(it))
             it.parts[it.blocks] = [sums.shape[0]] * len(it.parts[it.blocks])
             return
         _, sums = residual_project(
-            a, w.weight, x, out=x, sumsq=sumsq, post_norm=w.post_norm, bias=w.bias, eps=norm.eps, centred=norm.centred,
-            raw=self._raw_of("residual", own), **self._common(it),
+            it.rows.activations[it.operation.source][own], w.weight, x, out=x, sumsq=sumsq, post_norm=w.post_norm,
+            bias=w.bias, eps=norm.eps, centred=norm.centred, raw=self._raw_of("residual", own), **self._common(it),
         )  # fmt: skip
         if self.invariant and w.post_norm is None and not norm.centred:
             # the parts follow the tiles of the product, and these the token count

@@ -12,6 +12,7 @@ from weft.engine.model.layer_weights import ProductWeights
 from weft.engine.model.operations import Operation
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import TOKEN_STEP, NanoOperation
+from weft.kernels.attention_output import Output
 
 
 class Rows(NamedTuple):
@@ -20,8 +21,16 @@ class Rows(NamedTuple):
     activations: Mapping[str, Tensor]
     sumsq: Tensor
     """[parts, T] of the stream"""
+    attended: Output
+    """what attention writes: the activation "a", or, where it quantises, an operand in its place"""
     live: Tensor | None = None
     """[1] how many there are; None: as many as token ranges say"""
+
+
+def rows_of(activations: Mapping[str, Tensor], sumsq: Tensor, attended: Output, live: Tensor | None = None) -> Rows:
+    """Activations but for what attention writes, which is one of them where it is no operand."""
+    named = {"a": attended} if isinstance(attended, Tensor) else {}
+    return Rows({**activations, **named}, sumsq, attended, live)
 
 
 class Launch(NamedTuple):

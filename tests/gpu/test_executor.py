@@ -37,6 +37,7 @@ from weft.engine.runner.cuda_layers import CudaLayers
 from weft.kernels.attention import AttentionShape
 from weft.kernels.attention_torch import TorchAttention
 from weft.kernels.attention_triton import PER_SM, TritonAttention
+from weft.kernels.fp8 import row_values
 from weft.kernels.gemm_config import SPECIAL, GemmConfig
 from weft.kernels.gpu import gpu
 
@@ -232,7 +233,7 @@ def test_a_pipeline_gives_the_serial_plans_logits_to_the_bit(cuts: tuple[int, ..
 @pytest.mark.nightly
 def test_a_pipeline_of_products_in_fp8_gives_the_serial_plans_logits_to_the_bit(device: str) -> None:
     large = device == "cuda"
-    sizes = (1024, 3584, 8, 2, 128) if large else (128, 192, 4, 2, 64)
+    sizes = (1024, 3584, 8, 2, 128) if large else (128, 192, 2, 1, 128)
     spec = replace(_spec(*sizes), quantization=Quantization("fp8", at_load=True))
     config = GemmConfig(128, 256, 128, 4, 4, special=True) if large else GemmConfig(64, 256, 128, 3, 8)
     machine = Machine(spec, Load(380, 90, 200, 75) if large else Load(250, 30, 60, 75), device)
@@ -242,6 +243,31 @@ def test_a_pipeline_of_products_in_fp8_gives_the_serial_plans_logits_to_the_bit(
     assert want.std() > 0.01
     got = machine.logits(_pipeline(cuts, config, machine.sms, 20 if large else 2, spec, "gate_up"))
     assert torch.equal(got, want)
+
+
+@pytest.mark.usefixtures("streams", "rounded")
+def test_attention_that_leaves_operands_changes_no_bit(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a pass over rows of 16 bits; with all rows, and where those that nobody reads leave the last layer."""
+    large = device == "cuda"
+    sizes = (1024, 3584, 8, 2, 128) if large else (128, 128, 2, 1, 128)
+    spec = replace(_spec(*sizes), quantization=Quantization("fp8", at_load=True))
+    load = Load(380, 90, 200, 75) if large else Load(60, 10, 20, 31)
+    period = serial_period(spec, 384 if large else 64, gpu().sms)  # type: ignore[union-attr]
+    found = []
+    for quantizes, unread_from in ((True, 0), (False, 0), (True, 10**9)):
+        with monkeypatch.context() as patch:
+            patch.setattr(TritonAttention, "quantizes", quantizes)
+            patch.setattr(pipeline, "UNREAD_FROM", unread_from)
+            machine = Machine(spec, load, device)
+            assert ("a" in machine.executor._layers.activations) != quantizes
+            found.append(machine.logits(period))
+    assert found[0].isfinite().all()
+    assert found[0].std() > 0.01
+    assert torch.equal(found[1], found[0])
+    assert torch.equal(found[2], found[0])
+    machine.executor.fill(torch.randn_like(machine.executor.x))  # to time layers without an embedding
+    made = row_values(machine.executor._layers.whole.attended)  # type: ignore[arg-type]
+    assert 0.9 < float(made.std()) < 1.1
 
 
 @pytest.mark.usefixtures("streams")

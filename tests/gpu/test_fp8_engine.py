@@ -22,6 +22,7 @@ from interpreted import interpreted_gpu
 from weft.engine.runner import cuda_inputs, resolve
 from weft.engine.runner.cuda_inputs import DeviceInputs
 from weft.kernels import fp8, fp8_projections
+from weft.kernels.attention_triton import TritonAttention
 from weft.kernels.gpu import Gpu, is_hopper
 from weft.kernels.heads import place_heads
 
@@ -33,10 +34,15 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
+WIDE: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128}
+"""of families "NAME, wide heads": whose attention leaves operands"""
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def made(family: str) -> Path:
-        path, model = tmp_path_factory.mktemp(family), make_tiny(family, **SIZES)
+        name, _, wide = family.partition(", ")
+        path, model = tmp_path_factory.mktemp(name), make_tiny(name, **SIZES | (WIDE if wide else {}))
         for name, weight in model.named_parameters():
             if "norm" in name:  # which an operand must have been multiplied by
                 torch.nn.init.uniform_(weight, 0.4, 1.6)
@@ -97,6 +103,28 @@ def test_its_tokens_are_those_of_the_twins(
     assert sum(theirs == ours for theirs, ours in zip(want, got, strict=True)) >= 1
 
 
+@pytest.mark.parametrize("formats", [WEIGHTS | PAGES, pytest.param(WEIGHTS, marks=pytest.mark.nightly)], ids=str)
+def test_operands_that_attention_leaves_are_those_of_a_pass_over_its_rows(
+    formats: dict[str, Any], checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit; pages that chunks see are put into 16 bits as far as there is room, where a GPU does so."""
+    path, rng = checkpoint("llama3.1, wide heads"), np.random.default_rng(12)
+    prompts = [rng.integers(3, 199, n) for n in (5, 36)]
+    options: dict[str, Any] = {"device": "cuda", "dtype": "float16", "tuning_seconds": 0, **formats}
+    if not HERE:
+        monkeypatch.setattr(resolve, "gpu", lambda *_: Gpu("interpreter", (8, 9), 4))
+    found = []
+    with contextlib.nullcontext() if HERE else interpreted_gpu(monkeypatch):
+        for quantizes in (True, False):
+            with monkeypatch.context() as patch:
+                patch.setattr(TritonAttention, "quantizes", quantizes)
+                patch.setattr(cuda_inputs, "pays", lambda _: "kv_cache_dtype" in formats)
+                patch.setattr(cuda_inputs, "UNPACKED_TOKENS", (0, 0))
+                tokens, known = served(path, prompts, **options)
+                found.append((tokens, [[list(one.values) for one in logged] for logged in known]))
+    assert found[0] == found[1]
+
+
 APART: dict[str, dict[str, Any]] = {
     "opt": {"hidden_size": 160, "ffn_dim": 144, "num_attention_heads": 2, "init_std": 0.05, "word_embed_proj_dim": 160},
     "gpt2": {"n_embd": 160, "n_head": 2, "n_inner": 144, "initializer_range": 0.05},
@@ -152,7 +180,18 @@ def scored(path: Path, prompts: list[np.ndarray], **options: Any) -> torch.Tenso
 def test_families_whose_products_stand_apart_score_texts_as_the_twins_do(
     family: str, formats: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, rng = save_apart(family, tmp_path), np.random.default_rng(2)
+    assert_scores_as_the_twins(save_apart(family, tmp_path), formats, monkeypatch)
+
+
+@pytest.mark.parametrize("formats", [WEIGHTS | PAGES, pytest.param(WEIGHTS, marks=pytest.mark.nightly)], ids=str)
+def test_where_attention_leaves_operands_texts_are_scored_as_by_the_twins(
+    formats: dict[str, Any], checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_scores_as_the_twins(checkpoint("llama3.1, wide heads"), formats, monkeypatch)
+
+
+def assert_scores_as_the_twins(path: Path, formats: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(2)
     prompts = [rng.integers(3, 199, n) for n in (5, 20)]
     unrounded = scored(path, prompts, device="cpu", dtype="float32")
     want = scored(path, prompts, device="cpu", dtype="float32", **formats)
@@ -191,6 +230,7 @@ def test_many_tokens_whose_stream_is_scaled_by_256_columns(
     "family",
     [
         "llama3.1",
+        pytest.param("llama3.1, wide heads", marks=pytest.mark.nightly),
         pytest.param("qwen3", marks=pytest.mark.nightly),
         "gemma2",
         pytest.param("opt", marks=pytest.mark.nightly),

@@ -15,7 +15,7 @@ from tiny import make_tiny
 
 pytest.importorskip("triton")
 from interpreted import interpreted_gpu
-from test_fp8_engine import SIZES
+from test_fp8_engine import SIZES, WIDE
 
 from weft.engine.plans import pipeline
 from weft.engine.runner import cuda_inputs, resolve
@@ -73,17 +73,21 @@ EIGHT = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
 
 @pytest.mark.parametrize(
     ("family", "formats"),
-    [("llama2", {}), ("llama2", EIGHT), ("qwen3-moe", {}), ("olmo2", {}), ("gemma3", {})],
+    [
+        ("llama2", {}), ("llama2", EIGHT), ("llama2, wide heads", EIGHT), ("qwen3-moe", {}), ("olmo2", {}),
+        ("gemma3", {}),
+    ],
 )  # fmt: skip
 def test_no_bit_changes(
     family: str, formats: dict[str, Any], tiny_model: Callable[[str], Path], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Chunks in the middle of a prompt, decodes beside them, a prompt whose rows are all scored, one that is pooled."""
-    path, gpu = tiny_model(family), torch.cuda.is_available()
+    gpu, (family, _, wide) = torch.cuda.is_available(), family.partition(", ")
+    path = tiny_model(family)
     if formats:
         path = tmp_path / "model"
-        make_tiny(family, **SIZES).save_pretrained(path)
+        make_tiny(family, **SIZES | (WIDE if wide else {})).save_pretrained(path)
         monkeypatch.setattr(cuda_inputs, "pays", lambda _: True)  # tiles of both lists leave
     if not gpu:
         monkeypatch.setattr(resolve, "gpu", lambda *_: Gpu("interpreter", (8, 9), 4))
