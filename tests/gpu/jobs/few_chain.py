@@ -3,8 +3,8 @@
     python tests/gpu/jobs/few_chain.py --ways few,plain,table --bits 8,16
 
 A line a way and count of tokens: microseconds of a layer of an 8B. "few" is `few_hopper`, "plain" the plain Triton
-kernel by rule, "table" what the shipped table says. Each with attention and, in FP8, the pass that quantises its
-result, without the pass, without both, and each product alone.
+kernel by rule, "table" what the shipped table says. Each with attention and, in FP8, a pass that quantises its result,
+as it was; with attention that leaves the operand, as it is; without attention; and each product alone.
 """
 
 from __future__ import annotations
@@ -40,14 +40,17 @@ def chain(
 ) -> list[Callable[[], object]]:  # fmt: skip
     """The calls of `layers` layers for so many requests, 1,280 tokens behind each.
 
-    attention: 2 with the pass that quantises its result, 1 without, 0 none. only: the index of a product.
+    attention: 2 leaves 16 bits, which a pass quantises (in FP8); 1 leaves the operand itself; 0 none. only: the index
+    of a product.
     """
     shapes = bench_calls.LLAMA_8B if bits == 16 else eight_bits(bench_calls.LLAMA_8B)
     space, calls = gemm_launch.workspace(device, 1 << 24), []
-    of_attention = bench_calls.decode_calls if bits == 16 else decode_of_eight
-    attend = of_attention(tokens, 1280, page=64, layers=layers)[0]
     result = torch.randn(tokens, 4096, device=device, dtype=torch.bfloat16)
     operand = fp8_projections.rows_buffer(tokens, 4096, device)
+    if bits == 16:
+        attend = bench_calls.decode_calls(tokens, 1280, page=64, layers=layers)[0]
+    else:
+        attend = decode_of_eight(tokens, 1280, page=64, layers=layers, out=operand if attention == 1 else result)[0]
     for layer in range(layers):
         for index, shape in enumerate(shapes):
             if only not in (None, index):
