@@ -97,8 +97,6 @@ def decode_kernel(
     full = gl.allocate_shared_memory(gl.int64, [2 * PLACES, 1], mbarrier.MBarrierLayout())
     for at in gl.static_range(2 * PLACES):
         mbarrier.init(full.index(at), count=1)
-    if PDL:
-        let_next_start()
     tasks = gl.load(num_items) * HKV
     ground = (kv, ring, full, task_smem, tokens_smem, tasks, layer, layers)
     queue = (items, tasks, table, stride_table, tickets)
@@ -129,6 +127,11 @@ def decode_kernel(
     place = 0
     phase = 0
     task = _get(task_smem.index(0))
+    if PDL:
+        # not sooner: what the next kernel asks of memory would be before the first K and V
+        if task >= 0:
+            mbarrier.wait(full.index(1), 0)
+        let_next_start()
     while task >= 0:
         tokens = _get(tokens_smem.index(place))
         head = task % HKV
