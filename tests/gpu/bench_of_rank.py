@@ -10,6 +10,7 @@ import pytest
 import torch
 from interpreted import Replayed, streams_in_order
 from interpreted_rank import CUTS, PLANNED, File, models, side_by_side
+from quick_interpreter import make_quick
 from test_executor import SMALL
 from torch import Tensor
 
@@ -44,6 +45,7 @@ def _graph(_: gpu_bench.GpuBench, launch: Any) -> Replayed:
 def main() -> None:
     rank, ranks = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
+    make_quick()
     kernels.WAVES = 1
     monkeypatch, device = pytest.MonkeyPatch(), torch.device("cpu")
     properties = SimpleNamespace(multi_processor_count=4, total_memory=1 << 33)

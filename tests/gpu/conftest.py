@@ -10,6 +10,11 @@ import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
+if INTERPRETED:
+    from quick_interpreter import make_quick
+
+    make_quick()
+
 
 @pytest.fixture
 def device() -> str:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from interpreted import streams_in_order
+from quick_interpreter import make_quick
 from test_executor import SMALL, Machine, _expert_specs, _serial, _spec
 from torch import Tensor
 
@@ -185,6 +186,7 @@ def planned(c: PeerCollectives) -> list[Tensor]:
 def main() -> None:
     rank, ranks = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
+    make_quick()
     kernels.WAVES = 1  # each program costs time here
     found = {}
     with streams_in_order(pytest.MonkeyPatch()):
