@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,14 @@ settings.register_profile(
 )
 
 
+gc.disable()  # nothing of what is imported and collected is garbage
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # nor is it later
+    gc.enable()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What is marked nightly runs when it is asked for: by its mark, or by its name."""
     if "nightly" in config.option.markexpr or any("::" in argument for argument in config.args):
@@ -42,7 +51,7 @@ def _quiet() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # lanes share the cores: two threads that wait for each other take three times as long
 
 
 @pytest.fixture(scope="session")
