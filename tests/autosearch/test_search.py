@@ -302,7 +302,7 @@ def test_the_solver_keeps_to_its_time_and_every_load_gets_a_share(
             if share is not None:
                 self.shares.append(share)
 
-    monkeypatch.setattr(stages, "EFFORT", 0.1)
+    monkeypatch.setattr(stages, "EFFORT", 0.02)
     steps = Steps()
     search.Search(LLAMA_8B, TYPICAL, recorded, None, 600.0, steps, lambda: steps.now, max_num_seqs=1024).run("x")
     assert steps.now <= 600.0

@@ -270,7 +270,13 @@ def test_odd_loads_have_possible_pipelines(load: Load) -> None:
         assert choice.period.tokens == load.tokens
 
 
-@pytest.mark.parametrize("spec", [spec_of(3584, 18944, 28, 28, 4), spec_of(5120, 13824, 40, 40, 40)], ids=["7B", "13B"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(spec_of(3584, 18944, 28, 28, 4), id="7B"),
+        pytest.param(spec_of(5120, 13824, 40, 40, 40), id="13B", marks=pytest.mark.nightly),
+    ],
+)
 def test_models_never_seen_need_no_manual_step(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shapes of Qwen2.5-7B and Llama-2-13B."""
     machine = real_machine(spec=spec)

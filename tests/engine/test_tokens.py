@@ -98,11 +98,12 @@ def _demo_prompts() -> list[np.ndarray]:
 
 
 def _of_families_and_chunks() -> list[Any]:
-    """One token at a time takes as many steps as there are tokens: a family stands for the others by day."""
+    """Small chunks take as many steps as there are of them: a family or two stand for the others by day."""
     cases = []
     for family in (*LLAMA_LIKE, "demo"):
         one = pytest.mark.slow if family == "mistral" else pytest.mark.nightly
-        for chunk, marks in ((1, one), (7, pytest.mark.slow), (64, ())):
+        few = pytest.mark.slow if family in BY_DAY else pytest.mark.nightly
+        for chunk, marks in ((1, one), (7, few), (64, ())):
             night = pytest.mark.nightly if family == "demo" else marks  # minutes of CPU time
             cases.append(pytest.param(family, chunk, marks=night, id=f"{family}-{chunk}"))
     return cases
