@@ -17,7 +17,8 @@ ARGS ?=
 DEVICE ?= auto
 PINS ?=
 PINNED := $(VENV)/constraints.txt
-# Three lanes of about equal length: tests that compute, and two that often wait.
+# Three lanes of about equal length: tests that compute, and two that often wait. Each begins as soon as there is what
+# it needs: what one has to fetch comes while the others compute.
 SUPERVISED := $(patsubst %,tests/server/test_%.py,supervision hub lifecycle workers takeover handover replicas_live ranks_live) \
 	$(wildcard tests/server/test_conformance_*.py)
 BUSY := tests/autosearch tests/engine tests/kernels tests/examples tests/fleet tests/loadgen
@@ -25,15 +26,19 @@ INSTALL := $(BIN)/python deploy/install
 # Compile what is imported when it is imported: of these packages that is a small part.
 LAZY := --no-compile
 
-.PHONY: foreign help serve test quick brisk architectures nightly supervised mutants chaos lint types format unit busy endurance kernels gpu clients prometheus chromium envoy ray schemas bench resolve package simulated clean
+.PHONY: foreign daily help serve test quick brisk architectures nightly supervised mutants chaos lint types format unit busy endurance kernels gpu clients prometheus chromium envoy ray schemas bench resolve package simulated clean
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 serve: $(VENV)/.serve ## serve the demo model on 127.0.0.1:8000 (PORT=, ARGS="--max-num-seqs 64" …)
 	@exec $(BIN)/weft serve --host $(HOST) --port $(PORT) $(ARGS)
 
+# Lanes share the cores, and threads that wait for each other while others compute only burn them. Engines say themselves
+# how many threads they have.
+unit kernels busy supervised quick brisk: export OMP_NUM_THREADS := 1
+
 # The lanes run beside each other; what they print comes one after the other.
-test: $(VENV)/.test prometheus chromium foreign ## lint, types and every test but the nightly ones
+test: $(VENV)/.test ## lint, types and every test but the nightly ones
 	@mkdir -p build; $(MAKE) --no-print-directory busy >build/busy.log 2>&1 & busy=$$!; \
 	$(MAKE) --no-print-directory supervised >build/supervised.log 2>&1 & supervised=$$!; \
 	trap "kill $$busy $$supervised 2>/dev/null" INT TERM; \
@@ -43,13 +48,13 @@ test: $(VENV)/.test prometheus chromium foreign ## lint, types and every test bu
 	test $$unit = 0 && test $$kernels = 0 && test $$supervised = 0 && test $$busy = 0
 
 # lint waits for nobody, and this lane waits for it: the first to see that something is wrong.
-supervised: lint
+supervised: lint daily
 	$(BIN)/python -m pytest $(SUPERVISED)
 
 architectures: $(VENV)/.test ## try every decoder of transformers on its own code: the table of docs/architectures.md (ARGS=--check)
 	PYTHONPATH=tests/engine $(BIN)/python tests/engine/architecture_table.py $(ARGS)
 
-nightly: $(VENV)/.test ## what `make test` leaves out: more of the same cases, endurance, five minutes of chaos
+nightly: $(VENV)/.test foreign ## what `make test` leaves out: more of the same cases, endurance, five minutes of chaos
 	$(BIN)/python -m pytest -m nightly --ignore tests/gpu $(ARGS)
 	$(BIN)/python -m pytest -m "hypothesis and not nightly" --hypothesis-profile surprising $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m nightly tests/gpu || test $$? = 5  # a GPU has run them all by day
@@ -73,10 +78,13 @@ brisk: $(VENV)/.test
 
 # Each client has an environment of its own, for no two want the same versions.
 FOREIGN := tests/server/foreign/clients.txt
-foreign: $(VENV)/.test
+DAILY := openai_agents pydantic_ai instructor langchain llama_index llm aider litellm
+foreign: NAMES :=
+daily: NAMES := $(DAILY)
+foreign daily: $(VENV)/.test
 	@echo "clients that tests run"; $(INSTALL) packages "uv, which installs them" $(LAZY) -c $(PINNED) uv >/dev/null || \
 	  echo "uv cannot be had, which installs them"; \
-	  $(INSTALL) beside $(FOREIGN) build/clients
+	  $(INSTALL) beside $(FOREIGN) build/clients $(NAMES)
 
 # Where there is a node; elsewhere their tests are skipped.
 build/npm/.done:

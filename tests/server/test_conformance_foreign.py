@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "foreign"
 BUILT = ROOT / "build" / "clients"
 NIGHTLY = {"haystack", "smolagents", "autogen", "outlines", "guidance", "dspy"}
-"""ten seconds of a core each; `make clients` runs all"""
+"""ten seconds of a core each; `make clients` runs all, and `make test` installs the others alone"""
 LISTED = re.findall(r"^(\w+):", (FOLDER / "clients.txt").read_text(), re.MULTILINE)
 pytestmark = pytest.mark.slow
 
@@ -58,6 +58,12 @@ def test_each_script_has_its_client_and_its_row() -> None:
     table = (ROOT / "docs" / "clients.md").read_text()
     for name, pin in re.findall(r"^(\w+): ([\w-]+)", (FOLDER / "clients.txt").read_text(), re.MULTILINE):
         assert f"| {pin}" in table, name
+
+
+def test_those_of_the_day_are_installed_by_day() -> None:
+    names = re.search(r"^DAILY := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert names is not None
+    assert set(names[1].split()) == {*LISTED} - NIGHTLY
 
 
 def test_environments_are_read_off_their_file() -> None:
