@@ -65,7 +65,9 @@ def choose_plan(plan: str, spec: ModelSpec, here: Target, max_num_batched_tokens
             return None
     if fitting is None:
         return None
-    if not fitting.periods:  # the search found nothing better than the serial plan
+    if not fitting.periods:
+        made = f" ({fitting.made})" if fitting.made else ""
+        log.info("a search for this model and GPU%s found no pipeline faster than the serial plan, which runs", made)
         return None
     spec = fitting.spec_of(spec)
     if lacking := [op for op in by_name(spec).values() if op.role is Role.NETWORK and op.kernel not in COLLECTIVES]:

@@ -64,8 +64,12 @@ def test_a_plan_for_something_else_is_refused_with_a_line_and_the_serial_plan_ru
     assert "the serial plan runs" in caplog.text
 
 
-def test_a_plan_without_pipelines_and_no_plan_mean_the_serial_plan(tmp_path: Path) -> None:
-    assert choose_plan(_file(tmp_path), SPEC, HERE, None) is None
+def test_a_plan_without_pipelines_and_no_plan_mean_the_serial_plan(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "weft.engine"):
+        assert choose_plan(_file(tmp_path), SPEC, HERE, None) is None
+    assert "found no pipeline faster than the serial plan" in caplog.text
     assert choose_plan("serial", SPEC, HERE, None) is None
     assert choose_plan("auto", SPEC, HERE, None) is None
 
