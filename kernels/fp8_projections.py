@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from weft.kernels import fp8_triton, tuned
-from weft.kernels.few_config import few as few_of
-from weft.kernels.few_config import is_few
 from weft.kernels.fp8 import BLOCK, E4M3, Fp8Rows, Fp8Weight, KvScales
+from weft.kernels.fp8_few_config import few as few_of
+from weft.kernels.fp8_few_config import is_few
 from weft.kernels.gemm_config import GemmConfig
 from weft.kernels.gemm_launch import Launch, Workspace
 from weft.kernels.gpu import is_hopper, on_gpu
@@ -41,7 +41,7 @@ def choose(kind: str, num_tokens: int, features: int, depth: int, num_sms: int) 
 def by_rule(kind: str, num_tokens: int, features: int, depth: int, num_sms: int, *, plain: bool = False) -> GemmConfig:
     """plain: of those that the kernel in plain Triton has."""
     steps = -(-depth // BLOCK)
-    few = few_of(kind, features, depth, num_sms, bits=8)
+    few = few_of(kind, features, depth, num_sms)
     if num_tokens <= few.tokens and is_hopper() and few.special and not plain:
         return few
     if num_tokens <= FEW_TOKENS or plain or not is_hopper():
@@ -117,9 +117,9 @@ def _product(
     if weight.blocked and special and kind != "gate_up":  # no registers for the scales of two blocks
         launch = launch._replace(config=launch.config._replace(features=BLOCK))
     if few:
-        from weft.kernels import few_hopper
+        from weft.kernels import fp8_few_hopper
 
-        few_hopper.launch_product(
+        fp8_few_hopper.launch_product(
             kind, a, weight, out, quantized, num_tokens, space, x, num_sms=num_sms, dtype=dtype, **fields
         )
     elif special:

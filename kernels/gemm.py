@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from weft.kernels import gemm_triton
-from weft.kernels.few_config import is_few
 from weft.kernels.gemm_config import GemmConfig
 from weft.kernels.gemm_launch import Launch, Workspace, check_operands, launch_of
 
@@ -17,13 +16,7 @@ def product(
     space: Workspace | None, x: Tensor | None = None, **fields: Any,
 ) -> None:  # fmt: skip
     """A product with the epilogue `kind` on the kernel that `launch.config` names; see `product_kernel` of each."""
-    if is_few(launch.config):
-        from weft.kernels import few_hopper
-
-        few_hopper.launch_product(
-            kind, a, weight, out, None, num_tokens, space, x, num_sms=launch.grid[0], dtype=out.dtype, **fields
-        )
-    elif launch.config.special:
+    if launch.config.special:
         from weft.kernels import gemm_hopper
 
         gemm_hopper.launch_product(kind, launch, a, weight, out, num_tokens, x, **fields)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from weft.kernels import tuned
 from weft.kernels.dependent_launch import pdl_options
-from weft.kernels.few_config import is_few
 from weft.kernels.gemm_config import SPECIAL, GemmConfig
 from weft.kernels.gpu import is_hopper
 
@@ -65,7 +64,7 @@ def launch_of(num_tokens: int, features: int, depth: int, config: GemmConfig | N
     while split > 1 and -(-steps // split) * (split - 1) >= steps:  # no part may be empty
         split -= 1
     units = -(-num_tokens // config.tokens) * -(-features // config.features) * split
-    grid = num_sms if is_few(config) else min(num_sms * config.per_sm, units)
+    grid = min(num_sms * config.per_sm, units)
     early = pdl_options()
     options = {
         "AHEAD": config.ahead if early["PDL"] else 0,

@@ -20,11 +20,9 @@ from torch import Tensor
 
 from weft.kernels import heads as head_rows
 from weft.kernels import rows
-from weft.kernels.few_config import FEW_TOKENS, few, is_few
 from weft.kernels.gemm import product
 from weft.kernels.gemm_config import GemmConfig
-from weft.kernels.gemm_launch import Launch, Workspace, check_operands, launch_of
-from weft.kernels.gpu import is_hopper
+from weft.kernels.gemm_launch import Workspace, check_operands, launch_of
 
 
 def _parts(sumsq: Tensor) -> Tensor:
@@ -38,13 +36,6 @@ def _scale_fields(sumsq: Tensor | None, eps: float) -> dict[str, Any]:
         return {"PARTS": 0}
     sumsq = _parts(sumsq)
     return {"sumsq": sumsq, "stride_sumsq": sumsq.stride(0), "eps": eps, "PARTS": sumsq.shape[0]}
-
-
-def _launch_of(kind: str, m: int, n: int, k: int, config: GemmConfig | None, num_sms: int) -> Launch:
-    """As `launch_of`, which knows no kinds; few tokens go to `few_hopper` where nothing else is asked for."""
-    if config is None and m <= FEW_TOKENS and is_hopper():
-        config = few(kind, n, k, num_sms, bits=16)
-    return launch_of(m, n, k, config, num_sms)
 
 
 FUSED_HEADS = (64, 128)
@@ -103,9 +94,7 @@ def qkv_project(
         )  # fmt: skip
     assert sumsq is not None
     sumsq = _parts(sumsq)
-    launch = _launch_of("qkv", m, n, k, config, num_sms)
-    if is_few(launch.config) and q_norm is not None and head_dim != 128:  # it norms no two heads of a tile
-        launch = launch_of(m, n, k, None, num_sms)
+    launch = launch_of(m, n, k, config, num_sms)
     if q_norm is not None and launch.config.features < head_dim:  # the norm of a head needs all of it in one tile
         launch = launch_of(m, n, k, launch.config.widened(head_dim), num_sms)
     if launch.config.special and q_norm is not None and head_dim != 128:  # its tiles hold no whole head
@@ -153,7 +142,7 @@ def residual_project(
     check_operands(a, weight)
     m, k = a.shape
     n = weight.shape[0]
-    launch = _launch_of("residual", m, n, k, config, num_sms)
+    launch = launch_of(m, n, k, config, num_sms)
     parts = -(-n // launch.config.features)
     if sumsq.shape[0] < parts or sumsq.stride(1) != 1:
         raise ValueError(f"sumsq needs {parts} contiguous rows")
@@ -182,7 +171,7 @@ def gate_up_project(
     sumsq `[parts, T]` float32. activation: one of `reference.ACTIVATIONS`.
     """
     check_operands(x, weight)
-    launch = _launch_of("gate_up", x.shape[0], weight.shape[0], x.shape[1], config, num_sms)
+    launch = launch_of(x.shape[0], weight.shape[0], x.shape[1], config, num_sms)
     product(
         "gate_up", launch, x, weight, out, num_tokens, space, bias=bias, ACT=activation, **_scale_fields(sumsq, eps)
     )
@@ -207,7 +196,7 @@ def linear_project(
     (`reference.up_project`), or one that a pass over the rows follows. activation: "" is none.
     """
     check_operands(x, weight)
-    launch = _launch_of("linear", x.shape[0], weight.shape[0], x.shape[1], config, num_sms)
+    launch = launch_of(x.shape[0], weight.shape[0], x.shape[1], config, num_sms)
     product("linear", launch, x, weight, out, num_tokens, space, bias=bias, ACT=activation, **_scale_fields(sumsq, eps))
     return out
 

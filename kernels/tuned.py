@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.kernels import experts_config, fp8_config
-from weft.kernels.few_config import FEW_TOKENS
+from weft.kernels.fp8_few_config import FEW_TOKENS
 from weft.kernels.gemm_config import GemmConfig
 from weft.kernels.gpu import gpu
 from weft.kernels.source_digest import source_digest

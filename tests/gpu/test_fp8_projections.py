@@ -10,8 +10,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from weft.kernels import fp8, fp8_projections, fp8_reference, fp8_rows, gemm_launch, pack, reference
-from weft.kernels.few_config import few
 from weft.kernels.fp8 import Fp8Rows, Fp8Weight
+from weft.kernels.fp8_few_config import few
 from weft.kernels.gemm_config import GemmConfig
 
 pytestmark = pytest.mark.usefixtures("rounded")
@@ -110,7 +110,7 @@ def test_few_tokens(tokens: int, features: int, depth: int, blocked: bool | str,
 @pytest.mark.parametrize(("features", "depth"), [(4096, 4096), (6144, 4096), (4096, 14336), (1000, 1040), (128, 256)])
 @pytest.mark.usefixtures("large")
 def test_few_tokens_on_hopper(features: int, depth: int, tokens: int, device: str, num_sms: int) -> None:
-    config = few("linear", features, depth, num_sms, bits=8)
+    config = few("linear", features, depth, num_sms)
     assert config.special
     check_linear(tokens, features, depth, config, "", device, num_sms)
 
@@ -230,7 +230,7 @@ def test_residual(hidden: int, depth: int, tokens: int, config: GemmConfig | Non
 @pytest.mark.parametrize(("hidden", "depth"), [(4096, 4096), (4096, 14336), (896, 4864), (1152, 512)])
 @pytest.mark.usefixtures("large")
 def test_residual_of_few_tokens_on_hopper(hidden: int, depth: int, tokens: int, device: str, num_sms: int) -> None:
-    config = few("residual", hidden, depth, num_sms, bits=8)
+    config = few("residual", hidden, depth, num_sms)
     assert config.special
     check_residual(tokens, hidden, depth, config, "", device, num_sms, tokens % 2 == 0)
 
@@ -287,7 +287,7 @@ def test_gate_up(hidden: int, inter: int, tokens: int, config: GemmConfig | None
 @pytest.mark.parametrize(("hidden", "inter"), [(4096, 14336), (896, 4864), (1040, 1000)])
 @pytest.mark.usefixtures("large")
 def test_gate_up_of_few_tokens_on_hopper(hidden: int, inter: int, tokens: int, device: str, num_sms: int) -> None:
-    config = few("gate_up", 2 * inter, hidden, num_sms, bits=8)
+    config = few("gate_up", 2 * inter, hidden, num_sms)
     assert config.special
     check_gate_up(tokens, hidden, inter, config, "", device, num_sms, "silu" if tokens > 1 else "gelu_tanh")
 
@@ -356,7 +356,7 @@ def test_qkv_of_few_tokens_on_hopper(
     heads: int, kv_heads: int, d: int, page: int, norm: bool, eight: bool, tokens: int, hidden: int, device: str,
     num_sms: int,
 ) -> None:  # fmt: skip
-    config = few("qkv", (heads + 2 * kv_heads) * d, hidden, num_sms, bits=8)
+    config = few("qkv", (heads + 2 * kv_heads) * d, hidden, num_sms)
     assert config.special
     check_qkv(tokens, heads, kv_heads, d, page, hidden, norm, eight, config, "", device, num_sms)
 
@@ -373,7 +373,7 @@ def test_few_tokens_in_a_chain_are_the_same_each_time(device: str, num_sms: int)
     options = {"num_sms": num_sms, "space": space}
 
     def of(kind: str, features: int) -> GemmConfig:
-        config = few(kind, features, 2048, num_sms, bits=8)
+        config = few(kind, features, 2048, num_sms)
         assert config.special
         return config
 

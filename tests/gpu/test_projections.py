@@ -8,7 +8,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from weft.kernels import embedding, gemm_launch, pack, projections, reference
-from weft.kernels.few_config import few
 from weft.kernels.gemm_config import SPECIAL, GemmConfig
 
 TINY = GemmConfig(16, 64, 64, 3, 4, 8, 2, True, 2, 1)
@@ -91,26 +90,6 @@ def test_qkv(
     check_qkv(tokens, heads, kv_heads, d, page, 1024, dtype, bias, norm, config, device, num_sms, index)
 
 
-@pytest.mark.parametrize(("tokens", "hidden"), [(1, 4096), (6, 1040), (16, 4096)])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "d", "page", "bias", "norm", "dtype"),
-    [
-        (32, 8, 128, 64, False, False, torch.bfloat16),
-        (16, 8, 128, 128, False, True, torch.bfloat16),
-        (14, 2, 64, 16, True, False, torch.float16),
-        (5, 5, 128, 64, True, True, torch.bfloat16),
-    ],
-)
-@pytest.mark.usefixtures("large")
-def test_qkv_of_few_tokens_on_hopper(
-    heads: int, kv_heads: int, d: int, page: int, bias: bool, norm: bool, dtype: torch.dtype, tokens: int, hidden: int,
-    device: str, num_sms: int,
-) -> None:  # fmt: skip
-    config = few("qkv", (heads + 2 * kv_heads) * d, hidden, num_sms, bits=16)
-    index = torch.int32 if tokens % 2 else torch.int64
-    check_qkv(tokens, heads, kv_heads, d, page, hidden, dtype, bias, norm, config, device, num_sms, index)
-
-
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "d", "bias", "norm", "sms"),
     [
@@ -167,17 +146,6 @@ def test_residual(tokens: int, hidden: int, k: int, dtype: torch.dtype, config: 
     check_residual(tokens, hidden, k, dtype, config, device, num_sms)
 
 
-@pytest.mark.parametrize("tokens", [1, 6, 16])
-@pytest.mark.parametrize(
-    ("hidden", "k", "dtype"),
-    [(4096, 4096, torch.bfloat16), (4096, 14336, torch.bfloat16), (896, 1120, torch.float16)],
-)
-@pytest.mark.usefixtures("large")
-def test_residual_of_few_tokens_on_hopper(tokens: int, hidden: int, k: int, dtype: torch.dtype, device: str,
-                                          num_sms: int) -> None:  # fmt: skip
-    check_residual(tokens, hidden, k, dtype, few("residual", hidden, k, num_sms, bits=16), device, num_sms)
-
-
 def check_gate_up(tokens: int, hidden: int, inter: int, dtype: torch.dtype, config: GemmConfig | None, device: str,
                   num_sms: int, parts: int = 2) -> None:  # fmt: skip
     x = torch.randn(tokens, hidden, device=device).to(dtype) * 2
@@ -218,14 +186,6 @@ def test_gate_up_with_many_partial_sums(parts: int, config: GemmConfig | None, d
 def test_gate_up(tokens: int, hidden: int, inter: int, dtype: torch.dtype, config: GemmConfig | None, device: str,
                  num_sms: int) -> None:  # fmt: skip
     check_gate_up(tokens, hidden, inter, dtype, config, device, num_sms)
-
-
-@pytest.mark.parametrize("tokens", [1, 6, 16])
-@pytest.mark.parametrize(("hidden", "inter", "dtype"), [(4096, 14336, torch.bfloat16), (896, 1000, torch.float16)])
-@pytest.mark.usefixtures("large")
-def test_gate_up_of_few_tokens_on_hopper(tokens: int, hidden: int, inter: int, dtype: torch.dtype, device: str,
-                                         num_sms: int) -> None:  # fmt: skip
-    check_gate_up(tokens, hidden, inter, dtype, few("gate_up", 2 * inter, hidden, num_sms, bits=16), device, num_sms)
 
 
 @pytest.mark.parametrize(("tokens", "hidden"), [(3, 96), (9, 256)])

@@ -2,9 +2,9 @@
 
     python tests/gpu/jobs/few_chain.py --ways few,plain,table --bits 8,16
 
-A line a way and count of tokens: microseconds of a layer of an 8B. "few" is `few_hopper`, "plain" the plain Triton
-kernel by rule, "table" what the shipped table says. Each with attention and, in FP8, a pass that quantises its result,
-as it was; with attention that leaves the operand, as it is; without attention; and each product alone.
+A line a way and count of tokens: microseconds of a layer of an 8B. "few" is `fp8_few_hopper` (FP8 alone), "plain" the
+plain Triton kernel by rule, "table" what the shipped table says. Each with attention and, in FP8, a pass that quantises
+its result, as it was; with attention that leaves the operand, as it is; without attention; and each product alone.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 import torch
 
-from weft.kernels import bench_calls, fp8_projections, gemm_launch, tuned
+from weft.kernels import bench_calls, fp8_few_config, fp8_few_hopper, fp8_projections, gemm_launch, tuned
 from weft.kernels.bench_fp8 import decode_of_eight, eight_bits
-from weft.kernels.few_config import few
+from weft.kernels.fp8_few_config import few
 from weft.kernels.fp8_rows import quantize_rows
 from weft.kernels.gemm_config import GemmConfig
 from weft.kernels.gpu import gpu
@@ -26,8 +26,11 @@ from weft.kernels.tuned import Shape
 
 def config_of(way: str, shape: Shape, tokens: int, num_sms: int) -> GemmConfig | None:
     sizes = tokens, shape.features, shape.depth
-    if way == "few":
-        return few(shape.kind, shape.features, shape.depth, num_sms, bits=shape.bits)
+    if way.startswith("few"):
+        _, ahead, early, stages, *_ = (*way.split(":"), "", "", "")
+        fp8_few_hopper.AHEAD, fp8_few_hopper.EARLY = int(ahead or 0), int(early or 0)
+        fp8_few_config.STAGES[128] = int(stages or 5)
+        return few(shape.kind, shape.features, shape.depth, num_sms)
     if way == "table":
         return tuned.lookup(*sizes, bits=shape.bits) or config_of("plain", shape, tokens, num_sms)
     if shape.bits == 16:

@@ -1,4 +1,4 @@
-"""How `few_hopper` deals a product to the SMs. Plain numbers: rules and tuning read them without Triton."""
+"""How `fp8_few_hopper` deals a product to the SMs. Plain numbers: rules and tuning read them without Triton."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from weft.kernels.gemm_config import GemmConfig
 
 FEW_TOKENS = 16
 """columns of its MMA: the most tokens"""
-STEP_BYTES = 128
-"""of the depth, in one step"""
+STEP = 128
+"""of the depth"""
 STAGES = {128: 5, 256: 3}
 """of the ring, by features of a tile: 92 and 108 KiB, so that two kernels stand on an SM"""
 MOST_PARTS = 8
@@ -17,17 +17,17 @@ MOST_PARTS = 8
 LEAST_BUSY = 0.7
 """share of the SMs: so many can ask for all that memory gives"""
 MOST_STEPS = 128
-"""of a program in FP8, which keeps their scales"""
+"""of a program, which keeps their scales"""
 
 
 @functools.cache
-def shared_out(features: int, depth: int, wide: int, step: int, num_sms: int) -> tuple[int, int]:
+def shared_out(features: int, depth: int, wide: int, num_sms: int) -> tuple[int, int]:
     """Steps of a program, and in how many programs a tile's steps lie at most.
 
     Where it keeps at least `LEAST_BUSY` of the SMs at work, no stretch ends within two tiles: sums that meet twice cost
     more than SMs without work, since memory is busy with fewer.
     """
-    steps, tiles = -(-depth // step), -(-features // wide)
+    steps, tiles = -(-depth // STEP), -(-features // wide)
     even = -(-tiles * steps // num_sms)
     whole = (
         s for s in range(even, int(even / LEAST_BUSY) + 1) if s % steps == 0 or steps in range(s, MOST_PARTS * s + 1, s)
@@ -37,13 +37,12 @@ def shared_out(features: int, depth: int, wide: int, step: int, num_sms: int) ->
 
 
 def is_few(config: GemmConfig) -> bool:
-    """Whether it names `few_hopper`."""
+    """Whether it names `fp8_few_hopper`."""
     return config.special and config.tokens <= FEW_TOKENS
 
 
-def few(kind: str, features: int, depth: int, num_sms: int, *, bits: int) -> GemmConfig:
-    """What `few_hopper` does for a `kind` of product; not `special` where it cannot."""
-    wide = 256 if kind == "gate_up" and bits == 8 else 128  # of which a block of 128 gated columns comes
-    step = 8 * STEP_BYTES // bits
-    fits = bits == 16 or shared_out(features, depth, wide, step, num_sms)[0] <= MOST_STEPS
-    return GemmConfig(FEW_TOKENS, wide, step, STAGES[wide], 4, special=fits)
+def few(kind: str, features: int, depth: int, num_sms: int) -> GemmConfig:
+    """What `fp8_few_hopper` does for a `kind` of product; not `special` where it cannot."""
+    wide = 256 if kind == "gate_up" else 128  # of which a block of 128 gated columns comes
+    fits = shared_out(features, depth, wide, num_sms)[0] <= MOST_STEPS
+    return GemmConfig(FEW_TOKENS, wide, STEP, STAGES[wide], 4, special=fits)

@@ -1,16 +1,17 @@
-"""The products of a layer for 16 tokens at most on Hopper, FP8 or 16 bits: weights arrive while the kernel before ends.
+"""The FP8 products of a layer for 16 tokens at most on Hopper: their weights arrive while the kernel before ends.
 
 Few tokens take the time in which the weight is read; what is lost beside that lies between two products, where memory
-idles: the wait for the kernel before, the first bytes, sums that meet, an epilogue. So a program here takes less than
-half of an SM's shared memory and lets the next kernel start at once: that one's programs stand beside it and fill
-their ring with weights, which depend on nobody, before they wait.
+idles: sums that meet, an epilogue, the wait for the kernel before, the first bytes. So a program here takes less than
+half of an SM's shared memory and lets the next kernel start when it has all its weights: that one's programs stand
+beside it and fill their ring with weights, which depend on nobody, before they wait. Sooner would be no gain: what one
+kernel asks of memory while the other does is lost to that.
 
-The weight's tiles of `BN` features, in steps of 128 bytes of the depth, are one long list that all programs share
-evenly, each a stretch of it (stream-K): a tile's sums come from as many programs as its steps lie in, each leaves its
-own in the workspace, and the last to come adds them in order of the depth. The weight is the left operand of the MMA.
+The weight's tiles of `BN` features, in steps of 128 of the depth, are one long list that all programs share evenly,
+each a stretch of it (stream-K): a tile's sums come from as many programs as its steps lie in, each leaves its own in
+the workspace, and the last to come adds them in order of the depth. The weight is the left operand of the MMA.
 
-`projections` and `fp8_projections` launch these, the latter where weights have a scale a channel; the twins are those
-of the other kernels: `reference`, `fp8_reference`.
+`fp8_projections` launches these where weights have a scale a channel; twins: `fp8_reference`. In 16 bits, whose weights
+take twice the time, the same was no faster than plain Triton.
 """
 
 # Device functions carry no Python types.
@@ -29,19 +30,18 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from weft.kernels.decode_hopper import await_previous, barrier, let_next_start
 from weft.kernels.dependent_launch import pdl_options
-from weft.kernels.few_config import FEW_TOKENS, few, shared_out
 from weft.kernels.fp8 import Fp8Rows, Fp8Weight
+from weft.kernels.fp8_few_config import FEW_TOKENS, few, shared_out
 from weft.kernels.fp8_gluon import power_of_two
 from weft.kernels.fp8_hopper import _gated
-from weft.kernels.gemm_hopper import _activate, _gate_with, _page_rows, load_tile
+from weft.kernels.gemm_hopper import _activate, _page_rows, load_tile
 from weft.kernels.gemm_launch import Workspace
-from weft.kernels.gpu import gpu
 
 
 @gluon.jit
-def _ask_weights(w, w_smem, full, unit, steps, stage, BN: gl.constexpr, BM: gl.constexpr, STEP: gl.constexpr):
+def _ask_weights(w, w_smem, full, unit, steps, stage, BN: gl.constexpr, BM: gl.constexpr):
     mbarrier.expect(full.index(stage), (BN + BM) * 128)
-    load_tile(w, [unit // steps * BN, unit % steps * STEP], full.index(stage), w_smem.index(stage))
+    load_tile(w, [unit // steps * BN, unit % steps * 128], full.index(stage), w_smem.index(stage))
 
 
 @gluon.jit
@@ -107,39 +107,45 @@ def _to_heads(
 
 @gluon.jit(do_not_specialize=["M", "layer", "stride_sumsq", "stride_sa", "stride_q"])
 def few_kernel(
-    a, w, x, out, q_out, q_scale, stride_q, next_norm, partial, arrived, share, num_tokens, M, N, K, sa,
+    a, w, weights, x, out, q_out, q_scale, stride_q, next_norm, partial, arrived, share, num_tokens, M, N, K, sa,
     stride_sa, sw, sumsq, stride_sumsq, eps, bias, rotary, positions, slots, kv, kv_inverse, layer, layers, q_norm,
     k_norm,
-    EIGHT: gl.constexpr, KIND: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
+    KIND: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
     MOST: gl.constexpr, CAP: gl.constexpr, SQUARES: gl.constexpr, PARTS: gl.constexpr, HQ: gl.constexpr,
     HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_NORM: gl.constexpr,
     HAS_COUNT: gl.constexpr, QUANTIZED: gl.constexpr, WEIGHTED: gl.constexpr, KV8: gl.constexpr,
-    A_BLOCKS: gl.constexpr, DTYPE: gl.constexpr, ACT: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr,
+    A_BLOCKS: gl.constexpr, DTYPE: gl.constexpr, ACT: gl.constexpr, PDL: gl.constexpr, AHEAD: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     """`KIND` is "linear", "residual", "gate_up" or "qkv"; what its epilogue does not read is None."""
-    OPERAND: gl.constexpr = gl.float8e4nv if EIGHT else DTYPE
-    STEP: gl.constexpr = 128 if EIGHT else 64
-    tiles: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=1024 // STEP, rank=2)
+    eight: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, STEP // 4])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 32])
     L: gl.constexpr = gl.BlockedLayout([BN // 32, 1], [32, 1], [1, 4], [0, 1])
     FACTORS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     TOK: gl.constexpr = gl.SliceLayout(0, L)
-    w_smem = gl.allocate_shared_memory(OPERAND, [STAGES, BN, STEP], tiles)
-    a_smem = gl.allocate_shared_memory(OPERAND, [STAGES, BM, STEP], tiles)
-    factors = gl.allocate_shared_memory(gl.float32, [CAP if EIGHT else 1, BM], row)
+    w_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BN, 128], eight)
+    a_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BM, 128], eight)
+    factors = gl.allocate_shared_memory(gl.float32, [CAP, BM], row)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=1)
-    steps = gl.cdiv(K, STEP)
+    steps = gl.cdiv(K, 128)
     units = gl.cdiv(N, BN) * steps
     begin = gl.program_id(0) * share
     end = gl.minimum(begin + share, units)
     for slot in gl.static_range(STAGES):
         if begin + slot < end:
-            _ask_weights(w, w_smem, full, begin + slot, steps, slot, BN, BM, STEP)
-    if PDL and EARLY:
+            _ask_weights(w, w_smem, full, begin + slot, steps, slot, BN, BM)
+    if PDL and AHEAD > 0:
+        LINES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        line = gl.arange(0, BN, layout=LINES)
+        for step in range(begin + STAGES, gl.minimum(begin + STAGES + AHEAD, end)):
+            ahead = gl.minimum(step // steps * BN + line, N - 1).to(gl.int64) * K + step % steps * 128
+            gl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [weights + ahead],
+                                      dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+    if PDL and EARLY == 1:
         let_next_start()
     # Positions and the count of tokens are older than the kernel before, as work lists are: they need not wait either.
     live = M
@@ -153,23 +159,20 @@ def few_kernel(
         page_row = _page_rows(slots, tok, live, layer, layers, PAGE)
     if PDL:
         await_previous()
-        if not EARLY:
-            let_next_start()
     for slot in gl.static_range(STAGES):
         if begin + slot < end:
-            load_tile(a, [0, (begin + slot) % steps * STEP], full.index(slot), a_smem.index(slot))
-    if EIGHT:  # scales of the activations for all of this program's steps
-        index = gl.arange(0, CAP, layout=gl.SliceLayout(1, FACTORS))
-        each = gl.arange(0, BM, layout=gl.SliceLayout(0, FACTORS))
-        at = sa + ((begin + index) % steps if A_BLOCKS else index * 0)[:, None] * stride_sa + each[None, :]
-        scales = gl.load(at, mask=(each < live)[None, :] & (begin + index < end)[:, None], other=0.0)
+            load_tile(a, [0, (begin + slot) % steps * 128], full.index(slot), a_smem.index(slot))
+    # scales of the activations for all of this program's steps
+    index = gl.arange(0, CAP, layout=gl.SliceLayout(1, FACTORS))
+    each = gl.arange(0, BM, layout=gl.SliceLayout(0, FACTORS))
+    at = sa + ((begin + index) % steps if A_BLOCKS else index * 0)[:, None] * stride_sa + each[None, :]
+    scales = gl.load(at, mask=(each < live)[None, :] & (begin + index < end)[:, None], other=0.0)
     factor = gl.full([BM], 1.0, gl.float32, layout=TOK)
     if PARTS > 0:
         factor = _rows_factor(sumsq, live, stride_sumsq, K, eps, PARTS, SQUARES, FACTORS)
         factor = gl.convert_layout(factor, TOK)
-    if EIGHT:
-        together = factors._reinterpret(gl.float32, [CAP, BM], rows)
-        together.store(scales)
+    together = factors._reinterpret(gl.float32, [CAP, BM], rows)
+    together.store(scales)
     acc_feat = gl.arange(0, BN, layout=gl.SliceLayout(1, ACC))
     acc_tok = gl.arange(0, BM, layout=gl.SliceLayout(0, ACC))
     barrier()
@@ -180,8 +183,7 @@ def few_kernel(
         last = gl.minimum((tile + 1) * steps, end)
         feat = tile * BN + lane
         # what the epilogue reads is on its way while the weight arrives
-        if EIGHT:
-            channel = gl.load(sw + feat, mask=feat < N, other=0.0)
+        channel = gl.load(sw + feat, mask=feat < N, other=0.0)
         if HAS_BIAS:
             added = gl.load(bias + feat, mask=feat < N, other=0.0).to(gl.float32)
         inside = (tok < live)[None, :] & (feat < N)[:, None]
@@ -196,18 +198,21 @@ def few_kernel(
             stage = count % STAGES
             mbarrier.wait(full.index(stage), (count // STAGES) & 1)
             b = a_smem.index(stage).permute((1, 0))
-            if EIGHT:
-                part = warpgroup_mma(w_smem.index(stage), b, zeros, use_acc=False, is_async=True)
-                scale = factors.index(step - begin).load(gl.SliceLayout(0, ACC))
-                acc += warpgroup_mma_wait(0, deps=[part]) * scale[None, :]
-            else:
-                acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(w_smem.index(stage), b, acc, is_async=True)])
+            part = warpgroup_mma(w_smem.index(stage), b, zeros, use_acc=False, is_async=True)
+            scale = factors.index(step - begin).load(gl.SliceLayout(0, ACC))
+            acc += warpgroup_mma_wait(0, deps=[part]) * scale[None, :]
             barrier()  # all warps have read the stage
             if step + STAGES < end:
-                _ask_weights(w, w_smem, full, step + STAGES, steps, stage, BN, BM, STEP)
-                load_tile(a, [0, (step + STAGES) % steps * STEP], full.index(stage), a_smem.index(stage))
+                _ask_weights(w, w_smem, full, step + STAGES, steps, stage, BN, BM)
+                load_tile(a, [0, (step + STAGES) % steps * 128], full.index(stage), a_smem.index(stage))
+            if PDL and EARLY == 2:  # noqa: SIM102 (the outer one is settled when compiled)
+                if (step + STAGES + 1 == end) | ((step == begin) & (begin + STAGES >= end)):
+                    let_next_start()
             count += 1
 
+        if PDL and EARLY == 0:  # noqa: SIM102 (the outer one is settled when compiled)
+            if last == end:
+                let_next_start()
         is_last = True
         if MOST > 1:
             # through the workspace `[tile, part, T, BN]`: what comes back is features beside each other
@@ -228,9 +233,7 @@ def few_kernel(
                 gl.store(arrived + tile, 0)
             else:
                 y = gl.convert_layout(acc, L)
-            if EIGHT:
-                y = y * channel[:, None]
-            y = y * factor[None, :]
+            y = y * channel[:, None] * factor[None, :]
             if HAS_BIAS:
                 y += added[:, None]
             if KIND == "linear":
@@ -249,21 +252,17 @@ def few_kernel(
                 gate, up = _pairs(y)
                 h_tok = gl.arange(0, BM, layout=gl.SliceLayout(0, HALF))
                 h_feat = tile * (BN // 2) + gl.arange(0, BN // 2, layout=gl.SliceLayout(1, HALF))
-                if EIGHT:
-                    gl.static_assert(BN == 256, "a block of 128 columns comes of 256 features")
-                    h = gl.convert_layout(_gated(gate, up, ACT), HALF)
-                    _leave_quantized(h, q_out, q_scale, stride_q, h_feat, h_tok, live, tile, N // 2)
-                else:
-                    h = gl.convert_layout(_gate_with(gate, up, ACT), HALF).to(DTYPE)
-                    h_inside = (h_tok < live)[None, :] & (h_feat < N // 2)[:, None]
-                    gl.store(out + h_tok[None, :] * (N // 2) + h_feat[:, None], h, mask=h_inside)
+                gl.static_assert(BN == 256, "a block of 128 columns comes of 256 features")
+                h = gl.convert_layout(_gated(gate, up, ACT), HALF)
+                _leave_quantized(h, q_out, q_scale, stride_q, h_feat, h_tok, live, tile, N // 2)
             if KIND == "qkv":
                 _to_heads(y, tile, tok, live, eps, cos_sin, page_row, kv_inverse, layer, q_norm, k_norm, out,
                           kv, HQ, HKV, D, PAGE, HAS_NORM, KV8, DTYPE, L)  # fmt: skip
         unit = last
 
 
-_LAYOUTS = {bits: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2) for bits in (8, 16)}
+AHEAD, EARLY = 0, 0
+_EIGHT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _FIELDS: dict[str, Any] = dict.fromkeys(
     ("sumsq", "bias", "rotary", "positions", "slots", "kv", "kv_inverse", "q_norm", "k_norm", "next_norm"), None
 ) | {"stride_sumsq": 0, "eps": 0.0, "layer": 0, "layers": 0, "PARTS": 0, "HQ": 1, "HKV": 1, "D": 128, "PAGE": 1,
@@ -271,43 +270,38 @@ _FIELDS: dict[str, Any] = dict.fromkeys(
 
 
 def launch_product(
-    kind: str, a: Tensor | Fp8Rows, weight: Tensor | Fp8Weight, out: Tensor | None, quantized: Fp8Rows | None,
-    num_tokens: Tensor | None, space: Workspace | None, x: Tensor | None, *, num_sms: int, dtype: torch.dtype,
-    **fields: Any,
+    kind: str, a: Fp8Rows, weight: Fp8Weight, out: Tensor | None, quantized: Fp8Rows | None, num_tokens: Tensor | None,
+    space: Workspace | None, x: Tensor | None, *, num_sms: int, dtype: torch.dtype, **fields: Any,
 ) -> None:  # fmt: skip
-    """Run `few_kernel` for a `kind` of it: both operands in 16 bits, or in FP8 with a scale a channel of the weight.
-    `fields` are what its epilogue reads.
+    """Run `few_kernel` for a `kind` of it; weights have a scale a channel, `fields` are what its epilogue reads.
 
     Raises `ValueError` for more than `FEW_TOKENS` tokens, without a workspace or with one that is too small.
     """
-    eight = isinstance(a, Fp8Rows)
-    rows, sa = (a.values, a.scale) if isinstance(a, Fp8Rows) else (a, None)
-    matrix, sw = (weight.values, weight.scale) if isinstance(weight, Fp8Weight) else (weight, None)
-    (m, k), n = rows.shape, matrix.shape[0]
-    config = few(kind, n, k, num_sms, bits=8 if eight else 16)
+    (m, k), n = a.values.shape, weight.values.shape[0]
+    config = few(kind, n, k, num_sms)
     wide = config.features
 
     def tiles(tensor: Tensor, of: int) -> TensorDescriptor:
-        return TensorDescriptor.from_tensor(tensor, [of, config.depth], _LAYOUTS[8 if eight else 16])
+        return TensorDescriptor.from_tensor(tensor, [of, config.depth], _EIGHT)
 
-    share, parts = shared_out(n, k, wide, config.depth, num_sms)
+    share, parts = shared_out(n, k, wide, num_sms)
     count = -(-n // wide)
     if m > FEW_TOKENS:
         raise ValueError(f"{m} tokens are more than {FEW_TOKENS}")
     if space is None or space.arrived.numel() < count or space.partial.numel() < count * parts * FEW_TOKENS * wide:
         raise ValueError(f"sums of {count} tiles need a larger workspace")
-    kv, here = fields.get("kv"), gpu()
+    kv = fields.get("kv")
     few_kernel[(num_sms,)](
-        tiles(rows, FEW_TOKENS), tiles(matrix, wide), x, out, None if quantized is None else quantized.values,
+        tiles(a.values, FEW_TOKENS), tiles(weight.values, wide), weight.values, x, out,
+        None if quantized is None else quantized.values,
         None if quantized is None else quantized.scale, 0 if quantized is None else quantized.scale.stride(0),
-        partial=space.partial, arrived=space.arrived, share=share, num_tokens=num_tokens, M=m, N=n, K=k, sa=sa,
-        stride_sa=0 if sa is None else sa.stride(0), sw=sw, **(_FIELDS | fields), EIGHT=eight, KIND=kind, BN=wide,
+        partial=space.partial, arrived=space.arrived, share=share, num_tokens=num_tokens, M=m, N=n, K=k, sa=a.scale,
+        stride_sa=a.scale.stride(0), sw=weight.scale, **(_FIELDS | fields), KIND=kind, BN=wide,
         BM=FEW_TOKENS, STAGES=config.stages, MOST=parts, CAP=max(32, 1 << (share - 1).bit_length()),
         SQUARES=1 << max(3, (fields.get("PARTS", 0) - 1).bit_length()), HAS_BIAS=fields.get("bias") is not None,
         HAS_NORM=fields.get("q_norm") is not None, HAS_COUNT=num_tokens is not None, QUANTIZED=quantized is not None,
         WEIGHTED=fields.get("next_norm") is not None, KV8=kv is not None and kv.element_size() == 1,
-        A_BLOCKS=sa is not None and sa.shape[0] > 1,
+        A_BLOCKS=a.scale.shape[0] > 1,
         DTYPE={torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype],
-        # On all SMs no third kernel finds room beside two: what stands before them has ended.
-        EARLY=here is not None and num_sms >= here.sms, num_warps=4, **pdl_options(),
+        AHEAD=AHEAD, EARLY=EARLY, num_warps=4, **pdl_options(),
     )  # fmt: skip
