@@ -29,10 +29,12 @@ def shared_out(features: int, depth: int, wide: int, num_sms: int) -> tuple[int,
     """
     steps, tiles = -(-depth // STEP), -(-features // wide)
     even = -(-tiles * steps // num_sms)
-    whole = (
-        s for s in range(even, int(even / LEAST_BUSY) + 1) if s % steps == 0 or steps in range(s, MOST_PARTS * s + 1, s)
-    )
-    share = next(whole, max(even, -(-steps // (MOST_PARTS - 2))))
+
+    def whole(share: int) -> bool:
+        return share % steps == 0 or (steps % share == 0 and steps // share <= MOST_PARTS)
+
+    shares = range(even, int(even / LEAST_BUSY) + 1)
+    share = next(filter(whole, shares), max(even, -(-steps // (MOST_PARTS - 2))))
     return share, max((tile * steps + steps - 1) // share - tile * steps // share + 1 for tile in range(tiles))
 
 

@@ -2,7 +2,7 @@
 
 Few tokens take the time in which the weight is read; what is lost beside that lies between two products, where memory
 idles: sums that meet, an epilogue, the wait for the kernel before, the first bytes. So a program here takes less than
-half of an SM's shared memory and lets the next kernel start when it has all its weights: that one's programs stand
+half of an SM's shared memory and lets the next kernel start when it has all its sums: that one's programs stand
 beside it and fill their ring with weights, which depend on nobody, before they wait. Sooner would be no gain: what one
 kernel asks of memory while the other does is lost to that.
 
@@ -107,15 +107,14 @@ def _to_heads(
 
 @gluon.jit(do_not_specialize=["M", "layer", "stride_sumsq", "stride_sa", "stride_q"])
 def few_kernel(
-    a, w, weights, x, out, q_out, q_scale, stride_q, next_norm, partial, arrived, share, num_tokens, M, N, K, sa,
+    a, w, x, out, q_out, q_scale, stride_q, next_norm, partial, arrived, share, num_tokens, M, N, K, sa,
     stride_sa, sw, sumsq, stride_sumsq, eps, bias, rotary, positions, slots, kv, kv_inverse, layer, layers, q_norm,
     k_norm,
     KIND: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
     MOST: gl.constexpr, CAP: gl.constexpr, SQUARES: gl.constexpr, PARTS: gl.constexpr, HQ: gl.constexpr,
     HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_NORM: gl.constexpr,
     HAS_COUNT: gl.constexpr, QUANTIZED: gl.constexpr, WEIGHTED: gl.constexpr, KV8: gl.constexpr,
-    A_BLOCKS: gl.constexpr, DTYPE: gl.constexpr, ACT: gl.constexpr, PDL: gl.constexpr, AHEAD: gl.constexpr,
-    EARLY: gl.constexpr,
+    A_BLOCKS: gl.constexpr, DTYPE: gl.constexpr, ACT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """`KIND` is "linear", "residual", "gate_up" or "qkv"; what its epilogue does not read is None."""
     eight: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
@@ -138,15 +137,6 @@ def few_kernel(
     for slot in gl.static_range(STAGES):
         if begin + slot < end:
             _ask_weights(w, w_smem, full, begin + slot, steps, slot, BN, BM)
-    if PDL and AHEAD > 0:
-        LINES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        line = gl.arange(0, BN, layout=LINES)
-        for step in range(begin + STAGES, gl.minimum(begin + STAGES + AHEAD, end)):
-            ahead = gl.minimum(step // steps * BN + line, N - 1).to(gl.int64) * K + step % steps * 128
-            gl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [weights + ahead],
-                                      dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
-    if PDL and EARLY == 1:
-        let_next_start()
     # Positions and the count of tokens are older than the kernel before, as work lists are: they need not wait either.
     live = M
     if HAS_COUNT:
@@ -205,12 +195,9 @@ def few_kernel(
             if step + STAGES < end:
                 _ask_weights(w, w_smem, full, step + STAGES, steps, stage, BN, BM)
                 load_tile(a, [0, (step + STAGES) % steps * 128], full.index(stage), a_smem.index(stage))
-            if PDL and EARLY == 2:  # noqa: SIM102 (the outer one is settled when compiled)
-                if (step + STAGES + 1 == end) | ((step == begin) & (begin + STAGES >= end)):
-                    let_next_start()
             count += 1
 
-        if PDL and EARLY == 0:  # noqa: SIM102 (the outer one is settled when compiled)
+        if PDL:  # noqa: SIM102 (the outer one is settled when compiled)
             if last == end:
                 let_next_start()
         is_last = True
@@ -261,7 +248,6 @@ def few_kernel(
         unit = last
 
 
-AHEAD, EARLY = 0, 0
 _EIGHT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _FIELDS: dict[str, Any] = dict.fromkeys(
     ("sumsq", "bias", "rotary", "positions", "slots", "kv", "kv_inverse", "q_norm", "k_norm", "next_norm"), None
@@ -292,7 +278,7 @@ def launch_product(
         raise ValueError(f"sums of {count} tiles need a larger workspace")
     kv = fields.get("kv")
     few_kernel[(num_sms,)](
-        tiles(a.values, FEW_TOKENS), tiles(weight.values, wide), weight.values, x, out,
+        tiles(a.values, FEW_TOKENS), tiles(weight.values, wide), x, out,
         None if quantized is None else quantized.values,
         None if quantized is None else quantized.scale, 0 if quantized is None else quantized.scale.stride(0),
         partial=space.partial, arrived=space.arrived, share=share, num_tokens=num_tokens, M=m, N=n, K=k, sa=a.scale,
@@ -303,5 +289,5 @@ def launch_product(
         WEIGHTED=fields.get("next_norm") is not None, KV8=kv is not None and kv.element_size() == 1,
         A_BLOCKS=a.scale.shape[0] > 1,
         DTYPE={torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype],
-        AHEAD=AHEAD, EARLY=EARLY, num_warps=4, **pdl_options(),
+        num_warps=4, **pdl_options(),
     )  # fmt: skip

@@ -53,7 +53,7 @@ def assert_left(attend: Callable[[Output], object], q: Tensor, written: slice) -
     attend(got)
     assert torch.equal(got.values.view(torch.uint8)[written], want.values.view(torch.uint8)[written])
     assert torch.equal(got.scale[:, written], want.scale[:, written])
-    assert len(want.scale[:, written].unique()) > 2, "heads of other sizes"
+    assert len(want.scale[:, written].unique()) > 1, "heads of other sizes"
     rest = torch.ones(tokens, dtype=torch.bool)
     rest[written] = False
     assert bool(got.scale[:, rest].isnan().all())

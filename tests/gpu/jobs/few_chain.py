@@ -1,6 +1,6 @@
 """Layers of a model for one request, chained as an engine's graph has them: what a way to multiply is worth.
 
-    python tests/gpu/jobs/few_chain.py --ways few,plain,table --bits 8,16
+    python tests/gpu/jobs/few_chain.py --ways few,plain --bits 8
 
 A line a way and count of tokens: microseconds of a layer of an 8B. "few" is `fp8_few_hopper` (FP8 alone), "plain" the
 plain Triton kernel by rule, "table" what the shipped table says. Each with attention and, in FP8, a pass that quantises
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from weft.kernels import bench_calls, fp8_few_config, fp8_few_hopper, fp8_projections, gemm_launch, tuned
+from weft.kernels import bench_calls, fp8_projections, gemm_launch, tuned
 from weft.kernels.bench_fp8 import decode_of_eight, eight_bits
 from weft.kernels.fp8_few_config import few
 from weft.kernels.fp8_rows import quantize_rows
@@ -26,10 +26,7 @@ from weft.kernels.tuned import Shape
 
 def config_of(way: str, shape: Shape, tokens: int, num_sms: int) -> GemmConfig | None:
     sizes = tokens, shape.features, shape.depth
-    if way.startswith("few"):
-        _, ahead, early, stages, *_ = (*way.split(":"), "", "", "")
-        fp8_few_hopper.AHEAD, fp8_few_hopper.EARLY = int(ahead or 0), int(early or 0)
-        fp8_few_config.STAGES[128] = int(stages or 5)
+    if way == "few":
         return few(shape.kind, shape.features, shape.depth, num_sms)
     if way == "table":
         return tuned.lookup(*sizes, bits=shape.bits) or config_of("plain", shape, tokens, num_sms)
@@ -70,9 +67,9 @@ def chain(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--ways", default="few,table")
+    parser.add_argument("--ways", default="few,plain")
     parser.add_argument("--tokens", default="1,4,16")
-    parser.add_argument("--bits", default="8,16")
+    parser.add_argument("--bits", default="8")
     parser.add_argument("--layers", type=int, default=8)
     given = parser.parse_args()
     here = gpu()
