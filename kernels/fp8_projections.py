@@ -119,6 +119,7 @@ def _product(
     if few:
         from weft.kernels import fp8_few_hopper
 
+        launch = launch._replace(config=few_of(kind, n, k, num_sms))  # a table's row knows no kinds
         fp8_few_hopper.launch_product(
             kind, a, weight, out, quantized, num_tokens, space, x, num_sms=num_sms, dtype=dtype, **fields
         )
