@@ -3,8 +3,6 @@
 As `experts`, but what is copied into the order of experts is the operand that the product before has left, e4m3 and its
 scales; the factor of the norm is copied beside it and multiplied in the epilogue, where the hidden part of each expert
 is quantised. What adds a token's experts up leaves the operand of the product behind.
-
-**No GPU has run this yet.** An engine refuses experts in FP8 on a GPU unless `--fp8-experts on` asks for it.
 """
 
 # Device functions carry no Python types.

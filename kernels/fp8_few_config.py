@@ -6,12 +6,13 @@ import functools
 
 from weft.kernels.gemm_config import GemmConfig
 
-FEW_TOKENS = 16
-"""columns of its MMA: the most tokens"""
+MOST_TOKENS = 16
+"""columns of its MMA"""
 STEP = 128
 """of the depth"""
 STAGES = {128: 5, 256: 3}
-"""of the ring, by features of a tile: 92 and 108 KiB, so that two kernels stand on an SM"""
+"""of the ring, by features of a tile: a program takes 92 or 120 KiB at least. Two kernels stand on an SM, but for two
+with tiles of 256, which never follow each other"""
 MOST_PARTS = 8
 """programs that a tile's steps may lie in"""
 LEAST_BUSY = 0.7
@@ -40,11 +41,11 @@ def shared_out(features: int, depth: int, wide: int, num_sms: int) -> tuple[int,
 
 def is_few(config: GemmConfig) -> bool:
     """Whether it names `fp8_few_hopper`."""
-    return config.special and config.tokens <= FEW_TOKENS
+    return config.special and config.tokens <= MOST_TOKENS
 
 
 def few(kind: str, features: int, depth: int, num_sms: int) -> GemmConfig:
     """What `fp8_few_hopper` does for a `kind` of product; not `special` where it cannot."""
     wide = 256 if kind == "gate_up" else 128  # of which a block of 128 gated columns comes
     fits = shared_out(features, depth, wide, num_sms)[0] <= MOST_STEPS
-    return GemmConfig(FEW_TOKENS, wide, STEP, STAGES[wide], 4, special=fits)
+    return GemmConfig(MOST_TOKENS, wide, STEP, STAGES[wide], 4, special=fits)

@@ -1,10 +1,10 @@
 """The FP8 products of a layer for 16 tokens at most on Hopper: their weights arrive while the kernel before ends.
 
 Few tokens take the time in which the weight is read; what is lost beside that lies between two products, where memory
-idles: sums that meet, an epilogue, the wait for the kernel before, the first bytes. So a program here takes less than
-half of an SM's shared memory and lets the next kernel start when it has all its sums: that one's programs stand
-beside it and fill their ring with weights, which depend on nobody, before they wait. Sooner would be no gain: what one
-kernel asks of memory while the other does is lost to that.
+idles: sums that meet, an epilogue, the wait for the kernel before, the first bytes. So a program here leaves room
+in an SM's shared memory and lets the next kernel start when it has all its sums: that one's programs stand beside it
+and fill their ring with weights, which depend on nobody, before they wait. Sooner would be no gain: what one kernel
+asks of memory while the other does is lost to that.
 
 The weight's tiles of `BN` features, in steps of 128 of the depth, are one long list that all programs share evenly,
 each a stretch of it (stream-K): a tile's sums come from as many programs as its steps lie in, each leaves its own in
@@ -31,7 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from weft.kernels.decode_hopper import await_previous, barrier, let_next_start
 from weft.kernels.dependent_launch import pdl_options
 from weft.kernels.fp8 import Fp8Rows, Fp8Weight
-from weft.kernels.fp8_few_config import FEW_TOKENS, few, shared_out
+from weft.kernels.fp8_few_config import MOST_TOKENS, few, shared_out
 from weft.kernels.fp8_gluon import power_of_two
 from weft.kernels.fp8_hopper import _gated
 from weft.kernels.gemm_hopper import _activate, _page_rows, load_tile
@@ -215,7 +215,7 @@ def few_kernel(
                 y = gl.zeros([BN, BM], gl.float32, layout=L)
                 for other in gl.static_range(MOST):
                     left = sums + other * (BM * BN) + tok[None, :] * BN + lane[:, None]
-                    there = (tok < gl.where(other < parts, live, 0))[None, :] & (lane < BN)[:, None]
+                    there = (tok < gl.where(other < parts, live, 0))[None, :]
                     y += gl.load(left, mask=there, other=0.0, cache_modifier=".cg")
                 gl.store(arrived + tile, 0)
             else:
@@ -261,7 +261,7 @@ def launch_product(
 ) -> None:  # fmt: skip
     """Run `few_kernel` for a `kind` of it; weights have a scale a channel, `fields` are what its epilogue reads.
 
-    Raises `ValueError` for more than `FEW_TOKENS` tokens, without a workspace or with one that is too small.
+    Raises `ValueError` for more than `MOST_TOKENS` tokens, without a workspace or with one that is too small.
     """
     (m, k), n = a.values.shape, weight.values.shape[0]
     config = few(kind, n, k, num_sms)
@@ -272,18 +272,18 @@ def launch_product(
 
     share, parts = shared_out(n, k, wide, num_sms)
     count = -(-n // wide)
-    if m > FEW_TOKENS:
-        raise ValueError(f"{m} tokens are more than {FEW_TOKENS}")
-    if space is None or space.arrived.numel() < count or space.partial.numel() < count * parts * FEW_TOKENS * wide:
+    if m > MOST_TOKENS:
+        raise ValueError(f"{m} tokens are more than {MOST_TOKENS}")
+    if space is None or space.arrived.numel() < count or space.partial.numel() < count * parts * MOST_TOKENS * wide:
         raise ValueError(f"sums of {count} tiles need a larger workspace")
     kv = fields.get("kv")
     few_kernel[(num_sms,)](
-        tiles(a.values, FEW_TOKENS), tiles(weight.values, wide), x, out,
+        tiles(a.values, MOST_TOKENS), tiles(weight.values, wide), x, out,
         None if quantized is None else quantized.values,
         None if quantized is None else quantized.scale, 0 if quantized is None else quantized.scale.stride(0),
         partial=space.partial, arrived=space.arrived, share=share, num_tokens=num_tokens, M=m, N=n, K=k, sa=a.scale,
         stride_sa=a.scale.stride(0), sw=weight.scale, **(_FIELDS | fields), KIND=kind, BN=wide,
-        BM=FEW_TOKENS, STAGES=config.stages, MOST=parts, CAP=max(32, 1 << (share - 1).bit_length()),
+        BM=MOST_TOKENS, STAGES=config.stages, MOST=parts, CAP=max(32, 1 << (share - 1).bit_length()),
         SQUARES=1 << max(3, (fields.get("PARTS", 0) - 1).bit_length()), HAS_BIAS=fields.get("bias") is not None,
         HAS_NORM=fields.get("q_norm") is not None, HAS_COUNT=num_tokens is not None, QUANTIZED=quantized is not None,
         WEIGHTED=fields.get("next_norm") is not None, KV8=kv is not None and kv.element_size() == 1,

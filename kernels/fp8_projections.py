@@ -1,5 +1,5 @@
 """The FP8 products of a layer with what surrounds them as epilogues (twins: `fp8_reference`): the one dispatch between
-the plain Triton and the Hopper kernel.
+plain Triton and the two Hopper kernels.
 
 As `projections`, but an operand is `Fp8Rows` and an epilogue leaves the next one's: nothing between two products reads
 an activation again to quantise it. The factor of an RMS norm stays a scale of the rows, in the epilogue of the product
@@ -109,7 +109,7 @@ def _product(
     launch = launch_of(kind, m, n, k, config, num_sms)
     special = launch.config.special and on_gpu(a.values.device)
     few = special and is_few(launch.config)
-    if few and weight.blocked:
+    if few and (weight.blocked or not few_of(kind, n, k, num_sms).special):  # a table's row knows no SMs
         special = few = False
         launch = launch_of(kind, m, n, k, by_rule(kind, m, n, k, num_sms, plain=True), num_sms)
     if wide and (weight.blocked or not special):

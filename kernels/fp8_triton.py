@@ -2,8 +2,8 @@
 
 As `gemm_triton`, in steps of 128 of the depth: the tensor cores add within a step, then the sum, times the scales of
 its blocks, is added in float32. Few tokens are the columns of the MMA and the weight its left operand (`swap`), several
-programs share a tile's depth, and their sums meet in a fixed order. It serves few tokens on every GPU that multiplies
-e4m3, and any number of them where `fp8_hopper` does not.
+programs share a tile's depth, and their sums meet in a fixed order. It serves any number of them on every GPU that
+multiplies e4m3, where neither `fp8_few_hopper` nor `fp8_hopper` does.
 """
 
 # Device functions carry no Python types.

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.kernels import experts_config, fp8_config
-from weft.kernels.fp8_few_config import FEW_TOKENS
+from weft.kernels.fp8_few_config import is_few
 from weft.kernels.gemm_config import GemmConfig
 from weft.kernels.gpu import gpu
 from weft.kernels.source_digest import source_digest
@@ -211,7 +211,7 @@ def tries(shape: Shape, by_rule: GemmConfig, bucket: int, special: bool) -> tupl
     if shape.experts:
         others = experts_config.candidates(bucket, shape.experts, shape.top, hopper=special)
     elif shape.bits == 8:
-        few = bucket <= FEW_TOKENS or not by_rule.special
+        few = is_few(by_rule) or not by_rule.special
         others = fp8_config.candidates(shape.kind, bucket, shape.depth, few=few)
     else:
         others = candidates(bucket, special)

@@ -417,7 +417,7 @@ def test_the_kernels_of_weights_and_pages_in_fp8_are_known_too(
         for options in ({"quantization": "fp8", "kv_cache_dtype": "fp8"}, {"quantization": "fp8"},
                         {"kv_cache_dtype": "fp8", "plan": "serial"})
     )  # fmt: skip
-    products = {"fp8_hopper", "fp8_triton"}
+    products = {"fp8_few_hopper", "fp8_hopper", "fp8_triton"}
     assert products <= set(both) & set(weights)
     assert "fp8_rows" not in set(both) | set(weights), "no pass quantises: heads have 128 numbers"
     assert both == modules(2, quantization="fp8", kv_cache_dtype="fp8"), "nothing of the first or the last layer lacks"

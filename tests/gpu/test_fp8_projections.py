@@ -419,6 +419,28 @@ def test_rows_behind_the_count_in_device_memory_are_left_as_they_are(device: str
     assert error(out[:3], fp8_reference.linear_project(c.a, None, c.weight, dtype=torch.float32)[:3]) < 5e-3
 
 
+@pytest.mark.parametrize("live", [0, 3, 7])
+@pytest.mark.usefixtures("large")
+def test_few_tokens_on_hopper_are_as_many_as_the_count_says(live: int, device: str, num_sms: int) -> None:
+    """The others' rows stay as they are, and no program waits for sums that nobody leaves."""
+    c, space = case(7, 1000, 1040, device), gemm_launch.workspace(device)
+    x = torch.randn(7, 1000, device=device).to(torch.bfloat16)
+    count = torch.tensor([live], dtype=torch.int32, device=device)
+    want, _, rows = fp8_reference.residual_project(c.a, c.weight, x)
+    out, sums = torch.full_like(x, float("nan")), torch.full((8, 7), float("nan"), device=device)
+    quantized = poisoned(7, 1000, device)
+    fp8_projections.residual_project(
+        c.a, c.weight, x, out=out, sumsq=sums, quantized=quantized, num_sms=num_sms, space=space, num_tokens=count,
+        config=few("residual", 1000, 1040, num_sms),
+    )  # fmt: skip
+    for left in (out[live:], sums[:, live:], quantized.scale[:, live:], quantized.values[live:].float()):
+        assert bool(left.isnan().all())
+    assert not int(space.arrived.abs().sum())
+    if live:
+        assert error(out[:live], want[:live]) < 5e-3
+        assert_same_rows(quantized.part(slice(0, live)), rows.part(slice(0, live)))
+
+
 def test_operands_of_other_formats_are_refused(device: str, num_sms: int) -> None:
     c = case(4, 128, 256, device)
     out = torch.empty(4, 128, dtype=torch.bfloat16, device=device)

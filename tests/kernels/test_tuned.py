@@ -266,7 +266,8 @@ def test_products_in_fp8_have_tiles_of_their_own(monkeypatch: pytest.MonkeyPatch
     assert fp8_projections.choose("residual", 9, 5120, 4000, 132).features == 128
     assert fp8_projections.choose("gate_up", 9, 5120, 4000, 132).features == 256  # else nothing would be written
     for kind, bucket, few in (("gate_up", 16, True), ("residual", 64, True), ("qkv", 2048, False)):
-        tried = tuned.tries(Shape(kind, 6144, 4096, bits=8), by_rule._replace(special=not few), bucket, True)[1:]
+        rule_of = by_rule._replace(special=not few, tokens=min(bucket, 128))
+        tried = tuned.tries(Shape(kind, 6144, 4096, bits=8), rule_of, bucket, True)[1:]
         assert tried
         assert all(config.special != few and config.depth == 128 for config in tried)
         assert all(config.features >= (256 if kind == "gate_up" else 128) for config in tried)
