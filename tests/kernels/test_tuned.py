@@ -253,6 +253,7 @@ def test_a_start_does_not_wait_for_ever_for_another_one(tmp_path: Path) -> None:
 def test_products_in_fp8_have_tiles_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from weft.kernels import fp8_projections
+    from weft.kernels.fp8_few_config import few as few_of
 
     monkeypatch.setattr(tuned, "_found", {})
     eight = Shape("residual", 5120, 4000, bits=8)
@@ -271,3 +272,9 @@ def test_products_in_fp8_have_tiles_of_their_own(monkeypatch: pytest.MonkeyPatch
         assert tried
         assert all(config.special != few and config.depth == 128 for config in tried)
         assert all(config.features >= (256 if kind == "gate_up" else 128) for config in tried)
+    of_few = few_of("qkv", 6144, 4096, 132)
+    assert of_few.special
+    tried = tuned.tries(Shape("qkv", 6144, 4096, bits=8), of_few, 16, True)
+    assert tried[0] == of_few, "beside tiles of the kernel in plain Triton"
+    assert len(tried) > 1
+    assert not any(config.special for config in tried[1:])
