@@ -42,7 +42,7 @@ SAME_BODIES = "^/invocations$|/render$"
 """paths whose bodies are those of chat and completions, with the same rules"""
 
 
-@pytest.mark.parametrize(("cases", "without"), [(4, SAME_BODIES), pytest.param(60, "^$", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("cases", "without"), [(10, SAME_BODIES), pytest.param(60, "^$", marks=pytest.mark.nightly)])
 def test_every_answer_is_one_that_the_schema_tells_of(tmp_path: Path, cases: int, without: str) -> None:
     """`cases`: random ones an endpoint at most, beside those for every single rule of the schema. `without`: paths."""
     with running(tmp_path, "--max-model-len", "96", "--admin-api-key", KEY) as daemon:

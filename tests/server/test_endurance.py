@@ -238,7 +238,7 @@ async def vanish(url: str, rng: random.Random) -> str:
     return until
 
 
-@pytest.mark.parametrize("clients", [200, pytest.param(2000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("clients", [400, pytest.param(2000, marks=pytest.mark.nightly)])
 async def test_clients_that_vanish_leave_nothing_behind(server: Server, engine_pid: int, clients: int) -> None:
     rng, turns, url = random.Random(3), asyncio.Semaphore(64), server.url
     engine = next(iter(server.service.loaded.replicas)).client

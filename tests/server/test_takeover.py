@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 QUESTION = {"prompt": "What is 12 + 30?", "max_tokens": 8, "temperature": 0}
 LONG = {"prompt": "What is 12 + 30?", "max_tokens": 300, "ignore_eos": True, "stream": True}
-PAUSE_SECONDS = 0.02
+PAUSE_SECONDS = 0.005
 """between a client's requests: the daemons need some of the processor, too"""
 
 
@@ -55,7 +55,7 @@ class Ledger:
                     self.failed.append(response.text)
 
     async def probe(self) -> None:
-        """Connections alone, a hundred a second or more: those that a listener's end would reset."""
+        """Connections alone, hundreds a second: those that a listener's end would reset."""
         async with httpx.AsyncClient(
             base_url=self._url, timeout=240, limits=httpx.Limits(max_connections=None)
         ) as http:
