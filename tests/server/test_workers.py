@@ -26,6 +26,7 @@ pytestmark = pytest.mark.slow
 LONG = {"prompt": "What is 12 + 30?", "max_tokens": 200, "ignore_eos": True, "stream": True}
 SHORT = {"prompt": "What is 12 + 30?", "max_tokens": 3}
 EACH_ITS_OWN = httpx.Limits(max_keepalive_connections=0)
+KEPT = httpx.Limits(keepalive_expiry=None)
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +36,9 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         yield daemon
 
 
-def client(daemon: Daemon) -> httpx.AsyncClient:
+def client(daemon: Daemon, limits: httpx.Limits = EACH_ITS_OWN) -> httpx.AsyncClient:
     """Every request on a connection of its own, so that the kernel shares them out."""
-    return httpx.AsyncClient(base_url=daemon.url, timeout=240, limits=EACH_ITS_OWN)
+    return httpx.AsyncClient(base_url=daemon.url, timeout=240, limits=limits)
 
 
 async def metric(http: httpx.AsyncClient, name: str) -> float:
@@ -46,9 +47,10 @@ async def metric(http: httpx.AsyncClient, name: str) -> float:
 
 
 async def until(http: httpx.AsyncClient, name: str, value: float, timeout: float = 240) -> None:
-    async with asyncio.timeout(timeout):
-        while await metric(http, name) != value:
-            await asyncio.sleep(0.05)
+    end = time.monotonic() + timeout
+    while (now := await metric(http, name)) != value:
+        assert time.monotonic() < end, f"{name} is {now}, not {value}"
+        await asyncio.sleep(0.05)
 
 
 async def stream(http: httpx.AsyncClient, begun: asyncio.Future[int] | None = None, **extra: Any) -> list[Any]:
@@ -82,13 +84,13 @@ async def begin(http: httpx.AsyncClient, count: int, **extra: Any) -> dict[int, 
 
 @contextlib.asynccontextmanager
 async def underway(
-    daemon: Daemon, http: httpx.AsyncClient, count: int, **extra: Any
+    daemon: Daemon, http: httpx.AsyncClient, count: int, asking: httpx.AsyncClient | None = None, **extra: Any
 ) -> AsyncIterator[dict[int, asyncio.Task[list[Any]]]]:
-    """The same, and none can end in the block: the engine is stopped."""
+    """The same, and none can end in the block: the engine is stopped. `asking`: whose connection asks how many."""
     while True:
         tasks = await begin(http, count, **extra)
         with daemon.held():
-            if await open_sequences(http) == count:
+            if await open_sequences(asking or http) == count:
                 yield tasks
                 return
         await asyncio.gather(*tasks.values())  # this process is so late that some have ended
@@ -142,14 +144,18 @@ async def test_both_processes_serve(daemon: Daemon) -> None:
 
 
 async def test_killing_an_api_process_ends_its_streams_only(daemon: Daemon) -> None:
-    async with client(daemon) as http:
+    # A request is counted behind its last byte. So whoever dies must not have answered the last question.
+    async with client(daemon) as http, client(daemon, KEPT) as other:
         restarts = await metric(http, "weft_api_process_restarts_total")
         done = 'weft_requests_total{endpoint="/v1/completions",status="200"}'
         crashed = 'weft_aborted_total{cause="crash"}'
         names = (done, crashed, "weft_requests_lost_total")
         before = [await metric(http, name) for name in names]
-        victim = daemon.children("weft.server.daemon.worker")[0]
-        async with underway(daemon, http, 24) as tasks:
+        async with other.stream("GET", "/load") as response:
+            port = response.extensions["network_stream"].get_extra_info("client_addr")[1]
+            victim = next(pid for pid in daemon.children("weft.server.daemon.worker") if port not in ports_of(pid))
+            await response.aread()
+        async with underway(daemon, http, 24, other) as tasks:
             os.kill(victim, signal.SIGKILL)
             await holds(lambda: not command_line(victim))
         async with asyncio.timeout(240):
