@@ -76,7 +76,7 @@ class AttentionRequests(Protocol):
 
 
 Step = TypeVar("Step")
-Held = TypeVar("Held", contravariant=True)
+Held = TypeVar("Held")
 
 
 class AttentionBackend(Protocol[Held]):
@@ -109,6 +109,10 @@ class AttentionBackend(Protocol[Held]):
     def prefill(
         self, q: Tensor, kv: Tensor, layer: int, step: Held, *, out: Tensor, num_sms: int | None = None
     ) -> Tensor: ...
+
+    def within(self, step: Held, tokens: int) -> Held:
+        """The same step where an iteration has so many tokens at most."""
+        return step
 
     def attend(self, q: Tensor, kv: Tensor, layer: int, step: Held, *, out: Tensor) -> Tensor:
         """Decodes, then chunks."""

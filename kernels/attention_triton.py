@@ -13,6 +13,7 @@ from weft.kernels.attention_backends import check
 from weft.kernels.attention_output import Out
 from weft.kernels.decode_attention import decode_attention
 from weft.kernels.decode_workspace import DecodeWorkspace, head_block
+from weft.kernels.few_decode import few_decode
 from weft.kernels.fp8 import BLOCK, KvScales
 from weft.kernels.fp8_unpack import Unpacked, unpack_pages
 from weft.kernels.gpu import is_hopper, on_gpu
@@ -66,24 +67,37 @@ class TritonStep(NamedTuple):
     """chunks whose pages in e4m3 are put into 16 bits first; `prefill_items` has the others"""
     parts: PrefillParts | None = None
     """where tiles of chunks are cut along their keys; `prefill_items` are `[max_items, PART_FIELDS]` then"""
+    few: bool = False
+    """decodes are left to `few_decode`"""
 
 
 class TritonAttention(AttentionBackend[TritonStep]):
     """See `attention.AttentionBackend`. Raises `AttentionUnavailable` for a shape that the kernels do not take.
 
     num_sms: SMs of the GPU. `decode_items` cuts the work for `num_sms * PER_SM` programs. kv_scales: of pages in e4m3,
-    which are read by kernels of their own (`fp8_attention`).
+    which are read by kernels of their own (`fp8_attention`). batch_invariant: sums of a decode are made in the same
+    order, however many there are.
     """
 
     captured = True
+    few = 0
+    """tokens of an iteration, at most, whose decodes are left to `few_decode`: none before a GPU has shown that it is
+    quicker"""
 
-    def __init__(self, shape: AttentionShape, num_sms: int, kv_scales: KvScales | None = None) -> None:
+    def __init__(
+        self, shape: AttentionShape, num_sms: int, kv_scales: KvScales | None = None, *, batch_invariant: bool = False
+    ) -> None:
         check("triton", shape)
         self._shape, self._num_sms, self._kv_scales = shape, num_sms, kv_scales
+        if batch_invariant:
+            self.few = 0
 
     @property
     def quantizes(self) -> bool:
         return self._shape.head_dim == BLOCK
+
+    def within(self, step: TritonStep, tokens: int) -> TritonStep:
+        return step._replace(few=True) if tokens <= self.few else step
 
     def decode(
         self, q: Tensor, kv: Tensor, layer: int, step: TritonStep, *, out: Out, num_sms: int | None = None,
@@ -91,6 +105,11 @@ class TritonAttention(AttentionBackend[TritonStep]):
     ) -> Out:  # fmt: skip
         shape, window = self._shape, self._shape.window(layer)
         items, count = step.decodes[window]
+        if step.few and num_sms in (None, self._num_sms):
+            return few_decode(
+                q, kv, self._kv_scales, layer, step.page_table, items, count, out=out, num_sms=self._num_sms,
+                space=step.space, scale=shape.scale, windowed=window is not None, softcap=shape.softcap, sinks=sinks,
+            )  # fmt: skip
         if self._kv_scales is not None:
             return fp8_attention.decode_attention(
                 q, kv, self._kv_scales, layer, step.page_table, items, count, out=out,

@@ -186,7 +186,8 @@ def copies_for(shape: Shape) -> int:
 
 def decode_calls(
     batch: int, context: int, page: int, layers: int = 8, heads: int = 32, kv_heads: int = 8, head_dim: int = HEAD_DIM,
-    lengths: np.ndarray | None = None, num_sms: int = 132, **options: Any,
+    lengths: np.ndarray | None = None, num_sms: int = 132, kernel: Callable[..., object] = decode_attention,
+    **options: Any,
 ) -> tuple[list[Callable[[], object]], float]:  # fmt: skip
     """Decode attention of every layer of one pool, pages at random places; and the bytes one call must read."""
     lengths = np.full(batch, context) if lengths is None else lengths
@@ -205,9 +206,7 @@ def decode_calls(
     out = torch.empty(batch, heads * head_dim, device=DEVICE, dtype=DTYPE)
 
     def call(layer: int) -> Callable[[], object]:
-        return lambda: decode_attention(
-            q, kv, layer, table, work, count, out=out, num_sms=num_sms, space=space, **options
-        )
+        return lambda: kernel(q, kv, layer, table, work, count, out=out, num_sms=num_sms, space=space, **options)
 
     return [call(layer) for layer in range(layers)], float(lengths.sum()) * kv_heads * head_dim * 4
 

@@ -118,7 +118,7 @@ def sums_of(shape: Shape, tokens: int, num_sms: int) -> Sums:
 
 def decode_of_eight(
     batch: int, context: int, page: int = 64, layers: int = 8, heads: int = 32, kv_heads: int = 8, num_sms: int = 132,
-    out: Output | None = None,
+    out: Output | None = None, kernel: Callable[..., object] = fp8_attention.decode_attention,
 ) -> tuple[list[Callable[[], object]], float]:  # fmt: skip
     """As `bench_calls.decode_calls`, over pages in e4m3. out: an operand that attention shall leave, say."""
     lengths, per = np.full(batch, context), -(-context // page)
@@ -132,9 +132,7 @@ def decode_of_eight(
     target = torch.empty(batch, heads * HEAD_DIM, device=DEVICE, dtype=DTYPE) if out is None else out
 
     def call(layer: int) -> object:
-        return fp8_attention.decode_attention(
-            q, kv, scales, layer, table, work, count, out=target, num_sms=num_sms, space=space
-        )
+        return kernel(q, kv, scales, layer, table, work, count, out=target, num_sms=num_sms, space=space)
 
     return [partial(call, layer) for layer in range(layers)], float(lengths.sum()) * kv_heads * HEAD_DIM * 2
 

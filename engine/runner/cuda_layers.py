@@ -245,6 +245,7 @@ class CudaLayers:
         """On the whole activations: work lists say whose rows."""
         steps = self.left_steps if it.leaving and self.attention.captured else self.steps
         step = steps[it.pipeline.nano_batches.index((it.nano.begin, it.nano.end))]
+        step = self.attention.within(step, it.pipeline.tokens)
         sinks = self.weights.layers[it.layer]["qkv"].sinks
         attend(
             self.activations[it.operation.source], it.kv, it.layer, step, out=self.whole.attended, num_sms=it.nano.sms,

@@ -192,7 +192,7 @@ class CudaRunner:
         shape, scales = config.attention_shape(spec), weights.scales_of_pages(spec, config.kv.dtype)
         attention: AttentionBackend[Any]
         if config.attention == "triton":
-            attention = TritonAttention(shape, num_sms, scales)
+            attention = TritonAttention(shape, num_sms, scales, batch_invariant=config.batch_invariant)
         else:
             self._eager = f"the {config.attention} attention back end plans on the host"
             attention = self._host_attention = make_host_attention(

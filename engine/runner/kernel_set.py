@@ -66,10 +66,12 @@ def _parts(spec: ModelSpec, config: ResolvedConfig, gpu: Gpu) -> list[list[Kerne
         sizes = Sizes(spec, config.max_num_batched_tokens, config.max_num_seqs, config.compute_dtype)
         collectives = PeerCollectives(Imagined(sizes.total, ranks), 0, ranks, sizes)
     scales = weights.scales_of_pages(spec, config.kv.dtype)
+    attention = TritonAttention(
+        config.attention_shape(spec), gpu.sms, scales, batch_invariant=config.batch_invariant
+    )  # fmt: skip
     executor = CudaExecutor(
-        spec, weights, device_inputs(spec, config, pipelines.nano_batches), config.compute_dtype,
-        TritonAttention(config.attention_shape(spec), gpu.sms, scales), invariant=config.batch_invariant,
-        collectives=collectives, kv_scales=scales,
+        spec, weights, device_inputs(spec, config, pipelines.nano_batches), config.compute_dtype, attention,
+        invariant=config.batch_invariant, collectives=collectives, kv_scales=scales,
     )  # fmt: skip
     kv = torch.empty(config.kv.shape(2), dtype=config.kv.dtype, device=config.device)
 
