@@ -110,7 +110,7 @@ class AttentionBackend(Protocol[Held]):
         self, q: Tensor, kv: Tensor, layer: int, step: Held, *, out: Tensor, num_sms: int | None = None
     ) -> Tensor: ...
 
-    def within(self, step: Held, tokens: int) -> Held:
+    def within(self, step: Held, tokens: int) -> Held:  # noqa: ARG002 (a back end may heed it)
         """The same step where an iteration has so many tokens at most."""
         return step
 

@@ -62,7 +62,7 @@ def _block(kv, pages, token, old, column, real, layer, layers, HKV: tl.constexpr
 @triton.jit
 def _join(base, parts, m, norm, acc, d, column, mine, HKV: tl.constexpr, DP: tl.constexpr, GP: tl.constexpr,
           JOINED: tl.constexpr):  # fmt: skip
-    """All parts of a request, JOINED at a time: `acc [DP, GP]`, `m, norm [GP]`."""
+    """All parts of a request, JOINED at a time: `acc [GP, DP]`, `m, norm [GP]`."""
     SIZE: tl.constexpr = (DP + 2) * GP
     for first in range(0, parts, JOINED):
         part = first + tl.arange(0, JOINED)
@@ -71,13 +71,13 @@ def _join(base, parts, m, norm, acc, d, column, mine, HKV: tl.constexpr, DP: tl.
         row = at[:, None] + DP * GP + column[None, :]
         m_parts = tl.load(row, mask=there, other=float("-inf"), cache_modifier=".cg")
         norms = tl.load(row + GP, mask=there, other=0.0, cache_modifier=".cg")
-        block = at[:, None, None] + d[None, :, None] * GP + column[None, None, :]
-        sums = tl.load(block, mask=there[:, None, :] & (d < DP)[None, :, None], other=0.0, cache_modifier=".cg")
+        block = at[:, None, None] + column[None, :, None] * DP + d[None, None, :]
+        sums = tl.load(block, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
         m_new = tl.maximum(m, tl.max(m_parts, axis=0))
         weight = tl.exp2(m_parts - m_new[None, :])
         alpha = tl.exp2(m - m_new)
         norm = norm * alpha + tl.sum(norms * weight, axis=0)
-        acc = acc * alpha[None, :] + tl.sum(sums * weight[:, None, :], axis=0)
+        acc = acc * alpha[:, None] + tl.sum(sums * weight[:, :, None], axis=0)
         m = m_new
     return m, norm, acc
 
@@ -154,11 +154,12 @@ def _few_kernel(
             m = m_new
 
         last = True
+        acc = tl.trans(acc)
         if parts > 1:
             SIZE: tl.constexpr = (DP + 2) * GP
             base = partial + (tl.load(item + 4).to(tl.int64) * HKV + head) * SIZE
             at = base + part.to(tl.int64) * (HKV * SIZE)
-            tl.store(at + d[:, None] * GP + column[None, :], acc, mask=mine[None, :])
+            tl.store(at + column[:, None] * DP + d[None, :], acc, mask=mine[:, None])
             tl.store(at + DP * GP + column, m, mask=mine)
             tl.store(at + (DP + 1) * GP + column, norm, mask=mine)
             tl.debug_barrier()  # every thread's store precedes the release below
@@ -166,14 +167,15 @@ def _few_kernel(
             if last:
                 m = tl.full([GP], -1e30, tl.float32)
                 norm = tl.zeros([GP], tl.float32)
-                acc = tl.zeros([DP, GP], tl.float32)
+                acc = tl.zeros([GP, DP], tl.float32)
                 m, norm, acc = _join(base, parts, m, norm, acc, d, column, mine, HKV, DP, GP, JOINED)
                 tl.store(arrived + row * HKV + head, 0)
         if last:
             norm = with_sink(norm, m, sinks, head * G + column, mine)
-            y = (acc / norm[None, :] * v_scale).to(DTYPE)
-            target = out + heads[None, :] * D + d[:, None]
-            write_heads(y, target, whole, out_scale, stride_scale, head * G + column, row, mine, 0)
+            y = (acc / norm[:, None] * v_scale).to(DTYPE)
+            target = out + heads[:, None] * D + d[None, :]
+            place = mine[:, None] & real[None, :]
+            write_heads(y, target, place, out_scale, stride_scale, head * G + column, row, mine, 1)
 
 
 def few_decode(
