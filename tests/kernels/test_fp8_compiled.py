@@ -96,7 +96,8 @@ def operands():
 
 MULTIPLIED = "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3"
 for work, wanted in ((products, MULTIPLIED), (few, MULTIPLIED.replace("n128", "n16")), (experts, MULTIPLIED),
-                     (decode, "cvt.rn.f16x2.e4m3x2"), (attention_of_few, "cvt.rn.f16x2.e4m3x2"), (operands, "cvt.rn.satfinite.e4m3x2.f32")):
+                     (decode, "cvt.rn.f16x2.e4m3x2"), (attention_of_few, "cvt.rn.f16x2.e4m3x2"),
+                     (operands, "cvt.rn.satfinite.e4m3x2.f32")):
     for kernel in collect(work, KNOWN["h200"]):
         if kernel.name in ("_scatter_kernel", "_combine_kernel"):
             continue
@@ -109,7 +110,8 @@ for work, wanted in ((products, MULTIPLIED), (few, MULTIPLIED.replace("n128", "n
             line = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
             used = subprocess.run(line, capture_output=True, text=True, check=True).stdout
         # bytes of spilled registers: none by Triton 3.6, 88 by 3.7 for scales of blocks, 216 were each row's read
-        spilled, allowed = int(used.split("STACK:")[1].split()[0]), {experts: 128, operands: 0, few: 0, attention_of_few: 0}
+        spilled = int(used.split("STACK:")[1].split()[0])
+        allowed = {experts: 128, operands: 0, few: 0, attention_of_few: 0}
         assert spilled <= allowed.get(work, spilled), (kernel.name, used)
         print(kernel.function.fn.__module__.split(".")[-1])
 """
