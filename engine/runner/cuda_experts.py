@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from weft.engine.errors import ConfigError
-from weft.engine.model.layer_weights import ProductWeights
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import NanoOperation
+from weft.engine.runner.layer_launch import Launch
 from weft.kernels import experts, router
 from weft.kernels.experts import ExpertSpace
 from weft.kernels.gemm_config import GemmConfig
@@ -19,7 +21,8 @@ from weft.kernels.router import Choice
 class ExpertLayers:
     """Of a model with experts. tokens: of an iteration, at most.
 
-    The methods launch one nano-operation; x and sumsq are its tokens' part of the stream and of the sums of squares.
+    The methods launch one nano-operation; sumsq is its tokens' part of the stream's sums of squares, live `[1]` how
+    many tokens there are.
     """
 
     def __init__(self, spec: ModelSpec, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -49,33 +52,36 @@ class ExpertLayers:
         _, hidden, inter, count, top = self._sizes
         return experts.choose(tokens, 2 * inter, hidden, count, top)
 
-    def route(self, w: ProductWeights, x: Tensor, sumsq: Tensor | None, nano: NanoOperation, live: Tensor) -> None:
-        e = self._experts
+    def route(self, it: Launch, sumsq: Tensor | None, live: Tensor) -> None:
+        e, w = self._experts, it.product
         router.route(
-            x, sumsq, w.weight, self._spec.norm.eps, kind=e.router, top=e.top, normalise=e.normalise,
+            it.x, sumsq, w.weight, self._spec.norm.eps, kind=e.router, top=e.top, normalise=e.normalise,
             scaling=e.scaling, bias=w.bias, choice_bias=w.choice_bias, groups=e.groups, top_groups=e.top_groups,
-            out=self.choice.part(nano.begin, nano.end), num_tokens=live,
+            out=self.choice.part(it.nano.begin, it.nano.end), num_tokens=live,
         )  # fmt: skip
 
-    def gate_up(
-        self, w: ProductWeights, x: Tensor, sumsq: Tensor | None, nano: NanoOperation, live: Tensor, pipeline: Pipeline
-    ) -> None:
+    def gate_up(self, it: Launch, sumsq: Tensor | None, live: Tensor) -> None:
         experts.experts_gate_up(
-            x, sumsq, self.choice.part(nano.begin, nano.end), w.weight, self._spec.norm.eps,
-            activation=self._spec.activation, bias=w.bias, space=self.space(range_of(pipeline, nano)),
-            num_sms=nano.sms, num_tokens=live, config=nano.config or self.config(nano.end - nano.begin),
+            it.x, sumsq, self.choice.part(it.nano.begin, it.nano.end), it.product.weight, self._spec.norm.eps,
+            activation=self._spec.activation, bias=it.product.bias, **self._common(it, live),
         )  # fmt: skip
 
-    def residual(
-        self, w: ProductWeights, x: Tensor, sumsq: Tensor, nano: NanoOperation, live: Tensor, pipeline: Pipeline
-    ) -> Tensor:
+    def residual(self, it: Launch, x: Tensor, sumsq: Tensor, live: Tensor) -> Tensor:
         """x is added to in place. Returns the sums of squares, one part: in `sumsq [parts, tokens]`."""
         _, sums = experts.experts_residual(
-            self.choice.part(nano.begin, nano.end), w.weight, x, bias=w.bias, out=x, sumsq=sumsq,
-            space=self.space(range_of(pipeline, nano)), num_sms=nano.sms, num_tokens=live,
-            config=nano.config or self.config(nano.end - nano.begin),
+            self.choice.part(it.nano.begin, it.nano.end), it.product.weight, x, bias=it.product.bias, out=x,
+            sumsq=sumsq, **self._common(it, live),
         )  # fmt: skip
         return sums
+
+    def _common(self, it: Launch, live: Tensor) -> dict[str, Any]:
+        """What both products are told beside their operands."""
+        return {
+            "space": self.space(range_of(it.pipeline, it.nano)),
+            "num_sms": it.nano.sms,
+            "num_tokens": live,
+            "config": it.nano.config or self.config(it.nano.end - it.nano.begin),
+        }
 
 
 def range_of(pipeline: Pipeline, nano: NanoOperation) -> int:

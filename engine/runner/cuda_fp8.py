@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from weft.engine.errors import ModelError
-from weft.engine.model.layer_weights import ProductWeights
-from weft.engine.model.operations import Operation
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.plans.pipeline import Pipeline
+from weft.engine.runner.layer_launch import Launch
 from weft.kernels import fp8_projections
-from weft.kernels.attention_output import Output
+from weft.kernels.attention_output import part_of
 from weft.kernels.fp8 import BLOCK, Fp8Rows
 from weft.kernels.fp8_experts import switch_shared
 from weft.kernels.fp8_matrix import Fp8Matrix
@@ -87,7 +86,7 @@ class Fp8Layers:
         self._by_tokens = by_channel and spec.experts is None and not invariant
         """whether what many tokens' stream is scaled by may be another than few tokens'"""
 
-    def span(self, pipeline: Pipeline) -> int:
+    def _span(self, pipeline: Pipeline) -> int:
         """Columns of the stream's operand that share a scale in iterations of this plan: what follows from its bucket
         alone, so that every plan has the bits of the serial one."""
         if not self._by_tokens:
@@ -103,9 +102,13 @@ class Fp8Layers:
     def operand(self, name: str, tokens: slice, span: int = BLOCK) -> Fp8Rows:
         return self._operands[name].part(tokens)._replace(span=span)
 
+    def _stream(self, it: Launch) -> Fp8Rows:
+        """The operand of the products that read the stream."""
+        return self.operand("x", it.tokens, self._span(it.pipeline))
+
     def of_embedding(self, pipeline: Pipeline) -> dict[str, Any]:
         """What `embed` is told to leave beside the stream: the first layer's operand."""
-        rows = self.operand("x", slice(0, pipeline.tokens), self.span(pipeline))
+        rows = self.operand("x", slice(0, pipeline.tokens), self._span(pipeline))
         return {"quantized": rows, "next_norm": self.matrix(0, "qkv").norm}
 
     def fill(self) -> None:
@@ -121,48 +124,41 @@ class Fp8Layers:
         """A matrix of those that read the stream there: one norm is before all."""
         return self.matrix(layer, "gate_up" if "gate_up" in self._layers[layer] else "experts_gate_up")
 
-    def _source(self, op: Operation, tokens: slice, a: Output | None, live: Tensor) -> Fp8Rows:
+    def _source(self, it: Launch, live: Tensor) -> Fp8Rows:
         """What a product that adds to the stream reads."""
-        if isinstance(a, Fp8Rows):
-            return a
-        rows = self.operand(op.source, tokens)
-        return rows if a is None else quantize_rows(a, out=rows, num_tokens=live)
+        rows = self.operand(it.operation.source, it.tokens)
+        if it.operation.source != "a":
+            return rows
+        attended = part_of(it.rows.attended, it.tokens)
+        return attended if isinstance(attended, Fp8Rows) else quantize_rows(attended, out=rows, num_tokens=live)
 
-    def qkv(
-        self, layer: int, tokens: slice, product: ProductWeights, x: Tensor, sums: Tensor, eps: float,  # noqa: ARG002
-        heads: tuple[Any, ...], out: Tensor, span: int, common: dict[str, Any],
-    ) -> None:  # fmt: skip
-        """x and sums `[parts, T]`: of the tokens' part of the stream; x itself is not read. heads: see
-        `fp8_projections.qkv_project`."""
-        matrix, rows = self.matrix(layer, "qkv"), self.operand("x", tokens, span)
+    def qkv(self, it: Launch, heads: tuple[Any, ...], out: Tensor, common: dict[str, Any]) -> None:
+        """heads: see `fp8_projections.qkv_project`."""
+        matrix, rows = self.matrix(it.layer, "qkv"), self._stream(it)
         common = common | self._fixed.get("qkv", {})
-        fp8_projections.qkv_project(rows, sums, matrix.weight, product.bias, eps, *heads, out=out, **common)
+        fp8_projections.qkv_project(
+            rows, it.sums, matrix.weight, it.product.bias, self._spec.norm.eps, *heads, out=out, **common
+        )  # fmt: skip
 
-    def residual(
-        self, layer: int, tokens: slice, op: Operation, product: ProductWeights, a: Output | None, x: Tensor,
-        sumsq: Tensor, span: int, common: dict[str, Any],
-    ) -> Tensor:  # fmt: skip
-        """Adds to x; returns the view of sumsq that was written. a: what attention gave; None behind an MLP."""
-        rows = self._source(op, tokens, a, common["num_tokens"])
-        reader = self.first_of(layer + 1) if a is None else self._behind_attention(layer)
-        matrix = self.matrix(layer, op.name)
+    def residual(self, it: Launch, common: dict[str, Any]) -> Tensor:
+        """Adds to the stream, behind attention or an MLP; returns the view of its sums of squares that was written."""
+        rows = self._source(it, common["num_tokens"])
+        behind_attention = it.operation.source == "a"
+        reader = self._behind_attention(it.layer) if behind_attention else self.first_of(it.layer + 1)
         _, sums = fp8_projections.residual_project(
-            rows, matrix.weight, x, out=x, sumsq=sumsq, bias=product.bias,
-            quantized=None if reader is None else self.operand("x", tokens, span),
-            next_norm=None if reader is None else reader.norm, **common | self._fixed.get("residual", {}),
+            rows, self.matrix(it.layer, it.operation.name).weight, it.x, out=it.x, sumsq=it.sumsq, bias=it.product.bias,
+            quantized=None if reader is None else self._stream(it), next_norm=None if reader is None else reader.norm,
+            **common | self._fixed.get("residual", {}),
         )  # fmt: skip
         return sums
 
-    def gate_up(
-        self, layer: int, tokens: slice, op: Operation, product: ProductWeights, x: Tensor, sums: Tensor, eps: float,
-        span: int, common: dict[str, Any],
-    ) -> None:  # fmt: skip
-        """x: the stream, for the gate of a shared expert alone."""
-        out = self.operand(op.target, tokens)
+    def gate_up(self, it: Launch, common: dict[str, Any]) -> None:
+        """An MLP's first product."""
+        out, eps = self.operand(it.operation.target, it.tokens), self._spec.norm.eps
         fp8_projections.gate_up_project(
-            self.operand("x", tokens, span), sums, self.matrix(layer, op.name).weight, eps,
-            activation=self._spec.activation, bias=product.bias, quantized=out,
+            self._stream(it), it.sums, self.matrix(it.layer, it.operation.name).weight, eps,
+            activation=self._spec.activation, bias=it.product.bias, quantized=out,
             **common | self._fixed.get("gate_up", {}),
         )  # fmt: skip
-        if product.gate is not None:
-            switch_shared(x, sums, product.gate, eps, out=out, num_tokens=common["num_tokens"])
+        if it.product.gate is not None:
+            switch_shared(it.x, it.sums, it.product.gate, eps, out=out, num_tokens=common["num_tokens"])

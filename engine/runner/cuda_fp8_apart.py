@@ -14,14 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.engine.model.layer_weights import ProductWeights
-from weft.engine.model.operations import Operation
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.runner.cuda_fp8 import Fp8Layers
+from weft.engine.runner.layer_launch import Launch
 from weft.kernels import fp8_projections
-from weft.kernels.attention_output import Output
 from weft.kernels.fp8 import Fp8Rows
 from weft.kernels.fp8_rows import norm_rows, quantize_rows
 from weft.kernels.heads import place_heads
@@ -29,7 +27,7 @@ from weft.kernels.rows import add_normed, row_sumsq
 
 
 class Fp8LayersApart(Fp8Layers):
-    """Dense models that `cuda_fp8.stands_apart` names. Scales are of 128 columns, whatever `span` is.
+    """Dense models that `cuda_fp8.stands_apart` names. Scales are of 128 columns, whatever the token count.
 
     raw: where products leave 16 bits for the pass behind them: "qkv" `[T, (Hq + 2 Hkv) D]`, "h" `[T, I]` of an MLP
     without a gate, and "residual" `[T, H]` where a norm stands behind it.
@@ -50,76 +48,68 @@ class Fp8LayersApart(Fp8Layers):
         """Nothing: `qkv` quantises what it reads."""
         return {}
 
-    def _room(self, name: str, tokens: slice) -> Tensor:
+    def _room(self, name: str, it: Launch) -> Tensor:
         raw = self._raw[name]
         assert raw is not None
-        return raw[tokens]
+        return raw[it.tokens]
 
     def _linear(
-        self, rows: Fp8Rows, sums: Tensor | None, layer: int, name: str, bias: Tensor | None, eps: float, out: Tensor,
-        common: dict[str, Any], *, activation: str = "",
+        self, it: Launch, rows: Fp8Rows, sums: Tensor | None, out: Tensor, common: dict[str, Any], *,
+        activation: str = "",
     ) -> None:  # fmt: skip
         fp8_projections.linear_project(
-            rows, sums, self.matrix(layer, name).weight, eps, activation=activation, bias=bias, out=out,
-            **common | self._fixed.get("linear", {}),
+            rows, sums, self.matrix(it.layer, it.operation.name).weight, self._spec.norm.eps, activation=activation,
+            bias=it.product.bias, out=out, **common | self._fixed.get("linear", {}),
         )  # fmt: skip
 
-    def _read(
-        self, layer: int, name: str, tokens: slice, x: Tensor, sums: Tensor, eps: float, live: Tensor
-    ) -> tuple[Fp8Rows, Tensor | None]:
+    def _read(self, it: Launch, live: Tensor) -> tuple[Fp8Rows, Tensor | None]:
         """The stream as a product reads it, and the sums of squares that are left to its epilogue."""
-        matrix, out = self.matrix(layer, name), self.operand("x", tokens)
+        matrix, out = self.matrix(it.layer, it.operation.name), self.operand("x", it.tokens)
         if matrix.norm_bias is None and not matrix.centred:
-            quantize_rows(x, matrix.norm, out=out, num_tokens=live)
+            quantize_rows(it.x, matrix.norm, out=out, num_tokens=live)
         else:
             norm_rows(
-                x, matrix.norm, matrix.norm_bias, sums, eps, centred=matrix.centred, out=out, num_tokens=live
+                it.x, matrix.norm, matrix.norm_bias, it.sums, self._spec.norm.eps, centred=matrix.centred, out=out,
+                num_tokens=live,
             )  # fmt: skip
-        return out, sums if self._spec.placement.before and matrix.norm_bias is None else None
+        return out, it.sums if self._spec.placement.before and matrix.norm_bias is None else None
 
-    def qkv(
-        self, layer: int, tokens: slice, product: ProductWeights, x: Tensor, sums: Tensor, eps: float,
-        heads: tuple[Any, ...], out: Tensor, span: int, common: dict[str, Any],  # noqa: ARG002
-    ) -> None:  # fmt: skip
+    def qkv(self, it: Launch, heads: tuple[Any, ...], out: Tensor, common: dict[str, Any]) -> None:
         """As of `Fp8Layers`; sums are not read where no norm stands before the product."""
         common = dict(common)
         scales: dict[str, Any] = {"kv_scales": common.pop("kv_scales", None)}
-        live, raw = common["num_tokens"], self._room("qkv", tokens)
-        rows, left = self._read(layer, "qkv", tokens, x, sums, eps, live)
-        self._linear(rows, left, layer, "qkv", product.bias, eps, raw, common)
-        place_heads(raw, eps, *heads, out=out, num_tokens=live, **scales)
+        live, raw = common["num_tokens"], self._room("qkv", it)
+        rows, left = self._read(it, live)
+        self._linear(it, rows, left, raw, common)
+        place_heads(raw, self._spec.norm.eps, *heads, out=out, num_tokens=live, **scales)
 
-    def residual(
-        self, layer: int, tokens: slice, op: Operation, product: ProductWeights, a: Output | None, x: Tensor,
-        sumsq: Tensor, span: int, common: dict[str, Any],  # noqa: ARG002
-    ) -> Tensor:  # fmt: skip
+    def residual(self, it: Launch, common: dict[str, Any]) -> Tensor:
         """As of `Fp8Layers`."""
-        norm, rows = self._spec.norm, self._source(op, tokens, a, common["num_tokens"])
+        norm, rows, product = self._spec.norm, self._source(it, common["num_tokens"]), it.product
         if product.post_norm is not None:
-            raw = self._room("residual", tokens)
-            self._linear(rows, None, layer, op.name, product.bias, norm.eps, raw, common)
-            add_normed(x, raw, product.post_norm, norm.eps, sumsq=sumsq)
-            sums = sumsq[:1]
+            raw = self._room("residual", it)
+            self._linear(it, rows, None, raw, common)
+            add_normed(it.x, raw, product.post_norm, norm.eps, sumsq=it.sumsq)
+            sums = it.sumsq[:1]
         else:
             _, sums = fp8_projections.residual_project(
-                rows, self.matrix(layer, op.name).weight, x, out=x, sumsq=sumsq, bias=product.bias,
-                **common | self._fixed.get("residual", {}),
+                rows, self.matrix(it.layer, it.operation.name).weight, it.x, out=it.x, sumsq=it.sumsq,
+                bias=product.bias, **common | self._fixed.get("residual", {}),
             )  # fmt: skip
-        return row_sumsq(x, out=sumsq[:1], centred=True) if norm.centred else sums
+        return row_sumsq(it.x, out=it.sumsq[:1], centred=True) if norm.centred else sums
 
-    def gate_up(
-        self, layer: int, tokens: slice, op: Operation, product: ProductWeights, x: Tensor, sums: Tensor, eps: float,
-        span: int, common: dict[str, Any],  # noqa: ARG002
-    ) -> None:  # fmt: skip
-        """An MLP's first product, with a gate or without, from the stream x."""
-        live, hidden, activation = common["num_tokens"], self.operand(op.target, tokens), self._spec.activation
-        rows, left = self._read(layer, op.name, tokens, x, sums, eps, live)
-        if op.kernel == "gate_up":
+    def gate_up(self, it: Launch, common: dict[str, Any]) -> None:
+        """An MLP's first product, with a gate or without."""
+        live, activation = common["num_tokens"], self._spec.activation
+        hidden = self.operand(it.operation.target, it.tokens)
+        rows, left = self._read(it, live)
+        if it.operation.kernel == "gate_up":
             fp8_projections.gate_up_project(
-                rows, left, self.matrix(layer, op.name).weight, eps, activation=activation, bias=product.bias,
-                quantized=hidden, **common | self._fixed.get("gate_up", {}),
+                rows, left, self.matrix(it.layer, it.operation.name).weight, self._spec.norm.eps,
+                activation=activation, bias=it.product.bias, quantized=hidden,
+                **common | self._fixed.get("gate_up", {}),
             )  # fmt: skip
             return
-        raw = self._room("h", tokens)
-        self._linear(rows, left, layer, op.name, product.bias, eps, raw, common, activation=activation)
+        raw = self._room("h", it)
+        self._linear(it, rows, left, raw, common, activation=activation)
         quantize_rows(raw, out=hidden, num_tokens=live)

@@ -24,10 +24,10 @@ from weft.engine.runner.cuda_fp8_apart import Fp8LayersApart
 from weft.engine.runner.cuda_fp8_experts import Fp8ExpertLayers
 from weft.engine.runner.cuda_inputs import DeviceInputs
 from weft.engine.runner.launchers import launchers_of
-from weft.engine.runner.layer_launch import Launch, rows_of, same_parts
+from weft.engine.runner.layer_launch import Launch, rows_of
 from weft.engine.runner.sum_places import SumPlace, sum_places
 from weft.kernels.attention import AttentionBackend
-from weft.kernels.attention_output import Output, part_of
+from weft.kernels.attention_output import Output
 from weft.kernels.attention_triton import PrefillParts, TritonStep
 from weft.kernels.decode_workspace import decode_workspace
 from weft.kernels.experts import switch_shared
@@ -225,8 +225,7 @@ class CudaLayers:
         scales: dict[str, Any] = {} if self._kv_scales is None else {"kv_scales": self._kv_scales}
         out = self.activations[it.operation.target][own]
         if self._fp8 is not None:
-            span = self._fp8.span(it.pipeline)
-            self._fp8.qkv(it.layer, own, w, x, self._sums(it), eps, heads, out, span, self._common(it) | scales)
+            self._fp8.qkv(it, heads, out, self._common(it) | scales)
         elif self._heads_apart:
             assert raw is not None
             linear_project(x, sums, w.weight, eps, bias=w.bias, out=raw, **self._common(it))
@@ -256,14 +255,11 @@ class CudaLayers:
         if self._collectives is not None:
             self._leave_partial(it)
             return
-        own, w, norm = it.tokens, it.product, self.spec.norm
-        x, sumsq = it.x, it.rows.sumsq[:, own]
         if self._fp8 is not None:
-            span = self._fp8.span(it.pipeline)
-            a = part_of(it.rows.attended, own) if it.operation.source == "a" else None
-            sums = self._fp8.residual(it.layer, own, it.operation, w, a, x, sumsq, span, self._common(it))
-            it.parts[it.blocks] = [sums.shape[0]] * len(it.parts[it.blocks])
+            it.note_sums(self._fp8.residual(it, self._common(it)))
             return
+        own, w, norm = it.tokens, it.product, self.spec.norm
+        x, sumsq = it.x, it.sumsq
         _, sums = residual_project(
             it.rows.activations[it.operation.source][own], w.weight, x, out=x, sumsq=sumsq, post_norm=w.post_norm,
             bias=w.bias, eps=norm.eps, centred=norm.centred, raw=self._raw_of("residual", own), **self._common(it),
@@ -271,7 +267,7 @@ class CudaLayers:
         if self.invariant and w.post_norm is None and not norm.centred:
             # the parts follow the tiles of the product, and these the token count
             sums = row_sumsq(x, out=sumsq[:1])
-        it.parts[it.blocks] = [sums.shape[0]] * len(it.parts[it.blocks])
+        it.note_sums(sums)
 
     def _leave_partial(self, it: Launch) -> None:
         """A product whose sum over all ranks goes to the stream."""
@@ -314,14 +310,14 @@ class CudaLayers:
             add_normed(x, total, post_norm, norm.eps, sumsq=sumsq)
         if norm.centred:
             sums = row_sumsq(x, out=sumsq[:1], centred=True)
-        it.parts[it.blocks] = [sums.shape[0]] * len(it.parts[it.blocks])
+        it.note_sums(sums)
 
     def _place(self, it: Launch) -> SumPlace:
         return self._places[it.layer][it.operation.name]
 
     def _gate_up(self, it: Launch) -> None:
         if self._fp8 is not None:
-            self._fp8_first(self._fp8, it)
+            self._fp8.gate_up(it, self._common(it))
             return
         out = it.rows.activations[it.operation.target][it.tokens]
         gate_up_project(
@@ -333,16 +329,9 @@ class CudaLayers:
             assert sums is not None  # `resolve` refuses experts without norms before them
             switch_shared(it.x, sums, it.product.gate, self.spec.norm.eps, out=out)
 
-    def _fp8_first(self, fp8: Fp8Layers, it: Launch) -> None:
-        """An MLP's first product."""
-        fp8.gate_up(
-            it.layer, it.tokens, it.operation, it.product, it.x, self._sums(it), self.spec.norm.eps,
-            fp8.span(it.pipeline), self._common(it),
-        )  # fmt: skip
-
     def _up(self, it: Launch) -> None:
         if self._fp8 is not None:
-            self._fp8_first(self._fp8, it)
+            self._fp8.gate_up(it, self._common(it))
             return
         linear_project(
             it.x, self._stream_sums(it), it.product.weight, self.spec.norm.eps, activation=self.spec.activation,
@@ -351,37 +340,29 @@ class CudaLayers:
 
     def _router(self, it: Launch) -> None:
         assert self.expert_layers is not None
-        self.expert_layers.route(it.product, it.x, self._stream_sums(it), it.nano, self._live(it))
+        self.expert_layers.route(it, self._stream_sums(it), self._live(it))
 
     def _experts_gate_up(self, it: Launch) -> None:
         assert self.expert_layers is not None
         if self._fp8_experts is not None:
-            sums = self._stream_sums(it)
-            assert sums is not None
-            self._fp8_experts.gate_up(it.layer, it.product, sums, it.nano, self._live(it), it.pipeline)
-            return
-        self.expert_layers.gate_up(it.product, it.x, self._stream_sums(it), it.nano, self._live(it), it.pipeline)
+            self._fp8_experts.gate_up(it, self._live(it))
+        else:
+            self.expert_layers.gate_up(it, self._stream_sums(it), self._live(it))
 
     def _experts_residual(self, it: Launch) -> None:
         assert self.expert_layers is not None
-        own = it.tokens
         if self._collectives is not None:
             place = self._place(it)
-            part = self.partials[place.turn][own]
+            part = self.partials[place.turn][it.tokens]
             if place.first:
                 part.zero_()
-            self.expert_layers.residual(
-                it.product, part, self._other_sums[:, own], it.nano, self._live(it), it.pipeline
-            )
+            self.expert_layers.residual(it, part, self._other_sums[:, it.tokens], self._live(it))
             return
-        sumsq = it.rows.sumsq[:, own]
         if self._fp8_experts is not None:
-            sums = self._fp8_experts.residual(
-                it.layer, it.product, it.x, sumsq, it.nano, self._live(it), it.pipeline
-            )  # fmt: skip
+            sums = self._fp8_experts.residual(it, self._live(it))
         else:
-            sums = self.expert_layers.residual(it.product, it.x, sumsq, it.nano, self._live(it), it.pipeline)
-        it.parts[it.blocks] = [sums.shape[0]] * len(it.parts[it.blocks])
+            sums = self.expert_layers.residual(it, it.x, it.sumsq, self._live(it))
+        it.note_sums(sums)
 
     def _live(self, it: Launch) -> Tensor:
         """`[1]`: how many of an operation's tokens there are."""
@@ -389,11 +370,7 @@ class CudaLayers:
 
     def _stream_sums(self, it: Launch) -> Tensor | None:
         """`[parts, T]` that a product which reads the stream is normed by; None where no norm stands before it."""
-        return self._sums(it) if self.spec.placement.before else None
-
-    def _sums(self, it: Launch) -> Tensor:
-        """`[parts, T]` of the stream."""
-        return it.rows.sumsq[: same_parts(it.parts[it.blocks]), it.tokens]
+        return it.sums if self.spec.placement.before else None
 
     def _raw_of(self, name: str, own: slice) -> Tensor | None:
         raw = self._raw[name]

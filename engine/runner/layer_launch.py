@@ -56,6 +56,11 @@ class Launch(NamedTuple):
         return self.rows.activations["x"][self.tokens]
 
     @property
+    def sumsq(self) -> Tensor:
+        """[parts, T] of the stream, its tokens' part"""
+        return self.rows.sumsq[:, self.tokens]
+
+    @property
     def product(self) -> ProductWeights:
         assert self.weights is not None
         return self.weights
@@ -65,7 +70,17 @@ class Launch(NamedTuple):
         return slice(self.nano.begin, self.nano.end)
 
     @property
-    def blocks(self) -> slice:
+    def sums(self) -> Tensor:
+        """[parts, T] of `sumsq`: those that the products before have written"""
+        return self.sumsq[: same_parts(self.parts[self._blocks])]
+
+    def note_sums(self, sums: Tensor) -> None:
+        """What an operation that adds to the stream has written of `sumsq`."""
+        blocks = self._blocks
+        self.parts[blocks] = [sums.shape[0]] * len(self.parts[blocks])
+
+    @property
+    def _blocks(self) -> slice:
         return slice(self.nano.begin // TOKEN_STEP, -(-self.nano.end // TOKEN_STEP))
 
 
