@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import exp, pi, sqrt
+from math import sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ def percentile(values: Values, q: float) -> float:
     return a if weight == 0 or a == b else a + (b - a) * weight
 
 
-def percentile_interval(values: Values, q: float, z: float = Z95) -> tuple[float, float]:
+def percentile_interval(values: Values, q: float) -> tuple[float, float]:
     """A distribution-free interval for the `q`-th percentile of independent values, from their order statistics.
 
     The number of values below the true percentile is binomial; its normal approximation gives the two ranks, rounded
@@ -39,7 +39,7 @@ def percentile_interval(values: Values, q: float, z: float = Z95) -> tuple[float
     n, p = len(values), q / 100
     if not n:
         return float("nan"), float("nan")
-    half = z * sqrt(n * p * (1 - p))
+    half = Z95 * sqrt(n * p * (1 - p))
     low, high = int(np.floor(n * p - half)), int(np.ceil(n * p + half))
     ordered = np.sort(values)
     return (
@@ -48,35 +48,14 @@ def percentile_interval(values: Values, q: float, z: float = Z95) -> tuple[float
     )
 
 
-def wilson(good: int, total: int, z: float = Z95) -> tuple[float, float]:
+def wilson(good: int, total: int) -> tuple[float, float]:
     """Wilson's score interval for a proportion (E. B. Wilson 1927); (0, 1) of nothing."""
     if not total:
         return 0.0, 1.0
-    p, zz = good / total, z * z
+    p, zz = good / total, Z95 * Z95
     centre = (p + zz / (2 * total)) / (1 + zz / total)
-    half = z / (1 + zz / total) * sqrt(p * (1 - p) / total + zz / (4 * total * total))
+    half = Z95 / (1 + zz / total) * sqrt(p * (1 - p) / total + zz / (4 * total * total))
     return max(0.0, centre - half), min(1.0, centre + half)
-
-
-def ks_exponential(gaps: Values, rate: float) -> tuple[float, float]:
-    """Kolmogorov and Smirnov's distance of `gaps` from the exponential distribution of `rate`, and its p-value.
-
-    The p-value is Kolmogorov's limit with Stephens' correction for a finite sample (1970).
-    """
-    n = len(gaps)
-    cdf = -np.expm1(-rate * np.sort(gaps))
-    steps = np.arange(n + 1) / n
-    distance = float(max((steps[1:] - cdf).max(), (cdf - steps[:-1]).max()))
-    return distance, _kolmogorov(distance * (sqrt(n) + 0.12 + 0.11 / sqrt(n)))
-
-
-def _kolmogorov(x: float) -> float:
-    """P(K > x) of Kolmogorov's distribution."""
-    if x < 0.2:
-        return 1.0
-    if x < 1.0:  # the other series of the same function converges here
-        return 1 - sqrt(2 * pi) / x * sum(exp(-((2 * k - 1) ** 2) * pi**2 / (8 * x * x)) for k in range(1, 20))
-    return 2 * sum((-1) ** (k - 1) * exp(-2 * (k * x) ** 2) for k in range(1, 20))
 
 
 @dataclass(frozen=True, slots=True)

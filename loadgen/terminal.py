@@ -74,80 +74,80 @@ class Live:
         self._live.update(line, refresh=True)
 
 
-def print_runs(runs: Sequence[Run], console: Console = _out) -> None:
+def print_runs(runs: Sequence[Run]) -> None:
     """Every run in full, then the formulas."""
     for run in runs:
-        _print_run(run, console)
+        _print_run(run)
     if len(runs) > 1:
-        _print_comparison(runs, console)
-    _print_formulas(console)
+        _print_comparison(runs)
+    _print_formulas()
 
 
-def _print_run(run: Run, console: Console) -> None:
+def _print_run(run: Run) -> None:
     measures, outcomes = run.measures, run.measures.outcomes()
-    console.print(
+    _out.print(
         f"\n[bold]{escape(run.name)}[/]  {escape(run.model)} at {escape(run.url)}, {run.load} for {run.duration:.4g} s"
     )
     failed = {name: n for name, n in outcomes.items() if name != "ok"}
     how = ", ".join(f"{n} {name}" for name, n in failed.items()) or "none failed"
-    console.print(f"{outcomes['ok']} of {len(measures.records)} requests answered ({how})")
+    _out.print(f"{outcomes['ok']} of {len(measures.records)} requests answered ({how})")
     for message, n in list(run.summary()["errors"].items())[:3]:
-        console.print(f"  {n} × {escape(message)}", style="red")
+        _out.print(f"  {n} × {escape(message)}", style="red")
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("", "mean", "p50", "p90", "p95", "p99", "max"):
         table.add_column(column, justify="left" if not column else "right")
     for name, distribution in run.distributions.items():
         table.add_row(TITLES[name], *_cells(distribution))
-    console.print(table)
+    _out.print(table)
 
     through, tokens = run.throughput(), run.tokens()
-    console.print(
+    _out.print(
         f"{through['requests_per_second']:.4g} requests/s, {through['output_tokens_per_second']:.5g} output tokens/s "
         f"and {through['prompt_tokens_per_second']:.5g} prompt tokens/s over {run.span:.4g} s"
     )
-    console.print(
+    _out.print(
         f"tokens asked for: {tokens['prompt_asked']} in, {tokens['output_asked']} out; as the server counted: "
         f"{tokens['prompt_received']} in ({tokens['prompt_cached']} from its cache), {tokens['output_received']} out, "
         f"in {tokens['events']} events"
     )
     if (energy := run.energy()) is not None:
-        console.print(
+        _out.print(
             f"{energy['joules']:.4g} J at {energy['watts']:.4g} W: {energy['joules_per_request']:.4g} a request, "
             f"{energy['joules_per_output_token']:.4g} an output token, {energy['joules_per_token']:.4g} a token"
         )
-    _print_slo(run, console)
-    _print_view(run, console)
+    _print_slo(run)
+    _print_view(run)
     style = "dim" if run.kept_up else "yellow"
-    console.print(
+    _out.print(
         f"generator: p99 of its lateness {run.lateness_p99 * 1e3:.2f} ms sending, {run.lag_p99 * 1e3:.2f} ms receiving"
         f"; {run.cpu_share:.0%} of a core",
         style=style,
     )
     for warning in run.warnings():
-        console.print(f"note: {escape(warning)}", style="yellow")
+        _out.print(f"note: {escape(warning)}", style="yellow")
 
 
 def _cells(d: Distribution) -> list[str]:
     return [show_seconds(value) for value in (d.mean, d.p50, d.p90, d.p95, d.p99, d.max)]
 
 
-def _print_slo(run: Run, console: Console) -> None:
+def _print_slo(run: Run) -> None:
     if not run.options.objectives:
         return
     a = run.attainment
     for v in a.verdicts:
         word = "[green]met[/]   " if v.met else "[red]missed[/]"
         kept = f"{v.attainment:.1%} of requests within the limit"
-        console.print(f"{word} {escape(v.objective.title())}: {show_seconds(v.value)}; {kept}")
+        _out.print(f"{word} {escape(v.objective.title())}: {show_seconds(v.value)}; {kept}")
     low, high = a.interval
-    console.print(
+    _out.print(
         f"attainment {a.share:.1%} ({a.good} of {a.total}; 95 % interval {low:.1%} to {high:.1%}), "
         f"goodput {a.goodput:.3g} requests/s"
     )
 
 
-def _print_view(run: Run, console: Console) -> None:
+def _print_view(run: Run) -> None:
     """The server's own means beside ours."""
     view = run.view
     if view is None or not (view.means or view.totals):
@@ -161,15 +161,15 @@ def _print_view(run: Run, console: Console) -> None:
             if len(ours):
                 parts.append(f"{name} {show_seconds(view.means[name])} (here {show_seconds(float(ours.mean()))})")
     if parts:
-        console.print("the server's own means: " + ", ".join(parts), style="dim")
+        _out.print("the server's own means: " + ", ".join(parts), style="dim")
     if "generation_tokens" in view.totals:
         prompt = view.totals.get("prompt_tokens", 0)
-        console.print(
+        _out.print(
             f"the server's own counters: {prompt} tokens in, {view.totals['generation_tokens']} out", style="dim"
         )
 
 
-def _print_comparison(runs: Sequence[Run], console: Console) -> None:
+def _print_comparison(runs: Sequence[Run]) -> None:
     table = Table(title="medians", box=None, header_style="bold", pad_edge=False)
     table.add_column("server")
     for name in ("answered", *TITLES.values(), "output tokens/s"):
@@ -178,11 +178,11 @@ def _print_comparison(runs: Sequence[Run], console: Console) -> None:
         medians = [show_seconds(d.p50) for d in run.distributions.values()]
         answered = f"{int(run.measures.ok.sum())}/{len(run.measures.records)}"
         table.add_row(escape(run.name), answered, *medians, f"{run.throughput()['output_tokens_per_second']:.5g}")
-    console.print()
-    console.print(table)
+    _out.print()
+    _out.print(table)
 
 
-def print_sweeps(sweeps: Sequence[Sweep], objectives: Sequence[Objective], console: Console = _out) -> None:
+def print_sweeps(sweeps: Sequence[Sweep], objectives: Sequence[Objective]) -> None:
     """A table of rates for each server, and the highest rate within the objectives."""
     for sweep in sweeps:
         table = Table(title=f"{escape(sweep.name)}", box=None, header_style="bold", pad_edge=False)
@@ -204,12 +204,12 @@ def print_sweeps(sweeps: Sequence[Sweep], objectives: Sequence[Objective], conso
             answered = f"{int(run.measures.ok.sum())}/{len(run.measures.records)}"
             speed = f"{run.throughput()['output_tokens_per_second']:.5g}"
             table.add_row(f"{rate:.3g}", answered, *values, f"{a.share:.1%}", f"{a.goodput:.3g}", speed, word)
-        console.print()
-        console.print(table)
+        _out.print()
+        _out.print(table)
         for warning in dict.fromkeys(w for run in sweep.runs if run.kept_up for w in run.notes):
-            console.print(f"note: {escape(warning)}", style="yellow")
-        console.print(f"[bold]{escape(verdict(sweep))}[/]")
-    _print_formulas(console)
+            _out.print(f"note: {escape(warning)}", style="yellow")
+        _out.print(f"[bold]{escape(verdict(sweep))}[/]")
+    _print_formulas()
 
 
 def verdict(sweep: Sweep) -> str:
@@ -220,9 +220,9 @@ def verdict(sweep: Sweep) -> str:
     return f"{sweep.name}: highest rate within the objectives {sweep.best:.3g} requests/s{above} ({sweep.reason})"
 
 
-def _print_formulas(console: Console) -> None:
-    console.print()
+def _print_formulas() -> None:
+    _out.print()
     for text in FORMULAS.values():
-        console.print(f"  {text}", style="dim")
+        _out.print(f"  {text}", style="dim")
     for name in ("attainment", "goodput"):
-        console.print(f"  {name} = {RULES[name]}", style="dim")
+        _out.print(f"  {name} = {RULES[name]}", style="dim")

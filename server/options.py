@@ -80,9 +80,7 @@ def options_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
     return {name: field for name, field in model.model_fields.items() if field.json_schema_extra != NO_OPTION}
 
 
-def add_flags(
-    parser: argparse.ArgumentParser, model: type[BaseModel], *, skip: Sequence[str] = (), repeated: Sequence[str] = ()
-) -> None:
+def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel], *, repeated: Sequence[str] = ()) -> None:
     """One flag a field; the value stays text, so that one place (the model) checks it. `repeated`: fields whose flag
     may be given several times, so that its value is a list.
 
@@ -93,8 +91,6 @@ def add_flags(
     for name, field in options_of(model).items():
         if name in titles:
             into = parser.add_argument_group(titles[name])
-        if name in skip:
-            continue
         flag = "--" + name.replace("_", "-")
         kind = _plain_type(field.annotation)
         text = (field.description or "").replace("%", "%%") + _shown_default(field).replace("%", "%%")

@@ -226,13 +226,13 @@ def _columns(rows: Sequence[Features], knots: Sequence[float]) -> Floats:
     return np.concatenate((hats, rest), axis=1)
 
 
-def nonnegative(a: Floats, b: Floats, rounds: int = 3000) -> Floats:
+def nonnegative(a: Floats, b: Floats) -> Floats:
     """x >= 0 with the least |a x - b|, by coordinate descent. `a [n, k]`, `b [n]`."""
     scale = np.linalg.norm(a, axis=0)
     scale[scale == 0] = 1.0
     gram, target = (a / scale).T @ (a / scale), (a / scale).T @ b
     x = np.zeros(a.shape[1])
-    for _ in range(rounds):
+    for _ in range(3000):
         before = x.copy()
         for i in range(len(x)):
             if gram[i, i] > 0:

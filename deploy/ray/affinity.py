@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from weft.deploy.ray.prompt import BLOCK, TOKEN_BYTES
 from weft.engine.wire.page_keys import BRIEF
-from weft.server.replicas.router import POLICY, Candidate, Policy, choose
+from weft.server.replicas.router import POLICY, Candidate, choose
 
 MOST_BLOCKS = 8192
 """of a replica that are remembered: 2 MiB of text, 64 KiB of keys"""
@@ -61,9 +61,8 @@ class _Known:
 class Affinity:
     """Sizes are bytes of text. A mistake costs time alone: the engine looks for itself what it has."""
 
-    def __init__(self, policy: Policy = POLICY) -> None:
-        self._policy = policy
-        self._output = policy.expected_output * TOKEN_BYTES
+    def __init__(self) -> None:
+        self._output = POLICY.expected_output * TOKEN_BYTES
         self._known: dict[str, _Known] = {}
         self._open: dict[str, _Open] = {}
         self._requests = 0.0
@@ -97,7 +96,7 @@ class Affinity:
             for known in (self._known[name],)
         ]
         mean = self._bytes / self._requests if self._requests else 0.0
-        best = names[choose(candidates, size, mean, self._policy)]
+        best = names[choose(candidates, size, mean, POLICY)]
         rest = sorted(names, key=lambda name: (name in avoid, self._known[name].load, name))
         return [best, *(name for name in rest if name != best)]
 
@@ -113,7 +112,7 @@ class Affinity:
         self._open[request] = _Open(name, work)
         self._bytes += work
         self._requests += 1
-        if self._requests >= self._policy.window:
+        if self._requests >= POLICY.window:
             self._bytes /= 2
             self._requests /= 2
             for each in self._known.values():

@@ -19,17 +19,21 @@ class PowerUse(NamedTuple):
     joules: float
 
 
+PERIOD_MS = 200
+"""between two samples of power"""
+
+
 class PowerMonitor:
     """Samples `nvidia-smi` from enter to exit; `use` is None where it is not installed."""
 
-    def __init__(self, period_ms: int = 200, gpus: int = 1) -> None:
+    def __init__(self, gpus: int) -> None:
         """gpus: the first so many that this process sees."""
-        self._period_ms, self._gpus = period_ms, gpus
+        self._gpus = gpus
         self._process: subprocess.Popen[str] | None = None
         self.use: PowerUse | None = None
 
     def __enter__(self) -> PowerMonitor:
-        query = ["--query-gpu=power.draw.instant,clocks.sm", "--format=csv,noheader,nounits", f"-lms={self._period_ms}"]
+        query = ["--query-gpu=power.draw.instant,clocks.sm", "--format=csv,noheader,nounits", f"-lms={PERIOD_MS}"]
         # its number here is not the driver's where some are hidden
         first = torch.cuda.current_device()
         found = (torch.cuda.get_device_properties(first + i) for i in range(self._gpus))
@@ -59,12 +63,12 @@ def power_use(samples: list[tuple[float, ...]], gpus: int, seconds: float) -> Po
     return PowerUse(watts, sum(s[1] for s in samples) / len(samples), watts * seconds)
 
 
-def sustained_flops(seconds: float = 2.0) -> float:
-    """FLOP/s of a bf16 matrix product through the vendor's library, at the clocks left after `seconds` of it."""
+def sustained_flops() -> float:
+    """FLOP/s of a bf16 matrix product through the vendor's library, at the clocks left after two seconds of it."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    stop = time.perf_counter() + seconds
+    stop = time.perf_counter() + 2.0
     while time.perf_counter() < stop:
         for _ in range(20):
             torch.mm(a, b, out=out)

@@ -184,16 +184,20 @@ def summarize(events: list[Event]) -> TraceFigures | None:
     )
 
 
+BEGIN = 0.4
+"""share of a run's tokens that are computed before it is recorded"""
+
+
 class Recorder:
-    """Records a few iterations of a run from the moment that `share` of its tokens are computed.
+    """Records a few iterations of a run from the moment that `BEGIN` of its tokens are computed.
 
     iterations: 0 records nothing. One more is recorded in front, which finds the profiler still starting. `seconds` is
     what starting and stopping the profiler took of the run.
     """
 
-    def __init__(self, iterations: int, tokens: int, *, file: Path | None = None, share: float = 0.4) -> None:
+    def __init__(self, iterations: int, tokens: int, *, file: Path | None = None) -> None:
         self._iterations, self._file = iterations, file
-        self._tokens_left = share * tokens
+        self._tokens_left = BEGIN * tokens
         self._profile: Any = None
         self._stop_at = 0
         self._done = iterations == 0

@@ -88,13 +88,12 @@ class Pipeline:
             self.operations += others
         return [kinds[spec.layer(i).experts] for i in range(spec.num_layers)]
 
-    def unrolled(self, num_layers: int | None = None) -> Iterator[tuple[int, int]]:
-        """(layer, index of the nano-operation) in the order of launch over the whole model, or its first layers."""
-        num_layers = self.num_layers if num_layers is None else min(num_layers, self.num_layers)
-        for turn in range(-1, num_layers):
+    def unrolled(self) -> Iterator[tuple[int, int]]:
+        """(layer, index of the nano-operation) in the order of launch over the whole model."""
+        for turn in range(-1, self.num_layers):
             for i in self._of_layer[max(turn, 0)]:
                 layer = turn + self.operations[i][0].next_layer
-                if 0 <= layer < num_layers:
+                if 0 <= layer < self.num_layers:
                     yield layer, i
 
     @property

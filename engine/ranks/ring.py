@@ -38,9 +38,8 @@ class Kind(IntEnum):
     READ = 7
     ERASE = 8
     RESET = 9
-    CLOSE_STORE = 10
-    CLOSE_POOL = 11
-    END = 12
+    CLOSE_POOL = 10
+    END = 11
 
 
 class Order(NamedTuple):

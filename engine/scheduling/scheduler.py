@@ -450,7 +450,6 @@ class Scheduler:
             seats=self.slots.seats,
             seat_changes=self.seat_changes,
             waiting=self.num_waiting,
-            waiting_tokens=self._waiting.num_tokens,
             queue={**self._waiting.by_reason(), "load": loading, "grammar": compiling},
             pages_held=pool.num_held,
             pages_cached=pool.num_cached,

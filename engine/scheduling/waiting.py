@@ -90,7 +90,6 @@ class WaitingQueue:
         self._tickets = 0
         self.num_requests = 0
         """held ones included"""
-        self.num_tokens = 0
         self.num_held = 0
         self.blocked: Blocked = "tokens"
         """what the head lacked when it was last looked at: a slot, pages, or room in the iteration"""
@@ -100,7 +99,7 @@ class WaitingQueue:
 
     def push(self, request: Request) -> None:
         self._enter(request)
-        self._count(request)
+        self.num_requests += 1
 
     def _enter(self, request: Request) -> None:
         self._tickets += 1
@@ -116,11 +115,7 @@ class WaitingQueue:
         leader.siblings.append(request)
         request.held = True
         self.num_held += 1
-        self._count(request)
-
-    def _count(self, request: Request) -> None:
         self.num_requests += 1
-        self.num_tokens += len(request.token_ids)
 
     def head(self) -> Request | None:
         """Whose turn it is."""
@@ -168,7 +163,6 @@ class WaitingQueue:
 
     def _leave(self, request: Request) -> None:
         self.num_requests -= 1
-        self.num_tokens -= len(request.token_ids)
         self.num_held -= request.held
         request.held = False
 

@@ -225,7 +225,6 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     seat_changes: dict[str, int] = {}
     """by reason (`scheduling.seats.REASONS`), where the number of seats follows an objective"""
     waiting: int = 0
-    waiting_tokens: int = 0
     queue: dict[str, int] = {}
     """requests that cannot be computed yet, by what they wait for: slots, pages, tokens (room in an iteration), sibling
     (another request computes the same prompt), grammar (compiled), load (KV pages on their way to the GPU)"""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Callable
 
 from weft.engine.errors import ConfigError
@@ -120,7 +119,3 @@ class Front:
 def _check_port(config: ServeConfig, port: int) -> None:
     if config.port not in (0, port):
         raise ConfigError(f"--handover {config.handover}: the daemon there has port {port}, not {config.port}")
-
-
-def fds_of(listeners: list[socket.socket]) -> list[int]:
-    return [listener.fileno() for listener in listeners]

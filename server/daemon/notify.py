@@ -48,10 +48,6 @@ class Notifier:
     def stopping(self, status: str) -> None:
         self._tell(f"STOPPING=1\nSTATUS={status}")
 
-    def more_time(self, seconds: float) -> None:
-        """Starting or stopping takes so much longer."""
-        self._tell(f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
-
     async def watch(self, healthy: Callable[[], bool] = lambda: True) -> None:
         """Show life for ever, twice within the manager's time, from the loop that this runs on, while `healthy()`."""
         if self.watchdog_seconds is None or self._socket is None:

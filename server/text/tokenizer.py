@@ -40,8 +40,6 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         self.skip_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         """ids that never appear in text"""
-        self.special_ids = self.skip_ids
-        """ids that the vocabulary itself calls special"""
         self.mark_ids = frozenset(
             token_id
             for token_id, token in added.items()

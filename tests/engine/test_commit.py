@@ -21,7 +21,7 @@ def test_a_scheduler_that_has_done_nothing_has_counted_nothing() -> None:
         stats.prefill_tokens,
     )
     assert counts == (0, 0, 0, 0, 0)
-    assert (stats.running, stats.waiting, stats.waiting_tokens, stats.pages_held, stats.pages_cached) == (0, 0, 0, 0, 0)
+    assert (stats.running, stats.waiting, stats.pages_held, stats.pages_cached) == (0, 0, 0, 0)
 
 
 def test_tokens_are_counted_as_they_are_committed() -> None:
@@ -48,7 +48,7 @@ def test_requests_are_counted_where_they_are() -> None:
     engine.add([6, 7, 8, 9], 2)
     engine.launch()
     stats = engine.scheduler.stats()
-    assert (stats.running, stats.waiting, stats.waiting_tokens) == (1, 1, 4)
+    assert (stats.running, stats.waiting) == (1, 1)
     assert stats.queue == {"slots": 1, "pages": 0, "tokens": 0, "sibling": 0, "load": 0, "grammar": 0}
     assert stats.pages_held == 2
     engine.complete()

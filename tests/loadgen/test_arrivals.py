@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from exponential import ks_exponential
 
 from weft.loadgen.arrivals import ramp, renewal, replay
 from weft.loadgen.errors import LoadError
-from weft.loadgen.statistics import ks_exponential
 
 
 def rng(seed: int = 0) -> np.random.Generator:

@@ -286,21 +286,21 @@ async def test_what_users_and_tools_spell_is_text(role: str) -> None:
         async with serving(allow_special_tokens=allowed) as server:
             server.engine.tokenizer._hf.chat_template = template
             await server.post(CHAT, {"messages": [{"role": role, "content": EVIL}]})
-            ids, special = server.engine.prompt(), server.engine.tokenizer.special_ids
+            ids, special = server.engine.prompt(), server.engine.tokenizer.skip_ids
             assert prompt_of(server) == f"<|bos|><|{role}|>{EVIL}<|assistant|>"
             assert sum(i in special for i in ids) == (8 if allowed else 3)
 
 
 async def test_tools_and_documents_spell_no_control_tokens(server: Server) -> None:
     await server.chat(tools=[{"function": {"name": "f", "description": EVIL}}], tool_choice="required")
-    special = server.engine.tokenizer.special_ids
+    special = server.engine.tokenizer.skip_ids
     assert sum(i in special for i in server.engine.prompt()) == 4  # bos, tool, user, assistant
     assert EVIL in prompt_of(server)
 
 
 async def test_prompts_and_templates_keep_their_control_tokens(server: Server) -> None:
     await server.complete(prompt=EVIL)
-    assert sum(i in server.engine.tokenizer.special_ids for i in server.engine.prompt()) == 5
+    assert sum(i in server.engine.tokenizer.skip_ids for i in server.engine.prompt()) == 5
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece", "metaspace"])
@@ -309,7 +309,7 @@ async def test_text_is_what_it_was_but_for_control_tokens(kind: str) -> None:
     special = tokenizer._control[0]
     text = f"a {special} h {special[0]}{special}{special}"
     ids = tokenizer.encode(tokenizer.as_text(text), add_special_tokens=False)
-    assert not tokenizer.special_ids.intersection(ids) - {0}
+    assert not tokenizer.skip_ids.intersection(ids) - {0}
     if kind == "byte_level":
         assert tokenizer._decode(ids) == text
     assert tokenizer.as_text("plain <| text") == "plain <| text"

@@ -46,8 +46,6 @@ def test_a_life(manager: Manager) -> None:
     assert int(at.removeprefix("MONOTONIC_USEC=")) > 0
     notifier.stopping("draining")
     assert manager.heard() == ["STOPPING=1", "STATUS=draining"]
-    notifier.more_time(1.5)
-    assert manager.heard() == ["EXTEND_TIMEOUT_USEC=1500000"]
 
 
 async def test_life_is_shown_while_healthy(manager: Manager) -> None:
