@@ -10,9 +10,11 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,15 +23,17 @@ from weft.autosearch.accelerators import accelerator
 from weft.autosearch.alternatives import compare
 from weft.autosearch.bar import SearchBar
 from weft.autosearch.batches import steady_within
-from weft.autosearch.bench_protocol import Bench, Load
+from weft.autosearch.bench_protocol import Load
+from weft.autosearch.budget import Budget, Progress
 from weft.autosearch.given import find_profile, known_plan
 from weft.autosearch.journal import Journal, unfinished
+from weft.autosearch.machine import Machine
 from weft.autosearch.modelled import modelled_profile
 from weft.autosearch.profile import Profile, cache_path, kv_capacity
 from weft.autosearch.profiler import Grid, Profiler, open_gpu, today
 from weft.autosearch.report import Result, report
-from weft.autosearch.search import LOADS, Progress, Search
-from weft.autosearch.stages import keep_stages, read_stages
+from weft.autosearch.search import LOADS, Search
+from weft.autosearch.stages import KeptStages, keep_stages, read_stages
 from weft.autosearch.workload import workload_load
 from weft.engine.config import PRESETS, EngineConfig
 from weft.engine.errors import ConfigError, WeftError
@@ -45,6 +49,27 @@ ALTERNATIVES_SHARE = 0.3
 """of the budget, for choosing among collectives where there are any"""
 
 
+class Question(NamedTuple):
+    """What a search is of."""
+
+    name: str
+    """of the model"""
+    model: Path
+    whole: ModelSpec
+    spec: ModelSpec
+    """one rank's part of it"""
+    load: Load
+    start: Plan | None
+    """pipelines that compete from the start"""
+
+
+class Card(NamedTuple):
+    """What a search measures on: a GPU, or one for each rank."""
+
+    bench: Journal
+    target: Target
+
+
 def search(
     arguments: argparse.Namespace, progress: Progress = lambda *_: None, ended: Callable[[], bool] = lambda: False,
     found: Callable[[Plan], None] = lambda _: None,
@@ -53,6 +78,28 @@ def search(
 
     Raises `ConfigError`, `ModelError`, and `WeftError` when it is ended before there is a profile.
     """
+    asked = _question(arguments)
+    budget = Budget(arguments.budget_seconds, progress, ended)
+
+    def preparing(text: str) -> None:
+        if ended():
+            raise WeftError("ended before there was a plan to write; the same command goes on from here")
+        if arguments.full_profile:  # asked for beside the budget
+            progress(text)
+        else:
+            budget.tell(text)
+
+    with _card(arguments, asked, preparing) as card:
+        profile = _profile(arguments, asked, card, budget, preparing)
+        result = _search(arguments, asked, profile, card, budget, found)
+    best, line = limits.optimum(profile, asked.spec, asked.whole)
+    notes = [*result.notes, line]
+    for stage, ms in _fastest(result):
+        notes.append(limits.reached(stage, result.load.tokens, ms, asked.spec, best))
+    return result._replace(notes=(*notes, *limits.provenance(profile)))
+
+
+def _question(arguments: argparse.Namespace) -> Question:
     name, ranks = str(arguments.model_preset or arguments.model), arguments.tensor_parallel_size
     model = PRESETS / EngineConfig.known_preset(name) if arguments.model_preset else find_model(name, weights=False)
     whole = widened(in_format(read_spec(model), arguments.quantization))
@@ -68,38 +115,110 @@ def search(
     spec = whole.shard(0, ranks)
     load = workload_load(arguments.workload, arguments.tokens, arguments.max_num_seqs, arguments.lengths)
     start = known_plan(arguments.start, spec) if arguments.start is not None else None
-    gpu, target = None, None
-    started = time.monotonic()
+    return Question(name, model, whole, spec, load, start)
 
-    def preparing(text: str) -> None:
-        if ended():
-            raise WeftError("ended before there was a plan to write; the same command goes on from here")
-        beside = arguments.full_profile  # asked for beside the budget
-        progress(text, None if beside else (time.monotonic() - started) / arguments.budget_seconds)
 
-    if not arguments.predict_only and arguments.gpu is None and num_gpus() >= ranks:
-        heaviest = breakeven.scaled(load, max(breakeven.KV_FACTORS))
-        gpu, target = open_gpu(
-            spec, heaviest, progress=preparing, model=model, tuning_seconds=arguments.tuning_seconds
-        )  # fmt: skip
-    with closing(gpu) if gpu is not None else nullcontext():
-        bench: Bench | None = None
-        if gpu is not None and target is not None:
-            file = unfinished(target, load, "measured")
-            if arguments.fresh:
-                file.unlink(missing_ok=True)
-            bench = journal = Journal(gpu, file)
-            if journal.known:
-                told = f"going on from a search that was interrupted, with {journal.known} measurements (else --fresh)"
-                print(f"weft search: {told}", file=sys.stderr, flush=True)
-        result, profile = _search(
-            arguments, name, spec, load, bench, target, start, started, progress, preparing, ended, found
-        )  # fmt: skip
-    best, line = limits.optimum(profile, spec, whole)
-    notes = [*result.notes, line]
-    for stage, ms in _fastest(result):
-        notes.append(limits.reached(stage, result.load.tokens, ms, spec, best))
-    return result._replace(notes=(*notes, *limits.provenance(profile)))
+@contextlib.contextmanager
+def _card(arguments: argparse.Namespace, asked: Question, preparing: Callable[[str], None]) -> Iterator[Card | None]:
+    """None where there is none, or it is not to be measured on."""
+    if arguments.predict_only or arguments.gpu is not None or num_gpus() < arguments.tensor_parallel_size:
+        yield None
+        return
+    heaviest = breakeven.scaled(asked.load, max(breakeven.KV_FACTORS))
+    gpu, target = open_gpu(
+        asked.spec, heaviest, progress=preparing, model=asked.model, tuning_seconds=arguments.tuning_seconds
+    )  # fmt: skip
+    with closing(gpu):
+        file = unfinished(target, asked.load, "measured")
+        if arguments.fresh:
+            file.unlink(missing_ok=True)
+        journal = Journal(gpu, file)
+        if journal.known:
+            told = f"going on from a search that was interrupted, with {journal.known} measurements (else --fresh)"
+            print(f"weft search: {told}", file=sys.stderr, flush=True)
+        yield Card(journal, target)
+
+
+def _profile(
+    arguments: argparse.Namespace, asked: Question, card: Card | None, budget: Budget, preparing: Callable[[str], None]
+) -> Profile:
+    """The one that is given, known or modelled; else one that is measured now."""
+    spec, load, profile = asked.spec, asked.load, None
+    if arguments.gpu is not None:
+        profile = modelled_profile(spec, load, accelerator(arguments.gpu))
+    elif not arguments.full_profile:
+        profile = find_profile(spec, load, arguments.profile, None if card is None else card.target)
+    if profile is not None:
+        capacity = profile.kv_capacity(spec)
+    else:
+        capacity = kv_capacity(card.bench.memory if card is not None else 0, spec)
+    if capacity is not None and capacity < load.context:
+        raise ConfigError(
+            f"this GPU has no room for one request of {load.context} tokens beside the weights of "
+            f"{asked.name}: search on a larger one, or on more of them (--tensor-parallel-size)"
+        )
+    if profile is not None:
+        return profile
+    assert card is not None
+    profiler = Profiler(
+        card.bench, spec, load, Grid.coarse(load, card.bench.num_sms),
+        lambda text, i, n: preparing(f"profile: {text}, {i} of {n}"), Grid.full(load, card.bench.num_sms), COLLECTIVES,
+    )  # fmt: skip
+    seconds = float("inf") if arguments.full_profile else min(150.0, budget.seconds / 3)
+    began = time.monotonic()
+    profile = profiler.run(card.target, seconds, today())
+    profile.save(cache_path(card.target))
+    if arguments.full_profile:
+        budget.leave_out(time.monotonic() - began)  # asked for beside it
+    return profile
+
+
+def _kept_stages(arguments: argparse.Namespace, profile: Profile, load: Load, unfinished: Path) -> KeptStages:
+    """What the solver found before; in the file of `--stages`, or in that of an unfinished search."""
+    if arguments.fresh:
+        unfinished.unlink(missing_ok=True)
+    file = unfinished if arguments.stages is None else arguments.stages
+    try:
+        stages = read_stages(file, profile.target, load)
+    except ConfigError:
+        if arguments.stages is not None:
+            raise
+        stages = {}
+    return KeptStages(stages, partial(keep_stages, file, profile.target, load))
+
+
+def _search(
+    arguments: argparse.Namespace, asked: Question, profile: Profile, card: Card | None, budget: Budget,
+    found: Callable[[Plan], None],
+) -> Result:  # fmt: skip
+    """On a profile: the choice of collectives, then the search with those."""
+    load, bench = asked.load, card.bench if card is not None else None
+    if bench is not None:
+        bench.seconds = arguments.measure_seconds
+    solved = unfinished(profile.target, load, "solved", msgspec.json.encode(profile))
+    kept = _kept_stages(arguments, profile, load, solved)
+    ways = compare(
+        asked.spec, profile, steady_within(load, profile.kv_capacity(asked.spec)), kept.stages,
+        lambda text, share: budget.tell(text, ALTERNATIVES_SHARE * share), ALTERNATIVES_SHARE * budget.seconds,
+        budget.ended,
+    )  # fmt: skip
+    if not ways:
+        raise ConfigError(f"the profile lacks operations of this model; it has {', '.join(profile.features)}")
+    chosen = ways[0]
+    known = asked.start.periods if asked.start is not None and asked.start.sums == dict(chosen.spec.sums) else ()
+    machine = Machine(profile, chosen.spec)
+    one = Search(
+        machine, load, bench, budget.rest(ALTERNATIVES_SHARE if bench is None and len(ways) > 1 else 0.0),
+        max_num_seqs=arguments.max_num_seqs, known=(*known, *(c.period for c in chosen.stages.choices[:1])), kept=kept,
+        workers=cores(),
+    )  # fmt: skip
+    result = one.run(f"lengths of {arguments.lengths.name}" if arguments.lengths else arguments.workload, found)
+    if arguments.stages is not None:
+        kept.keep(kept.stages)
+    if len(ways) > 1:
+        result = result._replace(notes=(*(f"collectives: {a.line}" for a in ways), *result.notes))
+    files = [solved] if bench is None else [solved, unfinished(profile.target, load, "measured")]
+    return result._replace(unfinished=tuple(files))
 
 
 def _fastest(result: Result) -> list[tuple[str, float]]:
@@ -112,80 +231,6 @@ def _fastest(result: Result) -> list[tuple[str, float]]:
             kind = "serial plan" if line.stage == "serial" else "pipeline"
             times[kind] = min(ms, times.get(kind, ms))
     return [(kind, ms) for kind, ms in times.items() if kind == "serial plan" or ms < times.get("serial plan", ms)]
-
-
-def _search(
-    arguments: argparse.Namespace, name: str, spec: ModelSpec, load: Load, bench: Bench | None, target: Target | None,
-    start: Plan | None, started: float, progress: Progress, preparing: Callable[[str], None],
-    ended: Callable[[], bool], found: Callable[[Plan], None],
-) -> tuple[Result, Profile]:  # fmt: skip
-    profile: Profile | None
-    if arguments.gpu is not None:
-        profile = modelled_profile(spec, load, accelerator(arguments.gpu))
-    else:
-        profile = None if arguments.full_profile else find_profile(spec, load, arguments.profile, target)
-    capacity = profile.kv_capacity(spec) if profile is not None else kv_capacity(bench.memory if bench else 0, spec)
-    if capacity is not None and capacity < load.context:
-        raise ConfigError(
-            f"this GPU has no room for one request of {load.context} tokens beside the weights of "
-            f"{name}: search on a larger one, or on more of them (--tensor-parallel-size)"
-        )
-    if profile is None:
-        assert bench is not None
-        assert target is not None
-        profiler = Profiler(
-            bench, spec, load, Grid.coarse(load, bench.num_sms),
-            lambda text, i, n: preparing(f"profile: {text}, {i} of {n}"), Grid.full(load, bench.num_sms), COLLECTIVES,
-        )  # fmt: skip
-        seconds = float("inf") if arguments.full_profile else min(150.0, arguments.budget_seconds / 3)
-        began = time.monotonic()
-        profile = profiler.run(target, seconds, today())
-        profile.save(cache_path(target))
-        if arguments.full_profile:
-            started += time.monotonic() - began  # asked for beside the budget
-    if bench is not None:
-        bench.seconds = arguments.measure_seconds
-    solved = unfinished(profile.target, load, "solved", msgspec.json.encode(profile))
-    if arguments.fresh:
-        solved.unlink(missing_ok=True)
-    keep_in = solved if arguments.stages is None else arguments.stages
-    try:
-        kept = read_stages(keep_in, profile.target, load)
-    except ConfigError:
-        if arguments.stages is not None:
-            raise
-        kept = {}
-    budget = arguments.budget_seconds
-
-    def behind(share: float = 0.0) -> float:
-        return max(share, (time.monotonic() - started) / budget)
-
-    ways = compare(
-        spec, profile, steady_within(load, capacity), kept,
-        lambda text, share: progress(text, behind(ALTERNATIVES_SHARE * share)), ALTERNATIVES_SHARE * budget, ended,
-    )  # fmt: skip
-    if not ways:
-        raise ConfigError(f"the profile lacks operations of this model; it has {', '.join(profile.features)}")
-    chosen = ways[0]
-    known = start.periods if start is not None and start.sums == dict(chosen.spec.sums) else ()
-    first = min(1.0, behind(ALTERNATIVES_SHARE if bench is None and len(ways) > 1 else 0.0))
-
-    def rest(text: str, share: float | None = None) -> None:
-        progress(text, None if share is None else first + (1 - first) * share)
-
-    one = Search(
-        chosen.spec, load, profile, bench, budget - (time.monotonic() - started), rest,
-        max_num_seqs=arguments.max_num_seqs, known=(*known, *(c.period for c in chosen.stages.choices[:1])),
-        ended=ended, workers=cores(), keep=lambda: keep_stages(keep_in, profile.target, load, kept), found=found,
-    )  # fmt: skip
-    one.stages = kept
-    result = one.run(f"lengths of {arguments.lengths.name}" if arguments.lengths else arguments.workload)
-    if arguments.stages is not None:
-        keep_stages(arguments.stages, profile.target, load, one.stages)
-    if len(ways) > 1:
-        result = result._replace(notes=(*(f"collectives: {a.line}" for a in ways), *result.notes))
-    files = [solved] if bench is None else [solved, unfinished(profile.target, load, "measured")]
-    return result._replace(unfinished=tuple(files)), profile
 
 
 def num_gpus() -> int:

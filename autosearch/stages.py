@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -52,13 +53,22 @@ class Stages(NamedTuple):
     """different pipelines, the shortest first"""
 
 
+@dataclass
+class KeptStages:
+    """What the solver found in a search, and who keeps it: `keep` is called when there is more than before."""
+
+    stages: dict[str, Stages] = field(default_factory=dict)
+    """by load, as `Solving` names them"""
+    keep: Callable[[dict[str, Stages]], None] = lambda _: None
+
+
 class StagesFile(msgspec.Struct, forbid_unknown_fields=True):
     """Keeps what the solver found, so that a machine with a GPU and no solver can go on from there."""
 
     target: Target
     load: Load
     stages: dict[str, Stages]
-    """by `_key`"""
+    """as of `KeptStages`"""
     version: int = VERSION
 
 

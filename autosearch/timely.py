@@ -6,11 +6,11 @@ Who measures need not look at a clock: whatever a search is at, it gets `OutOfTi
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from weft.autosearch.bench_protocol import Bench, Load, Timing
+from weft.autosearch.budget import Budget
 from weft.autosearch.journal import Journal
 from weft.autosearch.machine import Machine
 from weft.autosearch.refine import OutOfTime, period_key
@@ -59,13 +59,10 @@ class Record:
 class Timely:
     """See above. Raises `OutOfTime` instead of beginning what would not end in time."""
 
-    def __init__(
-        self, bench: Bench, machine: Machine, end: float, clock: Callable[[], float] = time.monotonic,
-        ended: Callable[[], bool] = lambda: False,
-    ) -> None:  # fmt: skip
-        """end: of all measurements, on `clock`. ended: nobody waits for more than there is."""
-        self._bench, self._clock, self._ended = bench, clock, ended
-        self._ends = [end]
+    def __init__(self, bench: Bench, machine: Machine, budget: Budget) -> None:
+        """budget: of all measurements."""
+        self._bench, self._budget = bench, budget
+        self._ends = [budget.end]
         self.num_sms = bench.num_sms
         self.record = Record(machine)
         self.cost = 0.0
@@ -86,19 +83,19 @@ class Timely:
     @property
     def over(self) -> bool:
         """Nothing can be measured any more."""
-        left = self._ends[-1] - self._clock()
-        return self._ended() or left <= 0 or left < self.cost
+        left = self._ends[-1] - self._budget.clock()
+        return self._budget.ended() or left <= 0 or left < self.cost
 
     def period(self, period: Period, load: Load) -> Timing:
         """See `Bench`. Raises `OutOfTime`, and what the bench raises."""
-        now = self._clock()
+        now = self._budget.clock()
         kernels = {(op.operation, op.config, op.sms == self.num_sms) for op in period.operations}
         # compiling takes many times as long as measuring, and may use the time of others but not more than there is
         unknown = not kernels <= self._kernels
         if self.over or (unknown and self._ends[0] - now < self._compiling):
             raise OutOfTime("no time is left to measure")
         timing = self._bench.period(period, load)
-        took = self._bench.took if isinstance(self._bench, Journal) else self._clock() - now
+        took = self._bench.took if isinstance(self._bench, Journal) else self._budget.clock() - now
         if unknown:
             self._kernels |= kernels
             self._compiling = max(self._compiling, took)

@@ -12,15 +12,17 @@ from synthetic import LLAMA_8B, TYPICAL, SyntheticBench, target_for
 from test_journal import Counted
 from test_search import model, quick
 
-from weft.autosearch import batches, command, gantt, profile, search, stage_one, stage_two, stages
+from weft.autosearch import batches, command, gantt, profile, search, solving, stage_one, stage_two, stages
 from weft.autosearch.accelerators import accelerator
 from weft.autosearch.bench_protocol import Load, Timing
+from weft.autosearch.budget import Budget
 from weft.autosearch.machine import Machine
 from weft.autosearch.modelled import modelled_profile
 from weft.autosearch.profile import Profile
 from weft.autosearch.profiler import CONFIGS, Grid, Profiler
 from weft.autosearch.refine import OutOfTime, serial_for
-from weft.autosearch.stages import Stages
+from weft.autosearch.solving import Solving
+from weft.autosearch.stages import KeptStages, Stages
 from weft.autosearch.timely import Timely
 from weft.engine.plans.plan import Period, Plan, load_plan
 from weft.server.daemon import cli
@@ -94,16 +96,15 @@ class Run:
         self.plans: list[Plan] = []
         self.shares: list[tuple[float, float]] = []
         """(of the budget that has passed, told)"""
-        monkeypatch.setattr(search, "predict", self.solved)
+        monkeypatch.setattr(solving, "predict", self.solved)
 
         def told(_: str, share: float | None = None) -> None:
             assert share is not None
             self.shares.append((self.bench.now / budget_s, share))
 
-        self.result = search.Search(
-            LLAMA_8B, TYPICAL, recorded, self.bench, budget_s, told, self.bench.clock, max_num_seqs=1024,
-            ended=self.bench.ended, found=self.plans.append,
-        ).run("x")  # fmt: skip
+        budget = Budget(budget_s, told, self.bench.ended, self.bench.clock)
+        one = search.Search(Machine(recorded, LLAMA_8B), TYPICAL, self.bench, budget, max_num_seqs=1024)
+        self.result = one.run("x", self.plans.append)
 
 
 def assert_won(plan: Plan) -> None:
@@ -172,12 +173,11 @@ def test_loads_that_are_solved_at_once_all_count_for_the_share(
         progress("stage II", 0.5)
         return Stages(1.0, 1.0, [])
 
-    monkeypatch.setattr(search, "predict", half)
-    one = search.Search(
-        LLAMA_8B, TYPICAL, recorded, None, 1e6, lambda _, share=None: shares.append(share), workers=2
-    )  # fmt: skip
-    one._solve([("a", TYPICAL), ("b", TYPICAL._replace(tokens=1024))])
-    assert 2 * 0.5 / one._solvable * search.SOLVER_SHARE in [pytest.approx(s) for s in shares]
+    monkeypatch.setattr(solving, "predict", half)
+    machine, budget = Machine(recorded, LLAMA_8B), Budget(1e6, lambda _, share=None: shares.append(share))
+    one = Solving(machine, budget, KeptStages(), 10, measured=False, workers=2)
+    one.solve([("a", TYPICAL), ("b", TYPICAL._replace(tokens=1024))])
+    assert 2 * 0.5 / 10 * solving.SHARE in [pytest.approx(s) for s in shares]
 
 
 # -- what is asked to end
@@ -263,7 +263,7 @@ def test_what_a_link_names_is_written_and_the_link_stays(recorded: Profile, mode
 
 def test_what_would_not_end_in_time_is_not_begun(recorded: Profile) -> None:
     bench = Slow()
-    timely = Timely(bench, Machine(recorded, LLAMA_8B), 100.0, bench.clock, bench.ended)
+    timely = Timely(bench, Machine(recorded, LLAMA_8B), Budget(100.0, ended=bench.ended, clock=bench.clock))
     serial = serial_for(LLAMA_8B, TYPICAL, 132)
     pipeline = _pipeline(recorded)
     with timely.until(10.0):
@@ -287,7 +287,7 @@ def test_what_would_not_end_in_time_is_not_begun(recorded: Profile) -> None:
 
 def test_the_record_answers_what_was_measured_and_in_proportion(recorded: Profile) -> None:
     bench, machine = Slow(), Machine(recorded, LLAMA_8B)
-    timely = Timely(bench, machine, 1000.0, bench.clock)
+    timely = Timely(bench, machine, Budget(1000.0, clock=bench.clock))
     pipeline, serial = _pipeline(recorded), serial_for(LLAMA_8B, TYPICAL, 132)
     light = TYPICAL._replace(context=640)
     for factor in (1.2, 1.4, 1.3):

@@ -14,15 +14,17 @@ import pytest
 from synthetic import LLAMA_8B, TYPICAL, SyntheticBench, target_for
 from test_search import CONFIG, quick
 
-from weft.autosearch import batches, command, search, stages
+from weft.autosearch import batches, command, solving, stages
 from weft.autosearch.accelerators import accelerator
 from weft.autosearch.bench_protocol import Load, Timing
+from weft.autosearch.budget import Budget
 from weft.autosearch.journal import Journal
 from weft.autosearch.machine import Machine
 from weft.autosearch.modelled import modelled_profile
 from weft.autosearch.profile import cache_path
 from weft.autosearch.refine import serial_for
-from weft.autosearch.stages import Stages
+from weft.autosearch.solving import Solving
+from weft.autosearch.stages import KeptStages, Stages
 from weft.engine.errors import ConfigError, RankLost
 from weft.engine.plans.plan import NanoOperation, Period, load_plan
 from weft.server.daemon import cli
@@ -109,13 +111,13 @@ def test_a_search_goes_on_where_it_was_and_then_forgets(
     (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
     bench, target = Counted({("alone", 30), ("period", 6)}), target_for(LLAMA_8B)
     solved: list[Load] = []
-    predict = search.predict
+    predict = solving.predict
 
     def noted(machine: Machine, load: Load, *others: Any) -> Stages:
         solved.append(load)
         return predict(machine, load, *others)
 
-    monkeypatch.setattr(search, "predict", noted)
+    monkeypatch.setattr(solving, "predict", noted)
     monkeypatch.setattr(command, "num_gpus", lambda: 1)
     monkeypatch.setattr(command, "open_gpu", lambda *_, **__: (bench, target))
     plan = tmp_path / "plan.json"
@@ -143,13 +145,14 @@ def test_loads_that_are_solved_at_once_have_the_pipelines_of_one_after_the_other
 ) -> None:  # fmt: skip
     monkeypatch.setattr(stages, "EFFORT", 0.02)
     loads = [(f"{n}", TYPICAL._replace(tokens=n, decodes=n // 3)) for n in (256, 384)]
-    profile = modelled_profile(LLAMA_8B, TYPICAL, accelerator("h200"))
+    machine = Machine(modelled_profile(LLAMA_8B, TYPICAL, accelerator("h200")), LLAMA_8B)
     kept: list[int] = []
 
     def solved(workers: int) -> dict[str, Stages]:
-        one = search.Search(LLAMA_8B, TYPICAL, profile, None, 1e6, workers=workers, keep=lambda: kept.append(workers))
-        one._solve(loads)
-        return one.stages
+        found = KeptStages(keep=lambda _: kept.append(workers))
+        one = Solving(machine, Budget(1e6), found, len(loads), measured=False, workers=workers)
+        one.solve(loads)
+        return found.stages
 
     assert solved(1) == solved(2)
     assert kept == [1, 1, 2, 2]

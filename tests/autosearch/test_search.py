@@ -20,8 +20,10 @@ import pytest
 from rich.console import Console
 from synthetic import LLAMA_8B, TYPICAL, SyntheticBench, spec_of, target_for
 
-from weft.autosearch import batches, command, gantt, given, profile, search, show, stages
+from weft.autosearch import batches, command, gantt, given, profile, search, show, solving, stages
 from weft.autosearch.bench_protocol import Load, Timing
+from weft.autosearch.budget import Budget
+from weft.autosearch.machine import Machine
 from weft.autosearch.profile import Profile
 from weft.autosearch.profiler import Grid, Profiler, configs_of
 from weft.autosearch.refine import without_overlap
@@ -73,13 +75,13 @@ def plan(recorded: Profile) -> Plan:
         patch.setattr(batches, "DENSE_STEPS", 1)
         patch.setattr(stages, "EFFORT", 0.2)
         patch.setattr(search, "LOADS", search.LOADS[:1])
-        return search.Search(LLAMA_8B, TYPICAL, recorded, None, 1000).run("1024:512").plan
+        return search.Search(Machine(recorded, LLAMA_8B), TYPICAL, None, Budget(1000)).run("1024:512").plan
 
 
 @pytest.mark.usefixtures("quick")
 def test_a_search_with_a_bench_measures_what_it_reports(recorded: Profile) -> None:
     bench = SyntheticBench(LLAMA_8B)
-    result = search.Search(LLAMA_8B, TYPICAL, recorded, bench, 600, clock=bench.clock).run("1024:512")
+    result = search.Search(Machine(recorded, LLAMA_8B), TYPICAL, bench, Budget(600, clock=bench.clock)).run("1024:512")
     assert result.measured
     dense = [line.load for line in result.lines if line.load.endswith("tokens")]
     assert dense == ["2048 tokens", "1920 tokens"]
@@ -108,9 +110,8 @@ def test_a_search_with_a_bench_measures_what_it_reports(recorded: Profile) -> No
 def test_where_overlap_cannot_win_there_is_no_pipeline() -> None:
     bench = SyntheticBench(LLAMA_8B, compute_slowdown=2.5, guest_slowdown=2.5)
     profiler = Profiler(bench, LLAMA_8B, TYPICAL, Grid.coarse(TYPICAL, 132), lambda *_: None)
-    result = search.Search(
-        LLAMA_8B, TYPICAL, profiler.run(target_for(LLAMA_8B), 100), bench, 1000, clock=bench.clock
-    ).run("1024:512")
+    machine = Machine(profiler.run(target_for(LLAMA_8B), 100), LLAMA_8B)
+    result = search.Search(machine, TYPICAL, bench, Budget(1000, clock=bench.clock)).run("1024:512")
     assert result.plan.periods == ()
     assert "the serial plan runs" in gantt.summary(result.plan)
 
@@ -128,7 +129,8 @@ def test_a_pipeline_that_was_only_lucky_is_dropped_and_the_report_says_so(record
             self.last |= "last look" in text
 
     bench = Lucky(LLAMA_8B)
-    result = search.Search(LLAMA_8B, TYPICAL, recorded, bench, 600, bench.hear, bench.clock).run("1024:512")
+    budget = Budget(600, bench.hear, clock=bench.clock)
+    result = search.Search(Machine(recorded, LLAMA_8B), TYPICAL, bench, budget).run("1024:512")
     assert result.plan.periods == ()
     assert result.plan.dense_batch == 0
     printed = io.StringIO()
@@ -162,7 +164,7 @@ def test_the_command_goes_from_a_profile_to_a_plan_and_a_picture(
     def unused(*_: object) -> None:
         raise AssertionError("the stages were kept")
 
-    monkeypatch.setattr(search, "predict", unused)
+    monkeypatch.setattr(solving, "predict", unused)
     assert cli.main(arguments) == 0
     assert [p.operations for p in load_plan(out).periods] == [p.operations for p in plan.periods]
     assert cli.main([*arguments, "--tokens", "1024"]) == 2
@@ -224,7 +226,7 @@ def test_without_ortools_the_search_says_what_to_install(
     monkeypatch.delattr("weft.autosearch.stage_one", raising=False)
     monkeypatch.delattr("weft.autosearch.stage_two", raising=False)
     with pytest.raises(ConfigError, match=r"pip install -e '\.\[search\]'"):
-        search.Search(LLAMA_8B, TYPICAL, recorded, None, 5).run("1024:512")
+        search.Search(Machine(recorded, LLAMA_8B), TYPICAL, None, Budget(5)).run("1024:512")
 
 
 def test_decodes_alone_fill_the_pool_in_halves_of_whole_steps() -> None:
@@ -240,7 +242,8 @@ def test_decodes_alone_fill_the_pool_in_halves_of_whole_steps() -> None:
 @pytest.mark.usefixtures("quick")
 def test_decodes_alone_are_searched_too(recorded: Profile) -> None:
     bench = SyntheticBench(LLAMA_8B)
-    result = search.Search(LLAMA_8B, TYPICAL, recorded, bench, 600, clock=bench.clock, max_num_seqs=1024).run("x")
+    budget = Budget(600, clock=bench.clock)
+    result = search.Search(Machine(recorded, LLAMA_8B), TYPICAL, bench, budget, max_num_seqs=1024).run("x")
     decodes = [p for p in result.plan.periods if p.tokens == 1024]
     assert decodes
     assert all(p.figures["gain"] > 1 and p.min_tokens <= 1024 for p in decodes)
@@ -258,8 +261,11 @@ def test_a_plan_to_start_from_competes(
     bad = without_overlap(known, 132)  # the only one that the solver found
 
     def found(*start: Period) -> list[Period]:
-        one = search.Search(LLAMA_8B, TYPICAL, recorded, bench, 1000, clock=clock, known=start)
-        one.stages["typical, 2048 tokens"] = stages.Stages(99.0, 1.0, [stages.Choice(9.0, bad)])
+        kept = stages.KeptStages(
+            {"typical, 2048 tokens": stages.Stages(99.0, 1.0, [stages.Choice(9.0, bad)])}
+        )  # fmt: skip
+        machine, budget = Machine(recorded, LLAMA_8B), Budget(1000, clock=clock)
+        one = search.Search(machine, TYPICAL, bench, budget, known=start, kept=kept)
         return [msgspec.structs.replace(p, figures={}) for p in one.run("x").plan.periods]
 
     monkeypatch.setattr(search.Refiner, "moves", lambda *_: iter(()))
@@ -279,9 +285,8 @@ def test_a_search_ends_in_its_time(recorded: Profile) -> None:
             return super().period(period, load)
 
     bench = Slow(LLAMA_8B)
-    search.Search(
-        LLAMA_8B, TYPICAL, recorded, bench, 400.0, clock=lambda: bench.now, max_num_seqs=1024
-    ).run("x")  # fmt: skip
+    budget = Budget(400.0, clock=lambda: bench.now)
+    search.Search(Machine(recorded, LLAMA_8B), TYPICAL, bench, budget, max_num_seqs=1024).run("x")
     assert 200 < bench.now <= 400
 
 
@@ -304,7 +309,8 @@ def test_the_solver_keeps_to_its_time_and_every_load_gets_a_share(
 
     monkeypatch.setattr(stages, "EFFORT", 0.02)
     steps = Steps()
-    search.Search(LLAMA_8B, TYPICAL, recorded, None, 600.0, steps, lambda: steps.now, max_num_seqs=1024).run("x")
+    budget = Budget(600.0, steps, clock=lambda: steps.now)
+    search.Search(Machine(recorded, LLAMA_8B), TYPICAL, None, budget, max_num_seqs=1024).run("x")
     assert steps.now <= 600.0
     counts = Counter(steps.loads)
     assert len(counts) >= batches.DENSE_STEPS + len(search.LOADS) - 1
@@ -320,9 +326,8 @@ def test_a_search_that_is_ended_leaves_the_best_so_far(recorded: Profile) -> Non
     def note(text: str, _: float | None = None) -> None:
         said.append(text)
 
-    result = search.Search(
-        LLAMA_8B, TYPICAL, recorded, None, 1e6, note, max_num_seqs=1024, ended=lambda: "1920" in " ".join(said)
-    ).run("x")
+    budget = Budget(1e6, note, lambda: "1920" in " ".join(said))
+    result = search.Search(Machine(recorded, LLAMA_8B), TYPICAL, None, budget, max_num_seqs=1024).run("x")
     assert result.plan.periods
     assert result.plan.made.endswith("ended early")
     assert not [text for text in said if "decodes" in text and "stage" in text]
@@ -487,7 +492,8 @@ def test_a_model_whose_kv_fills_the_gpu_is_searched_at_the_batch_it_can_run() ->
     profiler = Profiler(bench, spec, TYPICAL, Grid.coarse(TYPICAL, 132), lambda *_: None)
     recorded = profiler.run(target_for(spec), 100)
     bench.calls = 0
-    result = search.Search(spec, TYPICAL, recorded, bench, 400, clock=bench.clock, max_num_seqs=1024).run("x")
+    budget = Budget(400, clock=bench.clock)
+    result = search.Search(Machine(recorded, spec), TYPICAL, bench, budget, max_num_seqs=1024).run("x")
     measured = {line.load for line in result.lines if line.load.endswith("tokens")}
     assert measured == {"384 tokens", "256 tokens"}  # about 100 decodes and the prefill that keeps up with them
     for period in result.plan.periods:
