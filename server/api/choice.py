@@ -37,6 +37,22 @@ class Piece:
         self.stop_reason = other.stop_reason
 
 
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """How the choices of a request may end, and what is shown of it."""
+
+    min_tokens: int
+    """stop strings count from there on"""
+    stop_token_ids: Sequence[int]
+    """the request's own"""
+    end_ids: Sequence[int]
+    """the model's"""
+    hidden_ids: frozenset[int]
+    """never shown"""
+    include_stop: bool
+    """stop strings and tokens are shown"""
+
+
 class Choice:
     """Detokenizes one sequence and ends it at its stop string. `index` is the choice's place in the answer."""
 
@@ -47,12 +63,7 @@ class Choice:
         stream: TokenStream,
         detokenizer: Detokenizer,
         stops: StopStrings | None,
-        *,
-        min_tokens: int,
-        stop_token_ids: Sequence[int],
-        hidden_ids: frozenset[int],
-        end_ids: Sequence[int],
-        include_stop: bool,
+        ends: Ends,
         constraint: str | None = None,
     ) -> None:
         """`constraint`: the field of the request that says what the answer may be."""
@@ -77,11 +88,7 @@ class Choice:
         self.last_token_at = 0.0
         self._detokenizer = detokenizer
         self._stops = stops
-        self._min_tokens = min_tokens
-        self._stop_token_ids = stop_token_ids
-        self._hidden_ids = hidden_ids
-        self._end_ids = end_ids
-        self._include_stop = include_stop
+        self._ends = ends
         self._constraint = constraint
         self._length = 0
         """characters decoded so far"""
@@ -151,7 +158,7 @@ class Choice:
 
     def _show(self, text: str) -> str:
         self._length += len(text)
-        if self._stops is None or self.num_tokens < self._min_tokens:  # stop strings count from min_tokens on
+        if self._stops is None or self.num_tokens < self._ends.min_tokens:
             return text
         return self._stops.feed(text)
 
@@ -164,11 +171,11 @@ class Choice:
 
     def _end_token(self, token_id: int, piece: Piece) -> str:
         """The token the engine stopped at: an end token, one of the request's own, or the last of its grammar."""
-        if token_id in self._stop_token_ids:
+        if token_id in self._ends.stop_token_ids:
             piece.stop_reason = token_id
-        elif token_id not in self._end_ids:
+        elif token_id not in self._ends.end_ids:
             return self._show(self._detokenizer.feed(token_id))
-        if not self._include_stop or token_id in self._hidden_ids:
+        if not self._ends.include_stop or token_id in self._ends.hidden_ids:
             return ""
         return self._show(self._detokenizer.feed(token_id))
 

@@ -17,7 +17,7 @@ from weft.engine.errors import EngineDead
 from weft.engine.wire.messages import Promise
 from weft.engine.wire.sampling import SamplingParams
 from weft.engine.wire.streams import Delta
-from weft.server.api.choice import Choice, Piece
+from weft.server.api.choice import Choice, Ends, Piece
 from weft.server.api.protocol import GenerationBody
 from weft.server.api.service import Service, too_long
 from weft.server.replicas.replicas import Look, Ticket
@@ -77,7 +77,12 @@ class Generation:
         self._salt: str = scope["weft.salt"]
         self._constraint = grammar.field if grammar is not None else None
         self._loaded = service.loaded
-        self._show = show if body.skip_special_tokens else self._loaded.tokenizer.skip_ids
+        skip_ids = self._loaded.tokenizer.skip_ids
+        self._show = show if body.skip_special_tokens else skip_ids
+        self._ends = Ends(
+            body.min_tokens, body.stop_token_ids, self._loaded.ready.eos_token_ids, skip_ids - self._show,
+            body.include_stop_str_in_output,
+        )  # fmt: skip
         self._tenant: int = scope["weft.key"]
         self._charge: Callable[[int], None] = scope["weft.charge"]
         self._charged = 0
@@ -140,12 +145,8 @@ class Generation:
             StopStrings(self._stops, include=body.include_stop_str_in_output, markup=self._markup)
             if self._stops
             else None,
-            min_tokens=body.min_tokens,
-            stop_token_ids=body.stop_token_ids,
-            hidden_ids=loaded.tokenizer.skip_ids - self._show,
-            end_ids=loaded.ready.eos_token_ids,
-            include_stop=body.include_stop_str_in_output,
-            constraint=self._constraint,
+            self._ends,
+            self._constraint,
         )
 
     def _begin_again(self, choice: Choice, error: EngineDead) -> Choice:
