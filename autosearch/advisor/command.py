@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import math
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +26,7 @@ from weft.autosearch.advisor.solve import held, solve
 from weft.autosearch.advisor.sweep import Sweep
 from weft.autosearch.advisor.terminal import show
 from weft.autosearch.bar import SearchBar
+from weft.autosearch.budget import Budget
 from weft.engine.bench.options import Lengths, read_lengths
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError
@@ -123,20 +123,18 @@ def measured(config: EngineConfig, lengths: Lengths, arguments: argparse.Namespa
         )  # fmt: skip
         if file is not None and file.exists():
             curve = continued(curve, file)
-        begun = time.monotonic()
+        budget = Budget(arguments.budget_seconds, bar, lambda: bar.ended)
         share = SWEEP_SHARE if arguments.rate_seconds else 1.0
         sweep = Sweep(
             bench, curve, held(config.objectives), arguments.epsilon, arguments.objective,
-            share * arguments.budget_seconds,
-            (lambda c: curves.save(c, file)) if file is not None else (lambda _: None), bar, ended=lambda: bar.ended,
+            Budget(share * arguments.budget_seconds, bar, lambda: bar.ended),
+            (lambda c: curves.save(c, file)) if file is not None else (lambda _: None),
         )  # fmt: skip
         try:
             curve = sweep.run()
-            left = arguments.budget_seconds - (time.monotonic() - begun)
             if arguments.rate_seconds and not bar.ended:
-                curve = with_rates(
-                    curve, bench, config, np.array([d for _, d in lengths], np.float64), arguments, left, bar
-                )
+                outputs = np.array([d for _, d in lengths], np.float64)
+                curve = with_rates(curve, bench, config, outputs, arguments, budget.rest())
         finally:
             bench.close()
             engine.close()
@@ -150,9 +148,9 @@ def measured(config: EngineConfig, lengths: Lengths, arguments: argparse.Namespa
 
 def with_rates(
     curve: Curve, bench: EngineBench, config: EngineConfig, outputs: np.ndarray, arguments: argparse.Namespace,
-    seconds: float, bar: SearchBar,
+    budget: Budget,
 ) -> Curve:  # fmt: skip
-    """Runs at rates around the knee, with the bound that was found. outputs: tokens of requests; seconds: for all."""
+    """Runs at rates around the knee, with the bound that was found. outputs: tokens of requests."""
     best = solve(curve, held(config.objectives), arguments.epsilon, arguments.objective).best
     if best is None:
         return curve
@@ -170,7 +168,7 @@ def with_rates(
     start = math.sqrt(MORE) * predicted_rate(curve, bound, objectives, outputs)
     start = start or best.point.output_per_s / curve.output / 2
     known = curve.runs(bound, objectives)
-    RateSearch(Runs(), bound, start, seconds, known, bar, keep, ended=lambda: bar.ended).run()
+    RateSearch(Runs(), bound, start, budget, known, keep).run()
     return msgspec.structs.replace(curve, rates=tuple(made))
 
 

@@ -21,6 +21,7 @@ from weft.autosearch.advisor.side_by_side import SideBySide
 from weft.autosearch.advisor.solve import solve
 from weft.autosearch.advisor.sweep import Sweep
 from weft.autosearch.bar import SearchBar
+from weft.autosearch.budget import Budget
 from weft.autosearch.workload import workload_pair
 from weft.engine.bench.options import Lengths
 from weft.engine.config import EngineConfig
@@ -63,13 +64,14 @@ def measure_model(arguments: Namespace) -> None:
 
         share = SWEEP_SHARE if arguments.replicas else 1.0
 
-        def left() -> float:
-            return max(0.1, share * budget - (time.monotonic() - begun))
+        def left() -> Budget:
+            seconds = max(0.1, share * budget - (time.monotonic() - begun))
+            return Budget(seconds, bar, lambda: bar.ended)
 
-        curve = Sweep(bench, curve, [], EPSILON, "throughput", left(), keep, bar, ended=lambda: bar.ended).run()
+        curve = Sweep(bench, curve, [], EPSILON, "throughput", left(), keep).run()
         for slo in objectives(curve).values():
-            curve = Sweep(bench, curve, slo, EPSILON, "throughput", left(), keep, bar, ended=lambda: bar.ended).run()
-        if arguments.lengthen and left() > 1:
+            curve = Sweep(bench, curve, slo, EPSILON, "throughput", left(), keep).run()
+        if arguments.lengthen and left().seconds > 1:
             _figure_9(bench, Path(arguments.out) / "figure_9.json", bar)
         bench.close()
         engine.close()

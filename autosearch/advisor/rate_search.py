@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from weft.autosearch.advisor.curve import RateRun
-from weft.autosearch.advisor.sweep import Progress
+from weft.autosearch.budget import Budget
 
 MORE = 1.15
 """so much more must miss"""
@@ -94,26 +93,26 @@ class RateSearch:
     """One bound. Runs that are known already are not done again."""
 
     def __init__(
-        self, bench: RateBench, bound: int, start: float, budget_s: float, runs: Sequence[RateRun] = (),
-        progress: Progress = lambda *_: None, keep: Callable[[RateRun], None] = lambda _: None,
-        clock: Callable[[], float] = time.monotonic, ended: Callable[[], bool] = lambda: False,
+        self, bench: RateBench, bound: int, start: float, budget: Budget, runs: Sequence[RateRun] = (),
+        keep: Callable[[RateRun], None] = lambda _: None,
     ) -> None:  # fmt: skip
         """start: requests a second, a guess at the knee. keep: called with each new run."""
-        self._bench, self._bound, self._start, self._budget_s = bench, bound, start, budget_s
-        self._progress, self._keep, self._clock, self._ended = progress, keep, clock, ended
-        self._begun, self._took = clock(), 0.0
+        self._bench, self._bound, self._start, self._budget, self._keep = bench, bound, start, budget, keep
+        self._took = 0.0
+        """seconds, at most, by a run"""
         self.runs = list(runs)
 
     def run(self) -> list[RateRun]:
-        while len(self.runs) < MOST_RUNS and (rate := self._next()) is not None and not self._ended():
-            begun = self._clock()
-            if begun - self._begun + self._took > self._budget_s:
+        budget = self._budget
+        while len(self.runs) < MOST_RUNS and (rate := self._next()) is not None and not budget.ended():
+            begun = budget.spent
+            if begun + self._took > budget.seconds:
                 break
-            self._progress(f"{rate:.3g} requests a second, {self._bound} at once")
+            budget.tell(f"{rate:.3g} requests a second, {self._bound} at once")
             run = self._bench.serve(self._bound, rate, len(self.runs))
-            if self._ended():
+            if budget.ended():
                 break  # it was cut short
-            self._took = max(self._took, self._clock() - begun)
+            self._took = max(self._took, budget.spent - begun)
             self.runs.append(run)
             self._keep(run)
         return self.runs

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from weft.autosearch.advisor.curve import Curve, Point
 from weft.autosearch.advisor.solve import Aim, judge, solve
+from weft.autosearch.budget import Budget
 from weft.engine.config import Objective
 
 FLAT = 0.03
@@ -28,25 +28,17 @@ class Bench(Protocol):
     def measure(self, bound: int) -> Point: ...
 
 
-class Progress(Protocol):
-    """Told what is done now, and the share of the whole that is behind it where that is known."""
-
-    def __call__(self, text: str, share: float | None = None, /) -> None: ...
-
-
 class Sweep:
     """One curve. Points that it has already are not measured again."""
 
     def __init__(
-        self, bench: Bench, curve: Curve, objectives: Sequence[Objective], epsilon: float, aim: Aim, budget_s: float,
-        keep: Callable[[Curve], None] = lambda _: None, progress: Progress = lambda *_: None,
-        clock: Callable[[], float] = time.monotonic, ended: Callable[[], bool] = lambda: False,
+        self, bench: Bench, curve: Curve, objectives: Sequence[Objective], epsilon: float, aim: Aim, budget: Budget,
+        keep: Callable[[Curve], None] = lambda _: None,
     ) -> None:  # fmt: skip
-        """keep: called with each new point. ended: somebody wants what there is by now."""
+        """keep: called with each new point."""
         self.bench, self.curve = bench, curve
         self._objectives, self._epsilon, self._aim = objectives, epsilon, aim
-        self._budget_s, self._keep, self._progress, self._clock, self._ended = budget_s, keep, progress, clock, ended
-        self._begun = clock()
+        self._budget, self._keep = budget, keep
         self._measured = 0
         self.stopped = ""
         """why the ascent ended"""
@@ -109,17 +101,14 @@ class Sweep:
     def _point(self, bound: int) -> Point:
         if (known := self.curve.known(bound)) is not None:
             return known
-        self._progress(f"{bound} running requests", self._share())
+        self._budget.tell(f"{bound} running requests")
         point = self.bench.measure(bound)
         self._measured += 1
         self.curve = self.curve.with_point(point)
         self._keep(self.curve)
         return point
 
-    def _share(self) -> float:
-        return min(0.99, (self._clock() - self._begun) / max(self._budget_s, 1e-9))
-
     def _time_for_one(self) -> bool:
         """Another point, as long as they took in the mean, ends within the budget."""
-        elapsed = self._clock() - self._begun
-        return not self._ended() and elapsed + elapsed / max(1, self._measured) <= self._budget_s
+        budget, spent = self._budget, self._budget.spent
+        return not budget.ended() and spent + spent / max(1, self._measured) <= budget.seconds

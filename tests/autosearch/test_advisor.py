@@ -32,6 +32,7 @@ from weft.autosearch.advisor.replicas import advise_replicas
 from weft.autosearch.advisor.side_by_side import SideBySide, together
 from weft.autosearch.advisor.solve import solve
 from weft.autosearch.advisor.sweep import CLOSE, Sweep
+from weft.autosearch.budget import Budget
 from weft.engine.config import EngineConfig, Objective
 from weft.engine.errors import ConfigError, WeftError
 from weft.server.config import ServeConfig
@@ -90,7 +91,7 @@ class MadeUp:
 
 def sweep(bench: MadeUp, budget: float = 1e9, start: Curve | None = None, slo: list[Objective] = SLO) -> Sweep:
     begun = start or msgspec.structs.replace(curve(), points=())
-    return Sweep(bench, begun, slo, 0.1, "throughput", budget, clock=lambda: bench.now)
+    return Sweep(bench, begun, slo, 0.1, "throughput", Budget(budget, clock=lambda: bench.now))
 
 
 def test_the_sweep_ends_close_to_the_largest_bound_that_keeps_the_objective() -> None:
@@ -369,7 +370,7 @@ class Plant:
 
 
 def searched(plant: Plant, start: float, budget: float = 400.0, runs: Sequence[RateRun] = ()) -> list[RateRun]:
-    return RateSearch(plant, 8, start, budget, runs, clock=lambda: plant.now).run()
+    return RateSearch(plant, 8, start, Budget(budget, clock=lambda: plant.now), runs).run()
 
 
 def test_the_advised_rate_is_kept_three_times_and_fifteen_percent_more_is_not() -> None:
