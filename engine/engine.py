@@ -9,37 +9,26 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from weft.engine.config import EngineConfig
-from weft.engine.errors import ConfigError, ModelError, OutOfMemory, RequestError
+from weft.engine.errors import ConfigError, RequestError
 from weft.engine.memory.index_events import IndexEvents
-from weft.engine.memory.model_id import model_id
 from weft.engine.memory.page_news import PageLedger
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
-from weft.engine.memory.rests import Rests
-from weft.engine.memory.ssd_store import SsdStore, Store, StoreFile
 from weft.engine.memory.tier_setup import make_tiers, open_store
-from weft.engine.memory.transfer import Bytes
-from weft.engine.model.implementation import choose_spec
 from weft.engine.model.weights import Weights
 from weft.engine.progress import Phases, Progress
 from weft.engine.ranks.group import Ranks
-from weft.engine.ranks.leader import lead
+from weft.engine.ranks.loading import Loading
 from weft.engine.runner.batch import Batch
 from weft.engine.runner.budget import memory_budget
 from weft.engine.runner.compile_job import CompileJob
 from weft.engine.runner.energy_meter import EnergyMeter, energy_counter
-from weft.engine.runner.load import load_model
-from weft.engine.runner.make import make_runner
-from weft.engine.runner.resolve import resolve, served_as
-from weft.engine.runner.runner import InFlight, Runner
+from weft.engine.runner.runner import InFlight
 from weft.engine.runner.work import Work
 from weft.engine.scheduling.bad_words import only
 from weft.engine.scheduling.chunk_keeper import ChunkKeeper
@@ -66,9 +55,6 @@ from weft.engine.wire.messages import (
     PlanStats,
 )
 from weft.engine.wire.shelf import Shelf
-
-if TYPE_CHECKING:
-    from weft.engine.model.broad.module import BroadModule
 
 TIER_WAIT_SECONDS = 0.005
 """while nothing can be computed: how long to wait for a load before looking for messages again"""
@@ -109,56 +95,17 @@ class Engine:
         self, config: EngineConfig, progress: Progress | None, compiling: CompileJob | None, shelf: Shelf | None
     ) -> None:
         begin = time.perf_counter()
-        compiling = compiling or CompileJob.begin(config)
         self.config = config
-        chosen, implementation = choose_spec(config)
-        self.spec = served_as(chosen, config)
-        if not self.spec.native:
-            print(f"weft: {self.spec.architecture}: {implementation}", file=sys.stderr, flush=True)
-        own = self.spec.shard(0, config.tensor_parallel_size)
-        resolved = resolve(config, own)
+        loading = Loading(config, self.ranks, compiling)
+        self.spec, own, resolved = loading.spec, loading.own, loading.resolved
         # The vocabulary is read while the model loads.
         self.grammars = Grammars(config.tokenizer_path, self.spec.vocab_size, self.spec.eos_token_ids)
         phases = Phases(progress if self.ranks is None else self.ranks.watched(progress))
-        model = model_id(config, resolved.kv)
         # a path or a port that is taken is known before the model loads
-        store = open_store(config, resolved.kv, model, own.shard_of, resolved.packed)
+        store = open_store(config, resolved.kv, loading.model_id, own.shard_of, resolved.packed)
         publisher = make_publisher(config, config.share.engine)
-
-        def load() -> Weights | BroadModule:
-            own_shelf = None if self.ranks is not None else shelf
-            return load_model(own, config, resolved, phases, shelf=own_shelf, model=model)
-
-        # In a thread that ends: a team of OpenMP threads left behind here would slow the runner's (see CpuRunner).
-        try:
-            with ThreadPoolExecutor(1) as loader:
-                weights = loader.submit(load).result()
-            if compiling is not None:
-                compiling.wait(phases)
-            phases.end()
-            if model_id(config, resolved.kv) != model:
-                raise ModelError(f"{config.model_path} was changed while it was loaded: start again")
-            make_store: Callable[[StoreFile, Bytes, Rests | None], Store] = SsdStore
-            self.runner: Runner
-            if self.ranks is None:
-                self.runner = make_runner(self.spec, weights, config, resolved, phases, compiling)
-            else:
-                assert isinstance(weights, Weights)
-                leading = lead(
-                    self.ranks.links, own, weights, config, resolved, model, phases, compiling, store=store is not None
-                )
-                self.runner, make_store = leading, leading.make_store
-                if not leading.stores:
-                    store = None
-        except BaseException as error:
-            if compiling is not None:
-                compiling.stop()
-            if isinstance(error, torch.OutOfMemoryError):
-                raise OutOfMemory(
-                    "the model and its buffers do not fit the GPU: use a smaller model, "
-                    "or lower --max-num-seqs or --max-num-batched-tokens"
-                ) from None
-            raise
+        loaded = loading.run(phases, shelf, stores=store is not None)
+        self.runner, weights = loaded.runner, loaded.weights
         self._broad = None if isinstance(weights, Weights) else weights
         num_pages = self.runner.num_pages
         # A request that can never fit is refused at the door: the context limit is what the pool can hold.
@@ -166,11 +113,18 @@ class Engine:
         self.resolved = resolved = replace(resolved, num_pages=num_pages, max_model_len=longest)
         host_bytes = int(config.host_kv_gib * 2**30)
         self._memory = memory_budget(own, weights, resolved, host_bytes // own.shard_of.ranks)
-        index = PrefixIndex(model)
+        index = PrefixIndex(loading.model_id)
         self._events = IndexEvents(index, publisher, config.page_size) if publisher is not None else None
         pool = PagePool(num_pages, config.page_size, index, config.pinned_cache_share)
         self.tiers = make_tiers(
-            config, resolved.kv, pool, store, self.runner.copy_engine, make_store, own.shard_of.ranks, resolved.packed
+            config,
+            resolved.kv,
+            pool,
+            store if loaded.stores else None,
+            self.runner.copy_engine,
+            loaded.make_store,
+            own.shard_of.ranks,
+            resolved.packed,
         )
         self.scheduler = Scheduler(
             SlotTable(resolved.max_num_seqs, resolved.max_model_len, config.page_size, self.spec.kv_window),

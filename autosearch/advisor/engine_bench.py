@@ -16,7 +16,7 @@ from weft.engine.config import Objective
 from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError
 from weft.engine.runner.batch import Batch
-from weft.engine.runner.resolve import memory_bytes
+from weft.engine.runner.footprint import memory_bytes
 from weft.engine.scheduling.pace import Pace
 from weft.engine.wire.messages import AddRequest, EngineStats, Outputs
 from weft.engine.wire.sampling import SamplingParams

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
+from weft.engine.runner.footprint import memory_bytes
 from weft.engine.runner.gpu_room import share_bytes
-from weft.engine.runner.resolve import ResolvedConfig, memory_bytes
+from weft.engine.runner.resolve import ResolvedConfig
 from weft.engine.wire.messages import MemoryBudget
 from weft.kernels.attention_torch import GROUP_ELEMENTS
 

@@ -25,8 +25,9 @@ from weft.engine.runner.arena import host_resting
 from weft.engine.runner.batch import Batch, PromptLogprobs, StepResult
 from weft.engine.runner.collectives import Collectives
 from weft.engine.runner.cpu_executor import CpuExecutor
+from weft.engine.runner.footprint import GIB
 from weft.engine.runner.pooling import pooled
-from weft.engine.runner.resolve import GIB, ResolvedConfig
+from weft.engine.runner.resolve import ResolvedConfig
 from weft.engine.runner.resting import Resting
 from weft.engine.runner.sampling import Sampling, Scores
 from weft.kernels.attention_backends import make_host_attention

@@ -30,12 +30,13 @@ from weft.engine.runner.compile_job import CompileJob
 from weft.engine.runner.cuda_arena import DriverFailed, cuda_resting
 from weft.engine.runner.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda_inputs import INVARIANT_PART_TOKENS, device_inputs
+from weft.engine.runner.footprint import GIB
 from weft.engine.runner.gpu_room import Taken, room_for_pages
 from weft.engine.runner.nano import Assignment
 from weft.engine.runner.pipelines import Pipelines
 from weft.engine.runner.pooling import pooled
 from weft.engine.runner.preparation import Preparation, Step, Work
-from weft.engine.runner.resolve import GIB, ResolvedConfig
+from weft.engine.runner.resolve import ResolvedConfig
 from weft.engine.runner.resting import Resting
 from weft.engine.runner.sampling import Sampling, Scores
 from weft.kernels import break_evens, reference

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from weft.engine.runner.resolve import GIB, ResolvedConfig
+from weft.engine.runner.footprint import GIB
+from weft.engine.runner.resolve import ResolvedConfig
 
 CONTEXT_BYTES = GIB
 """that a process takes of a GPU beside torch's tensors, where others' share of it cannot be told apart: assumed"""

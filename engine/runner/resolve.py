@@ -15,26 +15,21 @@ from weft.engine.errors import ConfigError, OutOfMemory
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.broad.spec import BroadSpec
 from weft.engine.model.implementation import widened
-from weft.engine.model.parts import Placement
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.choose import choose_plan, target_of
 from weft.engine.plans.plan import Plan, load_plan
 from weft.engine.runner.broad_shapes import kinds_of_calls, refuse_on_gpu
+from weft.engine.runner.footprint import GIB, Footprint, memory_bytes
+from weft.engine.runner.gpu_limits import check_fp8, check_kernels, check_pod
 from weft.kernels import attention_backends
 from weft.kernels.attention import AttentionShape, AttentionUnavailable
 from weft.kernels.attention_backends import TRITON_HEAD_DIMS, BackendName
 from weft.kernels.fp8 import E4M3
-from weft.kernels.gpu import gpu, gpu_device
+from weft.kernels.gpu import Gpu, gpu, gpu_device
 from weft.kernels.packed_page import PackedPage
 from weft.kernels.work_lists import tokens_of_whole_tiles
 
 log = logging.getLogger("weft.engine")
-GIB = 2**30
-CPU_MEMORY_SHARE = 0.25
-"""of the machine's memory, at most, for KV pages on the CPU"""
-
-EXPERT_ACTIVATIONS = ("silu", "swiglu_oai")
-"""those of the kernels of experts (`kernels.experts_triton`)"""
 INVARIANT_CHUNK = 128
 """tokens of a chunk that batch invariance may need, and of the tiles of attention in torch"""
 
@@ -90,23 +85,38 @@ class ResolvedConfig:
         return _attention_shape(spec, self.kv, self.compute_dtype, self.device, self.max_model_len)
 
 
-def memory_bytes(device: torch.device) -> int:
-    """Memory this process may use: the GPU's; or the machine's, or its control group's limit when that is lower."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as f:
-            limit = f.read().strip()
-    except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdigit() else total
+def _compute_dtype(config: EngineConfig, spec: ModelSpec, *, cuda: bool) -> torch.dtype:
+    """Raises `ConfigError`."""
+    if config.dtype != "auto":
+        dtype: torch.dtype = getattr(torch, config.dtype)
+    elif cuda:
+        dtype = torch.float16 if spec.dtype == "float16" else torch.bfloat16
+    else:
+        dtype = _cpu_dtype(spec)
+    if not cuda and dtype == torch.float16:
+        raise ConfigError("--dtype float16 needs a GPU; use float32 or bfloat16 on a CPU")
+    if cuda and dtype == torch.float32:
+        raise ConfigError("--dtype float32 needs --device cpu; a GPU serves bfloat16 or float16")
+    return dtype
 
 
 def _cpu_dtype(spec: ModelSpec) -> torch.dtype:
     """bfloat16 for a bfloat16 checkpoint where the CPU multiplies it natively: half the bytes, twice the speed."""
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if native and spec.dtype == "bfloat16" else torch.float32
+
+
+def _pages_dtype(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, here: Gpu | None) -> torch.dtype:
+    """here: the GPU that they are on. Raises `ConfigError`."""
+    if isinstance(spec, BroadSpec) and config.batch_invariant:
+        raise ConfigError("--batch-invariant needs weft's own layers: transformers' code has none; leave it out")
+    if config.kv_cache_dtype == "auto":
+        return dtype
+    if isinstance(spec, BroadSpec):
+        raise ConfigError("--kv-cache-dtype fp8 needs weft's own layers: transformers' code has none; leave it out")
+    if here is not None and here.capability < (8, 9):
+        raise ConfigError(f"--kv-cache-dtype fp8: {here.name} has no FP8; leave it out, or use --device cpu")
+    return E4M3
 
 
 def served_as(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
@@ -132,31 +142,10 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
             "--data-parallel-size for engines on GPUs of their own"
         )
     if cuda and not isinstance(spec, BroadSpec) and spec.quantization is not None:
-        from weft.engine.runner.cuda_fp8 import lacking  # needs Triton
-
         assert here is not None
-        what = "--quantization fp8" if spec.quantization.at_load else f"an FP8 checkpoint ({spec.quantization.method})"
-        if here.capability < (8, 9):
-            raise ConfigError(
-                f"{what}: {here.name} does not multiply FP8; use a checkpoint in 16 bits, or --device cpu"
-            )
-        if reason := lacking(spec, invariant=config.batch_invariant):
-            raise ConfigError(
-                f"{what}: a GPU's FP8 products do not do {reason} yet; use a checkpoint in 16 bits, or --device cpu"
-            )
-        if spec.quantization.activations == "static":
-            log.warning("the checkpoint's static scales of activations are not used: a GPU makes its own, as fine")
+        check_fp8(spec, here, invariant=config.batch_invariant)
     device = gpu_device() if cuda else torch.device("cpu")
-    if config.dtype != "auto":
-        dtype = getattr(torch, config.dtype)
-    elif cuda:
-        dtype = torch.float16 if spec.dtype == "float16" else torch.bfloat16
-    else:
-        dtype = _cpu_dtype(spec)
-    if not cuda and dtype == torch.float16:
-        raise ConfigError("--dtype float16 needs a GPU; use float32 or bfloat16 on a CPU")
-    if cuda and dtype == torch.float32:
-        raise ConfigError("--dtype float32 needs --device cpu; a GPU serves bfloat16 or float16")
+    dtype = _compute_dtype(config, spec, cuda=cuda)
     max_model_len = config.max_model_len or spec.max_positions
     if max_model_len > spec.max_positions:
         raise ConfigError(f"--max-model-len {max_model_len} is more than the model's {spec.max_positions} positions")
@@ -166,13 +155,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         raise OutOfMemory(
             f"a context of {max_model_len} tokens takes tables of {tables / GIB:,.0f} GiB: lower --max-model-len"
         )
-    if isinstance(spec, BroadSpec) and config.batch_invariant:
-        raise ConfigError("--batch-invariant needs weft's own layers: transformers' code has none; leave it out")
-    pages_dtype = dtype if config.kv_cache_dtype == "auto" else E4M3
-    if pages_dtype == E4M3 and isinstance(spec, BroadSpec):
-        raise ConfigError("--kv-cache-dtype fp8 needs weft's own layers: transformers' code has none; leave it out")
-    if pages_dtype == E4M3 and here is not None and cuda and here.capability < (8, 9):
-        raise ConfigError(f"--kv-cache-dtype fp8: {here.name} has no FP8; leave it out, or use --device cpu")
+    pages_dtype = _pages_dtype(config, spec, dtype, here if cuda else None)
     shapes: Sequence[AttentionShape]
     if isinstance(spec, BroadSpec):
         kv = KvLayout.of(spec, config.page_size, dtype, TRITON_HEAD_DIMS if cuda else ())
@@ -193,43 +176,16 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     if config.batch_invariant and max_num_batched_tokens < INVARIANT_CHUNK:
         raise ConfigError(f"--batch-invariant needs --max-num-batched-tokens {INVARIANT_CHUNK} or more")
     if cuda and spec.native:
-        _check_kernels(spec)
-    weight_bytes = spec.weight_bytes(dtype.itemsize)
-    here_bytes = weight_bytes * (1 if cuda else ranks)  # ranks of a CPU share its memory
-    part = config.share.memory
+        check_kernels(spec)
     copies = sharers if isinstance(spec, BroadSpec) else sharers // config.share.weight_sharers
-    if device.type != "meta" and copies * here_bytes > 0.9 * part * memory_bytes(device):
-        times = f" for each of {copies} engines" if copies > 1 else ""
-        times += f", and {part:.0%} of it is this model's (memory_share)" if part < 1 else ""
-        raise OutOfMemory(
-            f"the weights need {here_bytes / GIB:.1f} GiB in {str(dtype).removeprefix('torch.')}{times}, "
-            f"the {'GPU' if cuda else 'machine'} has {memory_bytes(device) / GIB:.1f} GiB: "
-            "use a smaller model or --dtype bfloat16"
-        )
-    pages_per_request = -(-max_model_len // kv.page_size)
-    num_pages: int | None
-    if config.num_pages is not None:
-        num_pages = config.num_pages
-    elif config.kv_cache_gib is not None:
-        num_pages = kv.pages_in(config.kv_cache_gib * GIB / ranks)
-    elif cuda:
-        num_pages = None
-    else:
-        room = int(memory_bytes(device) * part * CPU_MEMORY_SHARE / (sharers * ranks))
-        room -= weight_bytes * copies // sharers
-        num_pages = min(max_num_seqs * pages_per_request + 1, kv.pages_in(room))
-    if num_pages is not None and num_pages < 2:
-        raise OutOfMemory(
-            f"the KV pool has room for {max(num_pages, 0)} pages of {kv.page_bytes / 2**20:.1f} MiB, "
-            "it needs at least 2: raise --kv-cache-gib or lower --page-size"
-        )
-    if num_pages is not None and device.type != "meta" and (sharers > 1 or (part < 1 and not cuda)):
-        _check_shares(config, ranks * (weight_bytes * copies // sharers + num_pages * kv.page_bytes), device)
+    footprint = Footprint(config, device, cuda, ranks, spec.weight_bytes(dtype.itemsize), copies)
+    footprint.check_weights(dtype)
+    num_pages = footprint.pages(kv, max_num_seqs * -(-max_model_len // kv.page_size) + 1)
     # No context is longer than its pages: what the config promises beyond that needs no table of positions.
     in_memory = num_pages - 1 if num_pages is not None else kv.pages_in(memory_bytes(device))
     max_model_len = max(2, min(max_model_len, in_memory * kv.page_size))
     if config.pod != "off":
-        _check_pod(config, spec, backend, kv, dtype, device, max_model_len)
+        check_pod(config, spec, backend, _attention_shape(spec, kv, dtype, device, max_model_len))
     return ResolvedConfig(
         device,
         dtype,
@@ -239,7 +195,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         max_num_seqs,
         max_num_batched_tokens,
         num_pages,
-        config.gpu_memory_utilization * part,
+        config.gpu_memory_utilization * config.share.memory,
         # One core is for the scheduler and the API: where their work takes a thread's core, all threads wait for it.
         config.cpu_threads or max(1, len(os.sched_getaffinity(0)) - 1),
         backend,
@@ -249,29 +205,12 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         plan,
         config.wait_for_plan or ranks > 1,  # all ranks must have a pipeline before one of them runs it
         sleeps=config.share.sleeps and ranks == 1,
-        has_neighbours=part < 1,
+        has_neighbours=config.share.memory < 1,
         sharers=sharers,
         common_weights=copies < sharers,
         packed=_packed(kv) if config.tier_kv_format == "packed" else None,
         pod=config.pod,
     )
-
-
-def _check_pod(
-    config: EngineConfig, spec: ModelSpec, backend: str, kv: KvLayout, dtype: torch.dtype, device: torch.device,
-    max_model_len: int,
-) -> None:  # fmt: skip
-    """Raises `ConfigError` where attention cannot be one launch."""
-    able = device.type != "cpu" and backend == "triton" and spec.native and not config.batch_invariant
-    if able:
-        from weft.kernels.attention_triton import cuts_prefill  # Triton, which a CPU need not have
-
-        able = cuts_prefill(_attention_shape(spec, kv, dtype, device, max_model_len))
-    if not able:
-        raise ConfigError(
-            f"--pod {config.pod} needs a Hopper GPU, the triton attention back end, 16-bit KV, heads of 64 or 128 "
-            "numbers, no windows and no --batch-invariant: leave it out"
-        )
 
 
 def _packed(kv: KvLayout) -> PackedPage:
@@ -280,20 +219,6 @@ def _packed(kv: KvLayout) -> PackedPage:
         why = f"they are {name}" if kv.dtype != torch.bfloat16 else "lower --page-size"
         raise ConfigError(f"--tier-kv-format packed: these KV pages cannot be packed: {why}; bfloat16 is what it packs")
     return form
-
-
-def _check_shares(config: EngineConfig, own_bytes: int, device: torch.device) -> None:
-    """Refuse engines that fit the device one by one, but not together. `own_bytes`: weights and pages of one, of
-    all its ranks."""
-    sharers, all_of_it = config.share.sharers, config.share.memory * memory_bytes(device)
-    on_gpu = device.type == "cuda"
-    if (together := sharers * (own_bytes + (0 if on_gpu else config.host_kv_gib * GIB))) > all_of_it:
-        raise OutOfMemory(
-            f"{sharers} engines need {together / GIB:.1f} GiB for weights and KV pages, the "
-            f"{'GPU' if on_gpu else 'machine'} has {all_of_it / GIB:.1f} GiB for them: lower --kv-cache-gib"
-            f"{' or --num-pages' if on_gpu else ', --num-pages or --host-kv-gib'}, which are each engine's, or the "
-            "number of engines"
-        )
 
 
 def _check_plan(config: EngineConfig) -> None:
@@ -339,32 +264,3 @@ def _attention(config: EngineConfig, shape: AttentionShape) -> BackendName:
     except AttentionUnavailable as error:
         raise ConfigError(f"--attention-backend {config.attention_backend}: {error}") from None
     return name
-
-
-def _check_kernels(spec: ModelSpec) -> None:
-    """Refuse what the GPU kernels were not made for. Attention's own limits: see `attention_backends.check`."""
-    if lacking := next((part for part, asked in _beyond_gpu(spec).items() if asked), None):
-        raise ConfigError(f"{spec.architecture}: the GPU kernels have no {lacking} yet; use --device cpu")
-    e = spec.experts
-    sizes = [spec.hidden_size, spec.intermediate_size]
-    if e is not None:
-        sizes += [e.intermediate_size, e.shared_size]
-    if any(size % 8 for size in sizes):
-        raise ConfigError("a GPU needs hidden and intermediate sizes that are multiples of 8; use --device cpu")
-
-
-def _experts_alone(spec: ModelSpec) -> bool:
-    """No MLP is dense."""
-    return spec.experts is not None and not spec.experts.shared_size and all(layer.experts for layer in spec.layers)
-
-
-def _beyond_gpu(spec: ModelSpec) -> dict[str, bool]:
-    """Parts that only the torch twins compute, and whether the model has them."""
-    e = spec.experts
-    return {
-        f"experts with norms placed {spec.placement.value}": e is not None and spec.placement is not Placement.PRE,
-        "experts with LayerNorm": e is not None and spec.norm.centred,
-        "norm over all heads on several ranks": spec.qk_norm == "projection" and spec.shard_of.ranks > 1,
-        f"activation {spec.activation} of experts": e is not None and spec.activation not in EXPERT_ACTIVATIONS,
-        "activation swiglu_oai outside experts": spec.activation == "swiglu_oai" and not _experts_alone(spec),
-    }

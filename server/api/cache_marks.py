@@ -1,4 +1,4 @@
-"""`Marks`: up to where a request wants its prompt kept, and for how long; as tokens of the rendered prompt."""
+"""`Mark`: up to where a request wants its prompt kept, and for how long; as tokens of the rendered prompt."""
 
 from __future__ import annotations
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from weft.engine.config import EngineConfig
+from weft.engine.ranks import loading
 
 E4M3 = torch.float8_e4m3fn
 INPUT_SCALE = 0.03
@@ -107,3 +112,16 @@ def write_fp8(source: Path, folder: Path, form: str, keep: str = "$nothing") -> 
     raw = json.loads((source / "config.json").read_text())
     (paths[0] / "config.json").write_text(json.dumps({**raw, "quantization_config": config}))
     return paths
+
+
+@pytest.fixture
+def unrounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activations are left as they are: a model of the numbers that weights mean has the same tokens."""
+    chosen = loading.choose_spec
+
+    def choose(config: EngineConfig) -> Any:
+        spec, words = chosen(config)
+        assert spec.quantization is not None
+        return replace(spec, quantization=replace(spec.quantization, activations="none")), words
+
+    monkeypatch.setattr(loading, "choose_spec", choose)

@@ -24,7 +24,7 @@ from weft.engine.model.directory import read_spec
 from weft.engine.model.operations import Role
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights, load_weights
-from weft.engine.runner import cpu_executor, resolve
+from weft.engine.runner import cpu_executor, gpu_limits
 from weft.engine.runner.launchers import launchers_of
 from weft.kernels import reference
 
@@ -212,12 +212,12 @@ def test_the_gpu_names_the_part_that_it_lacks(tiny_model: Callable[[str], Path])
         (replace(spec, activation="swiglu_oai"), "activation swiglu_oai outside experts"),
     ):
         with pytest.raises(ConfigError, match=f"the GPU kernels have no {word}"):
-            resolve._check_kernels(lacks)
+            gpu_limits.check_kernels(lacks)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_have_nothing_that_a_gpu_lacks(tiny_model: Callable[[str], Path], family: str) -> None:
-    resolve._check_kernels(read_spec(tiny_model(family)))
+    gpu_limits.check_kernels(read_spec(tiny_model(family)))
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])

@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from fp8_files import INPUT_SCALE, write_fp8
+from fp8_files import INPUT_SCALE, unrounded, write_fp8
 from harness import GREEDY, Harness
+from refusal import Refusal
 from safetensors.torch import load_file, save_file
 from tiny import make_tiny, reference_tokens, save_tiny
 from transformers import AutoModelForCausalLM, DynamicCache
 
-import weft.engine.engine as engine_module
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, ModelError
 from weft.engine.model.directory import read_spec
@@ -28,24 +27,12 @@ from weft.engine.model.weights import Weights, load_weights
 from weft.kernels import experts_reference, fp8
 from weft.kernels.fp8_matrix import Fp8Matrix
 
+__all__ = ["unrounded"]
 Made = Callable[[str], Path]
 CPU: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, "max_positions": 64}
 PROMPT = np.random.default_rng(5).integers(3, 199, 24)
 WIDE = {"hidden_size": 160, "moe_intermediate_size": 144, "num_hidden_layers": 2}
 """matrices of several blocks, the last of them not full"""
-
-
-@pytest.fixture
-def unrounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Activations are left as they are, so that a model of the numbers that weights mean has the same tokens."""
-    chosen = engine_module.choose_spec
-
-    def choose(config: EngineConfig) -> Any:
-        spec, words = chosen(config)
-        assert spec.quantization is not None
-        return replace(spec, quantization=replace(spec.quantization, activations="none")), words
-
-    monkeypatch.setattr(engine_module, "choose_spec", choose)
 
 
 def greedy(path: Path, tokens: int = 8, **options: Any) -> list[int]:
@@ -187,17 +174,8 @@ def test_static_scales_are_each_experts_own(tiny_model: Made, tmp_path: Path) ->
 
 def test_what_lacks_of_experts_in_one_tensor_is_named(tiny_model: Made, tmp_path: Path) -> None:
     there, plain = write_fp8(tiny_model("granite-moe"), tmp_path, "compressed-tensors, tensor, static")
-    tensors = load_file(there / "model.safetensors")
     name = "model.layers.1.block_sparse_moe.input_linear"
-
-    def refusal(**changes: torch.Tensor | None) -> str:
-        changed = {**tensors, **{f"{name}.{end}": t for end, t in changes.items()}}
-        save_file({n: t for n, t in changed.items() if t is not None}, there / "model.safetensors", {"format": "pt"})
-        with pytest.raises(ModelError) as error:
-            load_weights(read_spec(there), there, **CPU)
-        assert "\n" not in str(error.value)
-        return str(error.value)
-
+    refusal = Refusal(there, name)
     assert f"{name}.weight is in 8 bits" in refusal(weight_scale=None)
     assert "has scales of 4 experts" in refusal(weight_scale=torch.ones(3))
     assert "has shape (7,)" in refusal(weight_scale=torch.ones(4, 7))

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fp8_files import FORMATS, INPUT_SCALE, write_fp8
+from fp8_files import FORMATS, INPUT_SCALE, unrounded, write_fp8
 from harness import Harness
-from safetensors.torch import load_file, save_file
+from refusal import Refusal
 from transformers import AutoModelForCausalLM
 
-import weft.engine.engine as engine_module
 from weft.engine.config import EngineConfig
 from weft.engine.demo import MODEL_PATH
 from weft.engine.engine import Engine
@@ -31,6 +30,7 @@ from weft.engine.model.weights import load_weights
 from weft.engine.runner.resolve import resolve
 from weft.kernels import fp8, fp8_matrix
 
+__all__ = ["unrounded"]
 Made = Callable[[str], Path]
 CPU: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, "max_positions": 64}
 
@@ -62,19 +62,6 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny import save_tiny
 
     return save_tiny("llama2", tmp_path_factory.mktemp("wide"), **WIDE, num_hidden_layers=2, initializer_range=0.1)
-
-
-@pytest.fixture
-def unrounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Activations are left as they are: what is tested is the reading of weights."""
-    chosen = engine_module.choose_spec
-
-    def choose(config: EngineConfig) -> Any:
-        spec, words = chosen(config)
-        assert spec.quantization is not None
-        return replace(spec, quantization=replace(spec.quantization, activations="none")), words
-
-    monkeypatch.setattr(engine_module, "choose_spec", choose)
 
 
 @pytest.mark.usefixtures("unrounded")
@@ -191,17 +178,8 @@ def test_ranks_have_the_parts_of_the_same_matrices(wide: Path, tmp_path: Path, r
 
 def test_what_lacks_and_what_is_wrong_is_named(wide: Path, tmp_path: Path) -> None:
     there, _ = write_fp8(wide, tmp_path, "compressed-tensors, tensor, static")
-    tensors = load_file(there / "model.safetensors")
     name = "model.layers.1.mlp.down_proj"
-
-    def refusal(**changes: torch.Tensor | None) -> str:
-        changed = {**tensors, **{f"{name}.{end}": t for end, t in changes.items()}}
-        save_file({n: t for n, t in changed.items() if t is not None}, there / "model.safetensors", {"format": "pt"})
-        with pytest.raises(ModelError) as error:
-            load_weights(read_spec(there), there, **CPU)
-        assert "\n" not in str(error.value)
-        return str(error.value)
-
+    refusal = Refusal(there, name)
     assert f"{name}.weight is in 8 bits" in (said := refusal(weight_scale=None))
     assert said.endswith(f"no {name}.weight_scale")
     assert f"{name}.input_scale" in refusal(input_scale=None)
@@ -211,7 +189,7 @@ def test_what_lacks_and_what_is_wrong_is_named(wide: Path, tmp_path: Path) -> No
     assert "not finite" in refusal(weight_scale=torch.tensor(float("inf")))
     assert f"{name}.weight_scale" in refusal(weight_scale=torch.tensor(float("nan")))
     assert "is bfloat16, but the checkpoint has a scale" in refusal(weight=torch.zeros(160, 144, dtype=torch.bfloat16))
-    spoilt = tensors[f"{name}.weight"].clone()
+    spoilt = refusal.tensors[f"{name}.weight"].clone()
     spoilt.view(torch.uint8)[3, 4] = 0x7F
     assert f"{name}.weight" in refusal(weight=spoilt)
     assert "float8_e5m2" in refusal(weight=torch.zeros(160, 144).to(torch.float8_e5m2))

@@ -15,9 +15,11 @@ from weft.engine.config import EngineConfig, Share
 from weft.engine.errors import ConfigError, OutOfMemory
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.directory import read_spec
+from weft.engine.runner import footprint
 from weft.engine.runner import resolve as resolving
+from weft.engine.runner.footprint import GIB
 from weft.engine.runner.gpu_room import CONTEXT_BYTES, Taken, room_for_pages, share_bytes
-from weft.engine.runner.resolve import GIB, ResolvedConfig, resolve
+from weft.engine.runner.resolve import ResolvedConfig, resolve
 from weft.kernels.gpu import KNOWN, compiling_for
 
 
@@ -40,7 +42,7 @@ def test_engines_on_one_gpu_know_of_each_other() -> None:
 
 def test_pages_that_are_asked_for_must_fit_a_gpu_together(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(resolving, "memory_bytes", lambda _: 2**30)
+    monkeypatch.setattr(footprint, "memory_bytes", lambda _: 2**30)
     monkeypatch.setattr(resolving, "gpu_device", lambda: torch.device("cuda", 0))
     in_common = {"share": Share(sharers=4, weight_sharers=4), "attention_backend": "triton"}
     assert on_a_gpu(kv_cache_gib=0.2, host_kv_gib=9, **in_common).num_pages is not None

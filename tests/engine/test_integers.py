@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from integer_files import FORMS, Form, write_integers
-from safetensors.torch import load_file, save_file
+from refusal import Refusal
 from tiny import save_tiny
 
 from weft.engine.config import EngineConfig
@@ -97,17 +97,8 @@ def test_quantize_refuses_them_in_a_line(model: Path, tmp_path: Path) -> None:
 
 def test_what_lacks_and_what_is_wrong_is_named(model: Path, tmp_path: Path) -> None:
     there, _ = write_integers(model, tmp_path, FORMS["gptq, act-order"])
-    tensors = load_file(there / "model.safetensors")
     name = "model.layers.1.mlp.down_proj"
-
-    def refusal(**changes: torch.Tensor | None) -> str:
-        changed = {**tensors, **{f"{name}.{end}": t for end, t in changes.items()}}
-        save_file({n: t for n, t in changed.items() if t is not None}, there / "model.safetensors", {"format": "pt"})
-        with pytest.raises(ModelError) as error:
-            load_weights(read_spec(there), there, **CPU)
-        assert "\n" not in str(error.value)
-        return str(error.value)
-
+    refusal = Refusal(there, name)
     assert f"no tensor {name}.scales" in refusal(scales=None)
     assert f"no tensor {name}.qzeros" in refusal(qzeros=None)
     assert f"{name}.scales has shape (3, 96)" in refusal(scales=torch.ones(3, 96))

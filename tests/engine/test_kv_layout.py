@@ -70,7 +70,7 @@ def test_pages_may_have_another_dtype_than_the_computation(
     scores, pages = [], []
     for narrowed in (False, True):
         if narrowed:
-            monkeypatch.setattr("weft.engine.engine.resolve", narrow)
+            monkeypatch.setattr("weft.engine.ranks.loading.resolve", narrow)
         harness = Harness(tiny_model("yi"), page_size=8, num_pages=32, dtype="float32", max_num_batched_tokens=16)
         harness.poison_pages()
         handle = harness.add(range(3, 60), max_tokens=4, prompt_logprobs=0, ignore_eos=True, **GREEDY)

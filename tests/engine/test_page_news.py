@@ -11,7 +11,7 @@ from weft.engine.errors import OutOfMemory
 from weft.engine.memory.page_news import PageLedger
 from weft.engine.memory.prefix_index import NOWHERE, PrefixIndex
 from weft.engine.model.directory import read_spec
-from weft.engine.runner import resolve as resolving
+from weft.engine.runner import footprint
 from weft.engine.runner.resolve import resolve
 from weft.engine.wire.messages import PageNews
 from weft.engine.wire.page_keys import BRIEF
@@ -58,7 +58,7 @@ def test_news_lead_from_any_moment_to_what_there_is(steps: list[tuple[str, int]]
 def test_engines_that_share_a_machine_divide_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = EngineConfig(device="cpu", max_num_seqs=4096, page_size=64, dtype="float32")
     spec = read_spec(alone.model_path)
-    monkeypatch.setattr(resolving, "memory_bytes", lambda _: 2**30)
+    monkeypatch.setattr(footprint, "memory_bytes", lambda _: 2**30)
 
     def pages(sharers: int, **more: object) -> int:
         found = resolve(alone.model_copy(update={"share": Share(sharers=sharers), **more}), spec)

@@ -18,8 +18,8 @@ from interpreted import interpreted_gpu
 from interpreted_rank import ARENA, File
 from quick_interpreter import make_quick
 
-from weft.engine import engine as engine_module
 from weft.engine.model.weights import load_weights
+from weft.engine.ranks import loading
 from weft.engine.runner import peer_collectives
 from weft.engine.runner.collectives import Alone, Several, Steps
 from weft.engine.runner.cuda_runner import CudaRunner
@@ -73,7 +73,7 @@ def main() -> None:
 
     monkeypatch = pytest.MonkeyPatch()
     with interpreted_gpu(monkeypatch):
-        monkeypatch.setattr(engine_module, "make_runner", make)
+        monkeypatch.setattr(loading, "make_runner", make)
         torch.save(served(model), sys.argv[4])
     os._exit(0)
 

@@ -12,8 +12,8 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from weft.engine import engine as engine_module
 from weft.engine.plans.pipeline import Pipeline
+from weft.engine.ranks import loading
 from weft.engine.runner import cuda_runner, resolve
 from weft.kernels import attention_backends, attention_triton
 from weft.kernels.gpu import Gpu, compiling_for
@@ -107,7 +107,7 @@ def interpreted_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def make(spec: Any, weights: Any, _: Any, config: Any, progress: Any, __: Any) -> cuda_runner.CudaRunner:
         return cuda_runner.CudaRunner(spec, weights, config, progress)
 
-    monkeypatch.setattr(engine_module, "make_runner", make)
-    monkeypatch.setattr(engine_module.CompileJob, "begin", lambda *_: None)
+    monkeypatch.setattr(loading, "make_runner", make)
+    monkeypatch.setattr(loading.CompileJob, "begin", lambda *_: None)
     with streams_in_order(monkeypatch):
         yield

@@ -1,0 +1,93 @@
+"""`Loading`: from a configuration to a model in memory and the runner that computes it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from weft.engine.config import EngineConfig
+from weft.engine.errors import ModelError, OutOfMemory
+from weft.engine.memory.model_id import model_id
+from weft.engine.memory.rests import Rests
+from weft.engine.memory.ssd_store import SsdStore, Store, StoreFile
+from weft.engine.memory.transfer import Bytes
+from weft.engine.model.implementation import choose_spec
+from weft.engine.model.weights import Weights
+from weft.engine.progress import Phases
+from weft.engine.ranks.group import Ranks
+from weft.engine.ranks.leader import lead
+from weft.engine.runner.compile_job import CompileJob
+from weft.engine.runner.load import load_model
+from weft.engine.runner.make import make_runner
+from weft.engine.runner.resolve import resolve, served_as
+from weft.engine.runner.runner import Runner
+from weft.engine.wire.shelf import Shelf
+
+if TYPE_CHECKING:
+    from weft.engine.model.broad.module import BroadModule
+
+
+class Loaded(NamedTuple):
+    weights: Weights | BroadModule
+    runner: Runner
+    make_store: Callable[[StoreFile, Bytes, Rests | None], Store]
+    stores: bool
+    """all ranks can keep pages on their disks"""
+
+
+class Loading:
+    """What is known before the model loads, and `run`, which loads it. ranks: the others of tensor parallelism."""
+
+    def __init__(self, config: EngineConfig, ranks: Ranks | None, compiling: CompileJob | None) -> None:
+        self._config, self._ranks = config, ranks
+        self._compiling = compiling or CompileJob.begin(config)
+        chosen, implementation = choose_spec(config)
+        self.spec = served_as(chosen, config)
+        """of the whole model"""
+        if not self.spec.native:
+            print(f"weft: {self.spec.architecture}: {implementation}", file=sys.stderr, flush=True)
+        self.own = self.spec.shard(0, config.tensor_parallel_size)
+        """this rank's part of it"""
+        self.resolved = resolve(config, self.own)
+        self.model_id = model_id(config, self.resolved.kv)
+
+    def run(self, phases: Phases, shelf: Shelf | None, *, stores: bool) -> Loaded:
+        """stores: pages are to be kept on a disk. Raises `WeftError`, with one clear line."""
+        # In a thread that ends: a team of OpenMP threads left behind here would slow the runner's (see CpuRunner).
+        try:
+            with ThreadPoolExecutor(1) as loader:
+                weights = loader.submit(self._load, phases, shelf).result()
+            if self._compiling is not None:
+                self._compiling.wait(phases)
+            phases.end()
+            if model_id(self._config, self.resolved.kv) != self.model_id:
+                raise ModelError(f"{self._config.model_path} was changed while it was loaded: start again")
+            return self._with_runner(weights, phases, stores)
+        except BaseException as error:
+            if self._compiling is not None:
+                self._compiling.stop()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise OutOfMemory(
+                    "the model and its buffers do not fit the GPU: use a smaller model, "
+                    "or lower --max-num-seqs or --max-num-batched-tokens"
+                ) from None
+            raise
+
+    def _load(self, phases: Phases, shelf: Shelf | None) -> Weights | BroadModule:
+        own_shelf = None if self._ranks is not None else shelf
+        return load_model(self.own, self._config, self.resolved, phases, shelf=own_shelf, model=self.model_id)
+
+    def _with_runner(self, weights: Weights | BroadModule, phases: Phases, stores: bool) -> Loaded:
+        config, resolved = self._config, self.resolved
+        if self._ranks is None:
+            runner = make_runner(self.spec, weights, config, resolved, phases, self._compiling)
+            return Loaded(weights, runner, SsdStore, stores)
+        assert isinstance(weights, Weights)
+        leading = lead(
+            self._ranks.links, self.own, weights, config, resolved, self.model_id, phases, self._compiling, store=stores
+        )
+        return Loaded(weights, leading, leading.make_store, leading.stores)

@@ -1,0 +1,34 @@
+"""`Refusal`: what loading a checkpoint says once a matrix of it was changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from weft.engine.errors import ModelError
+from weft.engine.model.directory import read_spec
+from weft.engine.model.weights import load_weights
+
+
+class Refusal:
+    """Of a checkpoint in one file; name: of the matrix."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+        self.tensors = load_file(folder / "model.safetensors")
+
+    def __call__(self, **changes: torch.Tensor | None) -> str:
+        """The error, one line, when the matrix's tensors of these endings are others; None: when they lack."""
+        changed = {**self.tensors, **{f"{self._name}.{end}": t for end, t in changes.items()}}
+        there = {n: t for n, t in changed.items() if t is not None}
+        save_file(there, self._folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ModelError) as error:
+            load_weights(
+                read_spec(self._folder), self._folder, device=torch.device("cpu"), dtype=torch.float32,
+                max_positions=64,
+            )  # fmt: skip
+        assert "\n" not in str(error.value)
+        return str(error.value)
