@@ -24,10 +24,13 @@ from weft.engine.model.weights import load_weights
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import MAX_NANO_BATCHES, NanoOperation, Period
 from weft.engine.ranks.arena import Arena
+from weft.engine.runner.attention_lists import AttentionGrid
 from weft.engine.runner.batch import Batch
 from weft.engine.runner.collectives import Alone, Collectives, Graph
 from weft.engine.runner.cuda_executor import CudaExecutor
-from weft.engine.runner.cuda_inputs import DeviceInputs, Layout
+from weft.engine.runner.cuda_inputs import DeviceInputs
+from weft.engine.runner.cuda_layers import CudaLayers
+from weft.engine.runner.input_layout import Layout
 from weft.engine.runner.peer_collectives import PeerCollectives, Sizes
 from weft.kernels.attention import AttentionShape
 from weft.kernels.attention_triton import PER_SM, TritonAttention
@@ -69,7 +72,7 @@ class GpuBench:
             self._host: Collectives = host or Alone()
             self._collectives = None if host is None else self._of_ranks(host, max_tokens, dtype, device)
             self._executor = CudaExecutor(
-                self.spec, weights, self._inputs, dtype, attention, collectives=self._collectives
+                CudaLayers(self.spec, weights, self._inputs, dtype, attention, collectives=self._collectives)
             )  # fmt: skip
             self._start = torch.randn(max_tokens, spec.hidden_size, device=device, dtype=dtype)
         self._kv = torch.zeros(0, device=device, dtype=dtype)
@@ -219,7 +222,7 @@ class GpuBench:
                     part.normal_()
             torch.cuda.synchronize()
             self._executor.fill(self._start)
-            self._inputs.send(batch, pipeline, num_kv_heads=spec.num_kv_heads, group=spec.heads_per_kv, per_sm=PER_SM)
+            self._inputs.send(batch, pipeline, AttentionGrid(spec.num_kv_heads, spec.heads_per_kv, PER_SM))
             # in an engine the graph itself applies the updates
             table = torch.from_numpy(batch.page_table)
             self._inputs.page_table[: table.shape[0], : table.shape[1]].copy_(table)

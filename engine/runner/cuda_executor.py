@@ -14,22 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.engine.model.spec import ModelSpec
-from weft.engine.model.weights import Weights
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import Edge, NanoOperation
-from weft.engine.runner.collectives import DeviceCollectives, Graph
-from weft.engine.runner.cuda_inputs import DeviceInputs
+from weft.engine.runner.collectives import Graph
 from weft.engine.runner.cuda_layers import CudaLayers
 from weft.engine.runner.layer_launch import one_part, same_parts
 from weft.engine.runner.sum_places import OF_EMBEDDING
 from weft.kernels import reference, resident, sampling_shards
-from weft.kernels.attention import AttentionBackend
 from weft.kernels.attention_output import part_of
 from weft.kernels.collectives import embed_part
 from weft.kernels.dependent_launch import dependent_launch
 from weft.kernels.embedding import embed, final_norm
-from weft.kernels.fp8 import KvScales
 from weft.kernels.gemm import matmul
 from weft.kernels.rows import gather_rows
 from weft.kernels.sampler import sample, sample_scratch
@@ -40,29 +35,13 @@ class CudaExecutor:
 
     With everything on the meta device it can `touch` and `sample` only (see `kernels.gpu`).
 
-    attention: the back end; one that plans on the host must have its `steps` set before each run.
-    invariant: one accumulation order for every product, sum of squares and attention, whatever shares the batch.
-    Raises `ModelError` for a model with an operation that it cannot launch.
+    An attention back end that plans on the host must have its `steps` set before each run.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        weights: Weights,
-        inputs: DeviceInputs,
-        dtype: torch.dtype,
-        attention: AttentionBackend[Any],
-        *,
-        invariant: bool = False,
-        collectives: DeviceCollectives | None = None,
-        kv_scales: KvScales | None = None,
-    ) -> None:
-        """collectives: of a rank of several; its products then leave partial sums. kv_scales: of pages in e4m3."""
-        self.spec, self.weights, self.inputs = spec, weights, inputs
-        self._layers = CudaLayers(
-            spec, weights, inputs, dtype, attention, invariant=invariant, collectives=collectives, kv_scales=kv_scales
-        )
-        self._collectives = collectives
+    def __init__(self, layers: CudaLayers) -> None:
+        self._layers, self._collectives = layers, layers.collectives
+        self.spec, self.weights, self.inputs = layers.spec, layers.weights, layers.inputs
+        spec, inputs, dtype = self.spec, self.inputs, layers.x.dtype
         device = inputs.slab.device
         t, s = inputs.layout.max_tokens, inputs.layout.max_sampled
 

@@ -62,9 +62,11 @@ class CudaLayers:
         collectives: DeviceCollectives | None = None,
         kv_scales: KvScales | None = None,
     ) -> None:
-        """As of a `CudaExecutor`."""
+        """invariant: one accumulation order for every product, sum of squares and attention, whatever shares the batch.
+        collectives: of a rank of several; its products then leave partial sums. kv_scales: of pages in e4m3.
+        """
         self.spec, self.weights, self.inputs = spec, weights, inputs
-        self._collectives = collectives
+        self.collectives = collectives
         self.attention, self.invariant = attention, invariant
         self._launchers = launchers_of(spec, TABLE, "a GPU")
         heads_normed = weights.layers[0]["qkv"].q_norm is not None
@@ -252,7 +254,7 @@ class CudaLayers:
         )  # fmt: skip
 
     def _residual(self, it: Launch) -> None:
-        if self._collectives is not None:
+        if self.collectives is not None:
             self._leave_partial(it)
             return
         if self._fp8 is not None:
@@ -291,22 +293,22 @@ class CudaLayers:
         pipeline = it.pipeline
         if it.operation.name not in self._summed_alone or len(pipeline.lanes) > 1 or len(pipeline.begins) > 1:
             return False
-        assert self._collectives is not None
+        assert self.collectives is not None
         source, w = self.activations[it.operation.source][it.tokens], it.product
-        return self._collectives.push(source, w.weight, w.bias, **self._common(it))
+        return self.collectives.push(source, w.weight, w.bias, **self._common(it))
 
     def _all_reduce(self, it: Launch) -> None:
-        assert self._collectives is not None
+        assert self.collectives is not None
         assert self.summed is not None
         own, norm, place = it.tokens, self.spec.norm, self._place(it)
         post_norm = self.weights.layers[it.layer][place.last].post_norm
         x, sumsq, part = self.x[own], self.sumsq[:, own], self.partials[place.turn][own]
         options: dict[str, Any] = {"live": self._live(it), "num_sms": it.nano.sms}
         if post_norm is None:
-            sums = self._collectives.reduce(part, x, sumsq, add=True, **options)
+            sums = self.collectives.reduce(part, x, sumsq, add=True, **options)
         else:
             total, sums = self.summed[own], sumsq[:1]
-            self._collectives.reduce(part, total, sumsq, add=False, **options)
+            self.collectives.reduce(part, total, sumsq, add=False, **options)
             add_normed(x, total, post_norm, norm.eps, sumsq=sumsq)
         if norm.centred:
             sums = row_sumsq(x, out=sumsq[:1], centred=True)
@@ -351,7 +353,7 @@ class CudaLayers:
 
     def _experts_residual(self, it: Launch) -> None:
         assert self.expert_layers is not None
-        if self._collectives is not None:
+        if self.collectives is not None:
             place = self._place(it)
             part = self.partials[place.turn][it.tokens]
             if place.first:

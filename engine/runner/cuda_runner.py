@@ -23,6 +23,7 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.progress import Progress
+from weft.engine.runner.attention_lists import AttentionGrid
 from weft.engine.runner.attention_path import AttentionPath, possible_paths
 from weft.engine.runner.batch import Batch, PromptLogprobs, StepResult
 from weft.engine.runner.collectives import Several
@@ -30,6 +31,7 @@ from weft.engine.runner.compile_job import CompileJob
 from weft.engine.runner.cuda_arena import DriverFailed, cuda_resting
 from weft.engine.runner.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda_inputs import INVARIANT_PART_TOKENS, device_inputs
+from weft.engine.runner.cuda_layers import CudaLayers
 from weft.engine.runner.footprint import GIB
 from weft.engine.runner.gpu_room import Taken, room_for_pages
 from weft.engine.runner.nano import Assignment
@@ -133,6 +135,10 @@ class CudaRunner:
         several: of a rank of several; all of them do this at once, and launch the same iterations in the same order.
         """
         self.spec, self.weights, self.config = spec, weights, config
+        self._grid = AttentionGrid(
+            spec.num_kv_heads, spec.heads_per_kv, PER_SM, INVARIANT_PART_TOKENS if config.batch_invariant else 0,
+            config.kv.page_size,
+        )  # fmt: skip
         self._several = several
         report = progress or _no_progress
         device = config.device
@@ -144,7 +150,6 @@ class CudaRunner:
         self._pipelines = Pipelines(spec, config.max_num_batched_tokens, here.sms, config.plan)
         self.resting = self._make_resting() if config.sleeps else None
         with torch.cuda.device(device), torch.cuda.stream(self.stream), torch.inference_mode():
-            self._part_tokens = INVARIANT_PART_TOKENS if config.batch_invariant else 0
             self._inputs = device_inputs(spec, config, self._pipelines.nano_batches)
             self._host_attention: HostAttention[Any] | None = None
             self._eager = ""
@@ -199,10 +204,11 @@ class CudaRunner:
             attention = self._host_attention = make_host_attention(
                 config.attention, shape, batch_invariant=config.batch_invariant
             )
-        return CudaExecutor(
+        layers = CudaLayers(
             spec, weights, self._inputs, config.compute_dtype, attention, invariant=config.batch_invariant,
             collectives=None if self._several is None else self._several.device, kv_scales=scales,
         )  # fmt: skip
+        return CudaExecutor(layers)
 
     @property
     def num_pages(self) -> int:
@@ -351,10 +357,7 @@ class CudaRunner:
             check = None if self._several is None else self._several.check
             in_flight = CudaInFlight(batch, self._last_end, len(pipeline.nano_batches), len(tokens), check)
             in_flight.begin.record()
-            assigned = self._inputs.send(
-                batch, pipeline, num_kv_heads=self.spec.num_kv_heads, group=self.spec.heads_per_kv, per_sm=PER_SM,
-                part_tokens=self._part_tokens, page_size=self.config.kv.page_size,
-            )  # fmt: skip
+            assigned = self._inputs.send(batch, pipeline, self._grid)
             in_flight.attention = None if self._host_attention is not None else self._inputs.attention
             if not self._eager:
                 graphs.model.replay()

@@ -19,6 +19,7 @@ from weft.engine.plans.pipeline import Pipeline
 from weft.engine.runner.collectives import MEASURED_STEPS
 from weft.engine.runner.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda_inputs import device_inputs
+from weft.engine.runner.cuda_layers import CudaLayers
 from weft.engine.runner.peer_collectives import Imagined, PeerCollectives, Sizes
 from weft.engine.runner.pipelines import Pipelines
 from weft.engine.runner.products import tuning_launches
@@ -68,11 +69,12 @@ def _parts(spec: ModelSpec, config: ResolvedConfig, gpu: Gpu) -> list[list[Kerne
     scales = weights.scales_of_pages(spec, config.kv.dtype)
     attention = TritonAttention(
         config.attention_shape(spec), gpu.sms, scales, batch_invariant=config.batch_invariant
-    )  # fmt: skip
-    executor = CudaExecutor(
+    )
+    layers = CudaLayers(
         spec, weights, device_inputs(spec, config, pipelines.nano_batches), config.compute_dtype, attention,
         invariant=config.batch_invariant, collectives=collectives, kv_scales=scales,
     )  # fmt: skip
+    executor = CudaExecutor(layers)
     kv = torch.empty(config.kv.shape(2), dtype=config.kv.dtype, device=config.device)
 
     def touch(those: Iterable[Pipeline]) -> None:

@@ -16,9 +16,11 @@ from weft.engine.model.directory import read_spec
 from weft.engine.model.implementation import choose_spec
 from weft.engine.plans.pipeline import UNREAD_FROM, Pipeline
 from weft.engine.plans.plan import serial_period
+from weft.engine.runner.attention_lists import AttentionGrid
 from weft.engine.runner.attention_path import PARTS, PATHS, AttentionPath, PathCounts, possible_paths
 from weft.engine.runner.batch import Batch, SamplingInputs
-from weft.engine.runner.cuda_inputs import RING, DeviceInputs, Layout
+from weft.engine.runner.cuda_inputs import RING, DeviceInputs
+from weft.engine.runner.input_layout import Layout
 from weft.engine.runner.resolve import resolve
 from weft.kernels.break_evens import BreakEvens, Even, Made, read
 from weft.kernels.gpu import KNOWN, compiling_for
@@ -94,7 +96,7 @@ def test_the_slab_of_a_gpu_says_which_way_it_is(
         prompt_logprobs=(),
     )  # fmt: skip
     serial = Pipeline(serial_period(spec, 64, 132), spec)
-    inputs.send(hybrid, serial, num_kv_heads=spec.num_kv_heads, group=spec.heads_per_kv, per_sm=4, page_size=16)
+    inputs.send(hybrid, serial, AttentionGrid(spec.num_kv_heads, spec.heads_per_kv, 4, page_size=16))
     assert inputs.attention == path
     if row is not None and path.path == "pod" and pod == "auto":
         assert int(inputs.decoders(0)) == row.programs
@@ -143,7 +145,7 @@ def test_decodes_alone_find_nothing_of_the_chunks_before_them(
     found = []
     for batch in (*[hybrid] * RING, alone):
         pipeline = Pipeline(serial_period(spec, 64, 132), spec)
-        inputs.send(batch, pipeline, num_kv_heads=spec.num_kv_heads, group=spec.heads_per_kv, per_sm=4, page_size=16)
+        inputs.send(batch, pipeline, AttentionGrid(spec.num_kv_heads, spec.heads_per_kv, 4, page_size=16))
         found.append({name: bool(count.any()) for name, count in counts.items()})
     assert found[RING - 1]["in 16 bits"]
     assert found[RING] == dict.fromkeys(counts, False)
@@ -169,7 +171,7 @@ def test_items_of_the_last_layer_are_some_of_the_others(slots: int, monkeypatch:
     )  # fmt: skip
     pipeline = Pipeline(serial_period(spec, UNREAD_FROM, 132), spec)
     assert pipeline.behind
-    inputs.send(hybrid, pipeline, num_kv_heads=spec.num_kv_heads, group=spec.heads_per_kv, per_sm=4, page_size=16)
+    inputs.send(hybrid, pipeline, AttentionGrid(spec.num_kv_heads, spec.heads_per_kv, 4, page_size=16))
     (items, count), (left, few) = inputs.prefill_work(0), inputs.left_prefill_work(0)
     assert items.shape == left.shape
     tiles, kept = items[: int(count)].tolist(), left[: int(few)].tolist()

@@ -17,9 +17,11 @@ from weft.engine.model.directory import read_spec
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import serial_period
-from weft.engine.runner import batch, cuda_inputs
+from weft.engine.runner import batch, input_layout
+from weft.engine.runner.attention_lists import AttentionGrid
 from weft.engine.runner.batch import Batch, SamplingInputs
-from weft.engine.runner.cuda_inputs import DeviceInputs, Layout
+from weft.engine.runner.cuda_inputs import DeviceInputs
+from weft.engine.runner.input_layout import Layout
 from weft.engine.runner.sampling import Sampling
 from weft.engine.scheduling import slots
 from weft.engine.scheduling.request import Request
@@ -51,7 +53,7 @@ TOP_N = Column("top_n", np.int32, lambda p: getattr(p, "top_n", 0), sampler=True
 @pytest.fixture
 def _declared(monkeypatch: pytest.MonkeyPatch) -> None:
     """The declaration has a column for each of `Wider`'s fields."""
-    for module in (slots, batch, cuda_inputs):
+    for module in (slots, batch, input_layout):
         monkeypatch.setattr(module, "COLUMNS", (*COLUMNS, LIFT, TOP_N))
 
 
@@ -157,13 +159,8 @@ def test_an_added_column_reaches_the_slab_of_the_gpu(
     monkeypatch.setattr(torch, "zeros", lambda *shape, **options: zeros(*shape, **{**options, "pin_memory": False}))
     inputs = DeviceInputs(Layout.of(64, 8, spec.heads_per_kv), torch.device("cpu"), 8, 4)
     made = schedule(SamplingParams(), Wider(lift=2.0, top_n=9, **PARAMS))
-    inputs.send(
-        made,
-        Pipeline(serial_period(spec, 64, 8), spec),
-        num_kv_heads=spec.num_kv_heads,
-        group=spec.heads_per_kv,
-        per_sm=1,
-    )
+    pipeline = Pipeline(serial_period(spec, 64, 8), spec)
+    inputs.send(made, pipeline, AttentionGrid(spec.num_kv_heads, spec.heads_per_kv, 1))
     arguments = inputs.sampler_arguments(2)
     expected = {
         "temperature": [1.0, 0.5], "top_k": [0, 7], "top_p": [1.0, 0.25], "min_p": [0.0, 0.125], "top_n": [0, 9],

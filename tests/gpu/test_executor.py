@@ -28,12 +28,14 @@ from weft.engine.model.weights import Weights, load_weights
 from weft.engine.plans import pipeline
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import NanoOperation, Period, serial_period
+from weft.engine.runner.attention_lists import AttentionGrid
 from weft.engine.runner.batch import Batch
 from weft.engine.runner.collectives import DeviceCollectives
 from weft.engine.runner.cpu_executor import CpuExecutor, CpuInputs
 from weft.engine.runner.cuda_executor import CudaExecutor
-from weft.engine.runner.cuda_inputs import DeviceInputs, Layout
+from weft.engine.runner.cuda_inputs import DeviceInputs
 from weft.engine.runner.cuda_layers import CudaLayers
+from weft.engine.runner.input_layout import Layout
 from weft.kernels.attention import AttentionShape
 from weft.kernels.attention_torch import TorchAttention
 from weft.kernels.attention_triton import PER_SM, TritonAttention
@@ -98,10 +100,11 @@ class Machine:
         shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, PAGE, dtype, torch.device(device),
             sinks=spec.sinks)  # fmt: skip
         self.weights = weights
-        self.executor = CudaExecutor(
-            spec, weights, inputs, dtype, TritonAttention(shape, self.sms), invariant=invariant,
-            collectives=collectives,
+        attention = TritonAttention(shape, self.sms)
+        self.layers = CudaLayers(
+            spec, weights, inputs, dtype, attention, invariant=invariant, collectives=collectives
         )  # fmt: skip
+        self.executor = CudaExecutor(self.layers)
         whole = whole or spec
         pool = (int(self.batch.page_table.max()) + 1, spec.num_layers, 2, PAGE, whole.num_kv_heads, spec.head_dim)
         first = spec.shard_of.kv_part * spec.num_kv_heads
@@ -117,9 +120,8 @@ class Machine:
         inputs._sent_pages[:] = 0
         inputs.page_table.zero_()
         inputs.send(
-            self.batch, pipeline, num_kv_heads=self.spec.num_kv_heads, group=self.spec.heads_per_kv, per_sm=PER_SM,
-            part_tokens=part_tokens,
-        )  # fmt: skip
+            self.batch, pipeline, AttentionGrid(self.spec.num_kv_heads, self.spec.heads_per_kv, PER_SM, part_tokens)
+        )
         rows = len(self.batch.sampled_rows)
         self.executor.logits.fill_(float("nan"))
         self.executor.forward(pipeline, kv, rows)
@@ -259,14 +261,14 @@ def test_attention_that_leaves_operands_changes_no_bit(device: str, monkeypatch:
             patch.setattr(TritonAttention, "quantizes", quantizes)
             patch.setattr(pipeline, "UNREAD_FROM", unread_from)
             machine = Machine(spec, load, device)
-            assert ("a" in machine.executor._layers.activations) != quantizes
+            assert ("a" in machine.layers.activations) != quantizes
             found.append(machine.logits(period))
     assert found[0].isfinite().all()
     assert found[0].std() > 0.01
     assert torch.equal(found[1], found[0])
     assert torch.equal(found[2], found[0])
     machine.executor.fill(torch.randn_like(machine.executor.x))  # to time layers without an embedding
-    made = row_values(machine.executor._layers.whole.attended)  # type: ignore[arg-type]
+    made = row_values(machine.layers.whole.attended)  # type: ignore[arg-type]
     assert 0.9 < float(made.std()) < 1.1
 
 
@@ -368,7 +370,7 @@ def test_a_product_sends_its_partial_sums_itself_only_where_their_sum_is_next() 
     asked = []
     collectives = SimpleNamespace(push=lambda *_, **__: asked.append(1) or True)
     layers: Any = SimpleNamespace(
-        _summed_alone={"o"}, _collectives=collectives, activations={"a": torch.zeros(256, 4)}, _common=lambda _: {}
+        _summed_alone={"o"}, collectives=collectives, activations={"a": torch.zeros(256, 4)}, _common=lambda _: {}
     )  # fmt: skip
     names = [o.name for o in spec.layer_operations()]
     for cuts, sends in ((((0, 256),), True), (((0, 128), (128, 256)), False)):

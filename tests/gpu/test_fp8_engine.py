@@ -306,11 +306,11 @@ def test_chunks_read_pages_in_16_bits_as_far_as_there_is_room(
     prompts = [np.random.default_rng(6).integers(3, 199, n) for n in (5, 36)]
     options: dict[str, Any] = {"device": "cuda", "dtype": "float16", "tuning_seconds": 0, **PAGES}
     unpacked: list[int] = []
-    write = DeviceInputs._prefill
+    send = DeviceInputs.send
 
-    def noted(inputs: DeviceInputs, host: dict[str, np.ndarray], *rest: Any) -> Any:
-        made = write(inputs, host, *rest)
-        unpacked.append(int(host["unpacked"][0]))
+    def noted(inputs: DeviceInputs, *rest: Any) -> Any:
+        made = send(inputs, *rest)
+        unpacked.append(int(inputs.column["unpacked"][0]))
         return made
 
     def told() -> Any:
@@ -323,7 +323,7 @@ def test_chunks_read_pages_in_16_bits_as_far_as_there_is_room(
     tokens, known = told()
     monkeypatch.setattr(cuda_inputs, "pays", lambda _: True)
     monkeypatch.setattr(cuda_inputs, "UNPACKED_TOKENS", (16 * room - 32, 16 * room - 32))
-    monkeypatch.setattr(DeviceInputs, "_prefill", noted)
+    monkeypatch.setattr(DeviceInputs, "send", noted)
     same, mine = told()
     assert max(unpacked) == (1 if room == 2 else 3)
     assert same == tokens
