@@ -15,6 +15,7 @@ from ortools.sat.python import cp_model
 from weft.autosearch.bench_protocol import Load
 from weft.autosearch.machine import Machine
 from weft.autosearch.profile import work_of
+from weft.autosearch.solver import solver_for
 from weft.autosearch.structure import Structure, attention, can_grow, first_structures
 from weft.engine.model.operations import Resource
 from weft.engine.plans.plan import TOKEN_STEP, NanoOperation, Period
@@ -143,12 +144,7 @@ def solve(
         model.add(starts[anchor] == 0)
         model.add(ahead[anchor] == 0)
     model.minimize(period)
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.catch_sigint_signal = False  # it would take Ctrl-C away from whoever listens
-    solver.parameters.random_seed = 1
-    solver.parameters.max_deterministic_time = effort
-    solver.parameters.max_time_in_seconds = max(LEAST_SECONDS, seconds)
+    solver = solver_for(effort, max(LEAST_SECONDS, seconds))
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
     values = [solver.value(u) for u in sizes]

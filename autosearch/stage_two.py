@@ -17,6 +17,7 @@ from ortools.sat.python import cp_model
 
 from weft.autosearch.bench_protocol import Load
 from weft.autosearch.machine import Machine
+from weft.autosearch.solver import solver_for
 from weft.engine.model.operations import Resource
 from weft.engine.plans.plan import Edge, NanoOperation, Period
 
@@ -142,12 +143,7 @@ class Shares:
         apart = self._apart(model, starts, lengths, length)
         self._capacity(model, chosen, apart, lanes)
         model.minimize(length)
-        solver = cp_model.CpSolver()
-        solver.parameters.num_workers = 1
-        solver.parameters.catch_sigint_signal = False  # it would take Ctrl-C away from whoever listens
-        solver.parameters.random_seed = 1
-        solver.parameters.max_deterministic_time = effort
-        solver.parameters.max_time_in_seconds = max(0.0, seconds)
+        solver = solver_for(effort, max(0.0, seconds))
         if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return hint
         values = [solver.value(s) for s in starts]

@@ -25,6 +25,22 @@ class Reader(Protocol):
     def feed(self, data: bytes, now: float) -> None: ...
 
 
+class Body:
+    """A `Reader` that keeps what comes."""
+
+    def __init__(self) -> None:
+        self.is_stream = False
+        self.retry_after = ""
+        self._parts: list[bytes] = []
+
+    def feed(self, data: bytes, _now: float) -> None:
+        self._parts.append(data)
+
+    @property
+    def content(self) -> bytes:
+        return b"".join(self._parts)
+
+
 @dataclass(frozen=True, slots=True)
 class Address:
     """Where a server is. `base`: the path before `/v1`, without a slash at its end."""

@@ -9,31 +9,21 @@ from typing import Any
 import orjson
 
 from weft.loadgen.client import Client, Target
-from weft.loadgen.connection import Address, ConnectionBroken, Pool
+from weft.loadgen.connection import Address, Body, ConnectionBroken, Pool
 from weft.loadgen.errors import LoadError
 from weft.loadgen.prompts import Calibration, PromptMaker
 from weft.loadgen.record import Outcome, Record
 from weft.loadgen.server_view import Snapshot
 
 
-class _Body:
-    def __init__(self) -> None:
-        self.is_stream = False
-        self.retry_after = ""
-        self.parts: list[bytes] = []
-
-    def feed(self, data: bytes, _now: float) -> None:
-        self.parts.append(data)
-
-
 async def get(address: Address, path: str, headers: dict[str, str]) -> tuple[int, bytes]:
     """Status and body of a GET. Raises `OSError` or `ConnectionBroken`."""
-    pool, body = Pool(address), _Body()
+    pool, body = Pool(address), Body()
     try:
         status = await pool.exchange(address.head("GET", path, headers), body)
     finally:
         pool.close()
-    return status, b"".join(body.parts)
+    return status, body.content
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 import orjson
 
-from weft.loadgen.connection import Address, ConnectionBroken, Pool
+from weft.loadgen.connection import Address, Body, ConnectionBroken, Pool
 from weft.server.batches import lines
 from weft.server.batches.answers import Answers
 from weft.server.batches.lines import BatchLine
@@ -28,26 +28,12 @@ PASSING = frozenset({429, 502, 503})
 """statuses that promise another answer later"""
 
 
-class _Reply:
-    """The body of an answer."""
-
-    def __init__(self) -> None:
-        self.is_stream = False
-        self.retry_after = ""
-        self.parts: list[bytes] = []
-
-    def feed(self, data: bytes, _now: float) -> None:
-        self.parts.append(data)
-
-    @property
-    def body(self) -> bytes:
-        return b"".join(self.parts)
-
+class _Reply(Body):
     @property
     def code(self) -> str:
         """Of the error that the body is."""
         try:
-            return str(orjson.loads(self.body)["error"]["code"])
+            return str(orjson.loads(self.content)["error"]["code"])
         except (ValueError, TypeError, LookupError):
             return ""
 
@@ -117,7 +103,7 @@ class BatchClient:
             if (status and status not in PASSING) or breaks >= BREAKS:
                 self._trouble_since = None
                 if status:
-                    return lines.answer(line, name, status, reply.body), status != 200
+                    return lines.answer(line, name, status, reply.content), status != 200
                 return lines.failure(line.custom_id, "connection_broken", f"{why}, {breaks} times"), True
             self._check_patience(why or f"status {status}")
             await asyncio.sleep(reply.pause(attempt))

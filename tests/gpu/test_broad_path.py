@@ -14,7 +14,7 @@ from harness import GREEDY, Harness
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("triton")
-from interpreted import interpreted_gpu  # noqa: E402
+from interpreted_engine import check_interpreted  # noqa: E402
 
 HERE = torch.cuda.is_available()
 CAPTURED = ("arcee", "biogpt", "cohere2", "diffllama", "gpt_neox", "nemotron", "olmo3", "stablelm")
@@ -69,21 +69,11 @@ def test_an_interpreted_engine_gives_transformers_tokens(
 ) -> None:
     """Windows that end, pages through our kernels, logits of a prompt beside the graph's."""
     assert device == "cpu"
-    path, prompts = tiny_model("gemma2"), _prompts()[:2]
-    with interpreted_gpu(monkeypatch):
-        harness = Harness(
-            path, **{**OPTIONS, "num_pages": 12, "max_num_seqs": 2, "max_num_batched_tokens": 32}, dtype="float16",
-            prefix_caching=False,
-        )  # fmt: skip
-        harness.poison_pages()
-        handles = [harness.add(p, max_tokens=2, ignore_eos=True, logprobs=1, **GREEDY) for p in prompts]
-        harness.run()
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    for prompt, handle in zip(prompts, handles, strict=True):
-        answer = harness.tokens[handle]
-        with torch.inference_mode():
-            ids = torch.from_numpy(np.concatenate((prompt, answer)))[None]
-            exact = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        assert exact.argmax(-1).tolist() == answer
-        for row, entry in zip(exact, harness.logprobs[handle], strict=True):
-            assert float(entry.values[0]) == pytest.approx(float(row[int(entry.ids[0])]), abs=0.05)
+    check_interpreted(
+        tiny_model("gemma2"),
+        _prompts()[:2],
+        monkeypatch,
+        0.05,
+        model_options={"attn_implementation": "eager"},
+        **OPTIONS,
+    )

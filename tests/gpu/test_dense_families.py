@@ -17,7 +17,7 @@ from tiny import FAMILIES, make_tiny
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("triton")
-from interpreted import interpreted_gpu  # noqa: E402
+from interpreted_engine import check_interpreted  # noqa: E402
 
 HERE = torch.cuda.is_available()
 DENSE = [name for name in FAMILIES if "moe" not in name and name not in ("mixtral", "gpt-oss")]
@@ -152,21 +152,4 @@ def test_an_interpreted_engine_gives_transformers_tokens(
 ) -> None:
     """Norms at every place, activations, learned positions, biases, windows that end, experts: a whole iteration."""
     assert device == "cpu"
-    prompts = _prompts()[:2]
-    with interpreted_gpu(monkeypatch):
-        harness = Harness(
-            tiny_model(family), device="cuda", dtype="float16", page_size=16, max_num_seqs=2,
-            max_num_batched_tokens=32, num_pages=12, prefix_caching=False,
-        )  # fmt: skip
-        harness.poison_pages()
-        handles = [harness.add(p, max_tokens=2, ignore_eos=True, logprobs=1, **GREEDY) for p in prompts]
-        harness.run()
-    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model(family), dtype=torch.float32)
-    for prompt, handle in zip(prompts, handles, strict=True):
-        answer = harness.tokens[handle]
-        with torch.inference_mode():
-            ids = torch.from_numpy(np.concatenate((prompt, answer)))[None]
-            exact = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        assert exact.argmax(-1).tolist() == answer
-        for row, entry in zip(exact, harness.logprobs[handle], strict=True):
-            assert float(entry.values[0]) == pytest.approx(float(row[int(entry.ids[0])]), abs=0.03)
+    check_interpreted(tiny_model(family), _prompts()[:2], monkeypatch, 0.03, model_options={})

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from compiled import compiled
 
 pytest.importorskip("triton")
 SCRIPT = """
 import torch
 from weft.kernels import pushed
 from weft.kernels.collectives import Peers
-from weft.kernels.compilation import collect
 from weft.kernels.gemm_launch import workspace
-from weft.kernels.gpu import KNOWN
 
 def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(*shape, dtype=dtype, device="meta")
@@ -34,12 +30,6 @@ def work():
             num_sms=132, space=space, num_tokens=one())
         pushed.reduce_pushed(peers, one(), sent, x=1 << 20, sumsq=1 << 18, stride_sumsq=2048, live=one(), tokens=tokens,
             hidden=8192, dtype=torch.bfloat16, add=True, num_sms=132)
-
-for number, kernel in enumerate(collect(work, KNOWN["h200"])):
-    compiled = kernel.function._do_compile(*kernel.arguments)
-    assert compiled.metadata.shared <= 232448, kernel.name
-    with open(f"{kernel.name}-{number}.ptx", "w") as file:
-        file.write(compiled.asm["ptx"])
 """
 
 
@@ -48,16 +38,7 @@ RELEASE = r"atom\.\S*release\S*\.exch|atom\.exch\S*release"
 
 @pytest.mark.nightly
 def test_flags_are_set_behind_the_end_of_the_writes_that_they_tell_of(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        (sys.executable, "-P", "-c", SCRIPT),
-        env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    found = {file.stem: file.read_text() for file in tmp_path.glob("*.ptx")}
+    found = compiled(SCRIPT, tmp_path)
     products = [text for name, text in found.items() if name.startswith("push_kernel")]
     assert len(products) == 4
     assert not any(".local" in text for text in products)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 import json
 import re
 
 import pytest
 from browser import Page, in_browser
+from page_policy import policy_of
 from stub import Script, Server, serving
 from ui_page import FOLDER, SEND_SHOWN, ask, show
 
@@ -31,11 +30,7 @@ async def test_is_one_document_that_loads_nothing_else(server: Server) -> None:
 
 async def test_policy_lets_nothing_run_but_the_pages_own_script_and_style(server: Server) -> None:
     response = await server.http.get("/")
-    policy = dict(part.split(" ", 1) for part in response.headers["content-security-policy"].split("; "))
-    for element, directive in (("script", "script-src"), ("style", "style-src")):
-        (content,) = re.findall(rf"<{element}[^>]*>(.*?)</{element}>", response.text, re.DOTALL)
-        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-        assert policy[directive] == f"'sha256-{digest}'"
+    policy = policy_of(response)
     assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
     assert not re.search(r"\s(style|on\w+)=", response.text.partition("<script")[0])
 
