@@ -190,9 +190,10 @@ class Engine:
         keeper = ChunkKeeper.of(
             objective, config.kept_percentiles, self._work.costs, self.scheduler.slots,
             most=resolved.max_num_batched_tokens, chunk_step=resolved.chunk_step(self.spec),
-            patience=config.itl_slo_patience, share=config.fair_prefill_share, plan=resolved.plan,
-            layers=self.spec.num_layers,
+            patience=config.itl_slo_patience, share=config.fair_prefill_share,
         )  # fmt: skip
+        if resolved.plan is not None:
+            keeper.limit.cost.observe_plan(resolved.plan, self.spec.num_layers)
         print(f"weft: {keeper}", file=sys.stderr, flush=True)
         return keeper
 

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from weft.engine.config import Objective
-from weft.engine.plans.plan import Plan
 from weft.engine.runner.batch import I32, Batch, StepResult
 from weft.engine.runner.work import Costs
 from weft.engine.scheduling.chunk_limit import BOUNDS, EACH_SECOND, STRICTER, ChunkLimit, Room
@@ -87,20 +86,15 @@ class ChunkKeeper:
     @classmethod
     def of(
         cls, objective: Objective, others: Sequence[Objective], costs: Costs, slots: SlotTable, *, most: int,
-        chunk_step: int, patience: float, share: float, plan: Plan | None = None, layers: int = 1,
-        clock: Callable[[], float] = time.monotonic,
+        chunk_step: int, patience: float, share: float, clock: Callable[[], float] = time.monotonic,
     ) -> ChunkKeeper:  # fmt: skip
         """`others`: percentiles of `--slo`, which the number of seats keeps second by second; the shortest limit is
-        kept. `plan`: what was measured of it is where the forecast begins."""
+        kept."""
         shortest = min([objective, *others], key=lambda o: o.limit)
-        cost = IterationCost(costs)
-        for period in plan.periods if plan is not None else ():
-            if (ms := period.figures.get("measured_ms")) is not None:
-                seen = period.figures.get("kv_tokens", 0.0) * layers
-                cost.observe(Load(period.tokens, seen, chunks=1), ms * layers / 1e3)
         limit = ChunkLimit(
-            objective._replace(limit=shortest.limit), cost, costs, least=max(chunk_step, most // LEAST_SHARE),
-            most=most, patience=patience, stricter=EACH_SECOND if others else STRICTER,
+            objective._replace(limit=shortest.limit), IterationCost(costs), costs,
+            least=max(chunk_step, most // LEAST_SHARE), most=most, patience=patience,
+            stricter=EACH_SECOND if others else STRICTER,
         )  # fmt: skip
         return cls(limit, costs, slots, share, clock)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from weft.engine.plans.plan import Plan
 from weft.engine.runner.batch import Batch
 from weft.engine.runner.work import Costs
 
@@ -110,6 +111,13 @@ class IterationCost:
     def spread(self) -> float:
         """Standard deviation of the logarithm of measured over foreseen, of iterations with prompts."""
         return max(LEAST_SPREAD, self._kinds[1].spread)
+
+    def observe_plan(self, plan: Plan, layers: int) -> None:
+        """What was measured of its pipelines, for a model of so many layers: where the forecast begins."""
+        for period in plan.periods:
+            if (ms := period.figures.get("measured_ms")) is not None:
+                seen = period.figures.get("kv_tokens", 0.0) * layers
+                self.observe(Load(period.tokens, seen, chunks=1), ms * layers / 1e3)
 
     def observe(self, load: Load, seconds: float) -> float:
         """An iteration took so long. Returns the logarithm of that over what was foreseen, 0 where nothing was. What is

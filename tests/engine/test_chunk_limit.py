@@ -466,9 +466,9 @@ def test_figures_of_a_plan_are_where_the_forecast_begins() -> None:
     figures: dict[str, Any] = {"measured_ms": 1.5, "kv_tokens": 4e5}
     plan: Any = SimpleNamespace(periods=[SimpleNamespace(tokens=2048, figures=figures)])
     keeper = ChunkKeeper.of(
-        P99, (), COSTS, ListEngine(10).scheduler.slots, most=MOST, chunk_step=1, patience=1.0, share=0.25, plan=plan,
-        layers=LAYERS,
+        P99, (), COSTS, ListEngine(10).scheduler.slots, most=MOST, chunk_step=1, patience=1.0, share=0.25
     )  # fmt: skip
+    keeper.limit.cost.observe_plan(plan, LAYERS)
     assert keeper.limit.cost.seconds(Load(2048, 4e5 * LAYERS, chunks=1)) == pytest.approx(0.048, rel=0.1)
 
 
