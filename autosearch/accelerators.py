@@ -22,7 +22,6 @@ class Accelerator(NamedTuple):
 
     name: str
     vendor: str
-    year: int
     mem_gb: float
     mem_gbs: float
     net_gbs: float
@@ -57,20 +56,20 @@ class Accelerator(NamedTuple):
 _H200_ENERGY = Energy(122, 0.871, 0.1245)
 
 ACCELERATORS = (
-    Accelerator("v100", "NVIDIA", 2017, 16, 900, 300, 125_000, 300, sms=80),
-    Accelerator("a100-40gb", "NVIDIA", 2020, 40, 1_555, 600, 312_000, 400, sms=108),
-    Accelerator("a100", "NVIDIA", 2021, 80, 2_000, 600, 312_000, 400, sms=108),
-    Accelerator("h100", "NVIDIA", 2023, 80, 3_352, 900, 989_000, 700, sms=132),
+    Accelerator("v100", "NVIDIA", 16, 900, 300, 125_000, 300, sms=80),
+    Accelerator("a100-40gb", "NVIDIA", 40, 1_555, 600, 312_000, 400, sms=108),
+    Accelerator("a100", "NVIDIA", 80, 2_000, 600, 312_000, 400, sms=108),
+    Accelerator("h100", "NVIDIA", 80, 3_352, 900, 989_000, 700, sms=132),
     # the paper prints 96 GB; the product has 141
-    Accelerator("h200", "NVIDIA", 2024, 96, 4_800, 900, 989_000, 700, _H200_ENERGY, 132, 141),
-    Accelerator("b100", "NVIDIA", 2024, 120, 8_000, 1_800, 1_800_000, 700),
-    Accelerator("b200", "NVIDIA", 2024, 120, 8_000, 1_800, 2_250_000, 1_000, sms=148),
-    Accelerator("mi250", "AMD", 2021, 128, 3_352, 800, 362_000, 500, sms=208),
-    Accelerator("mi300", "AMD", 2023, 192, 5_300, 1_024, 1_307_000, 750, sms=304),
-    Accelerator("mi325x", "AMD", 2024, 256, 6_000, 1_024, 1_307_000, 1_000, sms=304),
-    Accelerator("gaudi2", "Intel", 2022, 96, 2_400, 600, 1_000_000, 600),
-    Accelerator("gaudi3", "Intel", 2024, 128, 3_700, 1_200, 1_800_000, 900),
-    Accelerator("ada6000", "NVIDIA", 2022, 48, 960, 64, 182_000, 300, sms=142),
+    Accelerator("h200", "NVIDIA", 96, 4_800, 900, 989_000, 700, _H200_ENERGY, 132, 141),
+    Accelerator("b100", "NVIDIA", 120, 8_000, 1_800, 1_800_000, 700),
+    Accelerator("b200", "NVIDIA", 120, 8_000, 1_800, 2_250_000, 1_000, sms=148),
+    Accelerator("mi250", "AMD", 128, 3_352, 800, 362_000, 500, sms=208),
+    Accelerator("mi300", "AMD", 192, 5_300, 1_024, 1_307_000, 750, sms=304),
+    Accelerator("mi325x", "AMD", 256, 6_000, 1_024, 1_307_000, 1_000, sms=304),
+    Accelerator("gaudi2", "Intel", 96, 2_400, 600, 1_000_000, 600),
+    Accelerator("gaudi3", "Intel", 128, 3_700, 1_200, 1_800_000, 900),
+    Accelerator("ada6000", "NVIDIA", 48, 960, 64, 182_000, 300, sms=142),
 )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable
 from types import FrameType, TracebackType
 
 LINE_SECONDS = 5.0
@@ -19,16 +18,14 @@ class SearchBar:
     process, as ever.
     """
 
-    def __init__(
-        self, budget_s: float, clock: Callable[[], float] = time.monotonic, command: str = "weft search"
-    ) -> None:
+    def __init__(self, budget_s: float, command: str = "weft search") -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
         self.ended = False
         self._command = command
-        self._budget_s, self._clock = budget_s, clock
-        self._begun = clock()
+        self._budget_s = budget_s
+        self._begun = time.monotonic()
         self._said = self._begun - LINE_SECONDS
         self._share = 0.0
         console = Console(stderr=True)
@@ -69,13 +66,13 @@ class SearchBar:
             self._share = max(self._share, min(share, 0.99))
         if self._terminal:
             self._bar.update(self._task, description=text, completed=self._share, left=self._left()[2:])
-        elif self._clock() - self._said >= LINE_SECONDS:
-            self._said = self._clock()
+        elif time.monotonic() - self._said >= LINE_SECONDS:
+            self._said = time.monotonic()
             print(f"{self._command}: {self._share:.0%}{self._left()}: {text}", file=sys.stderr, flush=True)
 
     def _left(self) -> str:
         """The budget is the bound; a search may need less."""
-        elapsed = self._clock() - self._begun
+        elapsed = time.monotonic() - self._begun
         left = max(0.0, self._budget_s - elapsed)
         if self._share > 0.02:
             left = min(left, elapsed / self._share * (1 - self._share))

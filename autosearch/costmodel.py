@@ -15,6 +15,9 @@ from weft.engine.model.operations import Resource, Role
 from weft.engine.model.parts import Layer
 from weft.engine.model.spec import ModelSpec, Shard
 
+ITEMSIZE = 2
+"""bytes of a number: weights, activations and KV"""
+
 
 class Usage(NamedTuple):
     """Workload of one iteration: a dense batch in the steady state of prompts of `prompt` and answers of `output`."""
@@ -111,7 +114,7 @@ def _kinds(spec: ModelSpec) -> Counter[int]:
     return Counter(first.setdefault(spec.layer(i), i) for i in range(spec.num_layers))
 
 
-def collective_costs(spec: ModelSpec, tokens: float, itemsize: int = 2) -> list[Cost]:
+def collective_costs(spec: ModelSpec, tokens: float) -> list[Cost]:
     """Every collective of an iteration over all layers and ranks. spec: of one rank, with the collectives it asks for.
 
     What a GPU sends, another one reads from its memory, and adds up where it is a partial sum.
@@ -122,12 +125,12 @@ def collective_costs(spec: ModelSpec, tokens: float, itemsize: int = 2) -> list[
             if op.role is Role.NETWORK:
                 numbers = spec.shard_of.ranks * layers * tokens / 1e9
                 before = found.get(op.name, Cost(op.name, 0.0, 0.0, 0.0))
-                sent = before.net_gb + op.sent * numbers * itemsize
+                sent = before.net_gb + op.sent * numbers * ITEMSIZE
                 found[op.name] = Cost(op.name, before.gflop + op.flops * numbers, sent, sent)
     return list(found.values())
 
 
-def operation_costs(spec: ModelSpec, usage: Usage, gpus: int = 1, itemsize: int = 2) -> list[Cost]:
+def operation_costs(spec: ModelSpec, usage: Usage, gpus: int = 1) -> list[Cost]:
     """Table 2: every operation of an iteration over all layers. `gpus` > 1 adds the collectives, as one row.
 
     A product reads its weights and its input once and writes its output once; one with experts reads all of theirs.
@@ -135,7 +138,7 @@ def operation_costs(spec: ModelSpec, usage: Usage, gpus: int = 1, itemsize: int 
     to all of their tokens (not to half of them), as in the paper's table.
     """
     tokens = usage.dense_batch
-    kv_bytes = KvLayout.of(spec, 1, torch.bfloat16).token_values * itemsize / spec.num_layers
+    kv_bytes = KvLayout.of(spec, 1, torch.bfloat16).token_values * ITEMSIZE / spec.num_layers
     found: dict[str, Cost] = {}
     for layer, layers in _kinds(spec).items():
         window = spec.layer(layer).window or math.inf
@@ -146,13 +149,13 @@ def operation_costs(spec: ModelSpec, usage: Usage, gpus: int = 1, itemsize: int 
             match op.role:
                 case Role.PRODUCT | Role.EXPERTS:
                     gflop = op.flops * tokens
-                    moved = (op.parameters + tokens * op.moved) * itemsize
+                    moved = (op.parameters + tokens * op.moved) * ITEMSIZE
                 case Role.DECODE_ATTENTION:
                     gflop = op.flops * usage.decodes * context
-                    moved = usage.decodes * (context * kv_bytes + op.moved * itemsize + kv_bytes)
+                    moved = usage.decodes * (context * kv_bytes + op.moved * ITEMSIZE + kv_bytes)
                 case Role.PREFILL_ATTENTION:
                     gflop = op.flops * usage.prefills * prompt
-                    moved = usage.prefills * (op.moved * itemsize + kv_bytes)
+                    moved = usage.prefills * (op.moved * ITEMSIZE + kv_bytes)
                 case Role.NETWORK:
                     continue  # one row of the table, below
             before = found.get(op.name, Cost(op.name, 0.0, 0.0, 0.0))
@@ -161,7 +164,7 @@ def operation_costs(spec: ModelSpec, usage: Usage, gpus: int = 1, itemsize: int 
     out = list(found.values())
     if gpus > 1:
         shared = replace(spec, shard_of=Shard(ranks=gpus))  # sums are as wide, however the matrices are cut
-        out.append(total(collective_costs(shared, tokens, itemsize))._replace(name="network"))
+        out.append(total(collective_costs(shared, tokens))._replace(name="network"))
     return out
 
 

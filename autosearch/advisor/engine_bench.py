@@ -24,6 +24,8 @@ from weft.engine.wire.sampling import SamplingParams
 SPARE = 8
 """requests that wait at least, so that a seat is never free for want of one"""
 FEWEST_ITERATIONS = 30
+RAMP_SECONDS = 60.0
+"""until measuring at a bound may begin, at most"""
 LONGEST = 20.0
 """times as long as was asked a bound is measured at most, until a request has begun meanwhile"""
 GROWING = 0.05
@@ -41,15 +43,15 @@ class EngineBench:
 
     def __init__(
         self, engine: Engine, lengths: Lengths, seconds: float, seed: int = 0,
-        ended: Callable[[], bool] = lambda: False, ramp_s: float = 60.0,
+        ended: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
-        """seconds: of measuring at one bound; ramp_s: until it may begin, at most."""
+        """seconds: of measuring at one bound."""
         longest = max(p + d for p, d in lengths)
         if longest > engine.resolved.max_model_len:
             raise ConfigError(
                 f"--workload: its longest request has {longest} tokens, the model takes {engine.resolved.max_model_len}"
             )
-        self.engine, self._seconds, self._ramp_s = engine, seconds, ramp_s
+        self.engine, self._seconds = engine, seconds
         self.lengths = lengths
         """of the requests to come"""
         self.capacity = engine.resolved.max_num_seqs
@@ -216,7 +218,7 @@ class EngineBench:
             prompt, output = self._draw()
             lived = int(self._rng.integers(0, output))
             self._add(prompt + lived, output - lived)
-        until, stuck = time.perf_counter() + self._ramp_s, 0
+        until, stuck = time.perf_counter() + RAMP_SECONDS, 0
         while time.perf_counter() < until and not self._ended():
             self._step(bound)
             stuck = stuck + 1 if scheduler.num_running < bound and not scheduler.short_of_seats else 0
