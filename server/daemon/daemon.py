@@ -41,6 +41,7 @@ from weft.server.daemon.control import (
 from weft.server.daemon.dormitory import Dormitory
 from weft.server.daemon.engine_keeper import STOP_SECONDS, EngineKeeper
 from weft.server.daemon.front import Front
+from weft.server.daemon.introductions import Introductions
 from weft.server.daemon.placement import described, place, shares_weights
 from weft.server.daemon.restarts import Restarts
 from weft.server.daemon.rollout import Rollout
@@ -59,8 +60,6 @@ API_RESTART_SECONDS = (0.5, 5.0)
 SHORT_LIFE = 5.0
 FRUITLESS_LIVES = 3
 """so many API processes in a row that ended before they served: another one will not help"""
-ATTACH_SECONDS = 120.0
-"""that an API process may take to serve once there is an engine that is ready"""
 
 Process = TypeVar("Process")
 
@@ -125,6 +124,8 @@ class Daemon:
             )
             for i, each in enumerate(configs)
         }
+        self._api: dict[int, ApiProcess] = {}
+        self._introductions = Introductions(self._engines, self._api)
         self._first = set(self._engines) - asleep
         """engines that are there at the start"""
         self._dormitory = Dormitory(
@@ -135,19 +136,16 @@ class Daemon:
             self._board,
             self.metrics,
             patience=config.drain_timeout,
-            serves=self._serves,
+            serves=self._introductions.serves,
             tell=self._tell,
         )
-        self._rollout = Rollout(self._engines, self._numbers, self._board, config.drain_timeout, self._serves)
+        self._rollout = Rollout(
+            self._engines, self._numbers, self._board, config.drain_timeout, self._introductions.serves
+        )  # fmt: skip
         self._starting: set[asyncio.Task[Any]] = set()
         """processes that are being started, and are in no table yet"""
         self._answering: set[asyncio.Task[None]] = set()
         """what API processes have asked, and is not done yet"""
-        self._api: dict[int, ApiProcess] = {}
-        self._clients: dict[tuple[int, int], int] = {}
-        """the client's number by API process and engine"""
-        self._attached: set[tuple[int, int]] = set()
-        """API processes, and engines that they are attached to"""
         self._fruitless = [0] * config.api_workers
         """by API process: how many in a row ended before they served"""
         self._busy: set[int] = set()
@@ -297,43 +295,20 @@ class Daemon:
 
     def engine_begins(self, engine: int) -> None:
         for i in self._api:
-            self._introduce(i, engine)
+            self._introductions.introduce(i, engine, next(self.numbers))
 
     def engine_ready(self, engine: int) -> None:
         level(self._board, engine, self._numbers[self._model_of(engine)])
         self._announce_once()
         self._front.still_serving()
         for i in self._api:
-            self._expect(i, engine)
+            self._introductions.expect(i, engine)
 
     def engine_ended(self, engine: int, message: EngineDown) -> None:
-        self._attached = {pair for pair in self._attached if pair[1] != engine}
+        self._introductions.engine_ended(engine)
         self._tell(message)
         if message.restarting:
             self._front.notifier.status(f"{message.why}; another one starts")
-
-    def _introduce(self, i: int, engine: int) -> None:
-        """Tell an API process where an engine is."""
-        keeper, number = self._engines[engine], next(self.numbers)
-        if (introduction := keeper.introduction(number)) is not None:
-            self._clients[i, engine] = number
-            self._api[i].send(introduction)
-            if keeper.ready is not None:
-                self._expect(i, engine)
-
-    def _expect(self, i: int, engine: int) -> None:
-        """An engine is ready: an API process that does not serve with it soon is of no use."""
-        number = self._clients[i, engine]
-
-        def check() -> None:
-            current = self._clients.get((i, engine)) == number and self._engines[engine].ready is not None
-            if current and i in self._api and (i, engine) not in self._attached:
-                self._api[i].kill(f"not ready {ATTACH_SECONDS:g} s after the engine")
-
-        asyncio.get_running_loop().call_later(ATTACH_SECONDS, check)
-
-    def _serves(self, engine: int) -> bool:
-        return bool(self._api) and all((i, engine) in self._attached for i in self._api)
 
     @property
     def _some_engine_ready(self) -> bool:
@@ -369,7 +344,7 @@ class Daemon:
         """The i-th API process has ended again, and no other one makes up for it."""
         if not self._announced:
             return self._fruitless[i] >= FRUITLESS_LIVES
-        in_vain = self._some_engine_ready and not self._attached
+        in_vain = self._some_engine_ready and not self._introductions.num_attached
         return in_vain and all(count >= FRUITLESS_LIVES for count in self._fruitless)
 
     async def _run_api(self, i: int) -> str:
@@ -393,13 +368,13 @@ class Daemon:
         self._api[i] = process
         self._fruitless[i] += 1
         for engine in self._engines:
-            self._introduce(i, engine)
+            self._introductions.introduce(i, engine, next(self.numbers))
         if self._asked_to_stop.is_set():
             process.send(HandOver() if self._handed_over else Drain())
         async for message in process.messages():
             match message:
                 case Ready():
-                    self._attached.add((i, message.engine))
+                    self._introductions.attached(i, message.engine)
                     self._fruitless[i] = 0
                     self._announce_once(chat=message.chat)
                 case Failed() if self._announced:
@@ -417,15 +392,12 @@ class Daemon:
                     self._answer(process, message.ask, asked)
         how = await process.wait()
         del self._api[i]
-        self._attached = {pair for pair in self._attached if pair[0] != i}
+        self._introductions.process_ended(i)
         self._no_longer_busy(i)
         self.metrics.process_lost(int(self._board.load[i + 1, :, 0].sum()), int(self._board.http[i + 1]))
         self._board.load[i + 1] = 0
         self._board.http[i + 1] = 0
         self._board.engine_load[i + 1] = 0
-        for engine, keeper in self._engines.items():
-            if (i, engine) in self._clients:
-                keeper.client_gone(self._clients[i, engine])
         return how
 
     def _answer(self, process: ApiProcess, ask: int, work: Coroutine[Any, Any, str]) -> None:
@@ -449,7 +421,7 @@ class Daemon:
     def _announce_once(self, *, chat: bool | None = None) -> None:
         """Once everything serves. `chat`: the model has a chat template, as an API process tells."""
         self._chat = self._chat or bool(chat)
-        everyone = len(self._attached) == self._config.api_workers * len(self._first)
+        everyone = self._introductions.num_attached == self._config.api_workers * len(self._first)
         readies = [ready for engine in sorted(self._first) if (ready := self._engines[engine].ready) is not None]
         if not self._announced and len(readies) == len(self._first) and everyone and not self.ending:
             self._announced = True
