@@ -67,9 +67,7 @@ def _parts(spec: ModelSpec, config: ResolvedConfig, gpu: Gpu) -> list[list[Kerne
         sizes = Sizes(spec, config.max_num_batched_tokens, config.max_num_seqs, config.compute_dtype)
         collectives = PeerCollectives(Imagined(sizes.total, ranks), 0, ranks, sizes)
     scales = weights.scales_of_pages(spec, config.kv.dtype)
-    attention = TritonAttention(
-        config.attention_shape(spec), gpu.sms, scales, batch_invariant=config.batch_invariant
-    )
+    attention = TritonAttention(config.attention_shape(spec), gpu.sms, scales, batch_invariant=config.batch_invariant)
     layers = CudaLayers(
         spec, weights, device_inputs(spec, config, pipelines.nano_batches), config.compute_dtype, attention,
         invariant=config.batch_invariant, collectives=collectives, kv_scales=scales,
