@@ -8,6 +8,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from weft.server.api.fast_path import EXTENSION
@@ -105,15 +106,40 @@ class Connection(HttpToolsProtocol):
         self._header_bytes += len(data)
         if self._in_headers and self._timer is None:
             self._timer = self.loop.call_later(HEADER_SECONDS, self._on_slow_headers)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
         if self._header_bytes > MAX_HEADER_BYTES:
             self._refuse_size()
+
+    def _parse(self, data: bytes) -> None:
+        """Have it parsed. The parser takes a request that offers another protocol to be over with its head, whatever
+        body it has. Nothing but HTTP/1.1 is spoken here, so such an offer does not count: the head is read again
+        without it. Raises `HttpParserError`."""
+        rest = memoryview(data)
+        while rest:
+            try:
+                self.parser.feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                if self._refused:
+                    return
+                rest = rest[offer.args[0] :]
+                line = self.parser.get_method(), self.url, self.parser.get_http_version().encode()
+                kept = b"".join(b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade")
+                self.parser = httptools.HttpRequestParser(self)  # one that has no end behind it
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+                self.parser.feed_data(b"%b %b HTTP/%b\r\n" % line + kept + b"\r\n")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_headers:  # a trailer is no header: it would be one of a request that has begun
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._is_offer():
+            return
         self._in_headers = False
         self._header_bytes = 0
         self._stop_timer()
@@ -151,6 +177,8 @@ class Connection(HttpToolsProtocol):
             self._timer = self.loop.call_later(REST_SECONDS, self.transport.close)
 
     def on_message_complete(self) -> None:
+        if self._is_offer():
+            return
         self._in_headers = True
         self._header_bytes = 0
         self._stop_timer()
@@ -188,6 +216,10 @@ class Connection(HttpToolsProtocol):
         if self.cycle is not None:
             self.cycle.keep_alive = False
 
+    def _is_offer(self) -> bool:
+        """The request that was parsed last offers another protocol: it is parsed again without that."""
+        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
+
     def _unsupported(self) -> ApiError | None:
         """What is HTTP, but none that this server speaks."""
         version = self.parser.get_http_version()
@@ -195,6 +227,8 @@ class Connection(HttpToolsProtocol):
             return ApiError(400, "The request line names no version of HTTP.", code="invalid_http")
         if version not in ("1.0", "1.1"):
             return ApiError(505, "This server speaks HTTP/1.1.", code="http_version")
+        if self.parser.get_method() == b"CONNECT":
+            return ApiError(501, "This server is no proxy.", code="unsupported_method")
         codings = [value for name, value in self.headers if name == b"transfer-encoding"]
         if codings and b",".join(codings).strip().lower() != b"chunked":
             return ApiError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import pytest
 from stub import Script, Server, serving
@@ -59,13 +60,35 @@ async def test_http_1_0_may_keep_its_connection_where_the_length_is_known(server
             501,
             "unsupported_transfer_encoding",
         ),
+        (b"CONNECT /v1/models HTTP/1.1\r\nHost: x\r\n\r\nabc", 501, "unsupported_method"),
     ],
-    ids=["version", "coding"],
+    ids=["version", "coding", "method"],
 )
 async def test_what_is_not_spoken_is_said(server: Server, data: bytes, status: int, code: str) -> None:
     head, _, body = (await sent(server, data)).partition(b"\r\n\r\n")
     assert head.split()[1] == str(status).encode()
     assert json.loads(body)["error"]["code"] == code
+
+
+OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
+
+
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+async def test_a_request_that_offers_http_2_keeps_its_body(server: Server, version: str) -> None:
+    """As Java's HttpClient and `curl --http2` send every request over plain TCP."""
+    server.engine.script = Script("hello world")
+    request = post(version, {"prompt": "hi"}, more=OFFER)
+    last = post("1.1", {"prompt": "hi"}, more=b"Connection: close\r\n") if version == "1.1" else b""
+    answer = await sent(server, request + last)
+    assert answer.count(b" 200 OK") == answer.count(b"hello world") == (2 if last else 1)
+
+
+async def test_the_body_of_a_request_that_offers_http_2_is_no_request(server: Server) -> None:
+    inner = b"GET /nothing HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n" % len(inner) + JSON + OFFER
+    last = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    answer = await sent(server, head + b"\r\n" + inner + last)
+    assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"400", b"200"]
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models", "/v1/models/stub", "/version", "/metrics", "/"])
