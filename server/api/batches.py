@@ -12,6 +12,7 @@ from pydantic import Field
 from weft.server.api.files import FolderOf, Limit, OwnerOf, kept_seconds, no_such, out_of_room, page
 from weft.server.api.routing import JsonRoute
 from weft.server.batches.files import KEPT_SECONDS
+from weft.server.batches.lines import Endpoint
 from weft.server.batches.records import MAX_OPEN, Batch, TooMany, window_seconds
 from weft.server.bodies import Body
 from weft.server.errors import ApiError, bad_request, clip
@@ -29,7 +30,7 @@ class ExpiresAfter(Body):
 
 class BatchBody(Body):
     input_file_id: str
-    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    endpoint: Endpoint
     completion_window: str = Field("24h", max_length=8)
     """hours or days, to 30 days: 24h, 7d. What is not answered then gets an error"""
     metadata: dict[str, str] | None = Field(None, max_length=MAX_METADATA)
@@ -37,7 +38,7 @@ class BatchBody(Body):
 
 
 @router.post(PATH, summary="Have the requests of a file answered, behind all others")
-async def create(body: BatchBody, folder: FolderOf, owner: OwnerOf) -> dict[str, Any]:
+async def create_batch(body: BatchBody, folder: FolderOf, owner: OwnerOf) -> dict[str, Any]:
     window = window_seconds(body.completion_window)
     if window is None:
         raise bad_request("completion_window must be like 24h or 7d, 30 days at most.", "completion_window")
@@ -85,12 +86,12 @@ async def _get(folder: FolderOf, id: str, owner: str) -> Batch:
 
 
 @router.get(PATH + "/{id}", summary="One batch")
-async def retrieve(id: str, folder: FolderOf, owner: OwnerOf) -> dict[str, Any]:
+async def retrieve_batch(id: str, folder: FolderOf, owner: OwnerOf) -> dict[str, Any]:
     return (await _get(folder, id, owner)).shown()
 
 
 @router.post(PATH + "/{id}/cancel", summary="End a batch; what is answered stays")
-async def cancel(id: str, folder: FolderOf, owner: OwnerOf) -> dict[str, Any]:
+async def cancel_batch(id: str, folder: FolderOf, owner: OwnerOf) -> dict[str, Any]:
     batch = await _get(folder, id, owner)
     if batch.ended:
         raise ApiError(409, f"Batch {id} has ended already ({batch.status}).", param="id", code="batch_ended")

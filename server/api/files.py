@@ -101,7 +101,7 @@ def kept_seconds(anchor: str | None, seconds: object, param: str) -> int:
         }
     },
 )
-async def create(request: Request, folder: FolderOf, owner: OwnerOf) -> dict[str, Any]:
+async def create_file(request: Request, folder: FolderOf, owner: OwnerOf) -> dict[str, Any]:
     body = UploadBody(request)
     try:
         return (await _create(request.headers.get("content-type", ""), body, folder.files, owner)).shown()
@@ -152,12 +152,12 @@ async def _get(folder: Folder, id: str, owner: str) -> StoredFile:
 
 
 @router.get(PATH + "/{id}", summary="One file")
-async def retrieve(id: str, folder: FolderOf, owner: OwnerOf) -> dict[str, Any]:
+async def retrieve_file(id: str, folder: FolderOf, owner: OwnerOf) -> dict[str, Any]:
     return (await _get(folder, id, owner)).shown()
 
 
 @router.get(PATH + "/{id}/content", summary="What is in a file", response_class=FileResponse)
-async def content(id: str, folder: FolderOf, owner: OwnerOf) -> FileResponse:
+async def file_content(id: str, folder: FolderOf, owner: OwnerOf) -> FileResponse:
     file = await _get(folder, id, owner)
     path = folder.files.content(id)
     if not path.exists():
@@ -166,7 +166,7 @@ async def content(id: str, folder: FolderOf, owner: OwnerOf) -> FileResponse:
 
 
 @router.delete(PATH + "/{id}", summary="Delete a file")
-async def delete(id: str, folder: FolderOf, owner: OwnerOf) -> dict[str, Any]:
+async def delete_file(id: str, folder: FolderOf, owner: OwnerOf) -> dict[str, Any]:
     await _get(folder, id, owner)
     users = [b.id for b in await asyncio.to_thread(folder.batches.open) if b.input_file_id == id]
     if users:

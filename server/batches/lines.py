@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import uuid
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import orjson
 
 from weft.server.bodies import parse_json
 from weft.server.errors import clip
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
+ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)
 MAX_ID = 512
 """characters of a custom_id"""
 

@@ -21,6 +21,7 @@ from weft.engine.wire.messages import EngineStats, SchedulerStats
 from weft.server.batches import files as files_module
 from weft.server.batches import runner
 from weft.server.batches.folder import Folder
+from weft.server.batches.lines import ENDPOINTS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -114,6 +115,19 @@ async def test_a_batch_through_the_official_client(kept: Server) -> None:
     await with_client(kept, calls)
     metrics = (await kept.http.get("/metrics")).text
     assert 'weft_requests_total{endpoint="/v1/batches",status="200"}' in metrics
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+async def test_a_batch_may_ask_every_endpoint_that_a_line_may_have(kept: Server, endpoint: str) -> None:
+    prompts = {"messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "input": "hi"}
+    body = {"model": "stub", **prompts}  # fields that an endpoint does not know are ignored
+    line = {"custom_id": "r0", "method": "POST", "url": endpoint, "body": body}
+
+    def calls(api: openai.OpenAI) -> None:
+        batch = until(api, make(api, json.dumps(line).encode(), endpoint=endpoint).id, "completed")
+        assert batch.request_counts.model_dump() == {"total": 1, "completed": 1, "failed": 0}
+
+    await with_client(kept, calls)
 
 
 async def test_a_batch_waits_behind_everybody(kept: Server) -> None:
@@ -276,6 +290,13 @@ async def test_a_dying_engine_is_waited_out(tmp_path: Path) -> None:
             stream.wake()
         ended = await with_client(server, lambda api: until(api, batch.id, "completed"))
         assert ended.request_counts.completed == 3
+
+
+async def test_every_operation_has_a_name_of_its_own(kept: Server) -> None:
+    """Makers of clients make methods of them."""
+    paths = (await kept.http.get("/openapi.json")).json()["paths"]
+    names = [operation["operationId"] for methods in paths.values() for operation in methods.values()]
+    assert sorted(set(names)) == sorted(names)
 
 
 async def test_without_a_folder_there_is_nothing() -> None:
