@@ -9,7 +9,7 @@ from typing import Protocol
 
 import orjson
 
-from weft.server.batches.lines import succeeded
+from weft.server.batches.lines import BEGINNING, succeeded
 
 
 class NoAnswers(Exception):
@@ -52,10 +52,12 @@ class AnswerFile:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
+                    if line[: len(BEGINNING)] != BEGINNING.encode()[: len(line)]:
+                        raise NoAnswers(f"its line {number} is no answer of a batch, and no part of one")
                     break
                 try:
                     value = orjson.loads(line)
-                    name = value["custom_id"]
+                    name, _ = value["custom_id"], value["response"]
                     hash(name)
                 except (ValueError, TypeError, LookupError):
                     raise NoAnswers(f"its line {number} is no answer of a batch") from None

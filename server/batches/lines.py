@@ -12,6 +12,8 @@ from weft.server.errors import clip
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
 ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)
+BEGINNING = '{"id":"batch_req_'
+"""of every line that is written"""
 MAX_ID = 512
 """characters of a custom_id"""
 

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from weft.engine.errors import ConfigError, WeftError
 from weft.server.batches.answers import AnswerFile, NoAnswers
+from weft.server.batches.lines import LineError
 from weft.server.batches.requests import RequestFile
 from weft.server.commands.batch_client import BatchClient
 from weft.server.commands.endpoint import Endpoint, Refused
@@ -30,8 +31,11 @@ def run(arguments: argparse.Namespace) -> int:
     """The command. 0: every request has its answer; 1: some of them have an error for one."""
     if arguments.model is not None and arguments.url is not None:
         raise ConfigError("--model starts a server of its own: give it or --url")
-    if arguments.concurrency < 1 or arguments.patience < 0:
+    if arguments.concurrency < 1 or not arguments.patience >= 0:
         raise ConfigError("--concurrency must be 1 or more, and --patience no less than 0")
+    for path in (arguments.requests, arguments.answers):
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path} is no regular file: requests are read more than once, and answers too")
     requests = open_requests(arguments.requests)
     answers = open_answers(arguments.answers, requests)
     try:
@@ -107,12 +111,15 @@ def _ask(arguments: argparse.Namespace, url: str, requests: RequestFile, answers
                 said = time.monotonic()
                 print(f"weft batch: {len(answers.done)} of {len(requests)}", file=sys.stderr, flush=True)
 
+        endpoint = Endpoint(url, key, None)
         client = BatchClient(url, key, answers, patience=arguments.patience, told=told)
         try:
-            Endpoint(url, key, None).connect()
-            asyncio.run(client.run(requests, arguments.concurrency))
+            endpoint.connect()
+            asyncio.run(client.run(requests, min(arguments.concurrency, len(requests))))
         except Refused as error:
             so_far = f"{len(answers.done)} of {len(requests)} are answered; the same command goes on"
             raise WeftError(f"{url}: {error}. {so_far}") from None
+        except LineError as error:
+            raise WeftError(f"{arguments.requests} was changed meanwhile: a line {error}") from None
         except OSError as error:
             raise WeftError(f"cannot write {arguments.answers}: {error.strerror}") from None

@@ -15,7 +15,7 @@ import orjson
 from weft.loadgen.connection import Address, Body, ConnectionBroken, Pool
 from weft.server.batches import lines
 from weft.server.batches.answers import Answers
-from weft.server.batches.lines import BatchLine
+from weft.server.batches.lines import BatchLine, LineError
 from weft.server.commands.endpoint import Refused
 
 PAUSE_SECONDS = (0.5, 30.0)
@@ -63,14 +63,14 @@ class BatchClient:
         self._trouble_since: float | None = None
 
     async def run(self, requests: Iterable[BatchLine], concurrency: int) -> None:
-        """Answer what is not answered yet. Raises `Refused` when the server gives no answers any more, and `OSError`
-        when they cannot be written."""
+        """Answer what is not answered yet. Raises `Refused` when the server gives no answers any more, `OSError` when
+        they cannot be written, and `LineError` when the requests have changed."""
         waiting = iter(requests)
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(concurrency):
                     group.create_task(self._work(waiting))
-        except* (Refused, OSError) as errors:
+        except* (Refused, OSError, LineError) as errors:
             raise errors.exceptions[0] from None
         finally:
             self._pool.close()

@@ -29,10 +29,16 @@ class Endpoint:
     """One server. `connect` finds out what it serves."""
 
     def __init__(self, url: str, key: str | None, model: str | None, *, insecure: bool = False) -> None:
-        """model: asked for; None: the first that is served. Raises `ConfigError` for no URL."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        """model: asked for; None: the first that is served. Raises `ConfigError` for no URL, and for no key."""
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:
+            fits = False
+        if not fits:
             raise ConfigError(f"--url {url}: must be like http://127.0.0.1:8000")
+        if key and not key.isprintable():
+            raise ConfigError("--api-key: a key has no line ends and no other control characters")
         self._parts = parts
         path = parts.path.rstrip("/")
         self._base = path if path.endswith("/v1") else f"{path}/v1"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -188,6 +189,9 @@ async def test_answers_of_something_else_are_not_appended_to(tmp_path: Path) -> 
     for content, why in [
         ("hello\n", "its line 1 is no answer"),
         (failure("x", "c", "m").decode(), "answers other req"),
+        ('{"learning_rate": 0.1}', "its line 1 is no answer of a batch, and no part of one"),
+        (file.read_text(), "its line 1 is no answer"),
+        (file.read_text().strip(), "its line 1 is no answer"),
     ]:
         out.write_text(content)
         with pytest.raises(ConfigError, match=why):
@@ -198,6 +202,41 @@ async def test_answers_of_something_else_are_not_appended_to(tmp_path: Path) -> 
     with pytest.raises(NoAnswers, match="another process"):
         AnswerFile(out)
     held.close()
+
+
+@pytest.mark.parametrize("which", ["requests", "answers"])
+async def test_a_pipe_is_no_file_of_a_batch(tmp_path: Path, which: str) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    file = write(tmp_path / "in", [request(1)])
+    words = [pipe, tmp_path / "out"] if which == "requests" else [file, pipe]
+    with pytest.raises(ConfigError, match="pipe is no regular file"):
+        _run(list(map(str, words)))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--url", "http://127.0.0.1:99999"], "--url http://127.0.0.1:99999: must be like"),
+        (["--url", "http://[::1"], r"--url http://\[::1: must be like"),
+        (["--api-key", "a\nb"], "--api-key: a key has no line ends"),
+        (["--patience", "nan"], "--patience no less than 0"),
+    ],
+)
+async def test_an_option_that_cannot_work_is_named(tmp_path: Path, options: list[str], why: str) -> None:
+    file = write(tmp_path / "in", [request(1)])
+    with pytest.raises(ConfigError, match=why):
+        _run([str(file), str(tmp_path / "out"), *options])
+
+
+async def test_requests_that_change_meanwhile_end_it_with_a_line(server: Server, tmp_path: Path) -> None:
+    file, out = write(tmp_path / "in", [request(1)]), tmp_path / "out"
+    requests, written = RequestFile(file), AnswerFile(out)
+    file.write_text("{")
+    with pytest.raises(LineError, match="is not JSON"):
+        await BatchClient(server.url, None, written, patience=60, told=lambda: None).run(requests, 8)
+    written.close()
+    requests.close()
 
 
 async def test_a_model_of_its_own_is_one(tmp_path: Path) -> None:
