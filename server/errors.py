@@ -129,7 +129,7 @@ def translate(error: Exception) -> ApiError:
         case EngineDead():
             return unavailable("The engine that had this request has ended.", "engine_dead", 10)
         case RequestValidationError():
-            return _from_validation(error.errors())
+            return _from_validation(error.errors(), error.body)
         case ValidationError():
             return _from_validation([{**e, "loc": ("body", *e["loc"])} for e in error.errors()])
         case ClientDisconnect():
@@ -140,19 +140,33 @@ def translate(error: Exception) -> ApiError:
             return ApiError(500, "Internal server error.", code="internal_error")
 
 
-def _from_validation(errors: Sequence[Any]) -> ApiError:
-    """The first thing that was wrong with the body, by the path of its field."""
+def _from_validation(errors: Sequence[Any], body: Any = None) -> ApiError:
+    """The first thing that was wrong with the body, by the path of its field. `body`: without it, all of the path."""
     first = errors[0]
     if first["type"] == "json_invalid":
         return bad_request(f"The body is not valid JSON: {clip(first['ctx']['error'])}", code="invalid_json")
     path = ""
-    for part in first["loc"][1:]:
+    for part in _in_body(first, body):
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
     if first["type"] == "missing":
         what = "This field is required" if path else "The request needs a JSON body"
     else:
         what = clip(str(first["msg"]).removeprefix("Value error, "))
     return bad_request(f"{clip(path)}: {what}" if path else what, clip(path) if path else None)
+
+
+def _in_body(error: Any, body: Any) -> Sequence[str | int]:
+    """Where the error is, without names of kinds that a value might have been of: those are none of its fields."""
+    parts: Sequence[str | int] = error["loc"][1:]
+    if body is None:
+        return parts
+    kept, value = [], body
+    for i, part in enumerate(parts):
+        absent = error["type"] == "missing" and i == len(parts) - 1
+        if isinstance(part, int) or absent or (isinstance(value, dict) and part in value):
+            kept.append(part)
+            value = None if absent else value[part]
+    return kept or parts
 
 
 def _status_message(error: HTTPException) -> str:

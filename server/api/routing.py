@@ -54,7 +54,8 @@ class JsonRequest(Request):
         try:
             return self.model.model_validate(value)
         except ValidationError as error:
-            raise RequestValidationError([{**e, "loc": ("body", *e["loc"])} for e in error.errors()]) from None
+            wrong = [{**e, "loc": ("body", *e["loc"])} for e in error.errors()]
+            raise RequestValidationError(wrong, body=value) from None
 
 
 class JsonRoute(APIRoute):

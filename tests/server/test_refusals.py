@@ -193,6 +193,34 @@ async def test_bad_chat_fields(server: Server, extra: dict[str, Any], param: str
     assert server.engine.added == []
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"prompt": ["a", 5]}, "prompt"),
+        (CHAT, {"messages": USER, "thinking_token_budget": -1}, "thinking_token_budget"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 2**18}, {}]}, "messages[1].role"),
+        ("/v1/responses", {"input": "hi", "tools": [{"type": "function", "name": "f", "parameters": 5}]},
+         "tools[0].parameters"),
+        ("/v1/responses", {"input": [{"type": "reasoning", "summary": []}]}, "input"),
+        ("/v1/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ("/v1/messages", {"max_tokens": 9, "messages": USER, "system": [{"type": "text"}]}, "system[0].text"),
+        ("/v1/messages",
+         {"max_tokens": 9, "messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a",
+          "name": "f", "input": 5}]}]},
+         "messages[0].content[0].input"),
+    ],
+)  # fmt: skip
+async def test_the_path_of_what_is_wrong_is_that_of_the_body(
+    server: Server, path: str, body: dict[str, Any], param: str
+) -> None:
+    response = await server.post(path, body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["message"].startswith(f"{param}: ")
+    assert error.get("param", param) == param
+
+
 async def test_unknown_model_is_404_with_param(server: Server) -> None:
     for path, body in ((COMPLETIONS, {"prompt": "hi"}), (CHAT, {"messages": USER}), ("/tokenize", {"prompt": "hi"})):
         error = error_of(await server.post(path, {**body, "model": "gpt-9"}), 404)

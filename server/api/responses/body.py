@@ -192,7 +192,7 @@ class ResponseBody(SamplingFields):
     def as_chat(self, items: Sequence[Item], tools: OfferedTools) -> ChatBody:
         """This request over that conversation. Raises `ApiError`, `RequestValidationError`."""
         messages = messages_of(self.instructions, items)
-        if not any(message.role not in ("system", "developer") for message in messages) and not items:
+        if not messages or (not items and all(message.role in ("system", "developer") for message in messages)):
             raise bad_request("input: there is nothing to answer.", "input")
         given = {name: getattr(self, name) for name in SamplingFields.model_fields if name in self.model_fields_set}
         fields: dict[str, Any] = {
@@ -213,7 +213,9 @@ class ResponseBody(SamplingFields):
         try:
             return ChatBody.model_validate(fields)
         except ValidationError as error:
-            raise RequestValidationError([{**e, "loc": ("body", *e["loc"])} for e in error.errors()]) from None
+            wrong = [{**e, "loc": ("body", *e["loc"])} for e in error.errors()]
+            asked = {name: getattr(self, name) for name in self.model_fields_set}
+            raise RequestValidationError(wrong, body=asked) from None
 
 
 class OfferedTools(NamedTuple):
