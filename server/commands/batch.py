@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from weft.server.batches.lines import LineError
 from weft.server.batches.requests import RequestFile
 from weft.server.commands.batch_client import BatchClient
 from weft.server.commands.endpoint import Endpoint, Refused
-from weft.server.commands.options import URL
+from weft.server.commands.options import URL, key_of
 from weft.server.commands.own_server import own_server
 
 SAY_SECONDS = 30.0
@@ -96,7 +95,7 @@ def _server(arguments: argparse.Namespace, requests: RequestFile) -> Iterator[st
 
 def _ask(arguments: argparse.Namespace, url: str, requests: RequestFile, answers: AnswerFile) -> None:
     """Raises `WeftError`."""
-    key = arguments.api_key or os.environ.get("WEFT_API_KEY")
+    key = key_of(arguments)
     console = Console(stderr=True)
     columns = (TextColumn("answered"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[failed]}"))
     shown = console.is_terminal

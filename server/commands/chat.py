@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +12,7 @@ from rich.console import Console
 
 from weft.engine.errors import ConfigError, WeftError
 from weft.server.commands.endpoint import Endpoint, Refused
-from weft.server.commands.options import URL
+from weft.server.commands.options import URL, key_of
 from weft.server.commands.own_server import own_server
 
 HELP = """\
@@ -74,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         endpoint = _endpoint(arguments, stack, notes)
         conversation = Conversation(endpoint, arguments)
         if not sys.stdin.isatty():  # a question from a pipe: one answer
-            return _answer(conversation, sys.stdin.read().strip(), endpoint, notes)
+            return _answer(conversation, _piped(), endpoint, notes)
         notes.print(f"{endpoint.model} at {endpoint.url}. /help tells what else there is; Ctrl-D leaves.", style="dim")
         _talk(conversation, endpoint, notes)
     return 0
@@ -82,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _endpoint(arguments: argparse.Namespace, stack: contextlib.ExitStack, notes: Console) -> Endpoint:
     """The server to talk to. Raises `WeftError`."""
-    key = arguments.api_key or os.environ.get("WEFT_API_KEY", "").partition(",")[0].strip() or None
+    key = key_of(arguments)
     if arguments.url is not None or arguments.model is None:
         endpoint = Endpoint(arguments.url or URL, key, arguments.model, insecure=arguments.insecure)
         try:
@@ -99,6 +98,14 @@ def _endpoint(arguments: argparse.Namespace, stack: contextlib.ExitStack, notes:
     except Refused as error:
         raise WeftError(f"{url}: {error}") from None
     return endpoint
+
+
+def _piped() -> str:
+    """What stands on standard input. Raises `ConfigError`."""
+    try:
+        return sys.stdin.buffer.read().decode().strip()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the question on standard input is not UTF-8, from byte {error.start} on") from None
 
 
 def _talk(conversation: Conversation, endpoint: Endpoint, notes: Console) -> None:

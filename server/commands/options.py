@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 URL = "http://127.0.0.1:8000"
+
+
+def key_of(arguments: argparse.Namespace) -> str | None:
+    """The key to be sent; of several in the variable, as a server takes them, the first."""
+    return arguments.api_key or os.environ.get("WEFT_API_KEY", "").partition(",")[0].strip() or None
 
 
 def add_chat_flags(parser: argparse.ArgumentParser) -> None:

@@ -388,9 +388,33 @@ def _parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status.
 
-    A `WeftError` becomes one line on stderr, and status 2 if an option is at fault, else 1.
+    A `WeftError` becomes one line on stderr, and status 2 if an option is at fault, else 1; so does what cannot be
+    written to stdout.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        status = _main(list(sys.argv[1:] if argv is None else argv))
+        print(end="", flush=True)
+        return status
+    except OSError:
+        if (error := _unwritten()) is None:
+            raise
+        # The interpreter would complain when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # whoever reads it, `head` say, has seen enough
+            print(f"weft: cannot write to standard output: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _unwritten() -> OSError | None:
+    """Why what was printed cannot be written."""
+    try:
+        print(end="", flush=True)
+    except OSError as error:
+        return error
+    return None
+
+
+def _main(argv: list[str]) -> int:
     for command in COMMANDS:
         if command.own_parser and command.name == " ".join(argv[:2]):
             try:
@@ -412,10 +436,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output, `head` say, has seen enough; the interpreter would complain when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
 
 
 if __name__ == "__main__":

@@ -149,6 +149,16 @@ async def test_a_wrong_key_ends_the_batch_instead_of_failing_every_line(tmp_path
         assert out.read_bytes() == b""
 
 
+async def test_of_several_keys_in_the_environment_the_first_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEFT_API_KEY", "first, second")  # as `weft serve` takes it
+    async with serving(api_key=["first", "second"]) as server:
+        file, out = write(tmp_path / "in", [request(1)]), tmp_path / "out"
+        await asyncio.to_thread(_run, [str(file), str(out), "--url", server.url])
+        assert [a["response"]["status_code"] for a in answers(out)] == [200]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import os
 import pty
@@ -22,7 +23,7 @@ import pytest
 from stub import Script, Server, serving
 
 from weft.engine.errors import ConfigError, WeftError
-from weft.server.commands.chat import shown
+from weft.server.commands.chat import _piped, shown
 from weft.server.commands.completion import script, walk
 from weft.server.commands.endpoint import Endpoint
 from weft.server.config import ServeConfig
@@ -152,6 +153,24 @@ async def test_a_question_from_a_pipe_gets_its_answer_on_stdout_and_nothing_else
     async with serving(api_key=["k"]) as server:
         assert b"--api-key" in (await ask(server, "hi")).stderr
         assert (await ask(server, "hi", "--api-key", "k")).returncode == 0
+
+
+@pytest.mark.parametrize("words", [["models"], ["completion", "bash"]])
+def test_output_that_cannot_be_written_is_a_line(words: list[str]) -> None:
+    with open("/dev/full", "wb") as full:
+        result = subprocess.run(
+            [sys.executable, "-P", "-m", "weft.server", *words],
+            stdout=full, stderr=subprocess.PIPE, timeout=240, check=False,
+        )  # fmt: skip
+    assert result.returncode == 1
+    assert b"weft: cannot write to standard output: No space left on device" in result.stderr
+    assert b"Traceback" not in result.stderr
+
+
+def test_a_question_that_is_no_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"What is \xff?")))
+    with pytest.raises(ConfigError, match="not UTF-8, from byte 8"):
+        _piped()
 
 
 @pytest.mark.slow
