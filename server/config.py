@@ -208,6 +208,13 @@ class ServeConfig(EngineConfig):
         None, min_length=1, description="URL of a collector that gets OpenTelemetry spans; needs the extra otel"
     )
 
+    @field_validator("admin_api_key")
+    @classmethod
+    def _no_blank(cls, value: str | None) -> str | None:
+        if value is not None and not value.strip():
+            raise ValueError("must not be blank")
+        return value
+
     @field_validator("served_model_name", "api_key", "cors_origin")
     @classmethod
     def _no_empty_entries(cls, value: list[str]) -> list[str]:

@@ -18,7 +18,9 @@ _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
 
 def digest(key: str) -> bytes:
-    """Of a key as an operator writes it; `sha256:HEX` is a digest already."""
+    """Of a key as an operator writes it; `sha256:HEX` is a digest already. White space around it does not count: no
+    client could send it, and a variable that is made of a file ends with a line end."""
+    key = key.strip()
     if match := _DIGEST.fullmatch(key):
         return bytes.fromhex(match[1])
     return hashlib.sha256(key.encode()).digest()

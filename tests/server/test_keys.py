@@ -31,6 +31,17 @@ def test_keys_come_from_flags_and_a_file_plain_or_hashed(tmp_path: Path) -> None
     assert [match(key, keys) for key in ("first", "second", "third", f"sha256:{hashed}", "")] == [0, 1, 2, None, None]
 
 
+async def test_a_key_that_was_given_with_a_line_end_is_the_key_without() -> None:
+    """As a variable has it that a Secret was made of by `--from-file`."""
+    async with serving(api_key=["first\n"], admin_api_key=" admin\n") as server:
+        assert (await server.http.get("/v1/models", headers=bearer("first"))).status_code == 200
+        assert (await server.http.get("/admin/models", headers=bearer("admin"))).status_code == 200
+        for wrong in (bearer("firs"), {"x-api-key": ""}, {}):
+            assert (await server.http.get("/v1/models", headers=wrong)).status_code == 401
+    with pytest.raises(ValueError, match="blank"):
+        ServeConfig(admin_api_key=" \n")
+
+
 @pytest.mark.parametrize(("text", "message"), [(None, "cannot read"), ("# none\n", "has no key"), (b"\xff", "UTF-8")])
 def test_a_file_without_keys_is_an_error_not_an_open_door(
     tmp_path: Path, text: str | bytes | None, message: str
