@@ -173,6 +173,9 @@ def load(model: type[M], flags: dict[str, Any], config_file: Path | None) -> M:
     from_file = read_yaml(config_file, model) if config_file is not None else {}
     from_env = _read_environment(model)
     given = {n: v for n, v in flags.items() if v is not None}
+    for name, value in {**from_env, **given}.items():
+        if not _is_text(value):  # other processes are told of it in JSON
+            raise ConfigError(f"{_source(name, given, from_env, config_file)}: must be UTF-8")
     try:
         return model(**{**from_file, **from_env, **given})
     except ValidationError as error:
@@ -186,6 +189,12 @@ def load(model: type[M], flags: dict[str, Any], config_file: Path | None) -> M:
             r"\b[a-z]+(?:_[a-z]+)+\b", lambda m: as_flag(m[0]) if m[0] in model.model_fields else m[0], reason
         )
         raise ConfigError(f"{source}: {spelt[0].lower()}{spelt[1:]}{shown}" if name else spelt) from None
+
+
+def _is_text(value: Any) -> bool:
+    """Whether the words of a command line, or a variable, are UTF-8: Python marks bytes that are not."""
+    words = value if isinstance(value, list | tuple) else [value]
+    return not any("\udc80" <= c <= "\udcff" for word in words if isinstance(word, str) for c in word)
 
 
 def as_flag(name: str) -> str:

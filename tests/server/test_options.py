@@ -30,6 +30,15 @@ def test_lists_in_the_environment_are_separated_by_commas(monkeypatch: pytest.Mo
     assert load(ServeConfig, {}, None).served_model_name == ["a", "b"]
 
 
+def test_what_is_not_utf8_is_said_of_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder's name may be any bytes; Python marks those that are no text."""
+    with pytest.raises(ConfigError, match=r"^--model: must be UTF-8$"):
+        load(ServeConfig, {"model": "/gr\udcf6sse"}, None)
+    monkeypatch.setenv("WEFT_SERVED_MODEL_NAME", "a, gr\udcf6sse")
+    with pytest.raises(ConfigError, match=r"^WEFT_SERVED_MODEL_NAME: "):
+        load(ServeConfig, {}, None)
+
+
 def test_what_kubernetes_sets_for_a_service_called_weft_is_no_option(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_PORT", "tcp://10.0.0.1:8000")
     monkeypatch.setenv("WEFT_SERVICE_HOST", "10.0.0.1")
