@@ -151,7 +151,9 @@ def _read_environment(model: type[BaseModel]) -> dict[str, Any]:
         value = os.environ.get(variable)
         if value is not None and not _kubernetes_noise(variable, value):
             is_list = typing.get_origin(_plain_type(field.annotation)) in (list, tuple)
-            values[name] = [part.strip() for part in value.split(",") if part.strip()] if is_list else value
+            # One empty entry where there is none: no keys, say, is not what somebody meant who sets WEFT_API_KEY.
+            entries = [part.strip() for part in value.split(",") if part.strip()] or [""]
+            values[name] = entries if is_list else value
     return values
 
 

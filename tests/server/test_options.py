@@ -30,6 +30,15 @@ def test_lists_in_the_environment_are_separated_by_commas(monkeypatch: pytest.Mo
     assert load(ServeConfig, {}, None).served_model_name == ["a", "b"]
 
 
+@pytest.mark.parametrize("name", ["api_key", "served_model_name", "cors_origin", "slo", "models"])
+@pytest.mark.parametrize("value", ["", " , "])
+def test_an_empty_variable_is_no_list_of_nothing(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    """A key that was to come from another variable, which is not set, must not open the server to everybody."""
+    monkeypatch.setenv(f"WEFT_{name.upper()}", value)
+    with pytest.raises(ConfigError, match=f"^WEFT_{name.upper()}: "):
+        load(ServeConfig, {}, None)
+
+
 def test_what_is_not_utf8_is_said_of_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder's name may be any bytes; Python marks those that are no text."""
     with pytest.raises(ConfigError, match=r"^--model: must be UTF-8$"):
