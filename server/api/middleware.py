@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from ipaddress import ip_address
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -71,6 +72,8 @@ class Trace:
         scope["weft.request_id"] = request_id if scope["weft.named"] else uuid.uuid4().hex
         scope["weft.arrival"] = time.perf_counter()
         scope["weft.anthropic"] = _is_anthropic(scope)
+        if not _is_address((scope.get("client") or ("",))[0]):  # a proxy passed on what its client made up
+            scope["client"] = None
         context = tracing.parse(_header(scope, b"traceparent"))
         span = None
         if self._spans is not None and scope["path"] not in OPEN_PATHS:
@@ -258,6 +261,14 @@ class BodyLimit:
             async with asyncio.timeout(self.DISCARD_SECONDS):
                 while (await receive()).get("more_body"):
                     pass
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_anthropic(scope: Scope) -> bool:

@@ -54,6 +54,19 @@ async def test_a_line_a_request_with_id_and_tokens_and_no_prompt(
     assert "hidden" not in text
 
 
+@pytest.mark.parametrize(
+    ("said", "client"),
+    [("1.2.3.4", "1.2.3.4"), ("2001:db8::7", "2001:db8::7"), ("evil status=200", "-"), ("", "127.0.0.1")],
+)
+async def test_the_client_that_a_proxy_names_is_an_address(
+    server: Server, caplog: pytest.LogCaptureFixture, said: str, client: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    await server.post("/v1/completions", {"prompt": "hi"}, headers={"X-Forwarded-For": said})
+    await answered(server, caplog, 1)
+    assert [line["client"] for line in fields(caplog)] == [client]
+
+
 async def test_bodies_are_logged_when_asked(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with serving(log_requests=True, access_log=False) as server:
