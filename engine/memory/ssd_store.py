@@ -312,7 +312,7 @@ def _difference(found: Geometry, wanted: Geometry) -> str:
     if found.page_tokens != wanted.page_tokens:
         return f"its pages have {found.page_tokens} tokens, not {wanted.page_tokens}"
     if found.owner != wanted.owner:
-        return "its pages are of another model, dtype or --tier-kv-format"
+        return "its pages are of another model, dtype, rope or --tier-kv-format"
     return f"it has room for {found.num_extents} pages, not {wanted.num_extents}"
 
 

@@ -53,7 +53,7 @@ class Loading:
         self.own = self.spec.shard(0, config.tensor_parallel_size)
         """this rank's part of it"""
         self.resolved = resolve(config, self.own)
-        self.model_id = model_id(config, self.resolved.kv)
+        self.model_id = self._model_id()
 
     def run(self, phases: Phases, shelf: Shelf | None, *, stores: bool) -> Loaded:
         """stores: pages are to be kept on a disk. Raises `WeftError`, with one clear line."""
@@ -64,7 +64,7 @@ class Loading:
             if self._compiling is not None:
                 self._compiling.wait(phases)
             phases.end()
-            if model_id(self._config, self.resolved.kv) != self.model_id:
+            if self._model_id() != self.model_id:
                 raise ModelError(f"{self._config.model_path} was changed while it was loaded: start again")
             return self._with_runner(weights, phases, stores)
         except BaseException as error:
@@ -76,6 +76,10 @@ class Loading:
                     "or lower --max-num-seqs or --max-num-batched-tokens"
                 ) from None
             raise
+
+    def _model_id(self) -> str:
+        resolved = self.resolved
+        return model_id(self._config, resolved.kv, self.own, resolved.compute_dtype, resolved.max_model_len)
 
     def _load(self, phases: Phases, shelf: Shelf | None) -> Weights | BroadModule:
         own_shelf = None if self._ranks is not None else shelf

@@ -46,7 +46,7 @@ def _serve(config: EngineConfig, links: Links, beat: RankBeat, start_timeout: fl
     whole = in_format(read_spec(config.model_path), config.quantization)
     spec = served_as(whole, config).shard(links.rank, links.ranks)
     resolved = resolve(config, spec)
-    model = model_id(config, resolved.kv)
+    model = model_id(config, resolved.kv, spec, resolved.compute_dtype, resolved.max_model_len)
     file = open_store(config, resolved.kv, model, spec.shard_of, resolved.packed)
     prepare(resolved)
     weights = read_weights(spec, config, resolved, lambda _phase, _done, _total: beat.stage(start_timeout))

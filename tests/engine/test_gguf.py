@@ -272,12 +272,13 @@ def test_a_file_is_read_once_and_again_when_it_changes(
     assert find_model(str(file)) == first
     assert capfd.readouterr().err == ""
     harness = Harness(first, num_pages=8)
-    config, layout = harness.engine.config, harness.engine.resolved.kv
-    assert config.model_name == "it"
-    before = model_id(config, layout)
+    engine, resolved = harness.engine, harness.engine.resolved
+    assert engine.config.model_name == "it"
+    of = (engine.config, resolved.kv, engine.spec, resolved.compute_dtype, resolved.max_model_len)
+    before = model_id(*of)
     write_gguf(checkpoint("qwen2"), file, "qwen2", kind=Kind.F16)
     assert find_model(str(file)) != first
-    assert model_id(config, layout) != before, "pages of the old weights are not those of the new"
+    assert model_id(*of) != before, "pages of the old weights are not those of the new"
 
 
 # -- tokenizers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -130,16 +131,29 @@ def test_a_model_is_known_by_its_content(tmp_path: Path) -> None:
     def identity(path: Path, **options: object) -> str:
         config = EngineConfig(model=str(path), num_pages=8, **options)  # type: ignore[arg-type]
         spec = read_spec(path)
-        return model_id(config, resolve(config, spec).kv)
+        resolved = resolve(config, spec)
+        return model_id(config, resolved.kv, spec, resolved.compute_dtype, resolved.max_model_len)
 
     a = save_tiny("yi", tmp_path / "a")
     first = identity(a)
     assert identity(a) == first
     assert identity(a, page_size=32) != first
     assert identity(a, dtype="bfloat16") != identity(a, dtype="float32")
+    # pages of both are alike, what is in them is not
+    small = {"kv_cache_dtype": "fp8"}
+    assert identity(a, dtype="bfloat16", **small) != identity(a, dtype="float32", **small)
+    assert identity(a, max_model_len=128) == first
     made_up = identity(a, load_format="dummy")
     assert made_up != first
     assert identity(a, load_format="dummy", seed=1) != made_up
+    assert identity(a, load_format="dummy", dummy_skew=1.0) != made_up
+    said = {first}
+    for algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
+        (a / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": algorithm}}))
+        said.add(identity(a))
+    assert len(said) == 3
+    (a / "hf_quant_config.json").unlink()
+    assert identity(a) == first
     weights = next(a.glob("*.safetensors"))
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1

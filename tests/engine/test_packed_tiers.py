@@ -325,7 +325,7 @@ def test_a_store_of_the_other_format_is_not_read(tmp_path: Path, capfd: pytest.C
             tier_kv_format=form,
         )  # fmt: skip
         harness.engine.close()
-        said.append("begins anew: its pages are of another model, dtype or --tier-kv-format" in capfd.readouterr().err)
+        said.append("its pages are of another model, dtype, rope or --tier-kv-format" in capfd.readouterr().err)
     assert said == [False, True, False]
 
 

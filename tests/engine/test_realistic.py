@@ -98,9 +98,10 @@ def _names(architecture: str) -> Any:
 
 def test_it_is_part_of_what_identifies_a_page_and_needs_dummies(tiny_model: Made) -> None:
     path = str(tiny_model("llama2"))
-    layout = KvLayout.of(read_spec(Path(path)), 8, torch.float32)
+    spec = read_spec(Path(path))
+    layout = KvLayout.of(spec, 8, torch.float32)
     kinds: list[Any] = ["plain", "realistic"]
-    ids = {model_id(EngineConfig(model=path, load_format="dummy", dummy_weights=kind), layout) for kind in kinds}
-    assert len(ids) == 2
+    configs = [EngineConfig(model=path, load_format="dummy", dummy_weights=kind) for kind in kinds]
+    assert len({model_id(config, layout, spec, torch.float32, 64) for config in configs}) == 2
     with pytest.raises(ValueError, match="dummy_weights needs load_format dummy"):
         EngineConfig(model=path, dummy_weights="realistic")

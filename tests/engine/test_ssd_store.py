@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -352,7 +353,7 @@ def test_a_file_that_is_no_longer_at_its_path_is_noticed(
     ("geometry", "why"),
     [
         (Geometry(4, PAYLOAD, EXTENTS, b"o" * 16), "its pages have 8 tokens, not 4"),
-        (Geometry(TOKENS, PAYLOAD, EXTENTS, b"p" * 16), "its pages are of another model, dtype or --tier-kv-format"),
+        (replace(GEOMETRY, owner=b"p" * 16), "its pages are of another model, dtype, rope or --tier-kv-format"),
         (Geometry(TOKENS, PAYLOAD, 7, b"o" * 16), "it has room for 12 pages, not 7"),
         (GEOMETRY, None),
     ],

@@ -144,6 +144,21 @@ def test_another_checkpoint_at_the_same_path_hits_nothing(tmp_path: Path) -> Non
     assert cached == [0, 56, 0]
 
 
+def test_keys_that_were_turned_for_shorter_contexts_hit_nothing(tmp_path: Path) -> None:
+    """Longrope turns by other frequencies where contexts may be longer than the original ones."""
+    positions = {"max_position_embeddings": 1024, "original_max_position_embeddings": 256}
+    model, cached = save_tiny("phi4", tmp_path / "model", **positions), []
+    options: dict[str, Any] = {"page_size": 8, "num_pages": 128, "host_kv_gib": 0.01, "ssd_kv_gib": 0.01}
+    for longest in (200, 250, 700, 900):
+        harness = Harness(model, ssd_kv_path=str(tmp_path / "kv"), max_model_len=longest, **options)
+        tiers_of(harness)
+        handle = harness.add(np.arange(3, 60), max_tokens=4, **GREEDY)
+        harness.run()
+        cached.append(harness.cached[handle])
+        harness.engine.close()
+    assert cached == [0, 56, 0, 56]
+
+
 def test_a_preempted_request_resumes_from_the_host(tokenizer: Tokenizer) -> None:
     prompts = [prompt for prompt, _ in turns(tokenizer, 6, 120)]
     expected, _ = ask(Harness("demo", page_size=PAGE, num_pages=400, prefix_caching=False), prompts)

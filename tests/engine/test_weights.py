@@ -242,13 +242,14 @@ def test_a_checkpoint_that_changes_while_it_loads_is_refused(whole: Path, monkey
 def test_pages_have_the_name_of_the_weights_that_made_them(whole: Path) -> None:
     """What is served keeps its name when the file changes; whoever loads the new file has another one."""
     harness = Harness(whole, num_pages=20)
-    config, layout = harness.engine.config, harness.engine.resolved.kv
-    before = model_id(config, layout)
+    engine, resolved = harness.engine, harness.engine.resolved
+    of = (engine.config, resolved.kv, engine.spec, resolved.compute_dtype, resolved.max_model_len)
+    before = model_id(*of)
     os.utime(whole / "model.safetensors", (1, 1))
     harness.add(range(10, 200), max_tokens=2, **GREEDY)
     harness.run()
     index = harness.engine.scheduler.pool.index
-    assert index.model_id == before != model_id(config, layout)
+    assert index.model_id == before != model_id(*of)
 
 
 def test_a_context_beyond_the_pages_is_cut_to_what_they_can_hold(tmp_path: Path) -> None:
