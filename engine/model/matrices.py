@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.engine.errors import ModelError
-from weft.engine.model.checkpoint import WHOLE, Part, Tensors
+from weft.engine.model.checkpoint import WHOLE, Part, Stored, Tensors
 from weft.engine.model.families.family import TensorNames
 from weft.engine.model.spec import ModelSpec
 from weft.kernels import fp8
@@ -41,20 +41,24 @@ class Quantised(NamedTuple):
 Unpacked = Tensor | Quantised
 
 
-def check_format(name: str, there: torch.dtype, asked: torch.dtype) -> None:
-    """That a tensor has numbers, or FP8 values where those are asked for. Raises `ModelError`."""
-    if asked == E4M3 != there:
+def check_format(name: str, stored: Stored, asked: torch.dtype) -> None:
+    """That a tensor has numbers, or FP8 values or whole numbers where those are asked for. Raises `ModelError`."""
+    there = stored.raw.dtype
+    if stored.decode is not None or there == asked:
+        return
+    if asked == E4M3:
         raise ModelError(
             f"{name} is {_word(there)}, but the checkpoint has a scale for it, as for matrices in float8_e4m3fn"
         )
-    if there in _FP8 and asked != there:
-        module = name.removesuffix(".weight")
-        if there == E4M3 and module != name:
-            raise ModelError(f"{name} is in 8 bits ({_word(there)}), and the checkpoint has no {module}.{SCALES[0]}")
+    module = name.removesuffix(".weight")
+    if there == E4M3 and module != name:
+        raise ModelError(f"{name} is in 8 bits ({_word(there)}), and the checkpoint has no {module}.{SCALES[0]}")
+    if there not in _NUMBERS:
         raise ModelError(f"{name} is {_word(there)}, which is not read here")
 
 
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_NUMBERS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e8m0fnu)
+"""the last of them are scales, powers of two"""
 
 
 def _word(dtype: torch.dtype) -> str:

@@ -138,7 +138,7 @@ def _modules(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[dict[str, int], d
     joined: dict[str, Together] = {}
 
     def source(name: str, shape: tuple[int, ...], part: Part, kind: torch.dtype) -> Tensor:
-        checkpoint(name, shape, part)
+        matrices.check_format(name, checkpoint(name, shape, part), kind)
         place = layer.match(name)
         if place is None or kind != ASKED_AS:
             return torch.empty(shape, dtype=kind, device="meta")

@@ -92,7 +92,7 @@ class _Wanted:
 
     def __call__(self, name: str, shape: tuple[int, ...], part: Part, kind: torch.dtype) -> Tensor:
         stored = self._checkpoint(name, shape, part)
-        matrices.check_format(name, stored.raw.dtype, kind)
+        matrices.check_format(name, stored, kind)
         self.tensors.append((name, stored))
         return torch.empty(shape, dtype=kind, device="meta")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,6 +27,7 @@ from weft.engine.memory.model_id import model_id
 from weft.engine.model.directory import read_spec
 from weft.engine.model.implementation import choose_spec
 from weft.engine.model.quantization import read_quantization
+from weft.engine.model.quantize import quantize
 from weft.engine.model.weights import load_weights
 from weft.engine.runner.resolve import resolve
 from weft.kernels import fp8, fp8_matrix
@@ -193,6 +195,35 @@ def test_what_lacks_and_what_is_wrong_is_named(wide: Path, tmp_path: Path) -> No
     spoilt.view(torch.uint8)[3, 4] = 0x7F
     assert f"{name}.weight" in refusal(weight=spoilt)
     assert "float8_e5m2" in refusal(weight=torch.zeros(160, 144).to(torch.float8_e5m2))
+    # an exponent's bits are no scale
+    assert "weight_scale is uint8" in refusal(weight_scale=torch.tensor([127], dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.int64, torch.bool, torch.float8_e5m2])
+def test_numbers_of_other_formats_are_not_taken_for_weights(wide: Path, tmp_path: Path, kind: torch.dtype) -> None:
+    """As of checkpoints that something has quantised whose config does not say so."""
+    tensors = {n: t for file in wide.glob("*.safetensors") for n, t in load_file(file).items()}
+    shutil.copy(wide / "config.json", tmp_path / "config.json")
+    for name in ("model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight", "model.norm.weight"):
+        changed = {**tensors, name: tensors[name].to(kind)}
+        save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})
+        named = f"{name} is {str(kind).removeprefix('torch.')}, which is not read here"
+        with pytest.raises(ModelError, match=re.escape(named)):
+            load_weights(read_spec(tmp_path), tmp_path, **CPU)
+        with pytest.raises(ModelError, match=re.escape(named)):
+            quantize(tmp_path, tmp_path / "new")
+
+
+def test_scales_may_be_powers_of_two_in_a_format_of_their_own(wide: Path, tmp_path: Path) -> None:
+    there, _ = write_fp8(wide, tmp_path, "fp8, block")
+    tensors = load_file(there / "model.safetensors")
+    scales = {n: t.log2().round().exp2() for n, t in tensors.items() if n.endswith("scale_inv")}
+    said = []
+    for kind in (torch.float32, torch.float8_e8m0fnu):
+        made = {**tensors, **{n: t.to(kind) for n, t in scales.items()}}
+        save_file(made, there / "model.safetensors", {"format": "pt"})
+        said.append(scores(there, PROMPT))
+    assert torch.equal(*said)
 
 
 def test_fp8_without_a_config_that_says_so_is_refused(wide: Path, tmp_path: Path) -> None:
