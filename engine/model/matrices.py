@@ -25,7 +25,7 @@ SCALES = ("weight_scale", "weight_scale_inv")
 INPUT_SCALES = ("input_scale", "activation_scale")
 
 
-HARMLESS = (".input_scale", ".activation_scale", ".input_scale_ub", ".q_scale", ".k_scale", ".v_scale", ".kv_scale")
+HARMLESS = (".input_scale", ".activation_scale", ".input_scale_ub", ".q_scale")
 """ends of names that quantised checkpoints carry and that not everyone needs"""
 
 
@@ -189,15 +189,18 @@ def kv_scales(tensors: Tensors, spec: ModelSpec, names: TensorNames) -> Tensor |
     attention = names.o.rpartition(".")[0]
     layers = []
     for i in range(spec.num_layers):
-        prefix = f"{names.layer.format(i)}{attention}"
         planes = []
         for plane, projection in (("k", names.k), ("v", names.v)):
             known = (
-                f"{prefix}.{plane}_scale",
-                f"{names.layer.format(i)}{projection}.{plane}_scale",
-                f"{prefix}.kv_scale",
+                f"{attention}.{plane}_scale",
+                f"{attention}.attn.{plane}_scale",
+                f"{projection}.{plane}_scale",
+                f"{projection}.output_scale",
+                f"{names.qkv or projection}.{plane}_scale",
+                f"{attention}.kv_scale",
             )
-            name = next((name for name in known if tensors.has(name)), None)
+            there = (f"{names.layer.format(i)}{name}" for name in known)
+            name = next((name for name in there if tensors.has(name)), None)
             planes.append(None if name is None else _head_scales(tensors, name, spec))
         layers.append(planes)
     given = [scale for planes in layers for scale in planes if scale is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import fields
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from harness import GREEDY, Harness
 from paged import LAYER, assert_attention, empty_out, iteration
 from safetensors.torch import load_file, save_file
+from tiny import save_tiny
 from tokenizers import Tokenizer
 
 from weft.engine.config import EngineConfig
@@ -22,7 +24,9 @@ from weft.engine.demo.skills import held_out
 from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError, ModelError
 from weft.engine.model.broad.spec import BroadSpec
+from weft.engine.model.directory import read_spec
 from weft.engine.model.implementation import choose_spec
+from weft.engine.model.weights import load_weights
 from weft.engine.runner.resolve import resolve
 from weft.kernels import fp8
 from weft.kernels.attention import AttentionShape
@@ -73,6 +77,8 @@ def with_scales(folder: Path, scales: dict[str, torch.Tensor]) -> Path:
         (("self_attn.k_scale", "self_attn.v_scale"), torch.tensor([0.05])),
         (("self_attn.k_scale", "self_attn.v_scale"), torch.tensor([0.02, 0.11])),
         (("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"), torch.tensor(0.07)),
+        (("self_attn.k_proj.output_scale", "self_attn.v_proj.output_scale"), torch.tensor([0.07])),
+        (("self_attn.attn.k_scale", "self_attn.attn.v_scale"), torch.tensor(0.05)),
     ],
 )
 def test_pages_hold_keys_and_values_over_the_scales_of_the_checkpoint(
@@ -89,6 +95,27 @@ def test_pages_hold_keys_and_values_over_the_scales_of_the_checkpoint(
     want = plain.engine.runner.kv[page, 0]
     assert small.engine.runner.kv.dtype == fp8.E4M3
     assert ((got - want).abs() <= want.abs() / 16 + scale.max() * 2.0**-10).all()
+
+
+def test_scales_beside_a_projection_of_q_k_and_v_are_read(tmp_path: Path) -> None:
+    names = [f"model.layers.{i}.self_attn.qkv_proj.{plane}_scale" for i in range(3) for plane in "kv"]
+    path = save_tiny("phi3", tmp_path)
+    shard = path / "more.safetensors"
+    save_file({name: torch.tensor(0.5 + i) for i, name in enumerate(names)}, shard, {"format": "pt"})
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    index["weight_map"].update(dict.fromkeys(names, shard.name))
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    cpu = torch.device("cpu")
+    scales = load_weights(read_spec(path), path, device=cpu, dtype=torch.float32, max_positions=64).kv_scales
+    assert scales is not None
+    assert scales.tolist() == [[[0.5 + 2 * i] * 2, [1.5 + 2 * i] * 2] for i in range(3)]
+
+
+def test_scales_at_a_place_that_is_not_known_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = with_scales(tmp_path / "m", {"model.layers.2.self_attn.kv_cache.k_scale": torch.tensor(0.5)})
+    Engine(EngineConfig(model=str(path), **FP8))
+    assert "1 tensor(s) of the checkpoint are not used" in (said := capfd.readouterr().err)
+    assert "model.layers.2.self_attn.kv_cache.k_scale" in said
 
 
 def test_scales_that_are_wrong_are_named(tmp_path: Path) -> None:
