@@ -117,7 +117,8 @@ def _experts(e: Experts) -> str:
 
 
 def _quantization(q: Quantization) -> str:
-    by = {"tensor": "tensor", "channel": "output channel", "block": "block of 128 x 128"}[q.weights]
+    words = {"tensor": "tensor", "channel": "output channel", "block": "block of 128 x 128"}
+    by = " or ".join(words[of] for of in q.weights)
     made = "quantised while loading" if q.at_load else f"as {q.method} has them"
     activations = {"none": "in 16 bits"}.get(q.activations, f"FP8, {q.activations}")
     kept = f"; its list of modules in 16 bits has {q.kept}" if q.kept else ""

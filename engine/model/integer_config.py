@@ -36,19 +36,40 @@ def _gptq(config: Config) -> Integers:
     if str(config.get("pack_dtype") or "int32") != "int32":
         raise ModelError(f"GPTQ's pack_dtype {config['pack_dtype']!r} is not read: weft reads int32")
     bits = _bits(config, ("bits",), (2, 4, 8), "GPTQ")
-    return Integers("gptq", bits, _group(config, ("group_size",)), zeros_less_one=form == "gptq")
+    size, act_order = _group(config, ("group_size",)), bool(config.get("desc_act"))
+    return Integers("gptq", bits, size, act_order=act_order, zeros_less_one=form == "gptq")
 
 
 def _compressed_tensors(config: Config) -> Integers | None:
+    _refuse_transforms(config)
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or config.get("format") != "pack-quantized":
         return None
-    if not all(isinstance(group, dict) for group in groups.values()):
-        raise ModelError("config.json: its quantization_config has config_groups that are no objects")
+    check_groups(groups)
     found = {_packed(name, group) for name, group in groups.items()}
     if len(found) > 1:
         raise ModelError("config.json: config_groups of different widths or groups are not supported")
     return next(iter(found), None)
+
+
+def check_groups(groups: Config) -> None:
+    """Raises `ModelError` where config_groups are not made of objects."""
+    for name, group in groups.items():
+        if not isinstance(group, dict):
+            raise ModelError(f"config.json: {name} of its config_groups is no object")
+        for what in ("weights", "input_activations"):
+            if not isinstance(group.get(what) or {}, dict):
+                raise ModelError(f"config.json: {what} of {name} are no object")
+
+
+def _refuse_transforms(config: Config) -> None:
+    """Those that turn activations: of those of weights the files have the results."""
+    groups = (config.get("transform_config") or {}).get("config_groups") or {}
+    turned = {str(of.get("location")) for group in groups.values() for of in group.get("apply") or ()}
+    if turned := turned - {"weight_input", "weight_output"}:
+        raise ModelError(
+            f"config.json: its transform_config turns activations ({', '.join(sorted(turned))}), which is not supported"
+        )
 
 
 def _packed(name: str, group: Config) -> Integers:
@@ -63,7 +84,8 @@ def _packed(name: str, group: Config) -> Integers:
         )
     bits = _bits(weights, ("num_bits",), (4, 8), "compressed-tensors")
     size = _group(weights, ("group_size",)) if strategy == "group" else 0
-    return Integers("compressed-tensors", bits, size, symmetric=bool(weights.get("symmetric", True)))
+    symmetric, order = bool(weights.get("symmetric", True)), weights.get("actorder")
+    return Integers("compressed-tensors", bits, size, symmetric, act_order=order in (True, "group", "dynamic"))
 
 
 def _bits(config: Config, keys: tuple[str, ...], read: tuple[int, ...], of: str) -> int:

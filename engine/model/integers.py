@@ -102,8 +102,10 @@ class IntegerCheckpoint(Checkpoint):
             slice(own.start or 0, size if own.stop is None else own.stop)
             for own, size in zip(part.of_whole(shape) if part.of > 1 else (slice(None),) * 2, whole, strict=True)
         )
-        groups = None
-        if self._ends.groups and super().__contains__(module + self._ends.groups):
+        groups, known = None, bool(self._ends.groups) and super().__contains__(module + self._ends.groups)
+        if form.act_order and form.group and not known:
+            raise ModelError(f"the checkpoint has no tensor {module}{self._ends.groups}, which its act-order needs")
+        if known:
             groups = super().__call__(module + self._ends.groups, (inner,)).raw
             if not bool(((groups >= 0) & (groups < -(-inner // group))).all()):
                 raise ModelError(

@@ -105,8 +105,8 @@ class Quantization:
     """what becomes of a product's input: see `kernels.fp8_matrix.Activations`"""
     at_load: bool = False
     """matrices that the checkpoint has in 16 bits become FP8, a scale for each output channel"""
-    weights: str = "channel"
-    """what has a scale of its own, in a word: tensor, channel or block"""
+    weights: tuple[str, ...] = ("channel",)
+    """what has a scale of its own, in a word: tensor, channel or block; several, where modules differ"""
     kept: int = 0
     """modules that the config leaves in 16 bits"""
 
@@ -122,5 +122,7 @@ class Integers:
     """columns that share a scale; 0: all"""
     symmetric: bool = False
     """no zeros are written: it is the middle of the codes"""
+    act_order: bool = False
+    """groups are not in the order of columns: which one a column has is written"""
     zeros_less_one: bool = False
     """as GPTQ writes them, but for its second version"""

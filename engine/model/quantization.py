@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from weft.engine.errors import ModelError
+from weft.engine.model.integer_config import check_groups
 from weft.engine.model.parts import Quantization
 
 Config = dict[str, Any]
@@ -33,13 +34,14 @@ def of_modelopt_file(file: Config) -> Config:
 
 def _compressed_tensors(config: Config) -> Quantization:
     groups = config.get("config_groups") or {}
-    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()) or not groups:
+    if not isinstance(groups, dict) or not groups:
         raise ModelError("config.json: its quantization_config has no config_groups, or none that are objects")
-    kinds = {_group(name, group) for name, group in groups.items()}
-    if len(kinds) > 1:
+    check_groups(groups)
+    kinds = sorted({_group(name, group) for name, group in groups.items()})
+    if len({activations for _, activations in kinds}) > 1:
         raise ModelError("config.json: config_groups that quantize activations in different ways are not supported")
-    ((weights, activations),) = kinds
-    return Quantization("compressed-tensors", activations, weights=weights, kept=len(config.get("ignore") or ()))
+    weights, kept = tuple(weights for weights, _ in kinds), len(config.get("ignore") or ())
+    return Quantization("compressed-tensors", kinds[0][1], weights=weights, kept=kept)
 
 
 def _group(name: str, group: Config) -> tuple[str, Any]:
@@ -69,13 +71,14 @@ def _modelopt(config: Config) -> Quantization:
     if algorithm not in FP8_ALGORITHMS:
         raise ModelError(f"ModelOpt's {algorithm} is not supported: weft reads {' and '.join(FP8_ALGORITHMS)}")
     activations: Any = FP8_ALGORITHMS[algorithm]
+    weights = ("tensor",) if algorithm == "FP8" else ("channel",)
     kept = config.get("ignore") or config.get("exclude_modules") or ()
-    return Quantization("modelopt", activations, weights="tensor" if algorithm == "FP8" else "channel", kept=len(kept))
+    return Quantization("modelopt", activations, weights=weights, kept=len(kept))
 
 
 def _fbgemm(config: Config) -> Quantization:
     return Quantization(
-        "fbgemm_fp8", "dynamic", weights="channel", kept=len(config.get("modules_to_not_convert") or ())
+        "fbgemm_fp8", "dynamic", weights=("channel",), kept=len(config.get("modules_to_not_convert") or ())
     )
 
 
@@ -88,7 +91,7 @@ def _fp8(config: Config) -> Quantization:
         raise ModelError(f"config.json: activation_scheme {scheme!r} is neither dynamic nor static")
     if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise ModelError(f"config.json: fmt {config['fmt']!r} is not supported: weft reads e4m3")
-    weights = "tensor" if block is None else "block"
+    weights = ("tensor",) if block is None else ("block",)
     kept = len(config.get("modules_to_not_convert") or config.get("ignored_layers") or ())
     return Quantization("fp8", scheme, weights=weights, kept=kept)
 

@@ -24,6 +24,7 @@ from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError, ModelError
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.memory.model_id import model_id
+from weft.engine.model.description import describe
 from weft.engine.model.directory import read_spec
 from weft.engine.model.implementation import choose_spec
 from weft.engine.model.quantization import read_quantization
@@ -111,6 +112,28 @@ def test_static_activations_are_rounded_with_the_scale_of_the_checkpoint(wide: P
     # a value at a tie may fall to the other side
     assert (got - want).abs().median() < 0.02
     assert (got - want).abs().max() < 0.5 * (want - reference(meant, PROMPT)).abs().max() + 0.1
+
+
+@pytest.mark.usefixtures("unrounded")
+def test_groups_may_have_scales_of_other_kinds(wide: Path, tmp_path: Path) -> None:
+    """The files decide: config_groups say of some modules that channels have scales, of the others that tensors do."""
+    of_channels, of_tensors = (f"compressed-tensors, {kind}" for kind in ("channel, dynamic", "tensor, static"))
+    there, meant = write_fp8(wide, tmp_path / "a", of_channels, keep="mlp")
+    others, others_meant = write_fp8(wide, tmp_path / "b", of_tensors, keep="self_attn")
+    for path, other in ((there, others), (meant, others_meant)):
+        mlp = {n: t for n, t in load_file(other / "model.safetensors").items() if ".mlp." in n}
+        rest = {n: t for n, t in load_file(path / "model.safetensors").items() if ".mlp." not in n}
+        save_file({**rest, **mlp}, path / "model.safetensors", {"format": "pt"})
+    raw = json.loads((there / "config.json").read_text())
+    group = raw["quantization_config"]["config_groups"]["group_0"]
+    more = {**group, "weights": {**group["weights"], "strategy": "tensor"}, "targets": ["re:.*mlp.*"]}
+    raw["quantization_config"]["config_groups"]["group_1"] = more
+    raw["quantization_config"]["transform_config"] = {
+        "config_groups": {"u": {"apply": [{"location": "weight_output"}]}}
+    }
+    (there / "config.json").write_text(json.dumps(raw))
+    assert "a scale for each output channel or tensor" in dict(describe(read_spec(there)))["weights in FP8"]
+    torch.testing.assert_close(scores(there, PROMPT), reference(meant, PROMPT), atol=2e-4, rtol=1e-4)
 
 
 def test_dynamic_activations_lose_little(wide: Path, tmp_path: Path) -> None:
@@ -248,8 +271,16 @@ def test_modelopt_may_say_it_in_a_file_of_its_own(wide: Path, tmp_path: Path) ->
     [
         ([1], "is no object"),
         ("fp8", "is no object"),
-        ({"quant_method": "compressed-tensors", "config_groups": {"g": [1]}}, "none that are objects"),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": [1]}}, "no objects"),
+        ({"quant_method": "compressed-tensors", "config_groups": [1]}, "none that are objects"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": [1]}},
+         "g of its config_groups is no object"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": [1]}}, "g of its config_groups is no object"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": "fp8"}}},
+         "weights of g are no object"),
+        ({**FORMATS["compressed-tensors, block"][2], "transform_config": {"config_groups": {"R4": {
+            "type": "hadamard", "apply": [{"targets": ["re:.*down_proj$"], "location": "input"},
+                                          {"targets": ["re:.*down_proj$"], "location": "weight_input"}]}}}},
+         r"turns activations \(input\)"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"\[64, 64\]"),

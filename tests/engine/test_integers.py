@@ -106,6 +106,7 @@ def test_what_lacks_and_what_is_wrong_is_named(model: Path, tmp_path: Path) -> N
     assert f"{name}.g_idx names groups that are not there" in refusal(g_idx=torch.full((152,), 5, dtype=torch.int32))
     assert f"{name}.weight" in refusal(scales=torch.full((5, 96), float("nan")))
     assert f"{name}.qweight is float32" in refusal(qweight=torch.zeros(19, 96))
+    assert f"no tensor {name}.g_idx, which its act-order needs" in refusal(g_idx=None)
 
 
 @pytest.mark.parametrize(
