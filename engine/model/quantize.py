@@ -274,7 +274,7 @@ class _Run:
                     tensors[name] = tensor
             self._tell(1)
         beside = self._folder / f"{new}.tmp"
-        save_file({name: t.contiguous() for name, t in tensors.items()}, beside, {"format": "pt"})
+        save_file(_apart(tensors), beside, {"format": "pt"})
         beside.chmod(0o644)  # readable as any other file
         os.replace(beside, self._folder / new)
         self.errors += errors
@@ -288,6 +288,18 @@ class _Run:
         self._at += tensors
         if self._progress is not None:
             self._progress("quantising", self._at, sum(len(names) for names in self._checkpoint.shards().values()))
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Each contiguous in memory of its own: PyTorch's files have tied matrices once, under both names."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in tensors.items():
+        own = tensor.contiguous()
+        memory = own.untyped_storage().data_ptr()
+        found[name] = own.clone() if memory in seen else own
+        seen.add(memory)
+    return found
 
 
 def _quantized(name: str, tensor: Tensor, layer: int) -> tuple[Tensor, Tensor, MatrixError]:

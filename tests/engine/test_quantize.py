@@ -13,7 +13,7 @@ import pytest
 import torch
 from harness import Harness
 from safetensors.torch import load_file
-from tiny import save_tiny
+from tiny import make_tiny, save_tiny
 
 from weft.engine.demo import MODEL_PATH
 from weft.engine.errors import ConfigError, ModelError, WeftError
@@ -86,6 +86,19 @@ def test_the_error_that_is_told_is_that_of_the_numbers(sharded: Path, tmp_path: 
         assert error.error == pytest.approx(float((now - was).norm() / was.norm()), rel=1e-4)
     assert not any(error.layer == 1 and "mlp" in error.name for error in made.errors)
     assert "model.layers.1.mlp.down_proj" in made.kept
+
+
+def test_matrices_that_share_memory_in_a_pytorch_file_are_written_each(tmp_path: Path) -> None:
+    model = make_tiny("llama3.1")
+    model.save_pretrained(tmp_path)
+    for file in tmp_path.glob("*.safetensors*"):
+        file.unlink()
+    state = model.state_dict()
+    assert state["lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    made = quantize(tmp_path, tmp_path / "new")
+    assert scores(made.path) == scores(tmp_path, quantization="fp8")
+    assert set(tensors_of(made.path)) >= set(state)
 
 
 class Stopped(Exception):
