@@ -31,6 +31,8 @@ def model_id(config: EngineConfig, layout: KvLayout, spec: ModelSpec, dtype: tor
     digest.update(str(dtype).encode())
     for inv_freq, scale in spec.rotary(max_positions):
         digest.update(inv_freq.numpy().tobytes() + str(scale).encode())
+    if not spec.native:  # whose code has ropes of its own
+        digest.update(str(max_positions).encode())
     try:
         digest.update((path / "config.json").read_bytes())
         if (path / MODELOPT).is_file():

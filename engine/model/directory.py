@@ -33,6 +33,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def read_config(path: Path) -> dict[str, Any]:
+    """The `config.json` of the directory at `path`, with what ModelOpt's own file says of how it is quantised.
+
+    Raises `ModelError`, one line.
+    """
+    config = read_json(path / "config.json")
+    if not config.get("quantization_config") and (path / MODELOPT).is_file():
+        config["quantization_config"] = of_modelopt_file(read_json(path / MODELOPT))
+    return config
+
+
 def eos_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
     """The end tokens of the directory at `path`, whose `config.json` is `config`."""
     # generation_config.json wins: Llama 3 lists its end-of-turn token only there.
@@ -50,9 +61,7 @@ def read_spec(path: Path) -> ModelSpec:
 
     Raises `ModelError`, one line, for a missing or malformed file, an unsupported architecture or option.
     """
-    config = read_json(path / "config.json")
-    if not config.get("quantization_config") and (path / MODELOPT).is_file():
-        config["quantization_config"] = of_modelopt_file(read_json(path / MODELOPT))
+    config = read_config(path)
     family = family_of((config.get("architectures") or ["(none)"])[0])
     try:
         return family.spec(config, eos_ids(path, config))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from weft.engine.config import EngineConfig, ModelImpl
 from weft.engine.errors import ModelError, UnknownArchitecture
-from weft.engine.model.directory import eos_ids, read_json, read_spec
+from weft.engine.model.directory import eos_ids, read_config, read_spec
 from weft.engine.model.gguf.file import INDEX
 from weft.engine.model.known import architecture, refuse_undecodable
 from weft.engine.model.parts import Quantization
@@ -24,7 +24,7 @@ def choose_spec(config: EngineConfig) -> tuple[ModelSpec, str]:
             if config.model_impl == "native":
                 raise
     _refuse_gguf(path)
-    raw = read_json(path / "config.json")
+    raw = read_config(path)
     name = architecture(raw)
     if config.quantization is not None:
         raise ModelError(
@@ -67,7 +67,7 @@ def check_known(path: Path, impl: ModelImpl = "auto", *, trusted: bool = False) 
         if impl == "native":
             raise
     _refuse_gguf(path)
-    refuse_undecodable(read_json(path / "config.json"), trusted=trusted)
+    refuse_undecodable(read_config(path), trusted=trusted)
 
 
 def _refuse_gguf(path: Path) -> None:

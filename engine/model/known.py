@@ -39,6 +39,7 @@ def refuse_undecodable(raw: dict[str, Any], *, trusted: bool) -> None:
     known = decoders().get(kind or "")
     if "AutoModelForCausalLM" in raw.get("auto_map", {}):
         if trusted:
+            _refuse_quantized(name, raw)
             return
         if known is None:
             raise ModelError(
@@ -54,7 +55,12 @@ def refuse_undecodable(raw: dict[str, Any], *, trusted: bool) -> None:
         raise UnknownArchitecture(
             f"architecture {name} is not supported: transformers {version} has no decoder of model_type {kind} either"
         )
-    if method := (raw.get("quantization_config") or {}).get("quant_method"):
+    _refuse_quantized(name, raw)
+
+
+def _refuse_quantized(name: str, raw: dict[str, Any]) -> None:
+    if said := raw.get("quantization_config") or (raw.get("text_config") or {}).get("quantization_config"):
+        method = (said.get("quant_method") if isinstance(said, dict) else None) or "no quant_method"
         raise ModelError(f"{name} is quantized ({method}): transformers' code serves bf16, fp16 and fp32 ones here")
 
 

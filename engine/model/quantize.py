@@ -24,7 +24,7 @@ from weft.engine.errors import ConfigError, ModelError, UnknownArchitecture
 from weft.engine.model import matrices
 from weft.engine.model.apart import Together, together
 from weft.engine.model.checkpoint import Checkpoint, Part, Tensors
-from weft.engine.model.directory import MODELOPT, read_json, read_spec
+from weft.engine.model.directory import read_config, read_spec
 from weft.engine.model.families import family_of
 from weft.engine.model.gguf.file import INDEX as GGUF_INDEX
 from weft.engine.model.hub import FOLDERS
@@ -116,8 +116,8 @@ def quantize(source: Path, target: Path, keep: tuple[str, ...] = (), progress: P
 def _config(source: Path) -> dict[str, Any]:
     if (source / GGUF_INDEX).is_file():
         raise ModelError(f"{source.name} is a GGUF file: give a checkpoint of safetensors files in 16 or 32 bits")
-    config = read_json(source / "config.json")
-    if config.get("quantization_config") or (source / MODELOPT).is_file():
+    config = read_config(source)
+    if config.get("quantization_config"):
         raise ModelError(f"{source} is quantized already: give a checkpoint in 16 or 32 bits")
     return config
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,27 @@ def test_weights_that_are_no_numbers_are_named(tiny_model: Made, tmp_path: Path)
         Engine(EngineConfig(model=str(path), **OPTIONS))
 
 
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.int8])
+def test_weights_that_are_quantised_without_a_word_are_named(
+    tiny_model: Made, tmp_path: Path, kind: torch.dtype
+) -> None:
+    path = _changed(tiny_model("yi"), tmp_path)
+    name = "model.layers.1.mlp.down_proj.weight"
+    file = next(f for f in sorted(path.glob("*.safetensors")) if name in load_file(f))
+    tensors = load_file(file)
+    save_file({**tensors, name: tensors[name].to(kind)}, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=rf"{re.escape(name)} is {str(kind)[6:]}, but config.json has no quantization"):
+        Engine(EngineConfig(model=str(path), **OPTIONS))
+
+
+def test_modelopt_s_own_file_is_heeded(tiny_model: Made, tmp_path: Path) -> None:
+    path = _changed(tiny_model("yi"), tmp_path, architectures=["OlmoForCausalLM"], model_type="olmo")
+    (path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    for refuse in (lambda: choose_spec(EngineConfig(model=str(path))), lambda: check_known(path)):
+        with pytest.raises(ModelError, match=r"quantized \(modelopt\)"):
+            refuse()
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -160,6 +182,8 @@ def test_weights_that_are_no_numbers_are_named(tiny_model: Made, tmp_path: Path)
         ),
         ({"architectures": ["OlmoForCausalLM"], "model_type": "olmo", "quantization_config": {"quant_method": "awq"}},
          r"quantized \(awq\)"),
+        ({"architectures": ["OlmoForCausalLM"], "model_type": "olmo", "quantization_config": {"bits": 4}},
+         r"quantized \(no quant_method\)"),
         ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "recurrent"),
         ({"architectures": ["BloomForCausalLM"], "model_type": "bloom"}, "never calls the attention interface"),
         ({"architectures": ["GPTJForCausalLM"], "model_type": "gptj"}, "no attention interface"),

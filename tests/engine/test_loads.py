@@ -19,7 +19,7 @@ from weft.engine.memory.model_id import model_id
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixEntry, PrefixIndex
 from weft.engine.memory.tiers import Tiers
-from weft.engine.model.directory import read_spec
+from weft.engine.model.implementation import choose_spec
 from weft.engine.runner.resolve import resolve
 from weft.engine.scheduling.fences import Fences
 from weft.engine.scheduling.prefix_reuse import Prefixes
@@ -130,7 +130,7 @@ def test_small_iterations_only_raise_the_speed_of_prefill() -> None:
 def test_a_model_is_known_by_its_content(tmp_path: Path) -> None:
     def identity(path: Path, **options: object) -> str:
         config = EngineConfig(model=str(path), num_pages=8, **options)  # type: ignore[arg-type]
-        spec = read_spec(path)
+        spec, _ = choose_spec(config)
         resolved = resolve(config, spec)
         return model_id(config, resolved.kv, spec, resolved.compute_dtype, resolved.max_model_len)
 
@@ -142,7 +142,9 @@ def test_a_model_is_known_by_its_content(tmp_path: Path) -> None:
     # pages of both are alike, what is in them is not
     small = {"kv_cache_dtype": "fp8"}
     assert identity(a, dtype="bfloat16", **small) != identity(a, dtype="float32", **small)
-    assert identity(a, max_model_len=128) == first
+    assert identity(a, max_model_len=60) == first
+    other = {"model_impl": "transformers"}  # whose code may turn by it
+    assert identity(a, max_model_len=60, **other) != identity(a, **other)
     made_up = identity(a, load_format="dummy")
     assert made_up != first
     assert identity(a, load_format="dummy", seed=1) != made_up

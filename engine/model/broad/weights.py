@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from weft.engine.model.broad.hook import NAME
 from weft.engine.model.broad.module import BroadModule, pin_rope
 from weft.engine.model.broad.reading import build, one_line, quiet
 from weft.engine.model.broad.spec import BroadSpec
+from weft.engine.model.checkpoint import Checkpoint
 from weft.engine.model.finite import FiniteCheck
 from weft.engine.model.weights import HARMLESS, warn_of_surplus
 
@@ -49,6 +51,7 @@ def load_broad(
 
 
 def _read(path: Path, dtype: torch.dtype, trusted: bool) -> nn.Module:
+    _refuse_quantised(path)
     try:
         module, told = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=NAME, trust_remote_code=trusted, output_loading_info=True
@@ -63,6 +66,19 @@ def _read(path: Path, dtype: torch.dtype, trusted: bool) -> nn.Module:
     warn_of_surplus(sorted(name for name in told["unexpected_keys"] if not name.endswith(HARMLESS)))
     _copy(module)
     return module
+
+
+def _refuse_quantised(path: Path) -> None:
+    """Its loader would take what is quantised for numbers, where the configuration does not tell."""
+    with ExitStack() as stack:
+        checkpoint = Checkpoint(path, stack)
+        for file, names in checkpoint.shards().items():
+            for name in names:
+                kind = checkpoint.whole(name, file).dtype
+                # masks may be whole numbers
+                if kind.itemsize == 1 if kind.is_floating_point else name.endswith("weight"):
+                    word = str(kind).removeprefix("torch.")
+                    raise ModelError(f"{name} is {word}, but config.json has no quantization_config")
 
 
 def _some(names: list[str]) -> str:
