@@ -195,6 +195,7 @@ class StoreFile:
             return found
         if found is None or found[0] != wanted:
             # Foreign: another model, layout, version or size. Its extents are used anew.
+            self._check_room(wanted.file_bytes)
             if os.fstat(self.fd).st_size:
                 self.begun_anew = "another version of weft made it" if found is None else _difference(found[0], wanted)
             os.ftruncate(self.fd, 0)
@@ -204,6 +205,12 @@ class StoreFile:
         elif os.fstat(self.fd).st_size < wanted.file_bytes:
             os.posix_fallocate(self.fd, 0, wanted.file_bytes)
         return found
+
+    def _check_room(self, size: int) -> None:
+        """Raises `OSError` before anything that was there is lost."""
+        there = os.fstatvfs(self.fd)
+        if size > there.f_bfree * there.f_frsize + os.fstat(self.fd).st_blocks * 512:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _open_direct(self) -> int:
         """A descriptor with O_DIRECT when a probe can read through it, else the ordinary one."""

@@ -211,6 +211,17 @@ def test_a_disk_without_room_is_said_at_once() -> None:
         StoreFile(Path(path), Geometry(TOKENS, 1 << 20, 1 << 30, b"o" * 16))
 
 
+def test_a_larger_store_that_has_no_room_leaves_the_one_that_is_there() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
+        records = filled(Path(path))
+        with pytest.raises(StoreUnavailable, match="ENOSPC"):
+            StoreFile(Path(path), replace(GEOMETRY, num_extents=1 << 40))
+        opened = Open(Path(path))
+        assert keys(opened.found) == [r.key for r in records]
+        assert opened.read(3)[0] is Outcome.DONE
+        opened.close()
+
+
 def test_a_read_only_directory_is_said_at_once() -> None:
     path = Path(tempfile.mkdtemp())
     path.chmod(0o555)
