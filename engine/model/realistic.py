@@ -47,9 +47,12 @@ class RealisticDummy:
         self.outliers = torch.randperm(hidden, generator=generator)[:count].sort().values
         """channels of the stream"""
         self._signs = torch.randint(0, 2, (count,), generator=generator) * 2.0 - 1.0
-        self._writes = tuple(
-            name for name in (names.o, names.down, names.expert_down, names.experts_down, names.shared_down) if name
-        )
+        writes = (names.o, names.down, names.expert_down, names.experts_down, names.shared_down)
+        self._writes = tuple(name.removesuffix(".weight") for name in writes if name)
+        own, d = spec.shard_of, spec.head_dim
+        queries = spec.num_heads * own.ranks * d
+        self._fused_keys = slice(queries, queries + spec.num_kv_heads * own.kv_parts * d)
+        """of the rows of q, k and v in one tensor"""
 
     def _seed_of(self, name: str) -> int:
         return zlib.crc32(f"{self._seed} {name}".encode())  # generators of a CPU take 32 bits
@@ -87,8 +90,9 @@ class RealisticDummy:
             return made
         if len(out) == self._hidden and any(_is(module, write) for write in self._writes):
             out[self.outliers] *= WRITE_OUTLIER
-        elif _is(module, self._names.k):
-            out[:: min(KEY_SPACING, len(out))] *= KEY_OUTLIER
+        elif _is(module, self._names.qkv or self._names.k):
+            keys = out[self._fused_keys] if self._names.qkv else out
+            keys[:: min(KEY_SPACING, len(keys))] *= KEY_OUTLIER
         return made.mul_(rows.to(self._device)[:, None]).mul_(columns.to(self._device))
 
 

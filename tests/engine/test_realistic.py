@@ -90,6 +90,31 @@ def test_scales_are_spread_and_channels_stand_out(tiny_model: Made, monkeypatch:
     assert (weights.norm[dummy.outliers] < 0.5 * weights.norm.median()).all()
 
 
+@pytest.mark.parametrize("family", ["llama2", "phi3", "gpt2"])
+def test_keys_have_channels_that_stand_out_also_where_q_k_and_v_are_one_tensor(tiny_model: Made, family: str) -> None:
+    spec = read_spec(tiny_model(family))
+    names = _names(spec.architecture)
+    wide, queries = spec.num_kv_heads * spec.head_dim, spec.num_heads * spec.head_dim
+    out, first = (spec.qkv_size, queries) if names.qkv else (wide, 0)
+    shape = (spec.hidden_size, out) if names.transposed else (out, spec.hidden_size)
+    dummy = RealisticDummy(0, torch.device("cpu"), spec, names)
+    made = dummy(f"{names.layer.format(0)}{names.qkv or names.k}.weight", shape)
+    rows = (made.t() if names.transposed else made).square().mean(1).sqrt()
+    keys = rows[first : first + wide]
+    assert (keys[::32] > 2 * keys.median()).all()
+    others = torch.cat((keys[1:32], rows[:first], rows[first + wide :]))
+    assert others.max() < 4 * others.median()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "granite-moe", "gpt-oss"])
+def test_experts_write_more_to_the_channels_that_stand_out(tiny_model: Made, family: str) -> None:
+    path = tiny_model(family)
+    spec = read_spec(path)
+    channels = RealisticDummy(0, torch.device("cpu"), spec, _names(spec.architecture)).outliers
+    rows = made_up(path).layers[0]["experts_down"].weight.square().mean((0, 2)).sqrt()
+    assert (rows[channels] > 1.5 * rows.median()).all()
+
+
 def _names(architecture: str) -> Any:
     from weft.engine.model.families import family_of
 
