@@ -39,8 +39,6 @@ def advise(
 ) -> Advice:
     """outputs `[k]`: output tokens of requests; without, all are as long as the mean. Raises `ConfigError`."""
     check_measures(objectives)
-    if not 0 <= epsilon < 1:
-        raise ConfigError(f"--epsilon {epsilon:g} must be at least 0 and less than 1")
     solution = solve(curve, held(objectives), epsilon, aim)
     if solution.best is None:
         return Advice(curve, tuple(objectives), epsilon, aim, solution, None, 0.0, None, _notes(curve))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import gc
 import math
-from collections.abc import Callable
+import os
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,14 +24,14 @@ from weft.autosearch.advisor.rate import predicted_rate
 from weft.autosearch.advisor.rate_search import MORE, RateSearch
 from weft.autosearch.advisor.replicas import advise_replicas
 from weft.autosearch.advisor.side_by_side import SideBySide
-from weft.autosearch.advisor.solve import held, solve
+from weft.autosearch.advisor.solve import check_joules, held, solve
 from weft.autosearch.advisor.sweep import Sweep
 from weft.autosearch.advisor.terminal import show
 from weft.autosearch.bar import SearchBar
 from weft.autosearch.budget import Budget
 from weft.engine.bench.options import Lengths, read_lengths
 from weft.engine.config import EngineConfig
-from weft.engine.errors import ConfigError
+from weft.engine.errors import ConfigError, WeftError
 
 if TYPE_CHECKING:
     from weft.autosearch.advisor.engine_bench import EngineBench
@@ -60,21 +62,28 @@ def run(config: EngineConfig, arguments: argparse.Namespace) -> int:
     if (arguments.html or arguments.png) and find_spec("matplotlib") is None:
         raise ConfigError(f"--html and --png need matplotlib: {install_hint('loadgen')}")
     for file in (arguments.out, arguments.html, arguments.png, arguments.points):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ConfigError(f"cannot write {file}: there is no folder {file.parent}")
+        if file is not None:
+            _check_writable(file)
     if config.adapts:
         raise ConfigError("--max-num-seqs is the largest bound that is tried here: a number, not auto")
-    if arguments.budget_seconds <= 0 or arguments.point_seconds <= 0:
+    if not (arguments.budget_seconds > 0 and 0 < arguments.point_seconds < math.inf):
         raise ConfigError("--budget-seconds and --point-seconds must be more than 0")
-    if arguments.rate_seconds < 0:
+    if not 0 <= arguments.rate_seconds < math.inf:
         raise ConfigError("--rate-seconds must be 0 or more")
+    if not 0 <= arguments.epsilon < 1:
+        raise ConfigError(f"--epsilon {arguments.epsilon:g} must be at least 0 and less than 1")
+    if arguments.measure_replicas < 1:
+        raise ConfigError("--measure-replicas must be 1 or more")
     if arguments.measure_replicas > 1 and config.tensor_parallel_size > 1:
         raise ConfigError("--measure-replicas needs --tensor-parallel-size 1: ranks have no weights in common")
     check_measures(config.objectives)
     if arguments.curves is not None:
         curve = curves.load(arguments.curves)
         outputs, given = None, dict(curve.options)
-        model = {} if curve.model == "demo" or "model_preset" in given else {"model": curve.model}
+        if "model" in config.model_fields_set:  # the file has its name alone, not where it lies
+            model = {"model": config.model}
+        else:
+            model = {} if curve.model == "demo" or "model_preset" in given else {"model": curve.model}
     else:
         lengths = lengths_of(arguments.workload, arguments.lengths, config.seed)
         curve = measured(config, lengths, arguments)
@@ -82,6 +91,17 @@ def run(config: EngineConfig, arguments: argparse.Namespace) -> int:
         model = {} if config.model_preset is not None else {"model": config.model}
     advice = advise(curve, config.objectives, arguments.epsilon, arguments.objective, outputs)
     return report(advice, {**model, **given}, arguments)
+
+
+def _check_writable(file: Path) -> None:
+    """Before minutes of measuring. Raises `ConfigError`."""
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"cannot write {file}: there is no folder {file.parent}")
+    if file.is_dir():
+        raise ConfigError(f"cannot write {file}: it is a folder")
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        raise ConfigError(f"cannot write {file}: {os.strerror(errno.EACCES)}")
 
 
 def report(advice: Advice, given: dict[str, Any], arguments: argparse.Namespace) -> int:
@@ -121,6 +141,8 @@ def measured(config: EngineConfig, lengths: Lengths, arguments: argparse.Namespa
             model=config.model_name, workload=workload, prompt=prompt, output=output, options=options_given(config),
             machine=bench.machine(),
         )  # fmt: skip
+        if arguments.objective == "energy":
+            check_joules(curve)
         if file is not None and file.exists():
             curve = continued(curve, file)
         budget = Budget(arguments.budget_seconds, bar, lambda: bar.ended)
@@ -132,6 +154,8 @@ def measured(config: EngineConfig, lengths: Lengths, arguments: argparse.Namespa
         )  # fmt: skip
         try:
             curve = sweep.run()
+            if bar.ended and not curve.points:
+                raise WeftError("ended before one bound was measured")
             if arguments.rate_seconds and not bar.ended:
                 outputs = np.array([d for _, d in lengths], np.float64)
                 curve = with_rates(curve, bench, config, outputs, arguments, budget.rest())
@@ -140,7 +164,10 @@ def measured(config: EngineConfig, lengths: Lengths, arguments: argparse.Namespa
             engine.close()
         if arguments.measure_replicas > 1 and not bar.ended:
             del bench, engine, sweep.bench  # the device's memory is for the others
-            curve = with_replicas(curve, config, lengths, arguments, bar)
+            try:
+                curve = with_replicas(curve, config, lengths, arguments, bar)
+            except WeftError as error:  # the advice for one stands
+                print(f"weft advise: no engines side by side: {error}", file=sys.stderr, flush=True)
             if file is not None:
                 curves.save(curve, file)
         return curve
@@ -173,9 +200,9 @@ def with_rates(
 
 
 def with_replicas(
-    curve: Curve, config: EngineConfig, lengths: Lengths, arguments: argparse.Namespace, tell: Callable[[str], None]
+    curve: Curve, config: EngineConfig, lengths: Lengths, arguments: argparse.Namespace, bar: SearchBar
 ) -> Curve:
-    """2, 4 … engines at the bound that was found, as many as fit, up to --measure-replicas."""
+    """2, 4 … engines at the bound that was found, as many as fit, up to --measure-replicas. Raises `WeftError`."""
     import torch
 
     gc.collect()
@@ -191,7 +218,7 @@ def with_replicas(
     if set(wanted) <= known:
         return curve
     measured = list(curve.replicas)
-    with SideBySide(config, max(wanted), bound, pages, lengths, seconds, tell) as engines:
+    with SideBySide(config, max(wanted), bound, pages, lengths, seconds, bar, lambda: bar.ended) as engines:
         for number in [*wanted, 1]:  # one alone before and after: the machine may have changed meanwhile
             measured.append(engines.measure(number, bound))
     return msgspec.structs.replace(curve, replicas=tuple(measured))

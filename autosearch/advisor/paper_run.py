@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,7 @@ from weft.autosearch.advisor.curve import Curve
 from weft.autosearch.advisor.engine_bench import EngineBench, means
 from weft.autosearch.advisor.paper_table import EPSILON, objectives
 from weft.autosearch.advisor.replicas import advise_replicas
-from weft.autosearch.advisor.side_by_side import SideBySide
+from weft.autosearch.advisor.side_by_side import Ended, SideBySide
 from weft.autosearch.advisor.solve import solve
 from weft.autosearch.advisor.sweep import Sweep
 from weft.autosearch.bar import SearchBar
@@ -101,11 +102,14 @@ def _replicas(
     largest = max(bound for bound, _ in wanted)
     number = min(arguments.replicas, asked[largest].fit)
     pages = asked[largest].needed_pages + 1
-    with SideBySide(config, number, largest, pages, lengths, arguments.point_seconds, bar) as engines:
+    with (
+        suppress(Ended),
+        SideBySide(config, number, largest, pages, lengths, arguments.point_seconds, bar, lambda: bar.ended) as engines,
+    ):
         took = 0.0
         for bound, several in wanted:
             begun = time.monotonic()
-            if several > number or bar.ended or begun + took > end:
+            if several > number or begun + took > end:
                 continue
             point = engines.measure(several, bound)
             took = time.monotonic() - begun
@@ -122,12 +126,14 @@ def _figure_9(bench: EngineBench, file: Path, bar: SearchBar) -> None:
     pairs = [(n, short) for n in LENGTHS] + [(short, n) for n in LENGTHS[1:]]
     told: list[dict[str, float | int | None]] = []
     for prompt, output in pairs:
-        if prompt + output > longest or bar.ended:
+        if prompt + output > longest:
             continue
         bar(f"{prompt} tokens in, {output} out")
         bench.drop()
         bench.lengths = [(prompt, output)]
         point = bench.measure(min(FIGURE_9_BOUND, bench.capacity))
+        if bar.ended:
+            return  # it was cut short
         told.append(
             {
                 "prompt": prompt, "output": output, "dram": point.dram_share, "warps": point.warps_share,

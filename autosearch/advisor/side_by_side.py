@@ -7,6 +7,7 @@ import os
 import select
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import IO, Any, Self
@@ -18,6 +19,7 @@ from weft.autosearch.advisor.curve import QUANTILES, Point, ReplicaPoint, Times
 from weft.engine.bench.options import Lengths
 from weft.engine.config import EngineConfig
 from weft.engine.errors import WeftError
+from weft.engine.wire.child import settle
 from weft.engine.wire.shelf import Shelf
 
 PATIENCE_SECONDS = 90.0
@@ -25,6 +27,12 @@ PATIENCE_SECONDS = 90.0
 START_SECONDS = 600.0
 SETTLING = 4
 """iterations before one of several is measured"""
+LOOK_SECONDS = 0.2
+"""between two looks at whether somebody has ended it"""
+
+
+class Ended(WeftError):
+    """Somebody wanted what there was by then."""
 
 
 class SideBySide:
@@ -35,48 +43,70 @@ class SideBySide:
 
     def __init__(
         self, config: EngineConfig, most: int, bound: int, pages: int, lengths: Lengths, seconds: float,
-        tell: Callable[[str], None] = lambda _: None,
+        tell: Callable[[str], None] = lambda _: None, ended: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
-        """most: engines; bound: the largest; pages: KV pages of each. Raises `WeftError` when one does not start."""
+        """most: engines; bound: the largest; pages: KV pages of each. ended: somebody wants an end.
+
+        Raises `WeftError` when one does not start.
+        """
         own: dict[str, Any] = {"num_pages": pages, "kv_cache_gib": None, "max_num_seqs": bound, "slo": []}
         if config.device == "cpu" or config.cpu_threads is not None:
             own["cpu_threads"] = max(1, (config.cpu_threads or len(os.sched_getaffinity(0)) - 1) // most)
         told = config.model_copy(update=own).model_dump_json()
-        self._tell, self._patience = tell, PATIENCE_SECONDS + 20 * seconds  # `engine_bench.LONGEST`
+        self._tell, self._ended, self._patience = tell, ended, PATIENCE_SECONDS + 20 * seconds  # `engine_bench.LONGEST`
         self._children: list[subprocess.Popen[str]] = []
         self._shelf = Shelf()
         try:
             for i in range(most):
                 tell(f"starting engine {i + 1} of {most}")
                 child = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "weft.autosearch.advisor.side_by_side"],
+                    [sys.executable, "-P", "-m", "weft.autosearch.advisor.side_by_side", str(os.getpid())],
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=self._shelf.fds,
+                    start_new_session=True,  # Ctrl-C reaches the command alone, which then ends them
                 )  # fmt: skip
                 self._children.append(child)
                 order = {"config": told, "lengths": lengths, "seconds": seconds, "seed": i, "shelf": self._shelf.fds}
                 _say(child, json.dumps(order))
             for child in self._children:
-                _heard(child, START_SECONDS)
+                self._heard(child, START_SECONDS)
         except BaseException:
             self.close()
             raise
 
     def measure(self, number: int, bound: int) -> ReplicaPoint:
-        """So many of them, each with this bound. Raises `WeftError` when one of them ends."""
+        """So many of them, each with this bound. Raises `WeftError` when one of them ends, `Ended`."""
+        self._check_ended()
         working = self._children[:number]
         for child in working:
             _say(child, f"ready {bound}")
         for child in working:
-            _heard(child, PATIENCE_SECONDS)
+            self._heard(child, PATIENCE_SECONDS)
         self._tell(f"{number} engines, {bound} requests each")
         for child in working:
             _say(child, f"measure {bound}")
-        points = [msgspec.json.decode(_heard(child, self._patience), type=Point) for child in working]
+        points = [msgspec.json.decode(self._heard(child, self._patience), type=Point) for child in working]
         for child in working:
             _say(child, "rest 0")
         for child in working:
-            _heard(child, PATIENCE_SECONDS)
+            self._heard(child, PATIENCE_SECONDS)
         return together(points)
+
+    def _check_ended(self) -> None:
+        if self._ended():
+            raise Ended("ended before they were measured")
+
+    def _heard(self, child: subprocess.Popen[str], seconds: float) -> str:
+        """Its answer, a line. Raises `WeftError` when it has ended, or says nothing for so long."""
+        assert child.stdout is not None
+        until = time.monotonic() + seconds
+        while not select.select([child.stdout], [], [], LOOK_SECONDS)[0]:  # it answers once: no line is read already
+            self._check_ended()
+            if time.monotonic() > until:
+                raise WeftError(f"an engine of several made no progress for {seconds:.0f} s beside the others")
+        line = child.stdout.readline()
+        if not line:
+            raise WeftError(f"an engine of several ended with status {child.wait()}; its reason is above")
+        return line
 
     def close(self) -> None:
         for child in self._children:
@@ -122,19 +152,10 @@ def _say(child: subprocess.Popen[str], line: str) -> None:
         raise WeftError(f"an engine of several ended with status {child.wait()}; its reason is above") from None
 
 
-def _heard(child: subprocess.Popen[str], seconds: float) -> str:
-    """Its answer, a line. Raises `WeftError` when it has ended, or says nothing for so long."""
-    assert child.stdout is not None
-    if not select.select([child.stdout], [], [], seconds)[0]:  # it answers once: no line is read already
-        raise WeftError(f"an engine of several made no progress for {seconds:.0f} s beside the others")
-    line = child.stdout.readline()
-    if not line:
-        raise WeftError(f"an engine of several ended with status {child.wait()}; its reason is above")
-    return line
-
-
 def main() -> int:
-    """One of them: an order on stdin, a line when it is there; then `ready`, `measure` and `rest`, each answered."""
+    """One of them, started by the process of the number it is given: an order on stdin, a line when it is there; then
+    `ready`, `measure` and `rest`, each answered."""
+    settle(int(sys.argv[1]))
     from weft.autosearch.advisor.engine_bench import EngineBench
     from weft.engine.engine import Engine
 

@@ -85,7 +85,7 @@ def solve(
     most = max(verdicts, key=lambda v: v.throughput)
     fitting = [v for v in verdicts if v.fits]
     if aim == "energy" and all(v.point.joules_per_token is None for v in verdicts):
-        raise ConfigError(f"--objective energy: no joules were counted: {curve.machine.no_joules or 'no counter'}")
+        raise _no_joules(curve)
     if not fitting:
         return Solution(None, verdicts, most, _knee(verdicts), _why_not(verdicts, objectives, epsilon))
     if aim == "energy":
@@ -96,6 +96,16 @@ def solve(
         highest = max(v.throughput for v in fitting)
         best = next(v for v in fitting if v.throughput >= highest * (1 - tie))
     return Solution(best, verdicts, most, _knee(verdicts))
+
+
+def check_joules(curve: Curve) -> None:
+    """Raises `ConfigError` where nothing counts them."""
+    if not curve.machine.joules:
+        raise _no_joules(curve)
+
+
+def _no_joules(curve: Curve) -> ConfigError:
+    return ConfigError(f"--objective energy: no joules were counted: {curve.machine.no_joules or 'no counter'}")
 
 
 def _why_not(verdicts: Sequence[Verdict], objectives: Sequence[Objective], epsilon: float) -> str:

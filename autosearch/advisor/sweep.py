@@ -59,6 +59,9 @@ class Sweep:
                 self.stopped = "the time was up"
                 return
             point = self._point(bound)
+            if point is None:
+                self.stopped = "it was ended"
+                return
             if before is not None:
                 gain = point.output_per_s / before.output_per_s - 1
                 flat = flat + 1 if gain < FLAT else 0
@@ -98,11 +101,14 @@ class Sweep:
                         gaps.append((edge, ratio, middle))
         return max(gaps)[2] if gaps else None
 
-    def _point(self, bound: int) -> Point:
+    def _point(self, bound: int) -> Point | None:
+        """None where it was cut short: that is no measurement."""
         if (known := self.curve.known(bound)) is not None:
             return known
         self._budget.tell(f"{bound} running requests")
         point = self.bench.measure(bound)
+        if self._budget.ended():
+            return None
         self._measured += 1
         self.curve = self.curve.with_point(point)
         self._keep(self.curve)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import re
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,21 +21,22 @@ import pytest
 import torch
 from rich.console import Console
 
+from weft.autosearch.advisor import command, paper, terminal
 from weft.autosearch.advisor import curve as curves
-from weft.autosearch.advisor import paper, terminal
 from weft.autosearch.advisor.activity import activity_of
 from weft.autosearch.advisor.advice import advise, configuration
 from weft.autosearch.advisor.curve import QUANTILES, Curve, Machine, Point, RateRun, ReplicaPoint, Times
-from weft.autosearch.advisor.engine_bench import spread
+from weft.autosearch.advisor.engine_bench import EngineBench, spread
 from weft.autosearch.advisor.paper import write
 from weft.autosearch.advisor.paper_table import objectives
 from weft.autosearch.advisor.rate import predicted_rate
 from weft.autosearch.advisor.rate_search import MORE, RateSearch, measured
 from weft.autosearch.advisor.replicas import advise_replicas
-from weft.autosearch.advisor.side_by_side import SideBySide, together
+from weft.autosearch.advisor.side_by_side import Ended, SideBySide, together
 from weft.autosearch.advisor.solve import solve
 from weft.autosearch.advisor.sweep import CLOSE, Sweep
 from weft.autosearch.budget import Budget
+from weft.engine import demo
 from weft.engine.config import EngineConfig, Objective
 from weft.engine.errors import ConfigError, WeftError
 from weft.server.config import ServeConfig
@@ -125,6 +129,16 @@ def test_time_that_is_up_ends_it_with_what_there_is() -> None:
     ran = sweep(bench, budget=22.0)
     assert [p.bound for p in ran.run().points] == [1, 2, 4, 8]
     assert ran.stopped == "the time was up"
+
+
+def test_a_point_that_is_cut_short_is_no_point() -> None:
+    bench, kept = MadeUp(), []
+    begun = msgspec.structs.replace(curve(), points=())
+    budget = Budget(1e9, ended=lambda: len(bench.asked) == 3)
+    ran = Sweep(bench, begun, [], 0.1, "throughput", budget, kept.append)
+    assert [p.bound for p in ran.run().points] == [1, 2]
+    assert [[p.bound for p in told.points] for told in kept] == [[1], [1, 2]]
+    assert ran.stopped == "it was ended"
 
 
 def test_points_that_are_known_are_not_measured_again() -> None:
@@ -475,13 +489,17 @@ def test_recorded_curves_need_no_engine(tmp_path: Path, capsys: pytest.CaptureFi
     said = " ".join(capsys.readouterr().out.split())
     assert "Run 64 requests at once" in said
     assert "replicas: 1. The device waits for the CPU 0.4% of the time" in said
-    assert load(ServeConfig, {}, out).max_num_seqs == 64
+    served = load(ServeConfig, {}, out)
+    assert (served.max_num_seqs, served.model) == (64, "<m>")
     html = page.read_text()
     assert "<svg" in html
     assert "&lt;m&gt;" in html
     assert "<m>" not in html
     assert not re.search(r"(src|href)=[\"']?http", html)
     assert picture.read_bytes().startswith(b"\x89PNG")
+    model = Path(demo.__file__).parent / "model"
+    assert main(["advise", str(model), *line[1:], "--out", str(out)]) == 0  # where it lies
+    assert load(ServeConfig, {}, out).model == str(model)
 
 
 def test_when_nothing_fits_it_says_so_and_writes_no_configuration(
@@ -505,6 +523,13 @@ def test_when_nothing_fits_it_says_so_and_writes_no_configuration(
         (["--out", "x", "--max-num-seqs", "auto", "--slo", "itl:p99:5ms"], "a number, not auto"),
         (["--out", "x", "--curves", "/nowhere/c.json"], "cannot read"),
         (["--out", "x", "--budget-seconds", "0"], "more than 0"),
+        (["--out", "x", "--budget-seconds", "nan"], "more than 0"),
+        (["--out", "x", "--point-seconds", "inf"], "more than 0"),
+        (["--out", "x", "--rate-seconds", "nan"], "--rate-seconds must be 0 or more"),
+        (["--out", "x", "--epsilon", "2"], "--epsilon 2 must be at least 0 and less than 1"),
+        (["--out", "x", "--epsilon", "nan"], "--epsilon nan must be"),
+        (["--out", "x", "--measure-replicas", "0"], "--measure-replicas must be 1 or more"),
+        (["--out", "x", "--html", "/"], "cannot write /: it is a folder"),
         (["--out", "x", "--workload", "many"], "--workload many: give prompt and output tokens as P:D"),
         (["--out", "x", "--workload", "many:few"], "--workload 'many:few:1' is neither"),
         (["--out", "/nowhere/x"], "cannot write /nowhere/x: there is no folder /nowhere"),
@@ -517,7 +542,9 @@ def test_bad_input_is_one_line(line: list[str], message: str, capsys: pytest.Cap
     assert said.count("\n") == 1
 
 
-def test_the_demo_model_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_model_on_a_cpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     points, out = tmp_path / "points.json", tmp_path / "weft.yaml"
     line = ["advise", "--device", "cpu", "--workload", "6:8", "--max-num-seqs", "4", "--page-size", "8"]
     line += ["--rate-seconds", "0.05"]
@@ -534,10 +561,44 @@ def test_the_demo_model_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[s
     before = points.read_bytes()
     assert main([*line, "--slo", "itl:p99:60s"]) == 0  # everything is known
     assert json.loads(points.read_bytes()) == json.loads(before)
+
+    def none_starts(*_: object) -> None:
+        raise WeftError("one of them ended")
+
+    monkeypatch.setattr(command, "SideBySide", none_starts)
+    out.unlink()
     capsys.readouterr()
+    assert main([*line, "--measure-replicas", "2"]) == 0
+    assert "weft advise: no engines side by side: one of them ended\n" in capsys.readouterr().err
+    assert load(ServeConfig, {}, out).replicas == 1
     line[line.index("6:8")] = "5:8"
     assert main(line) == 2
     assert "was measured with workload '6:8'" in capsys.readouterr().err
+
+
+def test_joules_that_nobody_counts_are_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EngineBench, "machine", lambda _: msgspec.structs.replace(MACHINE, joules="", no_joules="none"))
+    monkeypatch.setattr(EngineBench, "measure", lambda *_: pytest.fail("it was measured"))
+    line = ["advise", "--device", "cpu", "--workload", "6:8", "--num-pages", "64", "--out", str(tmp_path / "weft.yaml")]
+    assert main([*line, "--objective", "energy"]) == 2
+    assert "weft advise: --objective energy: no joules were counted: none\n" in capsys.readouterr().err
+
+
+def test_engines_side_by_side_end_when_the_command_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[subprocess.Popen[str]] = []
+    start = subprocess.Popen
+
+    def noted(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
+        begun.append(start(*arguments, **options))
+        assert os.getsid(begun[-1].pid) == begun[-1].pid  # Ctrl-C does not reach it
+        return begun[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", noted)
+    with pytest.raises(Ended, match="ended before they were measured"):
+        SideBySide(EngineConfig(device="cpu"), 2, 4, 64, [(6, 8)], 0.05, ended=lambda: True)
+    assert [child.returncode for child in begun] == [-signal.SIGKILL] * 2
 
 
 def test_a_lower_bound_keeps_requests_of_all_ages() -> None:
