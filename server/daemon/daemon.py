@@ -281,14 +281,19 @@ class Daemon:
         return self._asked_to_stop.is_set()
 
     async def _keep_engine(self, keeper: EngineKeeper) -> None:
-        why = await keeper.keep()
-        if not self._announced or all(other.given_up for other in self._engines.values()):
-            self._fail(why)
-        elif not self.ending:
+        while True:
+            why = await keeper.keep()
+            if not self._announced or all(other.given_up for other in self._engines.values()):
+                self._fail(why)
+                return
+            if self.ending:
+                return
             logger.error("%s; the other engines serve on without it", why)
             model = self._model_of(keeper.engine)
             if all(self._engines[engine].given_up for engine in self._numbers[model]):
                 self._dormitory.died(model)
+                return
+            await keeper.asked_again()
 
     def _model_of(self, engine: int) -> int:
         return next(model for model, engines in enumerate(self._numbers) if engine in engines)

@@ -89,6 +89,7 @@ class EngineKeeper:
         self._renewing = False
         """the process is to be followed by another one at once"""
         self._up = asyncio.Event()
+        self._again = asyncio.Event()
         self.asleep = 2 if asleep else 0
         self._roused = asyncio.Event()
         """a process is to be there"""
@@ -96,7 +97,7 @@ class EngineKeeper:
             self._roused.set()
 
     async def keep(self) -> str:
-        """Run one process after another; tells why no other one follows."""
+        """Run one process after another; tells why no other one follows. To be called again after `asked_again`."""
         owner = self._owner
         while True:
             if not self._roused.is_set():
@@ -191,7 +192,12 @@ class EngineKeeper:
 
     async def renew(self) -> bool:
         """Have the process followed by another one, without a pause. False when that could not start; it is tried
-        again like any other. Whoever calls has seen to it that nobody is served there."""
+        again like any other. Whoever calls has seen to it that nobody is served there, and that others of the model are
+        not given up."""
+        if self.given_up:
+            self._restarts.forget()
+            self.given_up = False
+            self._again.set()
         was = self.process
         if was is not None:
             self._renewing = True
@@ -208,6 +214,11 @@ class EngineKeeper:
         finally:
             up.cancel()
             dead.cancel()
+
+    async def asked_again(self) -> None:
+        """Once `renew` wants a process though the engine was given up."""
+        await self._again.wait()
+        self._again.clear()
 
     async def doze(self, level: int) -> int:
         """Give its memory back. At level 1 the process stays; where it cannot (it says why, or has ended), and at level

@@ -17,8 +17,8 @@ logger = logging.getLogger("weft")
 
 class Rollout:
     """At most one at a time. Each engine gets no new work, ends what it has, ends, and is followed by one that reads
-    the model's files anew; then it is the next one's turn. One that does not come back ends the rollout: the others go
-    on with what they have."""
+    the model's files anew; then it is the next one's turn. Those that do not serve come first; one that was given up
+    is tried anew. One that does not come back ends the rollout: the others go on with what they have."""
 
     def __init__(
         self,
@@ -49,8 +49,12 @@ class Rollout:
             return f"there is no engine {unknown[0]}"
         if any(self._keepers[engine].asleep for engine in chosen):
             return "its model sleeps: what wakes at level 2 reads the files anew"
-        if not all(self._beside[engine] for engine in chosen):
-            return "there is one engine alone: nobody would serve meanwhile; start another daemon with --handover"
+        chosen.sort(key=self._serves)
+        there = {engine for engine, keeper in self._keepers.items() if not keeper.given_up}
+        for engine in chosen:
+            if not there.intersection(self._beside[engine]):
+                return "there is one engine alone: nobody would serve meanwhile; start another daemon with --handover"
+            there.add(engine)
         if self._work is not None and not self._work.done():
             return "engines are being restarted already"
         self._work = asyncio.create_task(self._run(chosen))
@@ -63,6 +67,9 @@ class Rollout:
     async def _run(self, engines: Sequence[int]) -> None:
         for engine in engines:
             while not any(self._serves(other) for other in self._beside[engine]):
+                if all(self._keepers[other].given_up for other in self._beside[engine]):
+                    logger.error("engine %d is the last one: the restart of engines ends here", engine)
+                    return
                 await asyncio.sleep(POLL_SECONDS)
             begun = time.monotonic()
             self._close(engine, True)

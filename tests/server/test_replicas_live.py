@@ -9,6 +9,7 @@ import copy
 import json
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -325,3 +326,35 @@ async def test_what_is_open_is_finished_when_the_daemon_ends(daemon: Daemon, led
         assert set(await asyncio.gather(*streams)) == {"length"}
     assert await asyncio.to_thread(daemon.process.wait, 240) == 0
     assert "Traceback" not in daemon.stderr()
+
+
+async def test_an_engine_that_was_given_up_comes_back_when_a_restart_is_asked_for(tmp_path: Path) -> None:
+    few = ("--replicas", "2", "--engine-restart-limit", "1", "--admin-api-key", "secret", "--num-pages", "400")
+    with running(tmp_path, *few) as daemon:
+        kept, given_up = daemon.children("weft.engine.process")
+        os.kill(given_up, signal.SIGKILL)
+        (next_one,) = await asyncio.to_thread(others, daemon, {kept, given_up})
+        os.kill(next_one, signal.SIGKILL)
+        await asyncio.to_thread(daemon.told, "the other engines serve on without it")
+        async with client(daemon) as http:
+            assert sorted(await states(http)) == ["dead", "serving"]
+            last = (await states(http)).index("serving")
+            for asked, status in (({"engines": [last]}, 409), ({}, 202)):
+                response = await http.post("/admin/engines/restart", json=asked, headers=ADMIN)
+                assert response.status_code == status, response.text
+            await asyncio.to_thread(daemon.told, "serves again after", 2)
+            await until(lambda: both_serve(http))
+            assert len(daemon.children("weft.engine.process")) == 2
+
+
+async def both_serve(http: httpx.AsyncClient) -> bool:
+    return await states(http) == ["serving"] * 2
+
+
+def others(daemon: Daemon, known: set[int]) -> set[int]:
+    """Engine processes that have begun since, once there are any."""
+    end = time.monotonic() + 240
+    while not (found := set(daemon.children("weft.engine.process")) - known):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return found

@@ -1,0 +1,69 @@
+"""`Rollout` on made-up keepers: whose turn it is, what is refused, when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from weft.server.daemon.engine_keeper import EngineKeeper
+from weft.server.daemon.rollout import Rollout
+from weft.server.observe.board import Board
+
+
+class Engines:
+    """So many, of which some have been given up; `broken`: they do not come back."""
+
+    def __init__(self, count: int, *, given_up: set[int], broken: frozenset[int] = frozenset()) -> None:
+        self.renewed: list[int] = []
+        self._broken = broken
+        self._keepers = {
+            i: SimpleNamespace(asleep=0, given_up=i in given_up, renew=lambda i=i: self._renew(i)) for i in range(count)
+        }
+        keepers = cast("dict[int, EngineKeeper]", self._keepers)
+        self.rollout = Rollout(keepers, [range(count)], Board(1, engines=count), 0.0, self._serves)
+
+    def _serves(self, engine: int) -> bool:
+        return not self._keepers[engine].given_up
+
+    async def _renew(self, engine: int) -> bool:
+        self.renewed.append(engine)
+        self._keepers[engine].given_up = engine in self._broken
+        return engine not in self._broken
+
+    async def end(self) -> None:
+        work = cast("asyncio.Task[Any]", self.rollout._work)
+        await asyncio.wait_for(work, 240)
+
+
+async def test_who_was_given_up_is_tried_anew_and_first() -> None:
+    engines = Engines(3, given_up={1})
+    assert engines.rollout.begin([]) == ""
+    await engines.end()
+    assert engines.renewed == [1, 0, 2]
+
+
+async def test_one_that_does_not_come_back_ends_it_and_the_rest_serve_on() -> None:
+    engines = Engines(3, given_up={1}, broken=frozenset({1}))
+    assert engines.rollout.begin([]) == ""
+    await engines.end()
+    assert engines.renewed == [1]
+    assert engines.rollout.begin([2]) == ""
+    await engines.end()
+    assert engines.renewed == [1, 2]
+
+
+@pytest.mark.parametrize(("asked", "refused"), [([0], True), ([1], False), ([], False)])
+async def test_the_last_one_is_not_taken_away(asked: list[int], refused: bool) -> None:
+    engines = Engines(2, given_up={1})
+    assert engines.rollout.begin(asked).startswith("there is one engine alone") == refused
+
+
+async def test_it_ends_where_nobody_else_will_serve() -> None:
+    engines = Engines(2, given_up=set())
+    assert engines.rollout.begin([0]) == ""
+    engines._keepers[1].given_up = True
+    await engines.end()
+    assert engines.renewed == []
