@@ -78,10 +78,13 @@ class AnswerReader:
         if chunk.get("error"):
             self.error = error_message(chunk)
             return
-        if usage := chunk.get("usage"):
-            self._usage(usage)
-        for choice in chunk.get("choices") or ():
-            self._choice(choice, now)
+        try:
+            if usage := chunk.get("usage"):
+                self._usage(usage)
+            for choice in chunk.get("choices") or ():
+                self._choice(choice, now)
+        except (AttributeError, TypeError, ValueError):
+            self.error = "an event that is not of OpenAI's form"
 
     def _choice(self, choice: dict[str, Any], now: float) -> None:
         delta = choice.get("delta") or {}
@@ -95,6 +98,8 @@ class AnswerReader:
         if ends:
             self.finished = True
         if text and self.keep_text:
+            if not isinstance(text, str):
+                raise TypeError
             self.text.append(text)
         self.end = now
 

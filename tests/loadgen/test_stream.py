@@ -108,3 +108,21 @@ def test_text_is_kept_when_asked_for() -> None:
 )
 def test_messages_are_found_in_every_kind_of_error(body: Any, message: str) -> None:
     assert error_message(body) == message
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        {"choices": 5},
+        {"choices": ["a"]},
+        {"choices": [], "usage": "many"},
+        {"choices": [], "usage": {"prompt_tokens": "x"}},
+        {"choices": [], "usage": {"prompt_tokens": [1]}},
+        {"choices": [{"delta": "a", "finish_reason": None}]},
+        {"choices": [{"text": ["a"], "finish_reason": None}]},
+    ],
+)
+def test_an_event_of_another_form_is_called_that(chunk: dict[str, Any]) -> None:
+    reader = read(event(text("a")) + event(chunk) + DONE, keep_text=True)
+    assert reader.error == "an event that is not of OpenAI's form"
+    assert "".join(reader.text) == "a"
