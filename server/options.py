@@ -81,8 +81,8 @@ def options_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
 
 
 def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel], *, repeated: Sequence[str] = ()) -> None:
-    """One flag a field; the value stays text, so that one place (the model) checks it. `repeated`: fields whose flag
-    may be given several times, so that its value is a list.
+    """One flag a field; the value stays text, so that one place (the model) checks it. `repeated`: fields of one value
+    whose flag may be given several times, so that it is a list, as those of lists may.
 
     In groups, where the model has `GROUPS`: the first field of each and its title.
     """
@@ -102,7 +102,7 @@ def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel], *, repeat
         elif typing.get_origin(kind) is typing.Literal:
             into.add_argument(flag, metavar="{" + ",".join(map(str, typing.get_args(kind))) + "}", **options)
         elif typing.get_origin(kind) in (list, tuple):
-            into.add_argument(flag, nargs="+", metavar="X", **options)
+            into.add_argument(flag, nargs="+", action="extend", metavar="X", **options)
         else:
             metavar = {int: "N", float: "X"}.get(kind, name.rsplit("_", 1)[-1].upper())
             into.add_argument(flag, metavar=metavar, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from weft.engine.errors import ConfigError
 from weft.server.config import ServeConfig
 from weft.server.daemon.cli import main
-from weft.server.options import load, options_of, unknown_variables
+from weft.server.options import add_flags, load, options_of, unknown_variables
 
 
 def test_flag_wins_over_environment_wins_over_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,6 +24,15 @@ def test_flag_wins_over_environment_wins_over_file(tmp_path: Path, monkeypatch: 
     config = load(ServeConfig, {"port": "3333"}, file)
     assert (config.port, config.max_num_seqs, config.seed) == (3333, 22, 3)
     assert config.served_model_name == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "words", [["--api-key", "a", "b", "--api-key", "c"], ["--api-key", "a", "--api-key", "b", "--api-key", "c"]]
+)
+def test_a_list_that_is_given_in_parts_is_one_list(words: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, ServeConfig)
+    assert load(ServeConfig, vars(parser.parse_args(words)), None).api_key == ["a", "b", "c"]
 
 
 def test_lists_in_the_environment_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
