@@ -16,6 +16,7 @@ import torch
 from fp8_files import FORMATS, INPUT_SCALE, unrounded, write_fp8
 from harness import Harness
 from refusal import Refusal
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from weft.engine.config import EngineConfig
