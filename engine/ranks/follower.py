@@ -22,7 +22,7 @@ from weft.engine.ranks.batches import batch_of
 from weft.engine.ranks.leader import BROKEN, DONE, LOST, PENDING, POLL_SECONDS
 from weft.engine.ranks.links import LOOK_SECONDS, Bytes, Links
 from weft.engine.ranks.ring import Kind, RingReader
-from weft.engine.ranks.scans import agreed
+from weft.engine.ranks.scans import agreed, meet
 from weft.engine.runner.batch import Batch
 from weft.engine.runner.collectives import Collectives
 from weft.engine.runner.cpu_runner import CpuRunner
@@ -143,6 +143,7 @@ class Follower:
             self._copies = self._runner.copy_engine(*numbers)
             if self._file is not None:
                 self._store = SsdStore(self._file, self._copies.host, self._copies.rests)
+            meet(self._collectives)
         elif kind in (Kind.OUT, Kind.BACK):
             pairs = [(page, slot) for page, slot in _pairs(arrays[1])]
             self._held.append(_Held(self._taken, kind, numbers[0], pairs))

@@ -27,7 +27,7 @@ from weft.engine.ranks.batches import arrays_of
 from weft.engine.ranks.links import OPERATIONS, Links
 from weft.engine.ranks.ring import Kind, RingWriter
 from weft.engine.ranks.runners import rank_runner
-from weft.engine.ranks.scans import agree, agreed
+from weft.engine.ranks.scans import agree, agreed, meet
 from weft.engine.ranks.shared_collectives import SharedCollectives
 from weft.engine.runner.batch import Batch
 from weft.engine.runner.collectives import Collectives
@@ -107,7 +107,9 @@ class LeadingRunner:
 
     def copy_engine(self, slots: int) -> CopyEngine:
         self._ring.send(Kind.POOL, np.array([slots]))
-        return LeadingCopies(self.own.copy_engine(slots), self._ring, self._operations)
+        own = self.own.copy_engine(slots)
+        meet(self._collectives)
+        return LeadingCopies(own, self._ring, self._operations)
 
     def make_store(self, file: StoreFile, host: Bytes, rests: Rests | None) -> LeadingStore:
         """Of the SSD tier, behind `copy_engine`."""

@@ -27,7 +27,7 @@ class Kind(IntEnum):
     BATCH = 1
     """an iteration"""
     POOL = 2
-    """make a host pool of so many slots, and the store's threads if there is a store"""
+    """make a host pool of so many slots, and the store's threads if there is a store, and say so"""
     OUT = 3
     """copy pages to the host pool"""
     BACK = 4

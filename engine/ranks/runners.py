@@ -14,6 +14,7 @@ from weft.engine.model.weights import Weights
 from weft.engine.progress import Progress
 from weft.engine.ranks.arena import Arena
 from weft.engine.ranks.links import Links
+from weft.engine.ranks.scans import meet
 from weft.engine.ranks.shared_collectives import SharedCollectives
 from weft.engine.ranks.shots import agreed_steps, file_of
 from weft.engine.runner.collectives import Several
@@ -78,16 +79,21 @@ def rank_runner(
     progress: Progress | None = None,
     compiling: CompileJob | None = None,
 ) -> Runner:
-    """spec, weights: the rank's part. Every rank does this at the same point. See `make_runner`.
+    """spec, weights: the rank's part. Every rank does this at the same point, and has its runner once all have theirs.
+    See `make_runner`.
 
     Raises `ConfigError`, `OutOfMemory` or `RankLost`.
     """
     if config.device.type != "cuda":
-        return CpuRunner(spec, weights, config, host)
+        runner: Runner = CpuRunner(spec, weights, config, host)
+        meet(host)
+        return runner
     from weft.engine.runner.peer_collectives import PeerCollectives, Sizes  # needs Triton
 
     sizes = Sizes(spec, config.max_num_batched_tokens, config.max_num_seqs, config.compute_dtype)
     device = PeerCollectives(Arena(sizes.total, config.device, host), links.rank, links.ranks, sizes)
     links.on_lost = device.end_waiting
     several = Several(host, device, links.check, partial(_use_measured, device, host, spec, weights, config))
-    return make_runner(spec, weights, options, config, progress, compiling, several)
+    runner = make_runner(spec, weights, options, config, progress, compiling, several)
+    meet(host)
+    return runner

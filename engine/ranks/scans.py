@@ -35,6 +35,11 @@ def agree(collectives: Collectives, config: ResolvedConfig, model: str, *, store
     return replace(config, num_pages=least or None), bool(every[:, -1].all())
 
 
+def meet(collectives: Collectives) -> None:
+    """Wait until every rank has come so far. Raises `RankLost` when one has ended instead."""
+    collectives.all_gather(torch.zeros(1, dtype=torch.int64))
+
+
 def _number(data: bytes) -> int:
     return xxhash.xxh3_64_intdigest(data) >> 1
 

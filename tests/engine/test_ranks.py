@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from harness import GREEDY, Harness
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny
@@ -22,11 +23,14 @@ from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError, ModelError, RankLost
 from weft.engine.memory.ssd_store import StoreFile
-from weft.engine.ranks import batches, follower, group
-from weft.engine.ranks.leader import DONE, PENDING
+from weft.engine.ranks import batches, follower, group, runners
+from weft.engine.ranks import links as links_module
+from weft.engine.ranks.leader import DONE, PENDING, LeadingRunner
 from weft.engine.ranks.links import OPERATIONS, SLOT_BYTES, Descriptors, Links
 from weft.engine.ranks.ring import Kind, RingReader, RingWriter
+from weft.engine.ranks.shared_collectives import SharedCollectives
 from weft.engine.runner.batch import Batch, CountReset, PromptLogprobs, SamplingInputs
+from weft.engine.runner.collectives import Alone
 from weft.engine.runner.cpu_runner import CpuRunner
 from weft.engine.wire import cores
 from weft.engine.wire.sampling import COLUMNS
@@ -304,6 +308,35 @@ class SlowRunner(CpuRunner):
         pass
 
 
+@pytest.fixture
+def forsaken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Links]:
+    """Of rank 0, whose other rank ended before it had its memory."""
+
+    def check() -> None:
+        raise RankLost("rank 1: pages do not fit")
+
+    monkeypatch.setattr(links_module, "LOOK_SECONDS", 0.01)
+    shared = Descriptors.make(2)
+    links = Links(0, shared)
+    links.check = check
+    yield links
+    shared.close()
+
+
+def test_no_rank_is_ready_before_all_have_their_pages(forsaken: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing: Any = None
+    config: Any = SimpleNamespace(device=torch.device("cpu"))
+    monkeypatch.setattr(runners, "CpuRunner", lambda *_: SlowRunner())
+    with pytest.raises(RankLost, match="rank 1: pages do not fit"):
+        runners.rank_runner(forsaken, nothing, nothing, nothing, config, SharedCollectives(forsaken))
+
+
+def test_no_rank_is_ready_before_all_have_their_host_pool(forsaken: Links) -> None:
+    leading = LeadingRunner(SlowRunner(), forsaken, SharedCollectives(forsaken), stores=False)
+    with pytest.raises(RankLost, match="rank 1: pages do not fit"):
+        leading.copy_engine(4)
+
+
 class SlowGpuRunner:
     """The same as on a GPU: what is launched comes to its end by itself."""
 
@@ -346,7 +379,7 @@ def test_copies_wait_for_the_iterations_before_them_on_this_rank_too(
     monkeypatch.setattr(follower, "batch_of", lambda arrays: arrays)
     links: Any = SimpleNamespace(rank=1, outcomes=lambda: outcomes)
     runner: Any = kind_of_runner()
-    one = follower.Follower(links, runner, SimpleNamespace(), None, 1)  # type: ignore[arg-type]
+    one = follower.Follower(links, runner, Alone(), None, 1)
     thread = threading.Thread(target=one.run, args=(lambda: None,), daemon=True)
     thread.start()
 
