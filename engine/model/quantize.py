@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -97,18 +98,15 @@ def quantize(source: Path, target: Path, keep: tuple[str, ...] = (), progress: P
         shards = checkpoint.shards()
         kept = _kept(checkpoint, modules, chosen, spec)
         folder = target.with_name(target.name + PARTIAL)
-        _check_room(folder, source, shards)
-        run = _Run(checkpoint, chosen, joined, folder, _identity(source, shards, chosen), progress)
-        written = [run.shard(file, names, _new_name(file, len(shards))) for file, names in shards.items()]
-    weight_map = {name: file for file, names in written for name in names}
-    total = sum((folder / file).stat().st_size for file, _ in written)
-    if len(written) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    _copy_others(source, folder)
-    (folder / "config.json").write_text(json.dumps({**config, **_says(kept)}, indent=2) + "\n", encoding="utf-8")
-    (folder / STATE).unlink()
-    os.replace(folder, target)
+        _check_room(folder, _size_after(checkpoint, chosen, joined))
+        try:
+            run = _Run(checkpoint, chosen, joined, folder, _identity(source, shards, chosen), progress)
+            written = [run.shard(file, names, _new_name(file, len(shards))) for file, names in shards.items()]
+            total = sum((folder / file).stat().st_size for file, _ in written)
+            _write_others(source, folder, {**config, **_says(kept)}, written, total)
+            os.replace(folder, target)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"cannot write {folder}: {error}; the same command goes on from there") from None
     before = sum((source / file).stat().st_size for file in shards)
     return Quantized(target, run.errors, kept, before, total, run.resumed)
 
@@ -202,9 +200,23 @@ def _identity(source: Path, shards: dict[str, list[str]], chosen: dict[str, int]
     return same
 
 
-def _check_room(folder: Path, source: Path, shards: dict[str, list[str]]) -> None:
+def _size_after(checkpoint: Checkpoint, chosen: dict[str, int], joined: dict[str, Together]) -> int:
+    """Bytes of the result's matrices and other tensors, without scales."""
+    size = 0.0
+    for file, names in checkpoint.shards().items():
+        for name in names:
+            tensor, of_all = checkpoint.whole(name, file), joined.get(name)
+            modules = of_all.modules() if of_all is not None else [name.removesuffix(".weight")]
+            matrix = of_all.tail == ".weight" if of_all is not None else name.endswith(".weight")
+            small = sum(module in chosen for module in modules) / len(modules) if matrix else 0.0
+            size += tensor.numel() * (small + (1 - small) * tensor.itemsize)
+    return int(size)
+
+
+def _check_room(folder: Path, size: int) -> None:
     there = next(parent for parent in folder.absolute().parents if parent.exists())
-    needed, free = sum((source / file).stat().st_size for file in shards) // 2, shutil.disk_usage(there).free
+    done = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    needed, free = size - done, shutil.disk_usage(there).free
     if needed > free:
         raise ConfigError(f"{there} has {free / 2**30:.1f} GiB left, the result takes some {needed / 2**30:.1f} GiB")
 
@@ -217,13 +229,23 @@ def _new_name(file: str, count: int) -> str:
     return f"model{number[0] if number and count > 1 else ''}.safetensors"
 
 
-def _copy_others(source: Path, folder: Path) -> None:
-    """Tokenizer, templates, licence: all files but weights; the hub's cache has links, here they are files."""
+def _write_others(
+    source: Path, folder: Path, config: dict[str, Any], written: list[tuple[str, list[str]]], total: int
+) -> None:
+    """Index and config; tokenizer, templates, licence: all files but weights. The hub's cache has links, here they are
+    files.
+    """
+    if len(written) > 1:
+        weight_map = {name: file for file, names in written for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     for file in source.iterdir():
         if file.is_file() and not file.name.endswith(WEIGHTS) and not file.name.startswith("."):
             shutil.copyfile(file, folder / file.name)
         elif file.is_dir() and file.name in FOLDERS:
             shutil.copytree(file, folder / file.name, dirs_exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / STATE).unlink()
 
 
 class _Run:

@@ -6,15 +6,18 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from harness import Harness
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tiny import make_tiny, save_tiny
 
+import weft.engine.model.quantize as quantize_module
 from weft.engine.demo import MODEL_PATH
 from weft.engine.errors import ConfigError, ModelError, WeftError
 from weft.engine.model.directory import read_spec
@@ -99,6 +102,34 @@ def test_matrices_that_share_memory_in_a_pytorch_file_are_written_each(tmp_path:
     made = quantize(tmp_path, tmp_path / "new")
     assert scores(made.path) == scores(tmp_path, quantization="fp8")
     assert set(tensors_of(made.path)) >= set(state)
+
+
+def test_a_disk_that_fills_up_is_one_line_and_the_rest_follows(
+    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def size_of(path: Path) -> int:
+        return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+    whole = quantize(sharded, tmp_path / "whole")
+    saved, calls = quantize_module.save_file, iter(range(100))
+
+    def save(*given: Any) -> None:
+        if next(calls) == 2:
+            raise SafetensorError("I/O error: No space left on device")
+        saved(*given)
+
+    monkeypatch.setattr(quantize_module, "save_file", save)
+    target, partial = tmp_path / "new", tmp_path / f"new{PARTIAL}"
+    with pytest.raises(ConfigError, match=r"cannot write .*new\.partial: .*No space left.* goes on") as error:
+        quantize(sharded, target)
+    assert "\n" not in str(error.value)
+    # what is written already needs no room
+    free = size_of(whole.path) - size_of(partial)
+    monkeypatch.setattr(quantize_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    with pytest.raises(ConfigError, match="GiB left"):
+        quantize(sharded, tmp_path / "other")
+    assert quantize(sharded, target).resumed == 2
+    assert tensors_of(target).keys() == tensors_of(whole.path).keys()
 
 
 class Stopped(Exception):
