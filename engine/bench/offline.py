@@ -235,7 +235,10 @@ def run_offline(config: EngineConfig, arguments: argparse.Namespace) -> int:
     )
     figures: Figures = {
         "model": config.model_name,
+        "weights": f"made up, {config.dummy_weights}" if config.load_format == "dummy" else "the checkpoint's",
         "dtype": str(engine.resolved.compute_dtype).removeprefix("torch."),
+        "weight_format": "fp8" if engine.spec.quantization is not None else "as dtype",
+        "kv_cache_dtype": str(engine.resolved.kv.dtype).removeprefix("torch."),
         "attention_backend": engine.resolved.attention,
         "workload": str(arguments.lengths or arguments.workload),
         "requests": len(lengths),

@@ -25,6 +25,25 @@ def test_figures_go_into_the_file_and_the_start_adds_up(tmp_path: Path, capsys: 
     assert "start seconds · loading weights" in capsys.readouterr().out
 
 
+def test_figures_tell_the_number_formats_and_where_weights_are_from(tmp_path: Path) -> None:
+    file, told = tmp_path / "figures.json", []
+    small = [
+        "--quantization",
+        "fp8",
+        "--kv-cache-dtype",
+        "fp8",
+        "--load-format",
+        "dummy",
+        "--dummy-weights",
+        "realistic",
+    ]
+    for more in ([], small):
+        assert main([*SMALL, "--dtype", "float32", *more, "--json", str(file)]) == 0
+        figures = json.loads(file.read_text())
+        told.append(tuple(figures[key] for key in ("weights", "weight_format", "kv_cache_dtype")))
+    assert told == [("the checkpoint's", "as dtype", "float32"), ("made up, realistic", "fp8", "float8_e4m3fn")]
+
+
 def test_further_workloads_run_in_the_same_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "figures.json"
     assert main([*SMALL, "--then", "9:5:1", "--then", "7:2:4", "--json", str(file)]) == 0
