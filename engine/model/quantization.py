@@ -14,8 +14,11 @@ FP8_ALGORITHMS = {"FP8": "static", "FP8_PER_CHANNEL_PER_TOKEN": "dynamic"}
 BLOCK = [128, 128]
 
 
-def read_quantization(config: Config) -> Quantization:
-    """Of a `quantization_config`. Raises `ModelError`, one line, for one that is not FP8 as weft reads it."""
+def read_quantization(config: Config) -> Quantization | None:
+    """Of a `quantization_config`; None: it speaks of K and V in FP8 alone.
+
+    Raises `ModelError`, one line, for one that is not FP8 as weft reads it.
+    """
     method = str(config.get("quant_method") or ("compressed-tensors" if "config_groups" in config else ""))
     reader = _READERS.get(method)
     if reader is None:
@@ -32,8 +35,10 @@ def of_modelopt_file(file: Config) -> Config:
     return {**(said if isinstance(said, dict) else {}), "quant_method": "modelopt"}
 
 
-def _compressed_tensors(config: Config) -> Quantization:
-    groups = config.get("config_groups") or {}
+def _compressed_tensors(config: Config) -> Quantization | None:
+    groups, pages = config.get("config_groups") or {}, config.get("kv_cache_scheme")
+    if groups == {} and isinstance(pages, dict) and (pages.get("type"), pages.get("num_bits")) == ("float", 8):
+        return None
     if not isinstance(groups, dict) or not groups:
         raise ModelError("config.json: its quantization_config has no config_groups, or none that are objects")
     check_groups(groups)
@@ -66,7 +71,9 @@ def _group(name: str, group: Config) -> tuple[str, Any]:
     return strategy, "dynamic" if inputs.get("dynamic") else "static"
 
 
-def _modelopt(config: Config) -> Quantization:
+def _modelopt(config: Config) -> Quantization | None:
+    if config.get("quant_algo") is None and config.get("kv_cache_quant_algo") == "FP8":
+        return None
     algorithm = str(config.get("quant_algo"))
     if algorithm not in FP8_ALGORITHMS:
         raise ModelError(f"ModelOpt's {algorithm} is not supported: weft reads {' and '.join(FP8_ALGORITHMS)}")

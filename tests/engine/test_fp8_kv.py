@@ -111,6 +111,29 @@ def test_scales_beside_a_projection_of_q_k_and_v_are_read(tmp_path: Path) -> Non
     assert scales.tolist() == [[[0.5 + 2 * i] * 2, [1.5 + 2 * i] * 2] for i in range(3)]
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {},
+            "kv_cache_scheme": {"type": "float", "num_bits": 8},
+        },
+        {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
+    ],
+)
+def test_a_checkpoint_may_have_scales_of_k_and_v_alone(tmp_path: Path, said: dict[str, Any]) -> None:
+    names = [f"model.layers.{i}.self_attn.{plane}_scale" for i in range(7) for plane in "kv"]
+    path = with_scales(tmp_path / "m", {name: torch.tensor(0.1) for name in names})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
+    assert read_spec(path) == read_spec(MODEL_PATH)
+    harness = Harness(path, **FP8)
+    handle = harness.add(PROMPT, max_tokens=12, **GREEDY)
+    harness.run()
+    assert TOKENIZER.decode(harness.tokens[handle], skip_special_tokens=True) == QUESTION.answer
+
+
 def test_scales_at_a_place_that_is_not_known_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = with_scales(tmp_path / "m", {"model.layers.2.self_attn.kv_cache.k_scale": torch.tensor(0.5)})
     Engine(EngineConfig(model=str(path), **FP8))

@@ -287,6 +287,7 @@ def test_modelopt_may_say_it_in_a_file_of_its_own(wide: Path, tmp_path: Path) ->
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"\[64, 64\]"),
         ({"quant_method": "fp8", "activation_scheme": "magic"}, "magic"),
         ({"quant_method": "compressed-tensors"}, "config_groups"),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"type": "int", "num_bits": 8}}, "config_groups"),
         ({"quant_method": "compressed-tensors", "config_groups": {"g": {
             "weights": {"num_bits": 4, "type": "int", "strategy": "group"}}}}, "int4"),
         ({"quant_method": "compressed-tensors", "config_groups": {"g": {
