@@ -91,6 +91,8 @@ class IntegerCheckpoint(Checkpoint):
         form, per_word = self._form, WORD // self._form.bits
         group = form.group or inner
         turned = form.method == "compressed-tensors"
+        if turned:
+            self._agree(module, (out, inner))
 
         def get(end: str, *sizes: int) -> Tensor:
             made = super(IntegerCheckpoint, self).__call__(module + end, sizes[::-1] if turned else sizes).raw
@@ -126,6 +128,15 @@ class IntegerCheckpoint(Checkpoint):
         raw = codes[own_rows, own_columns] if turned else codes[own_columns, own_rows]
         self.unpacked += raw.nbytes
         return Stored(raw, partial(numbers, Codes(form, scales, zeros, groups, rows, columns)))
+
+    def _agree(self, module: str, shape: tuple[int, int]) -> None:
+        """What the file says of a matrix `[out, in]` beside its codes must be what they are read as."""
+        if super().__contains__(end := module + ".weight_shape"):
+            told = super().__call__(end, (2,)).raw.tolist()
+            if told != [*shape]:
+                raise ModelError(f"{end} is {told}, but the matrix is {[*shape]}")
+        if self._form.symmetric and super().__contains__(end := module + self._ends.zeros):
+            raise ModelError(f"{end} is there, but quantization_config says symmetric: true")
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Of a tensor that is there."""

@@ -109,6 +109,18 @@ def test_what_lacks_and_what_is_wrong_is_named(model: Path, tmp_path: Path) -> N
     assert f"no tensor {name}.g_idx, which its act-order needs" in refusal(g_idx=None)
 
 
+def test_a_file_that_contradicts_itself_is_not_guessed_at(model: Path, tmp_path: Path) -> None:
+    there, _ = write_integers(model, tmp_path, FORMS["compressed-tensors"])
+    name = "model.layers.1.mlp.down_proj"
+    refusal = Refusal(there, name)
+    assert f"{name}.weight_shape is [96, 150], but the matrix is [96, 152]" in refusal(
+        weight_shape=torch.tensor([96, 150])
+    )
+    assert f"{name}.weight_zero_point is there, but quantization_config says symmetric: true" in refusal(
+        weight_zero_point=torch.zeros(12, 5, dtype=torch.int32)
+    )
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [
