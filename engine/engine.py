@@ -28,6 +28,7 @@ from weft.engine.runner.batch import Batch
 from weft.engine.runner.budget import memory_budget
 from weft.engine.runner.compile_job import CompileJob
 from weft.engine.runner.energy_meter import EnergyMeter, energy_counter
+from weft.engine.runner.iteration_totals import IterationTotals
 from weft.engine.runner.runner import InFlight
 from weft.engine.runner.work import Work
 from weft.engine.scheduling.bad_words import only
@@ -49,7 +50,6 @@ from weft.engine.wire.messages import (
     EngineReady,
     EngineStats,
     Finish,
-    IterationStats,
     Outputs,
     PageNews,
     PlanStats,
@@ -157,14 +157,7 @@ class Engine:
         self._arrivals = 0
         self._refused: list[tuple[int, str, Finish]] = []
         self._seeds = np.random.default_rng(config.seed)
-        self._iterations = 0
-        self._pipelined = 0
-        self._idle_seconds = 0.0
-        self._busy = False
-        """requests have been open ever since the device last worked"""
-        self._first_step = 0
-        """the first one of that time: the device did not idle before it, it had nothing to do"""
-        self._last = IterationStats()
+        self._totals = IterationTotals()
         self._page_ledger: PageLedger | None = None
         self._ssd_up = self.tiers is not None and self.tiers.ssd.store is not None
         self._told_bytes_moved = 0
@@ -373,10 +366,8 @@ class Engine:
         batch = self.scheduler.schedule(self._step + 1)
         if batch is not None:
             self._step += 1
-            if not self._busy:
-                self._first_step, self._busy = self._step, True
-                if self.energy is not None:
-                    self.energy.working(time.monotonic(), True)
+            if self._totals.launched(self._step) and self.energy is not None:
+                self.energy.working(time.monotonic(), True)
             self._in_flight.append(self.runner.launch(batch))
         busy = time.perf_counter() - begin
         if self._late is not None and batch is not None:
@@ -400,25 +391,15 @@ class Engine:
         if self.on_commit is not None:
             self.on_commit(result.batch, time.monotonic())
         if self.scheduler.chunk_keeper is not None:
-            self.scheduler.chunk_keeper.committed(result, result.batch.step == self._first_step)
+            self.scheduler.chunk_keeper.committed(result, self._totals.is_first(result.batch.step))
         events = self.scheduler.commit(result)
         self._warn_of_nonfinite(begin)
         if self.tiers is not None:
             self.tiers.begin_stores()  # while the iteration just launched computes
-        self._iterations += 1
-        self._pipelined += result.nano_batches > 1
-        self._busy = self.scheduler.num_requests > 0 or bool(self._in_flight)
-        if self.energy is not None and not self._busy:
+        more = self.scheduler.num_requests > 0 or bool(self._in_flight)
+        if self.energy is not None and not more:
             self.energy.working(time.monotonic(), False)
-        if result.batch.step != self._first_step:
-            self._idle_seconds += result.idle_seconds
-        self._last = IterationStats(
-            tokens=result.batch.num_tokens,
-            requests=result.batch.num_requests,
-            seconds=result.seconds,
-            idle_seconds=result.idle_seconds,
-            schedule_seconds=busy + time.perf_counter() - begin,
-        )
+        self._totals.committed(result, busy + time.perf_counter() - begin, busy=more)
         return self._outputs(events, self.stats(), joules)
 
     def launch_at(self) -> float:
@@ -443,7 +424,7 @@ class Engine:
 
     def rest(self) -> Outputs | None:
         """While there is no work: once a second what was drawn, if that is counted."""
-        self._busy = False
+        self._totals.busy = False
         if self._seat_keeper is not None:
             self._seat_keeper.rest(time.monotonic())
         now = time.monotonic()
@@ -483,13 +464,14 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """The scheduler's state and the last committed iteration's figures."""
+        totals = self._totals
         return EngineStats(
             scheduler=self.scheduler.stats(compiling=self.grammars.num_compiling),
-            iteration=self._last,
+            iteration=totals.last,
             load_seconds=self.tiers.take_load_seconds() if self.tiers is not None else [],
-            iterations=self._iterations,
-            iterations_pipelined=self._pipelined,
-            iterations_idle_seconds=self._idle_seconds,
+            iterations=totals.iterations,
+            iterations_pipelined=totals.pipelined,
+            iterations_idle_seconds=totals.idle_seconds,
             log_lines_dropped=dropped_lines(),
             energy=self.energy.stats() if self.energy is not None else None,
             plan=self._plan(),
