@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from contextlib import suppress
 from typing import Any
@@ -15,6 +16,8 @@ from weft.server.batches.folder import Folder
 from weft.server.batches.lines import BatchLine
 from weft.server.batches.runner import OwnerGone, Reply, Runner
 from weft.server.keys import GAP
+
+logger = logging.getLogger("weft")
 
 PRIORITY = 1000
 """of a batch's requests at the best; those of clients have 0 unless they ask for something else"""
@@ -91,7 +94,10 @@ async def _call(app: ASGIApp, path: str, body: bytes, key: int) -> Reply:
         else:
             parts.append(message.get("body", b""))
 
-    await app(scope, receive, send)
+    try:
+        await app(scope, receive, send)
+    except Exception:  # a defect: it was answered with a 500, and then raised for the log of whoever serves
+        logger.exception("request %s of a batch", name)
     retry_after = None
     with suppress(KeyError, ValueError):
         retry_after = float(headers[b"retry-after"])

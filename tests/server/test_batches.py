@@ -292,6 +292,21 @@ async def test_a_dying_engine_is_waited_out(tmp_path: Path) -> None:
         assert ended.request_counts.completed == 3
 
 
+async def test_a_defect_is_the_answer_of_its_line(kept: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept.service, "encode", lambda *_, **__: 1 / 0)
+    body = {"model": "stub", "prompt": "hi"}
+    line = {"custom_id": "r0", "method": "POST", "url": "/v1/completions", "body": body}
+
+    def calls(api: openai.OpenAI) -> None:
+        batch = until(api, make(api, json.dumps(line).encode(), endpoint="/v1/completions").id, "completed")
+        assert batch.request_counts.model_dump() == {"total": 1, "completed": 0, "failed": 1}
+        (failed,) = [json.loads(line) for line in api.files.content(batch.error_file_id).text.splitlines()]
+        assert (failed["custom_id"], failed["response"]["status_code"]) == ("r0", 500)
+        assert failed["response"]["body"]["error"]["code"] == "internal_error"
+
+    await with_client(kept, calls)
+
+
 async def test_every_operation_has_a_name_of_its_own(kept: Server) -> None:
     """Makers of clients make methods of them."""
     paths = (await kept.http.get("/openapi.json")).json()["paths"]
