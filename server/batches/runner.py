@@ -171,8 +171,11 @@ class Runner:
         try:
             work.add(line, lines.answer(line, reply.request_id, reply.status, reply.body), failed=reply.status != 200)
         except OSError as error:
-            # Asked again once there is room on the disk.
-            logger.error("batch %s waits: its answers cannot be written: %s", work.batch.id, error.strerror or error)
+            # Asked again once there is room on the disk. Others that are open will find it full too: told once.
+            if work.not_before <= time.monotonic():
+                logger.error(
+                    "batch %s waits: its answers cannot be written: %s", work.batch.id, error.strerror or error
+                )
             work.give_back(line)
             work.not_before = time.monotonic() + LONGEST_WAIT
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -16,6 +17,7 @@ from weft.server.batches.files import DAY
 from weft.server.batches.folder import Folder
 from weft.server.batches.lines import BatchLine, answer
 from weft.server.batches.records import Batch
+from weft.server.batches.runner import Reply, Runner
 from weft.server.batches.work import begin
 from weft.server.config import ServeConfig
 from weft.server.daemon.daemon import run
@@ -45,6 +47,32 @@ def entered(folder: Folder, count: int) -> Batch:
     )  # fmt: skip
     folder.batches.create(batch)
     return batch
+
+
+async def test_a_full_disk_is_told_once_and_every_line_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = Folder.open(str(tmp_path), 1)
+    work = begin(entered(folder, 9), folder.files, folder.batches)
+    assert work is not None
+    taken = [line for _ in range(9) if (line := work.next()) is not None]
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def ask(_line: BatchLine, _owner: str) -> Reply:
+        return Reply(200, b"{}", "id", None)
+
+    monkeypatch.setattr(AnswerFile, "add", full)
+    runner = Runner(folder.files, folder.batches, ask, lambda _: 0, lambda: False)
+    for line in taken:
+        await runner._answer(work, line)
+    assert [record.message for record in caplog.records if "cannot be written: No space left" in record.message] == [
+        f"batch {work.batch.id} waits: its answers cannot be written: No space left on device"
+    ]
+    assert not work.exhausted
+    assert [work.next() for _ in taken] == taken
+    work.close()
 
 
 @pytest.mark.parametrize("moment", ["states saved", "output handed over"])
