@@ -228,7 +228,7 @@ class Connection(HttpToolsProtocol):
         if version not in ("1.0", "1.1"):
             return ApiError(505, "This server speaks HTTP/1.1.", code="http_version")
         if self.parser.get_method() == b"CONNECT":
-            return ApiError(501, "This server is no proxy.", code="unsupported_method")
+            return ApiError(400, "CONNECT is for proxies, and this server is none.", code="invalid_http")
         codings = [value for name, value in self.headers if name == b"transfer-encoding"]
         if codings and b",".join(codings).strip().lower() != b"chunked":
             return ApiError(

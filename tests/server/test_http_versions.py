@@ -60,7 +60,7 @@ async def test_http_1_0_may_keep_its_connection_where_the_length_is_known(server
             501,
             "unsupported_transfer_encoding",
         ),
-        (b"CONNECT /v1/models HTTP/1.1\r\nHost: x\r\n\r\nabc", 501, "unsupported_method"),
+        (b"CONNECT /v1/models HTTP/1.1\r\nHost: x\r\n\r\nabc", 400, "invalid_http"),
     ],
     ids=["version", "coding", "method"],
 )
