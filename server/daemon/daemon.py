@@ -173,6 +173,8 @@ class Daemon:
             self._front.notifier.stopping("ending")
             if self._announced and not self._failure.done():
                 await self._end_answers()
+                # Where an engine's end was the end of the last answers, why is about to be told.
+                await asyncio.gather(*(engine.told.wait() for engine in self._engines.values() if engine.given_up))
             if self._failure.done():
                 print(f"weft: {self._failure.result()}", file=sys.stderr, flush=True)
                 self._tell_end(Drain())
@@ -282,13 +284,16 @@ class Daemon:
 
     async def _keep_engine(self, keeper: EngineKeeper) -> None:
         while True:
-            why = await keeper.keep()
-            if not self._announced or all(other.given_up for other in self._engines.values()):
-                self._fail(why)
-                return
+            try:
+                why = await keeper.keep()
+                if not self._announced or all(other.given_up for other in self._engines.values()):
+                    self._fail(why)
+                    return
+                logger.error("%s; the other engines serve on without it", why)
+            finally:
+                keeper.told.set()
             if self.ending:
                 return
-            logger.error("%s; the other engines serve on without it", why)
             model = self._model_of(keeper.engine)
             if all(self._engines[engine].given_up for engine in self._numbers[model]):
                 self._dormitory.died(model)

@@ -78,6 +78,8 @@ class EngineKeeper:
         self.ready: EngineReady | None = None
         self.worked = False
         self.given_up = False
+        self.told = asyncio.Event()
+        """set once it has been told why it was given up"""
         self._owner = owner
         self._config = config
         self._shelf = shelf
@@ -112,13 +114,13 @@ class EngineKeeper:
                 pause: float | None = 0.0
             else:
                 pause, why = self._pause_after(why)
+            self.given_up = pause is None  # known before anybody's answer ends with it
             owner.engine_ended(self.engine, EngineDown(why, restarting=pause is not None, engine=self.engine))
             if self._control is not None:  # whoever waits has been told
                 await self._control.last_words()
                 self._totals = plus(self._totals, self._control.stats)
             await self.stop()
             if pause is None:
-                self.given_up = True
                 return why
             if pause:
                 logger.error("%s; another one starts in %g s", why, pause)
@@ -197,6 +199,7 @@ class EngineKeeper:
         if self.given_up:
             self._restarts.forget()
             self.given_up = False
+            self.told.clear()
             self._again.set()
         was = self.process
         if was is not None:

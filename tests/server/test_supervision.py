@@ -346,6 +346,18 @@ async def test_sigterm_to_all_processes_loses_no_stream(tmp_path: Path) -> None:
         assert "Traceback" not in daemon.stderr()
 
 
+async def test_an_engine_that_ends_in_a_drain_is_told_of_and_no_success(tmp_path: Path) -> None:
+    with running(tmp_path, "--drain-timeout", "240") as daemon:
+        async with client(daemon) as http:
+            tasks = await begin(http, 3)
+            daemon.process.terminate()
+            daemon.told("weft: draining")
+            os.kill(daemon.engine_pid, signal.SIGKILL)
+            assert await codes(tasks) == {"engine_dead"}
+        assert await ended(daemon) == 1
+        daemon.told("weft: the engine ended (signal SIGKILL)")
+
+
 async def test_a_killed_daemon_leaves_no_process_that_was_stopped(tmp_path: Path) -> None:
     with running(tmp_path, "--api-workers", "2") as daemon:
         children = everyone(daemon)[1:]
