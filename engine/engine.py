@@ -311,7 +311,7 @@ class Engine:
         assert not self.has_work
         resting = self.runner.resting
         if resting is None:
-            raise ConfigError("its engine was not made to")
+            raise ConfigError("its engine was not made to" if self.ranks is None else "ranks share it")
         if resting.asleep:
             return resting.num_bytes
         self.drain_in_flight()

@@ -114,7 +114,6 @@ class _Loop:
         try:
             return self._serve(config, stacks_fd, Shelf.of(shelf_fds) if shelf_fds else None)
         except RankLost as error:
-            print(f"weft: {error}", file=sys.stderr, flush=True)
             return self._fail(str(error))
 
     def _serve(self, config: EngineConfig, stacks_fd: int, shelf: Shelf | None) -> int:

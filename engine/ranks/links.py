@@ -10,13 +10,11 @@ import json
 import mmap
 import os
 import select
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import numpy as np
 import numpy.typing as npt
-
-from weft.engine.errors import RankLost
 
 MAX_RANKS = 8
 PAGE = 4096
@@ -149,9 +147,6 @@ class Links:
     def state(self, rank: int) -> State:
         return State(self.block(self.layout.states + rank * PAGE, PAGE))
 
-    def states(self) -> Sequence[State]:
-        return [self.state(rank) for rank in range(self.ranks)]
-
     def outcomes(self) -> Bytes:
         """`[ranks, OPERATIONS]`"""
         return self.block(self.layout.outcomes, self.ranks, OPERATIONS)
@@ -196,7 +191,3 @@ class State:
         encoded = why.encode()[: len(self._text)]
         self._text[: len(encoded)] = np.frombuffer(encoded, np.uint8)
         self._numbers[1] = len(encoded)
-
-
-def lost(rank: int, why: str) -> RankLost:
-    return RankLost(f"rank {rank}: {why}")

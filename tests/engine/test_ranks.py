@@ -129,6 +129,11 @@ def test_pages_come_back_from_the_host_and_the_disk(one: Harness, two: Harness) 
     tiers.check()
 
 
+def test_an_engine_of_ranks_cannot_sleep_and_says_why(two: Harness) -> None:
+    with pytest.raises(ConfigError, match="ranks share it"):
+        two.engine.doze()
+
+
 def test_a_restart_finds_what_every_rank_has_and_a_killed_rank_ends_it(
     model: Path, ssd: Path, one: Harness, two: Harness
 ) -> None:

@@ -8,7 +8,7 @@ from test_sampling_shards import on_ranks
 
 from weft.engine.errors import RankLost
 from weft.engine.ranks import links as links_module
-from weft.engine.ranks.links import Descriptors, Links, lost
+from weft.engine.ranks.links import Descriptors, Links
 from weft.engine.ranks.shared_collectives import SharedCollectives
 from weft.engine.runner.collectives import Collectives
 
@@ -50,7 +50,7 @@ def test_who_waits_for_a_rank_that_has_ended_is_told(monkeypatch: pytest.MonkeyP
     def check() -> None:
         looked.append(1)
         if len(looked) == 3:
-            raise lost(1, "ended")
+            raise RankLost("rank 1: ended")
 
     mine.check = check
     with pytest.raises(RankLost, match="rank 1: ended"):

@@ -52,6 +52,7 @@ async def test_a_killed_rank_is_told_and_replaced_and_a_drain_ends_all_ranks(tmp
             daemon.told(f"rank {last}: its process ended (signal SIGKILL)")
             await until_status(http, "/ready", 200)
             await until_metric(http, 'weft_engine_restarts_total{engine="0"}', 1)
+            assert daemon.stderr().count("its process ended") == 1
             tasks = await begin(http, 3, max_tokens=200)
             rank = rank_of(daemon, last)
             daemon.process.terminate()
