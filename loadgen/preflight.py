@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,12 +17,18 @@ from weft.loadgen.prompts import Calibration, PromptMaker
 from weft.loadgen.record import Outcome, Record
 from weft.loadgen.server_view import Snapshot
 
+ANSWER_SECONDS = 30.0
+"""that a server may take to tell its models or its counters"""
+
 
 async def get(address: Address, path: str, headers: dict[str, str]) -> tuple[int, bytes]:
     """Status and body of a GET. Raises `OSError` or `ConnectionBroken`."""
     pool, body = Pool(address), Body()
     try:
-        status = await pool.exchange(address.head("GET", path, headers), body)
+        async with asyncio.timeout(ANSWER_SECONDS):
+            status = await pool.exchange(address.head("GET", path, headers), body)
+    except TimeoutError:
+        raise TimeoutError(errno.ETIMEDOUT, f"nothing within {ANSWER_SECONDS:g} s") from None
     finally:
         pool.close()
     return status, body.content
@@ -73,7 +81,8 @@ async def _discover(target: Target, notes: list[str]) -> tuple[Target, int | Non
     if status in (401, 403):
         raise LoadError(f"{target.name}: the server wants an API key (status {status}); give one with --api-key")
     try:
-        models: list[dict[str, Any]] = [m for m in orjson.loads(body)["data"] if "id" in m] if status == 200 else []
+        listed = orjson.loads(body)["data"] if status == 200 else []
+        models: list[dict[str, Any]] = [m for m in listed if isinstance(m, dict) and "id" in m]
     except (orjson.JSONDecodeError, KeyError, TypeError):
         models = []
     if target.model:

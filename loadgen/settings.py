@@ -267,4 +267,6 @@ def _files(a: argparse.Namespace) -> dict[str, Path]:
             raise LoadError(f"--{kind} {path}: there is no directory {path.parent}")
         if path.is_dir():
             raise LoadError(f"--{kind} {path} is a directory")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise LoadError(f"--{kind} {path}: cannot be written")
     return files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from weft.loadgen.errors import LoadError
@@ -24,7 +25,9 @@ def number(text: str, option: str, *, low: float = 0.0, exclusive: bool = False)
         value = float(text)
     except ValueError:
         raise LoadError(f"{option}: {text!r} is not a number") from None
-    if not low <= value < float("inf") or (exclusive and value == low):
+    if not math.isfinite(value):
+        raise LoadError(f"{option}: {text} is not a finite number")
+    if value < low or (exclusive and value == low):
         raise LoadError(f"{option}: {text} must be {'more than' if exclusive else 'at least'} {low:g}")
     return value
 

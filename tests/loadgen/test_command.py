@@ -7,6 +7,7 @@ import csv
 import json
 import re
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from typing import Any
 import pytest
 from sse_server import serving
 
+from weft.loadgen import preflight
+from weft.loadgen.client import Target
+from weft.loadgen.connection import Address
 from weft.loadgen.traces import read_trace
 from weft.server.daemon.cli import main
 
@@ -169,6 +173,7 @@ async def test_no_server_a_missing_key_and_an_unknown_model_are_one_line_each(
     [
         (["--rate", "0"], "--rate"),
         (["--rate", "fast"], "--rate"),
+        (["--rate", "inf"], "--rate: inf is not a finite number"),
         (["--duration", "0s"], "--duration"),
         (["--users", "3", "--rate", "2"], "--rate"),
         (["--users", "3", "--rate-end", "2"], "--rate-end"),
@@ -201,6 +206,14 @@ async def test_no_server_a_missing_key_and_an_unknown_model_are_one_line_each(
 def test_bad_input_is_one_line_that_names_the_flag(arguments: list[str], named: str, capsys: Any) -> None:
     assert _load(tuple(arguments)) == 2
     assert named in one_line(capsys)
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("weft.loadgen.settings.os.access", lambda *_: False)
+    assert _load(("--json", str(tmp_path / "x.json"))) == 2
+    assert "x.json: cannot be written" in one_line(capsys)
 
 
 async def test_an_objective_missed_is_status_1() -> None:
@@ -256,3 +269,14 @@ async def test_rows_of_inferencex_need_a_fixed_concurrency_and_lengths(
         for wrong in (("--json", str(out)), ("--users", "2"), ("--json", str(out), "--users", "2", "--row", "hw")):
             assert await load(*flags, *wrong) == 2
             assert capsys.readouterr().err.count("\n") == 1
+
+
+async def test_a_server_that_takes_connections_and_says_nothing_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preflight, "ANSWER_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        url = f"http://127.0.0.1:{mute.getsockname()[1]}"
+        assert await load("--server", url, "--requests", "1") == 2
+        assert f"no server answers at {url} (nothing within 0.1 s)" in capsys.readouterr().err
+        assert await preflight.snapshot(Target("mute", Address.parse(url), "m")) is None  # a run is not lost to it
