@@ -166,7 +166,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
 
     def differs(self, other: Curve) -> str:
         """What was measured under other circumstances; empty where the points belong together."""
-        for name in ("model", "workload", "options"):
+        for name in ("model", "workload", "prompt", "output", "options"):
             if (mine := getattr(self, name)) != (theirs := getattr(other, name)):
                 return f"{name} {theirs!r}, this is {mine!r}"
         for name in ("name", "device"):

@@ -476,6 +476,7 @@ def test_a_file_of_points_comes_back_as_it_was(tmp_path: Path) -> None:
 def test_points_of_something_else_are_named() -> None:
     assert curve().differs(curve([point(1)])) == ""
     assert "workload '9:9'" in curve().differs(curve(workload="9:9"))
+    assert "prompt 9.0, this is 161.0" in curve().differs(curve(prompt=9.0))  # a file of lengths has changed
     assert "machine 'B'" in curve().differs(curve(machine=msgspec.structs.replace(MACHINE, name="B")))
 
 
