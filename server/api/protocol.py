@@ -252,6 +252,10 @@ class ChatBody(GenerationBody, TemplateBody):
     functions: SkipJsonSchema[Any] = None
     function_call: SkipJsonSchema[Any] = None
     """the oldest form of tools"""
+    modalities: SkipJsonSchema[list[str] | None] = None
+    audio: SkipJsonSchema[Any] = None
+    web_search_options: SkipJsonSchema[Any] = None
+    """what other servers know and this one refuses, but for text"""
 
     @property
     def output_limit(self) -> int | None:
@@ -268,6 +272,11 @@ class ChatBody(GenerationBody, TemplateBody):
         for name, instead in (("functions", "tools"), ("function_call", "tool_choice")):
             if getattr(self, name):
                 raise bad_request(f"{name} is not supported; use {instead}.", name)
+        if set(self.modalities or ()) - {"text"}:
+            raise bad_request("modalities: this server answers in text.", "modalities")
+        for name in ("audio", "web_search_options"):
+            if getattr(self, name) is not None:
+                raise bad_request(f"{name} is not supported.", name)
         if self.tool_choice not in ("none", "auto") and not self.tools:
             raise bad_request("tool_choice needs tools.", "tool_choice")
         if isinstance(self.tool_choice, NamedToolChoice) and self.tool_choice.function.name not in names_of(self.tools):

@@ -164,6 +164,10 @@ OF_CHAT = [
     ({"tools": [tool("f")], "tool_choice": [[]]}, "tool_choice"),
     ({"tools": [tool("f")], "tool_choice": {"type": "function"}}, "tool_choice"),
     ({"functions": [{"name": "f"}]}, "functions"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"modalities": "audio"}, "modalities"),
+    ({"audio": {"voice": "alloy", "format": "wav"}}, "audio"),
+    ({"web_search_options": {}}, "web_search_options"),
     ({"function_call": "auto"}, "function_call"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"continue_final_message": True}, "continue_final_message"),
@@ -337,3 +341,9 @@ async def test_a_defect_is_a_500_with_the_error_body(server: Server, monkeypatch
     monkeypatch.setattr(server.service, "encode", lambda *_, **__: 1 / 0)
     error = error_of(await server.post(COMPLETIONS, {"prompt": "hi"}), 500)
     assert error["message"] == "Internal server error."
+
+
+async def test_text_may_be_named_as_what_an_answer_is(server: Server) -> None:
+    async with httpx.AsyncClient(base_url=server.url, timeout=240) as http:
+        body = {"messages": USER, "modalities": ["text"], "audio": None, "max_tokens": 2}
+        assert (await http.post(CHAT, json=body)).status_code == 200
