@@ -87,7 +87,7 @@ def read(arguments: argparse.Namespace) -> Settings:
             whole(a.max_runs, "--max-runs"),
         )
     return Settings(
-        _targets(a, chat, seconds(a.timeout, "--timeout")),
+        _targets(a, chat, seconds(a.timeout, "--timeout", exclusive=True)),
         arrival,
         content,
         read_maker(a, kind),

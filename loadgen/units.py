@@ -11,11 +11,14 @@ _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
 
 
-def seconds(text: str, option: str) -> float:
-    """`500ms`, `2s`, `1.5m`, or a bare number of seconds. Raises `LoadError` naming `option`."""
+def seconds(text: str, option: str, *, exclusive: bool = False) -> float:
+    """`500ms`, `2s`, `1.5m`, or a bare number of seconds; more than none where `exclusive`. Raises `LoadError` naming
+    `option`."""
     match = _DURATION.fullmatch(text.strip().lower())
     if match is None or (match[2] or "s") not in _UNITS:
         raise LoadError(f"{option}: {text!r} is not a duration such as 500ms, 2s or 5m")
+    if exclusive and not float(match[1]):
+        raise LoadError(f"{option} must be more than 0")
     return float(match[1]) * _UNITS[match[2] or "s"]
 
 

@@ -175,6 +175,7 @@ async def test_no_server_a_missing_key_and_an_unknown_model_are_one_line_each(
         (["--rate", "fast"], "--rate"),
         (["--rate", "inf"], "--rate: inf is not a finite number"),
         (["--duration", "0s"], "--duration"),
+        (["--timeout", "0s"], "--timeout must be more than 0"),
         (["--users", "3", "--rate", "2"], "--rate"),
         (["--users", "3", "--rate-end", "2"], "--rate-end"),
         (["--arrival", "ramp"], "--rate-end"),
