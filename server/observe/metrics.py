@@ -252,16 +252,19 @@ class Metrics:
         return figures + self._of_engines.text(late) + _beats(watch, len(rows)) + _ranks(watch, rows)
 
     def _of_models(self) -> bytes:
-        """Of each: whether it sleeps, and what its engines have to do."""
+        """Of each: whether it sleeps, and its engines with it, and what they have to do."""
         if not self._models:
             return b""
-        state = "weft_model_state"
+        state, asleep = "weft_model_state", "weft_engine_asleep"
+        rests = {name: Rest(int(self._board.rest[model])) for model, name in enumerate(self._models)}
         lines = [head(state, "gauge", "1 for what a model is at")]
-        for model, name in enumerate(self._models):
-            rest = Rest(int(self._board.rest[model]))
+        for name, rest in rests.items():
             lines += [
                 f"{state}{labelled({'model_name': name, 'state': each.word})} {float(each is rest)}\n" for each in Rest
             ]
+        lines.append(head(asleep, "gauge", "1 while its model sleeps: nobody expects it to be up"))
+        sleeping = {str(i): rests[name] is Rest.ASLEEP for name, engines in self._models.items() for i in engines}
+        lines += [f"{asleep}{labelled({'engine': i})} {float(sleeps)}\n" for i, sleeps in sleeping.items()]
         totals = {name: self._of_engines.together(engines) for name, engines in self._models.items()}
         for metric, kind, help, of in _OF_A_MODEL:
             lines.append(head(metric, kind, help))

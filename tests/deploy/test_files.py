@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from weft.engine.wire.beat import Beats, Watch
 from weft.engine.wire.messages import EnergyStats, EngineReady, EngineStats
-from weft.server.observe.metrics import Metrics
+from weft.server.observe.metrics import ENDPOINTS, Metrics
 
 DATA_PANELS = ("timeseries", "stat", "heatmap")
 
@@ -18,7 +19,7 @@ DATA_PANELS = ("timeseries", "stat", "heatmap")
 @pytest.fixture(scope="module")
 def known() -> set[str]:
     """Names of samples: the daemon's, and those that rules record."""
-    metrics = Metrics(watch=Watch(Beats(2)))
+    metrics = Metrics(watch=Watch(Beats(2)), models={"demo": [0]})
     ready = {name: 0 for name in EngineReady.__struct_fields__ if name != "eos_token_ids"}
     metrics.engines[0].loaded("demo", EngineReady(**{**ready, "dtype": "", "device": "", "eos_token_ids": ()}))
     metrics.engines[0].hear(EngineStats(energy=EnergyStats(source="nvml")))
@@ -61,6 +62,15 @@ def test_latency_objectives_lie_on_a_bucket() -> None:
     metrics = Metrics()
     assert 0.5 in metrics.ttft.bounds
     assert 0.2 in metrics.normalized.bounds
+
+
+def test_availability_is_of_whatever_asks_a_model_for_an_answer() -> None:
+    asked = [rule["expr"] for rule in rules() if rule.get("labels") == {"slo": "availability"}]
+    asked += [query.expr for query in queries() if query.dashboard == "slo.json"]
+    of_endpoints = re.compile(r'weft_requests_total\{[^}]*endpoint=~"([^"]*)"')
+    (pattern,) = {pattern for expr in asked for pattern in of_endpoints.findall(expr)}
+    answering = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"}
+    assert {each for each in ENDPOINTS if re.fullmatch(pattern, each)} == {*answering, "/invocations"}
 
 
 @pytest.mark.parametrize("dashboard", dashboards().values(), ids=dashboards())

@@ -105,6 +105,8 @@ async def test_the_least_recently_used_sleeps_for_one_that_is_wanted() -> None:
         assert made.rest == [Rest.ASLEEP, Rest.AWAKE, Rest.AWAKE]
         text = made.metrics.render().decode()
         assert 'weft_model_state{model_name="a",state="asleep"} 1.0' in text
+        asleep = [f'weft_engine_asleep{{engine="{i}"}} {sleeps}' for i, sleeps in enumerate((1.0, 0.0, 0.0))]
+        assert set(asleep) <= set(text.splitlines())
         assert 'weft_model_sleeps_total{model_name="b"} 1.0' in text
         assert 'weft_model_wakes_total{model_name="b"} 1.0' in text
 

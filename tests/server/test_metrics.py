@@ -90,6 +90,7 @@ NAMES = {
     "weft_api_process_hangs": "counter",
     "weft_restarts_given_up": "counter",
     "weft_engine_up": "gauge",
+    "weft_engine_asleep": "gauge",
     "weft_engine_requests_running": "gauge",
     "weft_engine_requests_waiting": "gauge",
     "weft_engine_kv_cache_usage_ratio": "gauge",
