@@ -8,7 +8,6 @@ unit is a wave of tiles over the SMs, so that the steps of wave quantisation sta
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 
 from weft.autosearch.bench_protocol import Load
+from weft.engine.config import cache_home
 from weft.engine.errors import ConfigError
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.operations import Operation, Role
@@ -137,7 +137,7 @@ def load_profile(path: Path) -> Profile:
 
 
 def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft" / "profiles"
+    return cache_home() / "profiles"
 
 
 def cache_path(target: Target) -> Path:

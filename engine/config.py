@@ -34,7 +34,6 @@ _AUTO = r"^auto(:[1-9]\d{0,2}|:[1-3]\d{3}|:40[0-8]\d|:409[0-6])?$"
 _SNAPSHOT = re.compile(r"models--(.+?)--(.+)/snapshots/[0-9a-f]{40}$")
 """a directory of the hub's cache"""
 
-
 MEASURES = {
     "itl": "time between two tokens of a request",
     "ttft": "time to its first token",
@@ -45,6 +44,14 @@ MEASURES = {
 _STATISTIC = re.compile(r"mean|median|max|p(\d{1,2}(?:\.\d+)?)")
 _LIMIT = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s|m)?")
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0}
+
+
+def cache_home() -> Path:
+    """Of what can be made anew. Raises `ConfigError` where nobody knows the user's home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
+    except RuntimeError:
+        raise ConfigError(f"user {os.getuid()} has no home directory: set HOME or XDG_CACHE_HOME") from None
 
 
 class Objective(NamedTuple):
@@ -477,9 +484,7 @@ class EngineConfig(BaseModel):
 
     @property
     def cache_path(self) -> Path:
-        if self.cache_dir is not None:
-            return Path(self.cache_dir).expanduser()
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
+        return cache_home() if self.cache_dir is None else Path(self.cache_dir).expanduser()
 
     @property
     def model_name(self) -> str:

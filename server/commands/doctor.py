@@ -190,8 +190,13 @@ def _nvidia_smi() -> list[str]:
 
 def caches(_: argparse.Namespace) -> Iterator[Finding]:
     """Where compiled and tuned kernels are kept."""
-    triton = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
-    for name, path in (("tuned kernels", EngineConfig.model_validate({}).cache_path), ("compiled kernels", triton)):
+    try:
+        tuned = EngineConfig.model_validate({}).cache_path
+    except ConfigError as error:
+        yield Finding("tuned kernels", "bad", _line(error), "set HOME or XDG_CACHE_HOME to a folder")
+        return
+    triton = Path(os.environ.get("TRITON_CACHE_DIR") or tuned / "triton")
+    for name, path in (("tuned kernels", tuned), ("compiled kernels", triton)):
         if (why := _unwritable(path)) is None:
             yield Finding(name, "ok", str(path))
         else:

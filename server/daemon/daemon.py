@@ -89,7 +89,11 @@ class Daemon:
         self._shared: tempfile.TemporaryDirectory[str] | None = None
         """what API processes keep for one another"""
         if config.api_workers > 1 and config.responses_dir is None and config.responses_max_mib:
-            self._shared = tempfile.TemporaryDirectory(prefix="weft-")
+            try:
+                self._shared = tempfile.TemporaryDirectory(prefix="weft-")
+            except OSError as error:
+                why = f"API processes have no folder in common: {error.strerror or error}"
+                raise ConfigError(f"{why}; set TMPDIR to another directory, or --responses-dir") from None
             config = config.model_copy(update={"responses_dir": self._shared.name})
         self._config = config
         self._front = Front(config)

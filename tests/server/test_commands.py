@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import io
 import json
 import os
 import pty
+import pwd
 import shutil
 import signal
 import socket
@@ -22,9 +24,12 @@ from pathlib import Path
 import pytest
 from stub import Script, Server, serving
 
+from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, WeftError
+from weft.engine.runner.compile_job import use_cache
 from weft.server.commands.chat import _piped, shown
 from weft.server.commands.completion import script, walk
+from weft.server.commands.doctor import caches
 from weft.server.commands.endpoint import Endpoint
 from weft.server.config import ServeConfig
 from weft.server.daemon.cli import COMMANDS, _parser, main
@@ -307,3 +312,20 @@ def test_doctor_is_content_with_a_machine_that_serves(tmp_path: Path) -> None:
     assert status == 0
     assert not [finding for finding in found.values() if finding["state"] == "bad"]
     assert {"torch", "gpu", "open files", "disk", "machine"} <= set(found)
+
+
+def test_doctor_looks_where_the_server_keeps_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"XDG_CACHE_HOME": str(tmp_path)})
+    found = {finding.name: finding for finding in caches(argparse.Namespace())}
+    use_cache(EngineConfig())
+    assert found["compiled kernels"].what == os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "weft" / "triton")
+
+
+def test_who_has_no_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's user of whom /etc/passwd knows nothing."""
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    with pytest.raises(ConfigError, match="set HOME or XDG_CACHE_HOME"):
+        use_cache(EngineConfig())
+    (finding,) = caches(argparse.Namespace())
+    assert (finding.state, finding.do) == ("bad", "set HOME or XDG_CACHE_HOME to a folder")

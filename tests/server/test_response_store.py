@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from pathlib import Path
 
@@ -113,3 +114,12 @@ def test_the_daemon_says_so_in_one_line(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "file").touch()
     assert run(ServeConfig(responses_dir=str(tmp_path / "file"), port=0)) == 2
     assert "--responses-dir" in capsys.readouterr().err
+
+
+def test_no_place_for_what_api_processes_share_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    assert run(ServeConfig(api_workers=2, port=0)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "set TMPDIR" in line

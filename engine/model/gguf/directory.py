@@ -6,7 +6,6 @@ It lies in the cache and is made once; the weights stay where they are, behind l
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import xxhash
 
+from weft.engine.config import cache_home
 from weft.engine.errors import ModelError
 from weft.engine.model.gguf.config import OFFSET_NORMS, to_config
 from weft.engine.model.gguf.file import INDEX, GgufFile, name_of, parts_of
@@ -53,7 +53,7 @@ def gguf_directory(path: Path) -> Path:
     for part in parts:
         status = part.stat()
         digest.update(f"{part} {status.st_size} {status.st_mtime_ns}".encode())
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft" / "gguf" / digest.hexdigest()
+    home = cache_home() / "gguf" / digest.hexdigest()
     directory = home / name_of(path)
     if (directory / INDEX).is_file():
         return directory
