@@ -2,77 +2,36 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import os
-import re
-import signal
-import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import msgspec
-import numpy as np
 import pytest
 import torch
-from rich.console import Console
+from made_curves import GIB, MACHINE, SLO, curve, point, times
 
-from weft.autosearch.advisor import command, paper, terminal
 from weft.autosearch.advisor import curve as curves
+from weft.autosearch.advisor import paper
 from weft.autosearch.advisor.activity import activity_of
 from weft.autosearch.advisor.advice import advise, configuration
-from weft.autosearch.advisor.curve import QUANTILES, Curve, Machine, Point, RateRun, ReplicaPoint, Times
-from weft.autosearch.advisor.engine_bench import EngineBench, spread
+from weft.autosearch.advisor.curve import Curve, Point, ReplicaPoint
+from weft.autosearch.advisor.engine_bench import spread
 from weft.autosearch.advisor.paper import write
 from weft.autosearch.advisor.paper_table import objectives
-from weft.autosearch.advisor.rate import predicted_rate
-from weft.autosearch.advisor.rate_search import MORE, RateSearch, measured
 from weft.autosearch.advisor.replicas import advise_replicas
-from weft.autosearch.advisor.side_by_side import Ended, SideBySide, together
+from weft.autosearch.advisor.side_by_side import SideBySide, together
 from weft.autosearch.advisor.solve import solve
 from weft.autosearch.advisor.sweep import CLOSE, Sweep
 from weft.autosearch.budget import Budget
-from weft.engine import demo
 from weft.engine.config import EngineConfig, Objective
 from weft.engine.errors import ConfigError, WeftError
 from weft.server.config import ServeConfig
 from weft.server.daemon.cli import main
 from weft.server.options import load
-
-GIB = 2**30
-SLO = [Objective.parse("itl:p99:50ms")]
-MACHINE = Machine(
-    device="cuda:0", name="A GPU", memory=80 * GIB, weights=3 * GIB, working=2 * GIB, page_bytes=GIB // 1024,
-    page_size=64, pages=70 * 1024, joules="nvml",
-)  # fmt: skip
-
-
-def times(seconds: float, tail: float = 1.0) -> Times:
-    return Times(seconds, tuple(seconds * (1 + (tail - 1) * q / 100) for q in QUANTILES))
-
-
-def point(bound: int, **fields: Any) -> Point:
-    """An engine whose iteration takes 10 ms and 0.2 ms for each request; 100 pages each."""
-    batch = fields.pop("batch", float(bound))
-    step = 0.010 + 0.0002 * batch
-    fixed = {
-        "bound": bound, "batch": batch, "seconds": 3.0, "iterations": 300, "output_per_s": batch / step,
-        "itl": times(step, 1.5), "ttft": times(5 * step), "kv_pages": round(100 * batch), "kv_share": batch / 700,
-        "idle_share": 0.004, "prefill_share": 0.05, "joules_per_token": (150 + 400 * batch / 512) * step / batch,
-    }  # fmt: skip
-    return Point(**{**fixed, **fields})
-
-
-def curve(points: list[Point] | None = None, **fields: Any) -> Curve:
-    made = {
-        "model": "m", "workload": "161:338", "prompt": 161.0, "output": 338.0, "options": {}, "machine": MACHINE,
-        "points": tuple(points or [point(2**i) for i in range(10)]),
-    }  # fmt: skip
-    return Curve(**{**made, **fields})
 
 
 class MadeUp:
@@ -355,103 +314,6 @@ def test_engines_side_by_side_are_told_as_one() -> None:
     assert 0.0116 < both.itl.at(25.0) < both.itl.at(75.0) <= 0.05
 
 
-def test_the_predicted_rate_is_what_the_seats_can_serve() -> None:
-    made, outputs = curve(), np.full(1, 338.0)
-    bound = 64
-    most = made.points[6].output_per_s / 338
-    rate = predicted_rate(made, bound, SLO, outputs)
-    assert 0.8 * most < rate <= 1.05 * most
-    strict = predicted_rate(made, bound, [*SLO, Objective.parse("ttft:p99:150ms")], outputs)
-    assert strict < rate
-    assert predicted_rate(made, bound, [*SLO, Objective.parse("ttft:p99:1ms")], outputs) == 0
-
-
-class Plant:
-    """An engine that keeps its objectives at half of the runs at its knee, and at nearly all a little below it."""
-
-    def __init__(self, knee: float, width: float, seed: int) -> None:
-        self.knee, self.width, self.rng, self.now = knee, width, np.random.default_rng(seed), 0.0
-
-    def keeps(self, rate: float) -> bool:
-        return bool(self.rng.normal(1, self.width) * self.knee > rate)
-
-    def serve(self, bound: int, rate: float, seed: int) -> RateRun:
-        self.now += 20.0
-        return RateRun(
-            bound=bound, rate=rate, seconds=20.0, seed=seed, objectives=(), kept=self.keeps(rate), requests=1,
-            ttft=Times(), itl=Times(),
-        )  # fmt: skip
-
-
-def searched(plant: Plant, start: float, budget: float = 400.0, runs: Sequence[RateRun] = ()) -> list[RateRun]:
-    return RateSearch(plant, 8, start, Budget(budget, clock=lambda: plant.now), runs).run()
-
-
-def test_the_advised_rate_is_kept_three_times_and_fifteen_percent_more_is_not() -> None:
-    good = 0
-    for seed in range(100):
-        plant = Plant(knee=50.0, width=0.02, seed=seed)
-        found = measured(searched(plant, start=50.0 * plant.rng.uniform(0.7, 1.4)))
-        assert found is not None
-        good += all(plant.keeps(found.rate) for _ in range(3)) and not plant.keeps(MORE * found.rate)
-    assert good >= 97
-
-
-def test_what_was_run_at_rates_is_told() -> None:
-    runs = searched(Plant(knee=50.0, width=0.0, seed=0), start=50.0)
-    found = measured(runs)
-    assert found is not None
-    told = "3 of 3 runs of 20 s at it kept the objectives, of 1 at 15% more 0"
-    assert str(found) == f"{told}; with {found.requests} requests in a run, chance moves its rate by 3%"
-    assert str(found._replace(requests=1000)) == told
-    made = curve(rates=tuple(msgspec.structs.replace(r, bound=64, objectives=("itl:p99:50ms",)) for r in runs))
-    advice = advise(made, SLO, 0.1, "throughput")
-    assert advice.solution.best is not None
-    assert advice.measured == (found if advice.solution.best.point.bound == 64 else None)
-    known = Plant(knee=50.0, width=0.0, seed=0)
-    assert searched(known, start=50.0, runs=runs) == runs
-    assert known.now == 0.0
-
-
-@pytest.mark.parametrize(
-    ("width", "gone"), [(160, []), (110, ["SMs"]), (80, ["SMs", "DRAM", "ttft p50", "ran", "idle"])]
-)
-def test_a_narrow_terminal_has_fewer_columns_and_says_which_not_cut_ones(width: int, gone: list[str]) -> None:
-    points = [point(2**i, dram_share=0.4, sm_share=0.9) for i in range(11)]
-    console = Console(width=width, file=io.StringIO())
-    terminal.show(advise(curve(points), SLO, 0.1, "throughput"), console)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    head = next(line for line in text.splitlines() if "bound" in line).split()
-    assert "…" not in text
-    assert not {word for name in gone for word in name.split()[:1]} & set(head)
-    assert [name for name in gone if name in text.partition("No room for ")[2]] == gone
-    assert ("No room" in text) == bool(gone)
-
-
-def test_a_rate_is_not_advised_on_runs_that_all_kept_or_all_missed() -> None:
-    assert measured([]) is None
-    for knee in (1e9, 1e-9):
-        runs = searched(Plant(knee=knee, width=0.0, seed=0), start=50.0, budget=100.0)
-        assert len(runs) == 5
-        assert measured(runs) is None
-        made = curve(rates=tuple(msgspec.structs.replace(r, bound=64, objectives=("itl:p99:50ms",)) for r in runs))
-        advised = advise(made, SLO, 0.1, "throughput")
-        assert advised.measured is None
-        # Nothing is advised that missed, and nothing beyond what was tried.
-        rates = [r.rate for r in runs]
-        assert advised.rate < min(rates) if knee < 1 else advised.rate <= max(rates)
-
-
-def test_a_miss_at_the_advised_rate_lowers_it() -> None:
-    runs = searched(Plant(knee=50.0, width=0.0, seed=0), start=50.0)
-    found = measured(runs)
-    assert found is not None
-    unlucky = msgspec.structs.replace(runs[-1], rate=found.rate, kept=False)
-    again = measured([*runs, unlucky])
-    assert again is not None
-    assert 0.9 * found.rate < again.rate < 0.97 * found.rate
-
-
 def test_the_configuration_is_one_that_serve_takes(tmp_path: Path) -> None:
     advice = advise(curve(), SLO, 0.1, "throughput")
     file = tmp_path / "weft.yaml"
@@ -478,128 +340,6 @@ def test_points_of_something_else_are_named() -> None:
     assert "workload '9:9'" in curve().differs(curve(workload="9:9"))
     assert "prompt 9.0, this is 161.0" in curve().differs(curve(prompt=9.0))  # a file of lengths has changed
     assert "machine 'B'" in curve().differs(curve(machine=msgspec.structs.replace(MACHINE, name="B")))
-
-
-def test_recorded_curves_need_no_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    recorded, page, picture = tmp_path / "curve.json", tmp_path / "a.html", tmp_path / "a.png"
-    curves.save(curve(model="<m>"), recorded)
-    out = tmp_path / "weft.yaml"
-    line = ["advise", "--curves", str(recorded), "--slo", "itl:p99:50ms", "--html", str(page), "--png", str(picture)]
-    assert main([*line, "--out", str(out)]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "Run 64 requests at once" in said
-    assert "replicas: 1. The device waits for the CPU 0.4% of the time" in said
-    served = load(ServeConfig, {}, out)
-    assert (served.max_num_seqs, served.model) == (64, "<m>")
-    html = page.read_text()
-    assert "<svg" in html
-    assert "&lt;m&gt;" in html
-    assert "<m>" not in html
-    assert not re.search(r"(src|href)=[\"']?http", html)
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    model = Path(demo.__file__).parent / "model"
-    assert main(["advise", str(model), *line[1:], "--out", str(out)]) == 0  # where it lies
-    assert load(ServeConfig, {}, out).model == str(model)
-
-
-def test_when_nothing_fits_it_says_so_and_writes_no_configuration(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recorded, out = tmp_path / "curve.json", tmp_path / "weft.yaml"
-    curves.save(curve(), recorded)
-    assert main(["advise", "--curves", str(recorded), "--slo", "itl:p99:1ms", "--out", str(out)]) == 1
-    told = capsys.readouterr().out
-    assert "No bound fits" in told
-    assert "The bound keeps" not in told
-    assert not out.exists()
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ([], "name a file to write"),
-        (["--out", "x", "--slo", "e2e:p99:5s"], "weft advise measures itl and ttft"),
-        (["--out", "x", "--slo", "itl"], "is not MEASURE:STATISTIC:LIMIT"),
-        (["--out", "x", "--max-num-seqs", "auto", "--slo", "itl:p99:5ms"], "a number, not auto"),
-        (["--out", "x", "--curves", "/nowhere/c.json"], "cannot read"),
-        (["--out", "x", "--budget-seconds", "0"], "more than 0"),
-        (["--out", "x", "--budget-seconds", "nan"], "more than 0"),
-        (["--out", "x", "--point-seconds", "inf"], "more than 0"),
-        (["--out", "x", "--rate-seconds", "nan"], "--rate-seconds must be 0 or more"),
-        (["--out", "x", "--epsilon", "2"], "--epsilon 2 must be at least 0 and less than 1"),
-        (["--out", "x", "--epsilon", "nan"], "--epsilon nan must be"),
-        (["--out", "x", "--measure-replicas", "0"], "--measure-replicas must be 1 or more"),
-        (["--out", "x", "--html", "/"], "cannot write /: it is a folder"),
-        (["--out", "x", "--workload", "many"], "--workload many: give prompt and output tokens as P:D"),
-        (["--out", "x", "--workload", "many:few"], "--workload 'many:few:1' is neither"),
-        (["--out", "/nowhere/x"], "cannot write /nowhere/x: there is no folder /nowhere"),
-    ],
-)
-def test_bad_input_is_one_line(line: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["advise", *line]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
-
-
-def test_the_demo_model_on_a_cpu(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    points, out = tmp_path / "points.json", tmp_path / "weft.yaml"
-    line = ["advise", "--device", "cpu", "--workload", "6:8", "--max-num-seqs", "4", "--page-size", "8"]
-    line += ["--rate-seconds", "0.05"]
-    line += ["--num-pages", "64", "--point-seconds", "0.02", "--points", str(points), "--out", str(out)]
-    assert main([*line, "--slo", "itl:p99:60s"]) == 0
-    found = curves.load(points)
-    assert {1, 2, 4} <= {p.bound for p in found.points}
-    for p in found.points:
-        assert 0 < p.batch <= p.bound + 1e-9
-        assert p.output_per_s > 0
-        assert 0 < p.kv_pages <= 2 * p.bound
-        assert p.itl.mean is not None
-    assert load(ServeConfig, {}, out).page_size == 8
-    before = points.read_bytes()
-    assert main([*line, "--slo", "itl:p99:60s"]) == 0  # everything is known
-    assert json.loads(points.read_bytes()) == json.loads(before)
-
-    def none_starts(*_: object) -> None:
-        raise WeftError("one of them ended")
-
-    monkeypatch.setattr(command, "SideBySide", none_starts)
-    out.unlink()
-    capsys.readouterr()
-    assert main([*line, "--measure-replicas", "2"]) == 0
-    assert "weft advise: no engines side by side: one of them ended\n" in capsys.readouterr().err
-    assert load(ServeConfig, {}, out).replicas == 1
-    line[line.index("6:8")] = "5:8"
-    assert main(line) == 2
-    assert "was measured with workload '6:8'" in capsys.readouterr().err
-
-
-def test_joules_that_nobody_counts_are_refused_before_anything_is_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(EngineBench, "machine", lambda _: msgspec.structs.replace(MACHINE, joules="", no_joules="none"))
-    monkeypatch.setattr(EngineBench, "measure", lambda *_: pytest.fail("it was measured"))
-    line = ["advise", "--device", "cpu", "--workload", "6:8", "--num-pages", "64", "--out", str(tmp_path / "weft.yaml")]
-    assert main([*line, "--objective", "energy"]) == 2
-    assert "weft advise: --objective energy: no joules were counted: none\n" in capsys.readouterr().err
-
-
-def test_engines_side_by_side_end_when_the_command_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[subprocess.Popen[str]] = []
-    start = subprocess.Popen
-
-    def noted(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
-        begun.append(start(*arguments, **options))
-        assert os.getsid(begun[-1].pid) == begun[-1].pid  # Ctrl-C does not reach it
-        return begun[-1]
-
-    monkeypatch.setattr(subprocess, "Popen", noted)
-    with pytest.raises(Ended, match="ended before they were measured"):
-        SideBySide(EngineConfig(device="cpu"), 2, 4, 64, [(6, 8)], 0.05, ended=lambda: True)
-    assert [child.returncode for child in begun] == [-signal.SIGKILL] * 2
 
 
 def test_a_lower_bound_keeps_requests_of_all_ages() -> None:

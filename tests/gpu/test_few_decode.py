@@ -15,18 +15,15 @@ from torch import Tensor
 pytest.importorskip("triton")
 import test_attention
 import test_fp8_attention
-from interpreted import interpreted_gpu
 from test_attention import BENT, MORE, PLAIN, Bent, pool, upload
-from test_fp8_engine import PAGES, WEIGHTS, checkpoint, served  # noqa: F401 (checkpoint is a fixture)
+from test_fp8_engine import PAGES, WEIGHTS, check_beside_twins, checkpoint  # noqa: F401 (checkpoint is a fixture)
 
-from weft.engine.runner import resolve
 from weft.kernels import attention_triton, fp8
 from weft.kernels.attention_triton import TritonAttention
 from weft.kernels.decode_attention import decode_attention
 from weft.kernels.decode_workspace import decode_workspace
 from weft.kernels.dependent_launch import dependent_launch
 from weft.kernels.few_decode import MOST_TOKENS, few_decode
-from weft.kernels.gpu import Gpu
 from weft.kernels.work_lists import ITEM_FIELDS, decode_items
 
 pytestmark = pytest.mark.usefixtures("rounded")
@@ -151,31 +148,17 @@ def test_what_the_kernel_in_front_writes_is_seen(device: str, num_sms: int) -> N
     [pytest.param({}, marks=MORE), pytest.param(PAGES, marks=MORE), WEIGHTS | PAGES],
     ids=["16 bits", "pages", "weights and pages"],
 )
+@pytest.mark.usefixtures("device")
 def test_an_engines_tokens_are_those_of_the_twins(
     formats: dict[str, Any],
     checkpoint: Callable[[str], Path],  # noqa: F811
-    device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(TritonAttention, "few", MOST_TOKENS)
     layers = []
     monkeypatch.setattr(attention_triton, "few_decode", lambda *a, **o: (layers.append(a[3]), few_decode(*a, **o))[1])
     path = checkpoint("qwen3, wide heads" if formats.get("quantization") else "llama3.1")
-    rng = np.random.default_rng(2)
-    prompts = [rng.integers(3, 199, n) for n in (5, 36)]
-    want, known = served(path, prompts, device="cpu", dtype="float32", **formats)
-    if device == "cuda":
-        got, mine = served(path, prompts, device="cuda", dtype="float16", tuning_seconds=0, **formats)
-    else:
-        monkeypatch.setattr(resolve, "gpu", lambda *_: Gpu("interpreter", (8, 9), 4))
-        with interpreted_gpu(monkeypatch):
-            got, mine = served(path, prompts, device="cuda", dtype="float16", **formats)
-    for theirs, ours, exact, logged in zip(want, got, known, mine, strict=True):
-        for token, other, e, m in zip(theirs, ours, exact, logged, strict=True):
-            assert float(m.values[0]) == pytest.approx(float(e.values[0]), abs=0.15)
-            if token != other:  # two that are equally good: what follows is another text
-                break
-    assert sum(theirs == ours for theirs, ours in zip(want, got, strict=True)) >= 1
+    check_beside_twins(path, formats, monkeypatch)
     assert set(layers) == {0, 1}
 
 

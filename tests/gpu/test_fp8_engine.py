@@ -68,6 +68,25 @@ def served(path: Path, prompts: list[np.ndarray], **options: Any) -> tuple[list[
 WEIGHTS, PAGES = {"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}
 
 
+def check_beside_twins(path: Path, formats: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks beside decodes: operands that one iteration leaves for products of several sizes."""
+    rng = np.random.default_rng(2)
+    prompts = [rng.integers(3, 199, n) for n in (5, 36)]
+    want, known = served(path, prompts, device="cpu", dtype="float32", **formats)
+    if HERE:
+        got, mine = served(path, prompts, device="cuda", dtype="float16", tuning_seconds=0, **formats)
+    else:
+        monkeypatch.setattr(resolve, "gpu", lambda *_: Gpu("interpreter", (8, 9), 4))
+        with interpreted_gpu(monkeypatch):
+            got, mine = served(path, prompts, device="cuda", dtype="float16", **formats)
+    for theirs, ours, exact, logged in zip(want, got, known, mine, strict=True):
+        for token, other, e, m in zip(theirs, ours, exact, logged, strict=True):
+            assert float(m.values[0]) == pytest.approx(float(e.values[0]), abs=0.15)
+            if token != other:  # two that are equally good: what follows is another text
+                break
+    assert sum(theirs == ours for theirs, ours in zip(want, got, strict=True)) >= 1
+
+
 @pytest.mark.parametrize(
     ("family", "formats"),
     [
@@ -84,23 +103,7 @@ WEIGHTS, PAGES = {"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}
 def test_its_tokens_are_those_of_the_twins(
     family: str, formats: dict[str, Any], checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks beside decodes: operands that one iteration leaves for products of several sizes."""
-    path = checkpoint(family)
-    rng = np.random.default_rng(2)
-    prompts = [rng.integers(3, 199, n) for n in (5, 36)]
-    want, known = served(path, prompts, device="cpu", dtype="float32", **formats)
-    if HERE:
-        got, mine = served(path, prompts, device="cuda", dtype="float16", tuning_seconds=0, **formats)
-    else:
-        monkeypatch.setattr(resolve, "gpu", lambda *_: Gpu("interpreter", (8, 9), 4))
-        with interpreted_gpu(monkeypatch):
-            got, mine = served(path, prompts, device="cuda", dtype="float16", **formats)
-    for theirs, ours, exact, logged in zip(want, got, known, mine, strict=True):
-        for token, other, e, m in zip(theirs, ours, exact, logged, strict=True):
-            assert float(m.values[0]) == pytest.approx(float(e.values[0]), abs=0.15)
-            if token != other:  # two that are equally good: what follows is another text
-                break
-    assert sum(theirs == ours for theirs, ours in zip(want, got, strict=True)) >= 1
+    check_beside_twins(checkpoint(family), formats, monkeypatch)
 
 
 @pytest.mark.parametrize("formats", [WEIGHTS | PAGES, pytest.param(WEIGHTS, marks=pytest.mark.nightly)], ids=str)
