@@ -74,7 +74,7 @@ def read(arguments: argparse.Namespace) -> Settings:
         whole(a.processes, "--processes"),
         seconds(a.warmup, "--warmup"),
         drain,
-        _fraction(a.max_failures, "--max-failures"),
+        fraction(a.max_failures, "--max-failures"),
     )
     if arrival.duration is not None and options.warmup >= arrival.duration:
         raise LoadError("--warmup must be shorter than --duration")
@@ -125,7 +125,7 @@ def _optional(text: str | None, option: str, parse: Any) -> Any:
     return None if text is None else parse(text, option)
 
 
-def _fraction(text: str, option: str) -> float:
+def fraction(text: str, option: str) -> float:
     value = number(text, option)
     if value > 1:
         raise LoadError(f"{option}: {text} must be between 0 and 1")
@@ -255,7 +255,7 @@ def read_maker(a: argparse.Namespace, kind: Kind) -> PromptMaker:
         whole(a.seed, "--seed", low=0),
         low,
         high,
-        _fraction(a.shared_prefix, "--shared-prefix"),
+        fraction(a.shared_prefix, "--shared-prefix"),
         whole(a.prefix_groups, "--prefix-groups"),
     )
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from weft.deploy.fleet.engine import EngineOptions
 from weft.deploy.fleet.settings import Settings
 from weft.deploy.fleet.simulation import Result, simulate
+from weft.loadgen.errors import LoadError
 
 OnBegin = Callable[[int, EngineOptions, float | None, float], Callable[[float], None]]
 """told engines, configuration, rate and the seconds of arrivals; gives what is told how far that simulation is"""
@@ -27,7 +28,7 @@ class Point(NamedTuple):
 
 
 def explore(settings: Settings, on_begin: OnBegin) -> Iterator[Point]:
-    """Points in the order in which they are simulated."""
+    """Points in the order in which they are simulated. Raises `LoadError`."""
     for rate in settings.rates:
         workload = settings.workload(rate)
         duration = float(workload.times[-1]) if workload.times is not None else settings.arrival.duration or 0.0
@@ -42,6 +43,8 @@ def explore(settings: Settings, on_begin: OnBegin) -> Iterator[Point]:
                     max_failures=settings.max_failures,
                     on_progress=on_begin(engines, configuration, rate, duration),  # noqa: B023
                 )
+                if not result.judged.records:
+                    raise LoadError(f"--warmup {settings.warmup:g}s: no request comes later, so none is judged")
                 return Point(engines, configuration, rate, result)
 
             if settings.engines:

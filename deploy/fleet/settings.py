@@ -17,7 +17,7 @@ from weft.engine.errors import ConfigError
 from weft.loadgen import slo
 from weft.loadgen.errors import LoadError
 from weft.loadgen.prompts import PromptMaker
-from weft.loadgen.settings import read_arrival, read_content, read_maker
+from weft.loadgen.settings import fraction, read_arrival, read_content, read_maker
 from weft.loadgen.slo import Objective
 from weft.loadgen.units import number, seconds, whole
 from weft.loadgen.workload import ArrivalOptions, ContentOptions, Workload, build
@@ -92,7 +92,7 @@ def read(a: argparse.Namespace) -> Settings:
         content,
         read_maker(a, "ids"),
         objectives,
-        number(a.max_failures, "--max-failures"),
+        fraction(a.max_failures, "--max-failures"),
         seconds(a.warmup, "--warmup"),
         _file(a.json, "--json"),
         _file(a.png, "--png"),
