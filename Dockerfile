@@ -1,8 +1,9 @@
 # syntax=docker/dockerfile:1
 # CPU image:   docker build -t weft .
 # CUDA image:  docker build -t weft:cuda --build-arg DEVICE=cuda .
-# Run:         docker run --rm -p 8000:8000 weft                              (the demo model)
-#              docker run --rm -p 8000:8000 --gpus all -v /models:/models:ro weft:cuda /models/Llama-3-8B
+# Run:         docker run --rm -p 8000:8000 --stop-timeout 45 weft            (the demo model)
+#              docker run --rm -p 8000:8000 --stop-timeout 45 --gpus all -v /models:/models:ro weft:cuda /models/Llama-8B
+#              --stop-timeout: --drain-timeout, and 15 s for processes to end; Docker kills after 10 s otherwise
 ARG PYTHON=3.12
 ARG DEVICE=cpu
 

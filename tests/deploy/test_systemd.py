@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-from files import DEPLOY
+from files import DEPLOY, read_yaml
 
 from weft.server.config import ServeConfig
 from weft.server.daemon.daemon import FAREWELL, STOP_SECONDS
@@ -22,11 +23,24 @@ def settings(name: str) -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines)
 
 
+DRAIN: float = ServeConfig.model_fields["drain_timeout"].default
+ENDS = DRAIN + FAREWELL + 2 * STOP_SECONDS
+"""seconds after which a daemon that was asked to end has ended"""
+
+
+def test_containers_are_not_killed_while_they_drain() -> None:
+    service = read_yaml(DEPLOY / "compose.yaml")["services"]["weft"]
+    assert int(service["stop_grace_period"].removesuffix("s")) > ENDS
+    runs = [line for line in (DEPLOY / "../Dockerfile").read_text().splitlines() if "docker run" in line]
+    seconds = [int(found[1]) for line in runs if (found := re.search(r"--stop-timeout (\d+)", line))]
+    assert len(seconds) == len(runs)
+    assert min(seconds) > ENDS
+
+
 @pytest.mark.parametrize("name", SERVICES)
 def test_a_stop_leaves_the_drain_its_time_and_its_processes(name: str) -> None:
     unit = settings(name)
-    drain: float = ServeConfig.model_fields["drain_timeout"].default
-    assert int(unit["TimeoutStopSec"]) > drain + FAREWELL + 2 * STOP_SECONDS
+    assert int(unit["TimeoutStopSec"]) > ENDS
     assert unit["KillMode"] == "mixed"  # to signal all processes at once would cut streams
     assert (unit["Type"], unit["NotifyAccess"]) == ("notify", "main")
 
