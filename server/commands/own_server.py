@@ -41,7 +41,12 @@ def own_server(model: str, revision: str | None, notes: Console, names: Sequence
     command += ["--served-model-name", *names] if names else []
     # Keys and the like of a server that runs beside are not for this one.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WEFT_")}
-    with tempfile.TemporaryFile("w+") as log:
+    try:
+        kept = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed below
+    except OSError as error:
+        why = f"a server's log has no place: {error.strerror or error}"
+        raise WeftError(f"{why}; set TMPDIR to another directory") from None
+    with kept as log:
         # A group of its own: Ctrl-C ends an answer, not the server.
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True, text=True,

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -270,6 +271,16 @@ def test_bash_completes(line: list[str], expected: set[str]) -> None:
         ["bash", "--norc"], input=script(_parser(), "bash") + asked, text=True, capture_output=True, check=True
     )
     assert set(result.stdout.split()) == expected
+
+
+def test_no_place_for_the_log_of_a_server_of_ones_own_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("What is 1 + 2?\n"))
+    assert main(["chat", "demo"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "set TMPDIR" in line
 
 
 # -- doctor
