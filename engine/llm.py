@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -36,8 +37,9 @@ class Completion(NamedTuple):
 
 def _as_bytes(tokens: Sequence[int]) -> bytes:
     try:
-        return np.asarray(tokens, np.int32).tobytes()
-    except (OverflowError, ValueError, TypeError):
+        # numpy would cut 1.9 to 1, and read "7" as 7
+        return np.fromiter(map(index, tokens), np.int32, len(tokens)).tobytes()
+    except (OverflowError, TypeError):
         raise RequestError("a prompt of token ids must be a list of 32-bit integers", "prompt") from None
 
 

@@ -154,6 +154,11 @@ def check_request(
             f"max_tokens is {params.max_tokens}, but the prompt has {len(token_ids)} tokens of at most {longest}",
             "max_tokens",
         )
+    if params.min_tokens > room:
+        raise RequestError(
+            f"min_tokens is {params.min_tokens}, but the prompt has {len(token_ids)} tokens of at most {longest}",
+            "min_tokens",
+        )
     for name, ids in (
         ("stop_token_ids", params.stop_token_ids),
         ("logit_bias", params.logit_bias),

@@ -25,6 +25,8 @@ MAX_BAD_WORDS = 1024
 MAX_BAD_CHARS = 16_384
 """of all words together"""
 GREEDY_EPSILON = 1e-5
+MAX_TOP_K = 2**31 - 1
+"""larger ones are taken as this: no vocabulary has more tokens"""
 LEAST_REPETITION_PENALTY = 1e-20
 """smaller ones are taken as this: a logit divided by less would be infinite"""
 
@@ -138,7 +140,7 @@ class Column:
 
 COLUMNS = (
     Column("temperature", np.float32, lambda p: 0.0 if p.greedy else p.temperature, sampler=True),  # 0: greedy
-    Column("top_k", np.int32, lambda p: max(p.top_k, 0), sampler=True),  # 0: off
+    Column("top_k", np.int32, lambda p: min(max(p.top_k, 0), MAX_TOP_K), sampler=True),  # 0: off
     Column("top_p", np.float32, lambda p: p.top_p, sampler=True),
     Column("min_p", np.float32, lambda p: p.min_p, sampler=True),
     Column("presence", np.float32, lambda p: p.presence_penalty),

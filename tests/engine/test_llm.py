@@ -48,10 +48,26 @@ def test_a_refused_prompt_leaves_nothing_behind(llm: LLM) -> None:
     assert llm.engine.scheduler.num_requests == 0
 
 
-@pytest.mark.parametrize("prompt", [[[2**40]], [["a"]], [[]]])
+@pytest.mark.parametrize("prompt", [[[2**40]], [["a"]], [["7"]], [[1.5, 2]], [[5, None]], [[]]])
 def test_prompts_that_are_no_token_ids_are_refused(llm: LLM, prompt: list) -> None:
     with pytest.raises(RequestError):
         llm.generate(prompt, progress=False)
+
+
+def test_a_top_k_beyond_any_vocabulary_cuts_nothing(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=6, seed=3, top_k=k, ignore_eos=True) for k in (0, 2**31, 2**70)]
+    free, *cut = llm.generate(["1 2 3"] * 3, params, progress=False)
+    assert [answer.token_ids for answer in cut] == [free.token_ids] * 2
+
+
+def test_more_output_than_the_context_leaves_cannot_be_asked_for(llm: LLM) -> None:
+    prompt = [5] * (llm.engine.resolved.max_model_len - 4)
+    for least in (5, 2**31 - 1, 2**40):
+        with pytest.raises(RequestError, match="min_tokens"):
+            llm.generate([prompt], SamplingParams(max_tokens=None, min_tokens=least), progress=False)
+    assert llm.engine.scheduler.num_requests == 0
+    (answer,) = llm.generate([prompt], SamplingParams(max_tokens=None, min_tokens=4, temperature=0), progress=False)
+    assert len(answer.token_ids) == 4
 
 
 def test_no_conversations_no_answers(llm: LLM) -> None:
