@@ -103,8 +103,8 @@ def _parts(text: str, name: str) -> list[dict[str, Any]]:
 
 
 def literal(text: str) -> str:
-    """A text as a Lark string."""
-    return json.dumps(text, ensure_ascii=False)
+    """A text as a Lark string, in which no control character stands as it is; JSON leaves U+007F."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def compile_threads(count: int, name: str) -> ThreadPoolExecutor:

@@ -14,6 +14,7 @@ import torch
 from harness import GREEDY, Harness
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from weft.engine.demo import MODEL_PATH
@@ -108,6 +109,16 @@ def test_nobody_waits_for_the_mask_of_another(demo: Harness) -> None:
     gate.set()
     demo.run()
     assert KINDS["regex"][1](text_of(demo, slow))
+
+
+def test_a_choice_may_hold_any_control_character() -> None:
+    tokenizer = LLTokenizer("byte")
+    for code in (*range(1, 0x20), *range(0x7F, 0xA1), 0x2028):
+        text = f"a{chr(code)}b"
+        matcher = LLMatcher(tokenizer, grammar_text.choice([text]))
+        tokens = tokenizer.tokenize_str(text)
+        assert matcher.try_consume_tokens(tokens) == len(tokens), hex(code)
+        assert matcher.is_accepting()
 
 
 def test_minimum_length_cannot_break_a_grammar(demo: Harness) -> None:
