@@ -160,13 +160,41 @@ def _in_body(error: Any, body: Any) -> Sequence[str | int]:
     parts: Sequence[str | int] = error["loc"][1:]
     if body is None:
         return parts
-    kept, value = [], body
+    kept: list[str | int] = []
+    value = body
     for i, part in enumerate(parts):
-        absent = error["type"] == "missing" and i == len(parts) - 1
-        if isinstance(part, int) or absent or (isinstance(value, dict) and part in value):
+        behind = parts[i + 1] if i + 1 < len(parts) else None
+        if behind is None and error["type"] == "missing":
             kept.append(part)
-            value = None if absent else value[part]
+        elif _has(value, part):
+            if behind is not None and _has(value, behind) and not _has(value[part], behind):
+                continue  # a kind that is called as one of its fields is
+            kept.append(part)
+            value = value[part]
+        elif isinstance(value, dict) and isinstance(part, str) and (places := _in_items(value, part)):
+            field, number = places[0]
+            kept += [field, number, part] if len(places) == 1 else [field, part]
+            value = value[field][number][part]
     return kept or parts
+
+
+def _has(value: Any, part: str | int) -> bool:
+    if isinstance(part, int):
+        return isinstance(value, list) and part < len(value)
+    return isinstance(value, dict) and part in value
+
+
+def _in_items(value: dict[str, Any], part: str) -> list[tuple[str, int]]:
+    """Fields of lists in which objects have `part`, and their places: what counts for the whole may stand in a part of
+    it, as a mark on a part of a message's content does.
+    """
+    return [
+        (field, number)
+        for field, items in value.items()
+        if isinstance(items, list)
+        for number, item in enumerate(items)
+        if isinstance(item, dict) and part in item
+    ]
 
 
 def _status_message(error: HTTPException) -> str:

@@ -147,7 +147,7 @@ async def test_a_mark_that_means_nothing_is_refused(server: Server, mark: Any) -
     for path in ("chat/completions", "messages"):
         response = await server.post(f"/v1/{path}", {"model": "stub", "max_tokens": 5, "messages": messages})
         assert response.status_code == 400, response.text
-        assert "cache_control" in response.text
+        assert "messages[0].content[0].cache_control" in response.text
 
 
 async def test_a_tools_mark_changes_no_token(server: Server) -> None:

@@ -6,7 +6,10 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi.exceptions import RequestValidationError
 from stub import Server, serving
+
+from weft.server.errors import translate
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -347,3 +350,21 @@ async def test_text_may_be_named_as_what_an_answer_is(server: Server) -> None:
     async with httpx.AsyncClient(base_url=server.url, timeout=240) as http:
         body = {"messages": USER, "modalities": ["text"], "audio": None, "max_tokens": 2}
         assert (await http.post(CHAT, json=body)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("where", "body", "param"),
+    [
+        (("prompt", "str"), {"prompt": [1.5]}, "prompt"),
+        (("messages", 0, "content"), {"input": "hi"}, "messages[0].content"),  # made of another field
+        (("content", "list", 0, "text", "mark"), {"content": [{"text": "a", "mark": 1}]}, "content[0].mark"),
+        (("content", 0, "text", "text"), {"content": [{"text": 5}]}, "content[0].text"),
+        (("messages", 7, "content"), {"messages": [{"content": 5}]}, "messages"),
+        (("messages", 0, "mark", "ttl"), {"messages": [{"parts": [{}, {"mark": {"ttl": 1}}]}]},
+         "messages[0].parts[1].mark.ttl"),
+        (("messages", 0, "mark"), {"messages": [{"parts": [{"mark": 1}, {"mark": 2}]}]}, "messages[0].parts.mark"),
+    ],
+)  # fmt: skip
+async def test_an_errors_path_is_one_of_the_body(where: Any, body: Any, param: str) -> None:
+    wrong = {"type": "literal_error", "loc": ("body", *where), "msg": "Input should be another"}
+    assert translate(RequestValidationError([wrong], body=body)).param == param
