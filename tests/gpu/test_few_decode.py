@@ -15,6 +15,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 import test_attention
 import test_fp8_attention
+import triton
+import triton.language as tl
 from test_attention import BENT, MORE, PLAIN, Bent, pool, upload
 from test_fp8_engine import PAGES, WEIGHTS, check_beside_twins, checkpoint  # noqa: F401 (checkpoint is a fixture)
 
@@ -22,7 +24,7 @@ from weft.kernels import attention_triton, fp8
 from weft.kernels.attention_triton import TritonAttention
 from weft.kernels.decode_attention import decode_attention
 from weft.kernels.decode_workspace import decode_workspace
-from weft.kernels.dependent_launch import dependent_launch
+from weft.kernels.dependent_launch import begin, dependent_launch, pdl_options, release
 from weft.kernels.few_decode import MOST_TOKENS, few_decode
 from weft.kernels.work_lists import ITEM_FIELDS, decode_items
 
@@ -108,38 +110,60 @@ def test_pages_and_scales_must_fit(device: str, num_sms: int) -> None:
         few_decode(q, kv.to(fp8.E4M3), None, 1, table, *work, **options)
 
 
-@pytest.mark.usefixtures("large")
+@triton.jit
+def _write_kernel(fresh, kv, row, query, q, N: tl.constexpr, M: tl.constexpr, NEXT: tl.constexpr, PDL: tl.constexpr):
+    """K and V `fresh [2, N]` of one token to `kv` at `row`, NEXT numbers apart, and `query [M]` to `q`. The next kernel
+    may start before any of it is written."""
+    release(PDL)
+    begin(PDL)
+    n = tl.arange(0, N)
+    for part in tl.static_range(2):
+        tl.store(kv + row + part * NEXT + n, tl.load(fresh + part * N + n))
+    m = tl.arange(0, M)
+    tl.store(q + m, tl.load(query + m))
+
+
 def test_what_the_kernel_in_front_writes_is_seen(device: str, num_sms: int) -> None:
-    """In a captured chain of dependent launches: each layer's q, and K and V of the own token, come just before."""
-    length, layers, heads, kv_heads, d = 1000, 24, 32, 8, 128
-    kv, table = pool([length], 64, kv_heads, d, torch.bfloat16, device)
+    """Each layer's q, and K and V of the own token, come just before; on a GPU in a captured chain, in which a kernel
+    may start before the one in front has written them."""
+    on_gpu = device == "cuda"
+    length, layers, heads, kv_heads, d = (1000, 24, 32, 8, 128) if on_gpu else (130, 2, 4, 2, 64)
+    kv, table = pool([length], 64, kv_heads, d, torch.float16, device)
     kv = kv[:, 1:2].expand(-1, layers, -1, -1, -1, -1).contiguous()
     page, place = int(table[0, (length - 1) // 64]), (length - 1) % 64
     items = decode_items(np.array([length]), num_kv_heads=kv_heads, num_programs=4 * num_sms, max_slots=64)
     work = upload(items, ITEM_FIELDS, device)
     spaces = [decode_workspace(64, 1, kv_heads, heads // kv_heads, d, device) for _ in range(2)]
-    fresh = torch.empty(layers, 2, kv_heads, d, dtype=torch.bfloat16, device=device)
-    q = torch.empty(layers, 1, heads, d, dtype=torch.bfloat16, device=device)
-    mine, theirs = (torch.empty(layers, 1, heads * d, dtype=torch.bfloat16, device=device) for _ in range(2))
+    fresh = torch.empty(layers, 2, kv_heads * d, dtype=kv.dtype, device=device)
+    queries = torch.empty(layers, 1, heads, d, dtype=kv.dtype, device=device)
+    q = torch.empty_like(queries[0])
+    mine, theirs = (torch.empty(layers, 1, heads * d, dtype=kv.dtype, device=device) for _ in range(2))
 
     def chain(out: Tensor, attend: Callable[..., object], space: Any) -> None:
         for layer in range(layers):
-            kv[page, layer, :, place].copy_(fresh[layer])
-            q[layer].mul_(1.0)
-            attend(q[layer], kv, layer, table, *work, out=out[layer], num_sms=num_sms, space=space)
+            row = ((page * layers + layer) * 2 * 64 + place) * kv_heads * d
+            _write_kernel[(1,)](
+                fresh[layer], kv, row, queries[layer], q, kv_heads * d, heads * d, 64 * kv_heads * d, **pdl_options()
+            )  # fmt: skip
+            attend(q, kv, layer, table, *work, out=out[layer], num_sms=num_sms, space=space)
 
-    with dependent_launch(True):
+    def replay() -> None:
         chain(mine, of_16_bits, spaces[0])
+
+    if on_gpu:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            chain(mine, of_16_bits, spaces[0])
-    for _ in range(20):
+        with dependent_launch(True):
+            replay()
+            with torch.cuda.graph(graph):
+                replay()
+    for _ in range(20 if on_gpu else 1):
         fresh.normal_()
-        q.normal_()
+        queries.normal_()
+        q.fill_(float("nan"))
         kv[page, :, :, place] = float("nan")
-        graph.replay()
+        (graph.replay if on_gpu else replay)()
         with dependent_launch(False):
-            chain(theirs, decode_attention, spaces[1])
+            chain(theirs, partial(decode_attention, portable=not on_gpu), spaces[1])
         assert test_attention.error(mine, theirs) < 6e-3
 
 
