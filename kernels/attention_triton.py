@@ -13,7 +13,6 @@ from weft.kernels.attention_backends import check
 from weft.kernels.attention_output import Out
 from weft.kernels.decode_attention import decode_attention
 from weft.kernels.decode_workspace import DecodeWorkspace, head_block
-from weft.kernels.few_decode import few_decode
 from weft.kernels.fp8 import BLOCK, KvScales
 from weft.kernels.fp8_unpack import Unpacked, unpack_pages
 from weft.kernels.gpu import is_hopper, on_gpu
@@ -21,6 +20,9 @@ from weft.kernels.prefill_attention import PrefillWorkspace, prefill_attention
 
 PER_SM = 4
 """programs of decode attention on each SM"""
+FEW_TOKENS = 16
+"""of an iteration whose decodes over pages of 16 bits the plain kernel ends sooner behind their products than Hopper's
+(2 to 6 us a layer on an H200; more tokens were not measured)"""
 
 
 def cuts_prefill(shape: AttentionShape) -> bool:
@@ -67,8 +69,8 @@ class TritonStep(NamedTuple):
     """chunks whose pages in e4m3 are put into 16 bits first; `prefill_items` has the others"""
     parts: PrefillParts | None = None
     """where tiles of chunks are cut along their keys; `prefill_items` are `[max_items, PART_FIELDS]` then"""
-    few: bool = False
-    """decodes are left to `few_decode`"""
+    plain: bool = False
+    """decodes are the plain kernel's on Hopper, too"""
 
 
 class TritonAttention(AttentionBackend[TritonStep]):
@@ -80,24 +82,20 @@ class TritonAttention(AttentionBackend[TritonStep]):
     """
 
     captured = True
-    few = 0
-    """tokens of an iteration, at most, whose decodes are left to `few_decode`: none before a GPU has shown that it is
-    quicker"""
 
     def __init__(
         self, shape: AttentionShape, num_sms: int, kv_scales: KvScales | None = None, *, batch_invariant: bool = False
     ) -> None:
         check("triton", shape)
         self._shape, self._num_sms, self._kv_scales = shape, num_sms, kv_scales
-        if batch_invariant:
-            self.few = 0
+        self._few = 0 if batch_invariant else FEW_TOKENS
 
     @property
     def quantizes(self) -> bool:
         return self._shape.head_dim == BLOCK
 
     def within(self, step: TritonStep, tokens: int) -> TritonStep:
-        return step._replace(few=True) if tokens <= self.few else step
+        return step._replace(plain=True) if tokens <= self._few else step
 
     def decode(
         self, q: Tensor, kv: Tensor, layer: int, step: TritonStep, *, out: Out, num_sms: int | None = None,
@@ -105,11 +103,6 @@ class TritonAttention(AttentionBackend[TritonStep]):
     ) -> Out:  # fmt: skip
         shape, window = self._shape, self._shape.window(layer)
         items, count = step.decodes[window]
-        if step.few and num_sms in (None, self._num_sms):
-            return few_decode(
-                q, kv, self._kv_scales, layer, step.page_table, items, count, out=out, num_sms=self._num_sms,
-                space=step.space, scale=shape.scale, windowed=window is not None, softcap=shape.softcap, sinks=sinks,
-            )  # fmt: skip
         if self._kv_scales is not None:
             return fp8_attention.decode_attention(
                 q, kv, self._kv_scales, layer, step.page_table, items, count, out=out,
@@ -119,6 +112,7 @@ class TritonAttention(AttentionBackend[TritonStep]):
         return decode_attention(
             q, kv, layer, step.page_table, items, count, out=out, num_sms=num_sms or self._num_sms, space=step.space,
             per_sm=PER_SM, scale=shape.scale, windowed=window is not None, softcap=shape.softcap, sinks=sinks,
+            portable=step.plain and num_sms in (None, self._num_sms),
         )  # fmt: skip
 
     def prefill(

@@ -129,6 +129,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=512, help="of a prompt")
     parser.add_argument("--learn", type=float, help="seconds in which a model of this shape learns --text")
+    parser.add_argument("--trial", type=float, default=0.0, help="seconds for each size of its steps, tried before")
     parser.add_argument("--text", type=Path, nargs="+", default=[])
     parser.add_argument("--bytes", type=int, default=100_000, help="of --text that are learned")
     parser.add_argument("--unseen", type=Path, help="a text that is not learned")
@@ -151,6 +152,7 @@ def main() -> None:
         print(f"learning {len(text):,} bytes", flush=True)
         figures["learned"] = {"bytes": len(text), **learned.learn(
             text, options.learn, lambda line: print(line, flush=True), batch=options.batch, length=options.tokens,
+            trial=options.trial,
         )}  # fmt: skip
         place = tempfile.TemporaryDirectory()
         learned.save(model, Path(place.name))

@@ -19,9 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.engine.model.spec import ModelSpec
 
-STEP = 5e-5
-"""what a weight moves in a step of a model of `STEP_OF` columns; elsewhere by the root of their ratio"""
-STEP_OF = 4096
+MOVES = (1.2e-5, 2.5e-5, 5e-5)
+"""what a weight may move in a step of a model of `MOVES_OF` columns; elsewhere by the root of their ratio"""
+MOVES_OF = 4096
+CHECKPOINTED = 2048
+"""tokens of a step from which on layers are computed again on the way back, instead of kept"""
 BETAS = (0.9, 0.95)
 """of Lion (arXiv 2302.06675): its one momentum leaves room for an 8B on one card"""
 WARM = 0.06
@@ -57,14 +59,19 @@ class TrainedLlama:
             shapes |= {f"{at}.mlp.{n}_proj": (inter, hidden) for n in ("gate", "up")}
             shapes |= {f"{at}.mlp.down_proj": (hidden, inter)}
             shapes |= {f"{at}.{n}_layernorm": (hidden,) for n in ("input", "post_attention")}
-        own = torch.Generator(device).manual_seed(seed)
-        self.weights: dict[str, Tensor] = {}
-        for name, shape in shapes.items():
-            made = torch.ones(shape, device=device, dtype=dtype)
-            if len(shape) > 1:
+        self._seed = seed
+        self.weights = {name: torch.empty(shape, device=device, dtype=dtype) for name, shape in shapes.items()}
+        self._begin()
+
+    def _begin(self) -> None:
+        own = torch.Generator(self._device).manual_seed(self._seed)
+        for name, weight in self.weights.items():
+            if weight.dim() == 1:
+                weight.data.fill_(1.0)
+            else:
                 writes = name.endswith(("o_proj", "down_proj"))
-                made.normal_(0.0, 0.02 / (2 * spec.num_layers) ** 0.5 if writes else 0.02, generator=own)
-            self.weights[name] = made
+                wide = 0.02 / (2 * self.spec.num_layers) ** 0.5 if writes else 0.02
+                weight.data.normal_(0.0, wide, generator=own)
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """As made-up tensors are asked for: by the name in a checkpoint."""
@@ -98,25 +105,30 @@ class TrainedLlama:
         cos, sin = turning(self.spec, tokens.shape[1] - 1, self._device)
         x = self.weights["model.embed_tokens"][tokens[:, :-1]]
         for layer in range(self.spec.num_layers):
-            x = checkpoint(self._layer, x, layer, cos, sin, use_reentrant=False)
+            if tokens.numel() < CHECKPOINTED:
+                x = self._layer(x, layer, cos, sin)
+            else:
+                x = checkpoint(self._layer, x, layer, cos, sin, use_reentrant=False)
         x = F.rms_norm(x, x.shape[-1:], self.weights["model.norm"], self.spec.norm.eps)
         logits = x.flatten(0, 1) @ self.weights["lm_head"].t()
         return F.cross_entropy(logits.float(), tokens[:, 1:].flatten())
 
     def learn(
         self, text: bytes, seconds: float, say: Callable[[str], None], *, batch: int = 8, length: int = 512,
-        enough: float = 0.02,
+        enough: float = 0.02, trial: float = 0.0,
     ) -> dict[str, float]:  # fmt: skip
-        """Learn parts of `length` bytes, `batch` at once, until the loss is `enough` nats or the time is over."""
-        data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().to(self._device)
-        wide = {name: w.float() for name, w in self.weights.items()}
+        """Learn parts of `length` bytes, `batch` at once, until the loss is `enough` nats or the time is over.
+
+        trial: seconds in which each of `MOVES` is tried first; the one that learns most is kept, the rest forgotten.
+        """
+        wide = {name: w.to(torch.float32, copy=True) for name, w in self.weights.items()}
         momentum = {name: torch.zeros_like(w) for name, w in self.weights.items()}
         rate = 0.0
 
         def move(name: str, weight: Tensor) -> None:
             gradient, m = weight.grad, momentum[name]
             assert gradient is not None
-            wide[name].add_(torch.sign(m * BETAS[0] + gradient * (1 - BETAS[0])), alpha=-rate)
+            wide[name].add_(torch.lerp(gradient, m, BETAS[0]).sign_(), alpha=-rate)
             m.lerp_(gradient, 1 - BETAS[1])
             weight.data.copy_(wide[name])
             weight.grad = None
@@ -124,23 +136,38 @@ class TrainedLlama:
         for name, weight in self.weights.items():
             weight.requires_grad_()
             weight.register_post_accumulate_grad_hook(lambda w, name=name: move(name, w))
-        begun, steps, shown, mean = time.monotonic(), 0, 0.0, 0.0
-        own = torch.Generator().manual_seed(1)
-        while (spent := (time.monotonic() - begun) / seconds) < 1 and (steps < 20 or mean > enough):
-            full = STEP * (STEP_OF / self.spec.hidden_size) ** 0.5
-            rate = full * min(spent / WARM, 1.0, (1 - spent) / 0.5)
-            starts = torch.randint(0, len(data) - length, (batch,), generator=own).tolist()
-            loss = self.loss(torch.stack([data[start : start + length + 1] for start in starts]))
-            loss.backward()
-            last, steps = float(loss.detach()), steps + 1
-            mean = last if steps == 1 else mean + (last - mean) * 0.1
-            if time.monotonic() - shown > min(10, seconds / 20):
-                say(f"step {steps}: {mean:.3f} nats a byte, {time.monotonic() - begun:.0f} s")
-                shown = time.monotonic()
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().to(self._device)
+
+        def steps(most: float, seconds: float, *, falling: bool) -> dict[str, float]:
+            """Step from the beginning; a weight moves `most` at once, less and less if `falling`."""
+            nonlocal rate
+            self._begin()
+            for name, weight in self.weights.items():
+                wide[name].copy_(weight.data)
+                momentum[name].zero_()
+            own = torch.Generator().manual_seed(1)
+            begun, count, shown, mean = time.monotonic(), 0, 0.0, 0.0
+            while (spent := (time.monotonic() - begun) / seconds) < 1 and (count < 20 or mean > enough):
+                rate = most * min(spent / WARM, 1.0, (1 - spent) / 0.5 if falling else 1.0)
+                starts = torch.randint(0, len(data) - length, (batch,), generator=own).tolist()
+                loss = self.loss(torch.stack([data[start : start + length + 1] for start in starts]))
+                loss.backward()
+                last, count = float(loss.detach()), count + 1
+                mean = last if count == 1 else mean + (last - mean) * 0.1
+                if time.monotonic() - shown > min(10, seconds / 20):
+                    say(f"{most:.1e}, step {count}: {mean:.3f} nats a byte, {time.monotonic() - begun:.0f} s")
+                    shown = time.monotonic()
+            return {"move": most, "steps": count, "nats a byte": mean, "seconds": round(time.monotonic() - begun, 1)}
+
+        moves = [most * (MOVES_OF / self.spec.hidden_size) ** 0.5 for most in MOVES]
+        tried = (
+            [steps(most, trial, falling=False) for most in moves] if trial else [{"move": moves[1], "nats a byte": 0}]
+        )
+        done = steps(min(tried, key=lambda t: t["nats a byte"])["move"], seconds, falling=True)
         for weight in self.weights.values():
             weight.requires_grad_(False)
-        say(f"step {steps}: {mean:.3f} nats a byte, {time.monotonic() - begun:.0f} s")
-        return {"steps": steps, "nats a byte": mean, "seconds": round(time.monotonic() - begun, 1)}
+        say(f"{done['steps']} steps: {done['nats a byte']:.3f} nats a byte, {done['seconds']} s")
+        return done
 
     def save(self, config: Path, out: Path) -> None:
         """A checkpoint with that config.json, in files of a few layers."""

@@ -1,4 +1,4 @@
-"""Layers of a model for a few requests with `few_decode` beside the kernels that an engine has for their attention.
+"""Layers of a model for a few requests, with each kernel for their attention.
 
     python tests/gpu/jobs/few_attention.py --bits 8,16 --tokens 1,4,16 --contexts 1280,8192,32768
 
@@ -9,34 +9,35 @@ dependent launch; products by the shipped table), what attention adds to it, and
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # which a safe path leaves out
 from few_chain import chain
 
 from weft.kernels import bench_calls, fp8_attention
 from weft.kernels.bench_fp8 import decode_of_eight
 from weft.kernels.decode_attention import decode_attention
-from weft.kernels.few_decode import few_decode
 from weft.kernels.fp8_projections import rows_buffer
 from weft.kernels.gpu import gpu
 from weft.kernels.measure import burst
 
 
-def of_16_bits(q: Any, kv: Any, *rest: Any, **options: Any) -> object:
-    return few_decode(q, kv, None, *rest, **options)
-
-
 def kernels(bits: int) -> dict[str, Callable[..., object]]:
-    few = few_decode if bits == 8 else of_16_bits
     engine: Callable[..., object] = fp8_attention.decode_attention if bits == 8 else decode_attention
-    found = {"as an engine": engine, "plain Triton": partial(engine, portable=True)}
-    for per_sm in (1, 2, 4):
-        for registers in (None, 168, 128):
-            found[f"few, {per_sm} an SM, {registers or 'any'} registers"] = partial(
-                few, per_sm=per_sm, registers=registers
+    plain = partial(engine, portable=True)
+    found = {"as Hopper's": engine, "plain Triton": plain}
+    if bits == 16:
+        for block, stages, warps, per_sm in (
+            (64, 1, 4, 4), (64, 3, 4, 4), (64, 2, 2, 4), (64, 2, 8, 4), (64, 2, 4, 2), (32, 2, 4, 4), (32, 3, 2, 4),
+        ):  # fmt: skip
+            found[f"plain, blocks of {block}, {stages} stages, {warps} warps, {per_sm} an SM"] = partial(
+                plain, block=block, stages=stages, warps=warps, per_sm=per_sm
             )
     return found
 

@@ -1,4 +1,4 @@
-# seconds 280
+# seconds 400
 # gpus 1
 # asks: a plan for Llama-3-8B with FP8 weights (KV in 16 bits) on an H200, to ship in engine/plans
 # plan.json is the plan, its report in log.txt; without periods nothing beats the serial plan: an answer too. cache/ has

@@ -47,7 +47,7 @@ def header(name: str) -> dict[str, str]:
         if not line.startswith("#"):
             break
         key, _, value = line.removeprefix("# ").partition(" ")
-        if key in ("seconds", "gpus", "asks:"):
+        if key in ("seconds", "gpus", "asks:") and key.rstrip(":") not in fields:
             fields[key.rstrip(":")] = value
     return fields
 

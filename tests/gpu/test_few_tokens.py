@@ -1,0 +1,41 @@
+"""Which kernel attends for an iteration of few tokens."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from weft.kernels import attention_triton
+from weft.kernels.attention import AttentionShape
+from weft.kernels.attention_triton import FEW_TOKENS, DecodeWork, TritonAttention, TritonStep
+
+SMS = 4
+
+
+def plain(tokens: int, monkeypatch: pytest.MonkeyPatch, *, num_sms: int | None = None, **options: Any) -> bool:
+    """Whether an iteration of so many tokens has its decodes in the plain kernel."""
+    asked = []
+    monkeypatch.setattr(attention_triton, "decode_attention", lambda *_, portable, **__: asked.append(portable))
+    shape = AttentionShape(4, 2, 64, 16, torch.float16, torch.device("meta"))
+    back_end = TritonAttention(shape, SMS, **options)
+    nothing: Any = SimpleNamespace()
+    step = TritonStep(nothing, {None: DecodeWork(nothing, nothing)}, nothing, nothing, nothing)
+    back_end.decode(nothing, nothing, 0, back_end.within(step, tokens), out=nothing, num_sms=num_sms)
+    (found,) = asked
+    return bool(found)
+
+
+def test_few_tokens_have_the_plain_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [plain(tokens, monkeypatch) for tokens in (1, FEW_TOKENS, FEW_TOKENS + 1)] == [True, True, False]
+
+
+def test_beside_products_the_kernel_stays_that_of_the_sms_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not plain(1, monkeypatch, num_sms=SMS - 1)
+
+
+def test_sums_that_depend_on_nobody_have_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not plain(1, monkeypatch, batch_invariant=True)
