@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
-
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, RequestError
 from weft.engine.memory.index_events import IndexEvents
@@ -31,18 +29,16 @@ from weft.engine.runner.energy_meter import EnergyMeter, energy_counter
 from weft.engine.runner.iteration_totals import IterationTotals
 from weft.engine.runner.runner import InFlight
 from weft.engine.runner.work import Work
-from weft.engine.scheduling.bad_words import only
+from weft.engine.scheduling.arrivals import Arrivals
 from weft.engine.scheduling.chunk_keeper import ChunkKeeper
 from weft.engine.scheduling.energy_ledger import EnergyLedger
-from weft.engine.scheduling.events import Events
 from weft.engine.scheduling.fairness import Fairness
 from weft.engine.scheduling.grammars import Grammars
 from weft.engine.scheduling.late_launch import LateLaunch
-from weft.engine.scheduling.request import Request, check_request
+from weft.engine.scheduling.notices import Notices
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.seat_keeper import SeatKeeper
 from weft.engine.scheduling.slots import SlotTable
-from weft.engine.scheduling.thinking import ThinkingBound
 from weft.engine.wire.kv_events import make_publisher
 from weft.engine.wire.log_sink import dropped_lines
 from weft.engine.wire.messages import (
@@ -126,15 +122,7 @@ class Engine:
             own.shard_of.ranks,
             resolved.packed,
         )
-        self.scheduler = Scheduler(
-            SlotTable(resolved.max_num_seqs, resolved.max_model_len, config.page_size, self.spec.kv_window),
-            pool,
-            max_num_batched_tokens=resolved.max_num_batched_tokens,
-            prefix_caching=config.prefix_caching,
-            tiers=self.tiers,
-            chunk_step=resolved.chunk_step(self.spec),
-            fairness=Fairness(config.fair_prefill_share, preempt=config.priority_preemption),
-        )
+        self.scheduler = self._scheduler_of(pool)
         self._work = self._work_of(weights.num_bytes)
         self.energy, self._why_unmetered = self._metered()
         self.scheduler.chunk_keeper = self._chunk_keeper()
@@ -154,21 +142,34 @@ class Engine:
         self.on_wait: Callable[[InFlight], None] | None = None
         """called before an iteration's end is waited for"""
         self._step = 0
-        self._arrivals = 0
-        self._refused: list[tuple[int, str, Finish]] = []
-        self._seeds = np.random.default_rng(config.seed)
+        self._arrivals = Arrivals(
+            pool,
+            max_model_len=longest,
+            vocab_size=self.spec.vocab_size,
+            eos_token_ids=self.spec.eos_token_ids,
+            seed=config.seed,
+        )
+        self._notices = Notices(self.tiers, plan_moved=self.pause is not None)
         self._totals = IterationTotals()
         self._page_ledger: PageLedger | None = None
-        self._ssd_up = self.tiers is not None and self.tiers.ssd.store is not None
-        self._told_bytes_moved = 0
-        self._plan_news = self.pause is not None
-        """where the plan's pipelines are has changed, and nobody has been told"""
         self._warned_nonfinite = 0
         self._quiet_until = 0.0
         phases.end()
         self.start_seconds = phases.seconds
         """of each phase of the start that reports progress"""
         self.load_seconds = time.perf_counter() - begin
+
+    def _scheduler_of(self, pool: PagePool) -> Scheduler:
+        config, resolved = self.config, self.resolved
+        return Scheduler(
+            SlotTable(resolved.max_num_seqs, resolved.max_model_len, config.page_size, self.spec.kv_window),
+            pool,
+            max_num_batched_tokens=resolved.max_num_batched_tokens,
+            prefix_caching=config.prefix_caching,
+            tiers=self.tiers,
+            chunk_step=resolved.chunk_step(self.spec),
+            fairness=Fairness(config.fair_prefill_share, preempt=config.priority_preemption),
+        )
 
     def _work_of(self, weight_bytes: int) -> Work:
         kv = self.resolved.kv
@@ -241,41 +242,9 @@ class Engine:
     def add(self, message: AddRequest) -> None:
         """Queue a request. Raises `RequestError` when it can never be served."""
         params = message.params
-        token_ids = np.frombuffer(message.prompt_token_ids, np.int32)
-        max_total_tokens = check_request(
-            token_ids,
-            params,
-            max_model_len=self.resolved.max_model_len,
-            vocab_size=self.spec.vocab_size,
-            max_tokens_in_pool=self.scheduler.pool.capacity * self.config.page_size,
-        )
         if params.pooling is not None and self._broad is not None and not self._broad.shows_states:
             raise RequestError(f"the code of {self.spec.architecture} does not show its hidden states", "input")
-        eos = () if params.ignore_eos else self.spec.eos_token_ids
-        seed = params.seed if params.seed is not None else int(self._seeds.integers(2**63))
-        self._arrivals += 1
-        request = Request(
-            handle=message.handle,
-            token_ids=token_ids,
-            prompt_len=len(token_ids),
-            params=params,
-            max_total_tokens=max_total_tokens,
-            priority=message.priority,
-            order=self._arrivals,
-            arrival=time.monotonic(),
-            salt=message.cache_salt,
-            stop_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
-            seed=seed % 2**64,
-            leader=message.leader,
-            tenant=message.tenant,
-            metered=message.metered,
-            promises=message.promises,
-            names=message.names,
-        )
-        if params.allowed_token_ids is not None:
-            request.allowed = only(params.allowed_token_ids, self.spec.vocab_size)
-        if params.thinking is not None:
-            request.thinking = ThinkingBound(params.thinking, self.spec.vocab_size)
+        request = self._arrivals.request(message)
         if params.grammar is None and not params.bad_words:
             self.scheduler.add(request)
         else:
@@ -284,12 +253,12 @@ class Engine:
     def add_or_refuse(self, message: AddRequest) -> None:
         """As `add`, but a refusal becomes the request's terminal event."""
         if self.runner.resting is not None and self.runner.resting.asleep:
-            self._refused.append((message.handle, "the model sleeps", Finish.BUSY))
+            self._notices.refuse(message.handle, "the model sleeps", Finish.BUSY)
             return
         try:
             self.add(message)
         except RequestError as error:
-            self._refused.append((message.handle, str(error), Finish.REFUSED))
+            self._notices.refuse(message.handle, str(error), Finish.REFUSED)
 
     def abort(self, handle: int) -> None:
         """End a request early. Idempotent; unknown handles are ignored."""
@@ -345,12 +314,12 @@ class Engine:
         """Requests are open, results are in flight, or events wait to be told."""
         s = self.scheduler
         waiting = s.num_requests or self.grammars.num_compiling
-        return bool(waiting or self._in_flight or s.has_events() or self._refused)
+        return bool(waiting or self._in_flight or s.has_events() or self._notices.has_refusals)
 
     def step(self) -> Outputs | None:
         """Schedule and launch the next iteration, then commit the one before it. None when there is nothing to tell."""
         if (preparation := self.runner.preparation) is not None and preparation.advance(busy=self.has_work):
-            self._plan_news = True
+            self._notices.plan_moved = True
         outputs = self._iterate()
         if self._events is not None:
             self._events.flush()
@@ -362,7 +331,7 @@ class Engine:
             if refusal is None:
                 self.scheduler.add(request)
             else:
-                self._refused.append((request.handle, refusal, how))
+                self._notices.refuse(request.handle, refusal, how)
         batch = self.scheduler.schedule(self._step + 1)
         if batch is not None:
             self._step += 1
@@ -374,9 +343,9 @@ class Engine:
             self._late.launched(batch, busy, late=self._held)
             self._held, self._left_waiting = False, self.scheduler.num_waiting
         if not self._in_flight or (batch is not None and len(self._in_flight) <= self._depth):
-            news = self._tier_went_down() or self._tiers_came_to_rest()
-            if self.scheduler.has_events() or self._refused or self._plan_news or news:
-                return self._outputs(self.scheduler.idle_events(), self.stats())
+            due = self._notices.due()
+            if due or self.scheduler.has_events():
+                return self._notices.outputs(self.scheduler.idle_events(), self.stats(), {})
             if batch is None and not self.grammars.wait(TIER_WAIT_SECONDS) and self.tiers is not None:
                 self.tiers.wait(TIER_WAIT_SECONDS)
             return None
@@ -400,7 +369,7 @@ class Engine:
         if self.energy is not None and not more:
             self.energy.working(time.monotonic(), False)
         self._totals.committed(result, busy + time.perf_counter() - begin, busy=more)
-        return self._outputs(events, self.stats(), joules)
+        return self._notices.outputs(events, self.stats(), joules)
 
     def launch_at(self) -> float:
         """`time.monotonic()` before which `step` need not be called, whoever comes meanwhile; 0: at once.
@@ -448,20 +417,6 @@ class Engine:
         )
         self._warned_nonfinite, self._quiet_until = total, now + NONFINITE_LINE_SECONDS
 
-    def _tier_went_down(self) -> bool:
-        """Once, for who watches an idle engine."""
-        up = self.tiers is None or self.tiers.ssd.store is not None
-        went_down = self._ssd_up and not up
-        self._ssd_up = up
-        return went_down
-
-    def _tiers_came_to_rest(self) -> bool:
-        """Pages were moved while nobody was told of anything, and none is under way now."""
-        if self.tiers is None or self.tiers.num_transfers or self.tiers.bytes_moved == self._told_bytes_moved:
-            return False
-        self._told_bytes_moved = self.tiers.bytes_moved
-        return True
-
     def stats(self) -> EngineStats:
         """The scheduler's state and the last committed iteration's figures."""
         totals = self._totals
@@ -481,23 +436,6 @@ class Engine:
     def _plan(self) -> PlanStats:
         preparation = self.runner.preparation
         return preparation.stats if preparation is not None else PlanStats()
-
-    def _outputs(self, events: Events, stats: EngineStats, joules: dict[int, float] | None = None) -> Outputs:
-        refused, self._refused, self._plan_news = self._refused, [], False
-        for how in (Finish.REFUSED, Finish.BUSY):
-            events = events.ended([handle for handle, _, end in refused if end is how], how)
-        return Outputs(
-            handles=events.handles.astype(np.int64).tobytes(),
-            tokens=events.tokens.astype(np.int32).tobytes(),
-            finish=events.finish.astype(np.uint8).tobytes(),
-            started=events.started,
-            logprobs=events.logprobs,
-            prompt_logprobs=events.prompt_logprobs,
-            pooled=events.pooled,
-            errors={**events.errors, **{handle: why for handle, why, _ in refused}},
-            joules=joules or {},
-            stats=stats,
-        )
 
     def drain_in_flight(self) -> None:
         """Commit what is still in flight although nobody waits for it, so that its fences pass; end all transfers."""
