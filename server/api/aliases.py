@@ -137,4 +137,4 @@ async def apply_template(body: TemplatedBody, request: Request, service: Service
     service = service.of(body.model)
     body.check_template()
     await service.enter(body.model, request.scope)
-    return {"prompt": await service.render(*conversation(body, body.messages, body.tools, service))}
+    return {"prompt": await service.loaded.text.render(*conversation(body, body.messages, body.tools, service))}

@@ -33,7 +33,7 @@ async def completions(body: CompletionBody, request: Request, service: ServiceOf
     body.check()
     await service.enter(body.model, request.scope)
     loaded, model = service.loaded, service.name(body.model)
-    service.check_sampled_ids(body)
+    loaded.text.check_sampled_ids(body)
     prompts = await prompts_of(service, body)
     scored = body.logprobs if body.echo else None
     asked = [k for k in (scored, body.prompt_logprobs, 0 if body.max_tokens == 0 else None) if k is not None]
@@ -58,13 +58,13 @@ async def prompts_of(service: Service, body: CompletionBody) -> list[Prompt]:
     truncation = body.truncation(service.loaded.ready.max_model_len, body.max_tokens)
     if texts:
         special = body.add_special_tokens is not False
-        ids = await service.encode(texts, add_special_tokens=special, param="prompt", truncation=truncation)
+        ids = await service.loaded.text.encode(texts, add_special_tokens=special, param="prompt", truncation=truncation)
         prompts = [Prompt(i, text if truncation is None else None) for i, text in zip(ids, texts, strict=True)]
     else:
         id_lists = [prompt for prompt in body.prompt if isinstance(prompt, list)]
         prompts = [Prompt(ids if truncation is None else truncation.ids(ids)) for ids in id_lists]
         for prompt in prompts:
-            service.check_ids(prompt.token_ids, "prompt")
+            service.loaded.text.check_ids(prompt.token_ids, "prompt")
     if not all(prompt.token_ids for prompt in prompts):
         raise bad_request("prompt: must have at least one token.", "prompt")
     if seconds := body.kept_seconds:

@@ -19,9 +19,10 @@ from weft.server.api.answer import Answer
 from weft.server.api.choice import Choice, Piece
 from weft.server.api.field_types import INT32, Inputs
 from weft.server.api.generate import Generation, Prompt
+from weft.server.api.model_text import too_long
 from weft.server.api.protocol import REQUEST_ID, GenerationBody
 from weft.server.api.routing import JsonRoute, ServiceOf
-from weft.server.api.service import Service, too_long
+from weft.server.api.service import Service
 from weft.server.bodies import Body
 from weft.server.errors import ApiError, bad_request, clip
 from weft.server.text.pooling import Pooler, read_pooler
@@ -91,11 +92,11 @@ async def _prompts(service: Service, body: EmbeddingBody, pooler: Pooler) -> lis
         before = pooler.prompts[name]
     if texts:
         given = [before + text for text in texts]
-        ids = await service.encode(given, add_special_tokens=body.add_special_tokens, param="input")
+        ids = await service.loaded.text.encode(given, add_special_tokens=body.add_special_tokens, param="input")
     else:
         ids = [part for part in body.input if isinstance(part, list)]
         for part in ids:
-            service.check_ids(part, "input")
+            service.loaded.text.check_ids(part, "input")
     for i, part in enumerate(ids):
         if not part:
             raise bad_request("input: must have at least one token.", "input")

@@ -18,8 +18,9 @@ from weft.engine.wire.messages import Promise
 from weft.engine.wire.sampling import SamplingParams
 from weft.engine.wire.streams import Delta
 from weft.server.api.choice import Choice, Ends, Piece
+from weft.server.api.model_text import too_long
 from weft.server.api.protocol import GenerationBody
-from weft.server.api.service import Service, too_long
+from weft.server.api.service import Service
 from weft.server.replicas.replicas import Look, Ticket
 from weft.server.text.stops import StopStrings
 from weft.server.tools.cache_control import HOUR

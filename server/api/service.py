@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from enum import Enum
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -14,27 +13,22 @@ from weft.engine.wire.beat import ENGINE, LATE_SECONDS, Watch
 from weft.engine.wire.messages import EngineReady
 from weft.engine.wire.streams import Streams
 from weft.server.api.admission import Admission
-from weft.server.api.chat_message import ChatMessage
-from weft.server.api.protocol import GenerationBody
+from weft.server.api.model_text import ModelText
 from weft.server.bodies import BodyBounds
 from weft.server.config import ServeConfig
-from weft.server.errors import ApiError, bad_request, clip, unavailable
+from weft.server.errors import ApiError, clip, unavailable
 from weft.server.keys import load_keys
 from weft.server.observe.board import ENTERED, WAITING, Board, Rest
 from weft.server.observe.limits import RateLimits
 from weft.server.observe.metrics import Metrics
 from weft.server.replicas.replicas import Replicas
 from weft.server.text.tokenizer import Tokenizer
-from weft.server.text.truncation import Truncation
 from weft.server.tools.grammar_compiler import GrammarCompiler
 
 T = TypeVar("T")
 
 UNKNOWN_CONTEXT = 2**15
 """tokens, as far as bodies are concerned that come before the model is loaded"""
-
-RENDER_SECONDS = 5.0
-"""that a chat template may take"""
 
 
 class Phase(Enum):
@@ -64,12 +58,6 @@ class OpenAnswer(Protocol):
         ...
 
 
-class EncodedChat(NamedTuple):
-    ids: list[int]
-    text: str
-    """for `Tokenizer.without_seams`"""
-
-
 class LoadedModel(NamedTuple):
     """Everything that exists only once an engine is ready."""
 
@@ -77,6 +65,7 @@ class LoadedModel(NamedTuple):
     ready: EngineReady
     """of all engines together"""
     tokenizer: Tokenizer
+    text: ModelText
     admission: Admission
     grammars: GrammarCompiler
 
@@ -167,7 +156,8 @@ class Service:
         if self._grammars is None:
             vocabulary = (tokenizer.to_json, ready.vocab_size, ready.eos_token_ids)
             self._grammars = GrammarCompiler(*vocabulary, self.metrics.grammar_tried)
-        self._loaded = LoadedModel(self.replicas, ready, tokenizer, self._admission, self._grammars)
+        text = ModelText(tokenizer, ready, self._threads, control=self.config.allow_special_tokens)
+        self._loaded = LoadedModel(self.replicas, ready, tokenizer, text, self._admission, self._grammars)
         longest = max(each._loaded.ready.max_model_len for each in self.models if each._loaded is not None)
         self.lead.body_bounds = BodyBounds.of(self.config.max_body_mib, longest)
         if self.phase is Phase.LOADING:
@@ -391,116 +381,8 @@ class Service:
         """Run CPU work in a worker thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
 
-    async def encode(
-        self,
-        texts: Sequence[str],
-        *,
-        add_special_tokens: bool,
-        param: str,
-        truncation: Truncation | None = None,
-        salt: str | None = None,
-    ) -> list[list[int]]:
-        """Token ids of texts, in a worker thread. Raises `ApiError` for what can never fit, before any work.
-
-        `truncation`: shortens what is too long instead. `salt`: as `Tokenizer.encode`.
-        """
-        loaded = self.loaded
-        if truncation is not None:
-            texts = [truncation.text(text, self._longest_text) for text in texts]
-        for text in texts:
-            self._check_length(len(text), param)
-        encode = loaded.tokenizer.encode
-        ids = await self.offload(
-            lambda: [encode(text, add_special_tokens=add_special_tokens, salt=salt) for text in texts]
-        )
-        if truncation is None:
-            return ids
-        return [truncation.ids(i, loaded.tokenizer.bos_token_id if add_special_tokens else None) for i in ids]
-
-    async def render(self, messages: Sequence[ChatMessage], arguments: Mapping[str, Any]) -> str:
-        """The text of a conversation, for people. `arguments`: of the template. Raises `ApiError`."""
-        tokenizer, control = self.loaded.tokenizer, self.config.allow_special_tokens
-        self._check_length(sum(len(message.content or "") for message in messages), "messages")
-        text = await self._in_time(lambda: tokenizer.render_chat(messages, arguments, control=control))
-        return tokenizer.without_seams(text)
-
-    async def encode_chat(
-        self,
-        messages: Sequence[ChatMessage],
-        arguments: Mapping[str, Any],
-        *,
-        add_special_tokens: bool,
-        truncation: Truncation | None = None,
-        salt: str | None = None,
-    ) -> EncodedChat:
-        """A conversation as tokens. The template writes the special tokens itself. Raises `ApiError`.
-
-        `arguments`: of the template. `salt`: as `Tokenizer.encode`.
-        """
-        render = self.loaded.tokenizer.render_chat
-        if truncation is None:
-            self._check_length(sum(len(message.content or "") for message in messages), "messages")
-        control = self.config.allow_special_tokens
-        text = await self._in_time(lambda: render(messages, arguments, control=control))
-        (ids,) = await self.encode(
-            [text], add_special_tokens=add_special_tokens, param="messages", truncation=truncation, salt=salt
-        )
-        return EncodedChat(ids, text)
-
-    async def _in_time(self, render: Callable[[], str]) -> str:
-        """Run this in a worker thread. Raises `ApiError` 400 when it takes long, not counting the wait for a thread."""
-        loop = asyncio.get_running_loop()
-
-        def begin() -> None:
-            with suppress(RuntimeError):  # the client may have gone
-                limit.reschedule(loop.time() + RENDER_SECONDS)
-
-        def work() -> str:
-            loop.call_soon_threadsafe(begin)
-            return render()
-
-        try:
-            async with asyncio.timeout(None) as limit:
-                return await self.offload(work)
-        except TimeoutError:
-            what = f"The chat template takes longer than {RENDER_SECONDS:g} s with these messages."
-            raise bad_request(what, "messages") from None
-
-    @property
-    def _longest_text(self) -> int:
-        """Characters that as many tokens as the context has can stand for."""
-        loaded = self.loaded
-        return loaded.ready.max_model_len * max(loaded.tokenizer.longest_token, 8)
-
-    def _check_length(self, characters: int, param: str) -> None:
-        if characters > self._longest_text:
-            what = f"the {param} has {characters} characters, more than that many tokens hold"
-            raise too_long(self.loaded.ready.max_model_len, what, param)
-
-    def check_sampled_ids(self, body: GenerationBody) -> None:
-        """The token ids that a body speaks of beside its prompt. Raises `ApiError`."""
-        self.check_ids(body.stop_token_ids, "stop_token_ids")
-        self.check_ids(list(body.logit_bias), "logit_bias")
-        self.check_ids(body.allowed_token_ids or [], "allowed_token_ids", at_most=self.loaded.ready.vocab_size)
-
-    def check_ids(self, ids: Sequence[int], param: str, *, at_most: int | None = None) -> None:
-        """Raises `ApiError` for ids outside the vocabulary, and for more than `at_most`."""
-        if at_most is not None and len(ids) > at_most:
-            raise bad_request(f"{param}: must have at most {at_most} token ids, not {len(ids)}.", param)
-        size = self.loaded.ready.vocab_size
-        if ids and not (min(ids) >= 0 and max(ids) < size):
-            raise bad_request(f"{param}: token ids must be between 0 and {size - 1}.", param)
-
     def close(self) -> None:
         for service in self.models:
             if service._grammars is not None:
                 service._grammars.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def too_long(max_model_len: int, what: str, param: str) -> ApiError:
-    return bad_request(
-        f"This model's maximum context length is {max_model_len} tokens. However, {what}. Please reduce the length.",
-        param,
-        "context_length_exceeded",
-    )

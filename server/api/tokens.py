@@ -25,14 +25,14 @@ async def tokenize(body: TokenizeBody, request: Request, service: ServiceOf) -> 
     await service.enter(body.model, request.scope)
     loaded = service.loaded
     if body.messages is not None and body.prompt is None:
-        ids, _ = await service.encode_chat(
+        ids, _ = await loaded.text.encode_chat(
             *conversation(body, body.messages, body.tools, service), add_special_tokens=bool(body.add_special_tokens)
         )
     elif body.prompt is not None and body.messages is None:
         special = body.add_special_tokens is not False
         if isinstance(body.prompt, list):
             return await _tokenize_all(service, body, body.prompt, special)
-        (ids,) = await service.encode([body.prompt], add_special_tokens=special, param="prompt")
+        (ids,) = await loaded.text.encode([body.prompt], add_special_tokens=special, param="prompt")
     else:
         raise bad_request("Give either prompt or messages.", "prompt")
     names = _names(service, ids) if body.return_token_strs else None
@@ -41,7 +41,7 @@ async def tokenize(body: TokenizeBody, request: Request, service: ServiceOf) -> 
 
 async def _tokenize_all(service: Service, body: TokenizeBody, prompts: list[str], special: bool) -> dict[str, Any]:
     """As for one prompt, with a list where that has one value."""
-    all_ids = await service.encode(prompts, add_special_tokens=special, param="prompt")
+    all_ids = await service.loaded.text.encode(prompts, add_special_tokens=special, param="prompt")
     return {
         "count": [len(ids) for ids in all_ids],
         "max_model_len": service.loaded.ready.max_model_len,
@@ -58,7 +58,7 @@ def _names(service: Service, ids: list[int]) -> list[str]:
 async def detokenize(body: DetokenizeBody, request: Request, service: ServiceOf) -> dict[str, str]:
     service = await service.enter(body.model, request.scope)
     loaded = service.loaded
-    service.check_ids(body.tokens, "tokens", at_most=DETOKENIZED_CONTEXTS * loaded.ready.max_model_len)
+    loaded.text.check_ids(body.tokens, "tokens", at_most=DETOKENIZED_CONTEXTS * loaded.ready.max_model_len)
     return {"prompt": await service.offload(lambda: loaded.tokenizer.decode(body.tokens))}
 
 

@@ -18,8 +18,9 @@ from weft.server.api.chat_message import ChatMessage
 from weft.server.api.choice import Choice, Piece
 from weft.server.api.conversation_names import is_later_turn, names_of
 from weft.server.api.generate import Generation, Prompt, constrain, output_limit
+from weft.server.api.model_text import EncodedChat
 from weft.server.api.protocol import ChatBody
-from weft.server.api.service import EncodedChat, Service
+from weft.server.api.service import Service
 from weft.server.errors import ApiError, bad_request
 from weft.server.text.tokenizer import Tokenizer
 from weft.server.tools.lasting import lasting
@@ -250,7 +251,7 @@ async def begin_turn(
     body.check()
     await service.enter(body.model, request.scope)
     loaded, model = service.loaded, service.name(body.model)
-    service.check_sampled_ids(body)
+    loaded.text.check_sampled_ids(body)
     salt = request.scope["weft.salt"] + body.cache_salt
     names = names_of(body, salt)
     if is_later_turn(body):
@@ -317,7 +318,7 @@ async def prompt_ids(body: ChatBody, tools: list[Tool], service: Service) -> lis
 
 
 async def _prompt(body: ChatBody, tools: list[Tool], service: Service, salt: str | None = None) -> EncodedChat:
-    prompt = await service.encode_chat(
+    prompt = await service.loaded.text.encode_chat(
         *conversation(body, body.messages, tools, service),
         add_special_tokens=bool(body.add_special_tokens),
         truncation=body.truncation(service.loaded.ready.max_model_len, body.output_limit),

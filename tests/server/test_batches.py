@@ -293,7 +293,7 @@ async def test_a_dying_engine_is_waited_out(tmp_path: Path) -> None:
 
 
 async def test_a_defect_is_the_answer_of_its_line(kept: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept.service, "encode", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(kept.service.loaded.text, "encode", lambda *_, **__: 1 / 0)
     body = {"model": "stub", "prompt": "hi"}
     line = {"custom_id": "r0", "method": "POST", "url": "/v1/completions", "body": body}
 

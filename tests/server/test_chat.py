@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from stub import Script, Server, serving
 
-from weft.server.api import service
+from weft.server.api import model_text
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -95,7 +95,7 @@ async def test_echo_repeats_what_the_assistant_had_begun(server: Server, role: s
 
 async def test_a_template_has_a_time_limit_of_its_own(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
-    monkeypatch.setattr(service, "RENDER_SECONDS", 0.05)
+    monkeypatch.setattr(model_text, "RENDER_SECONDS", 0.05)
     monkeypatch.setattr(server.engine.tokenizer, "render_chat", lambda *_, **__: "late" if released.wait(240) else "")
     response = await server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
     released.set()

@@ -170,7 +170,7 @@ async def test_a_collector_gets_a_span_a_request(collector: Collector, monkeypat
         await server.post("/v1/completions", {"prompt": "hi", "stream": True}, headers=headers)
         await server.http.get("/v1/models/unknown")
         await server.http.get("/health")
-        monkeypatch.setattr(server.service, "encode", lambda *_, **__: 1 / 0)
+        monkeypatch.setattr(server.service.loaded.text, "encode", lambda *_, **__: 1 / 0)
         await server.post("/v1/completions", {"prompt": "hi"})
     answered, unknown, failed = sorted(collector.spans, key=lambda span: span.start_time_unix_nano)
     assert (answered.name, answered.kind) == ("POST /v1/completions", answered.SPAN_KIND_SERVER)

@@ -341,7 +341,7 @@ async def test_large_body_is_413_by_its_length_and_while_it_streams_in() -> None
 
 
 async def test_a_defect_is_a_500_with_the_error_body(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.service, "encode", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(server.service.loaded.text, "encode", lambda *_, **__: 1 / 0)
     error = error_of(await server.post(COMPLETIONS, {"prompt": "hi"}), 500)
     assert error["message"] == "Internal server error."
 

@@ -1,0 +1,141 @@
+"""`ModelText`: the texts and token ids of requests, as a loaded model takes them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from weft.engine.wire.messages import EngineReady
+from weft.server.api.chat_message import ChatMessage
+from weft.server.api.protocol import GenerationBody
+from weft.server.errors import ApiError, bad_request
+from weft.server.text.tokenizer import Tokenizer
+from weft.server.text.truncation import Truncation
+
+RENDER_SECONDS = 5.0
+"""that a chat template may take"""
+
+
+class EncodedChat(NamedTuple):
+    ids: list[int]
+    text: str
+    """for `Tokenizer.without_seams`"""
+
+
+class ModelText:
+    """What fits the model becomes tokens, in worker threads; what does not is refused before any work."""
+
+    def __init__(self, tokenizer: Tokenizer, ready: EngineReady, threads: Executor, *, control: bool) -> None:
+        """`control`: special tokens in messages are such, not text."""
+        self._tokenizer = tokenizer
+        self._ready = ready
+        self._threads = threads
+        self._control = control
+
+    async def encode(
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool,
+        param: str,
+        truncation: Truncation | None = None,
+        salt: str | None = None,
+    ) -> list[list[int]]:
+        """Token ids of texts, in a worker thread. Raises `ApiError` for what can never fit, before any work.
+
+        `truncation`: shortens what is too long instead. `salt`: as `Tokenizer.encode`.
+        """
+        if truncation is not None:
+            texts = [truncation.text(text, self._longest_text) for text in texts]
+        for text in texts:
+            self._check_length(len(text), param)
+        encode = self._tokenizer.encode
+        ids = await asyncio.get_running_loop().run_in_executor(
+            self._threads, lambda: [encode(text, add_special_tokens=add_special_tokens, salt=salt) for text in texts]
+        )
+        if truncation is None:
+            return ids
+        return [truncation.ids(i, self._tokenizer.bos_token_id if add_special_tokens else None) for i in ids]
+
+    async def render(self, messages: Sequence[ChatMessage], arguments: Mapping[str, Any]) -> str:
+        """The text of a conversation, for people. `arguments`: of the template. Raises `ApiError`."""
+        tokenizer, control = self._tokenizer, self._control
+        self._check_length(sum(len(message.content or "") for message in messages), "messages")
+        text = await self._in_time(lambda: tokenizer.render_chat(messages, arguments, control=control))
+        return tokenizer.without_seams(text)
+
+    async def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        arguments: Mapping[str, Any],
+        *,
+        add_special_tokens: bool,
+        truncation: Truncation | None = None,
+        salt: str | None = None,
+    ) -> EncodedChat:
+        """A conversation as tokens. The template writes the special tokens itself. Raises `ApiError`.
+
+        `arguments`: of the template. `salt`: as `Tokenizer.encode`.
+        """
+        render, control = self._tokenizer.render_chat, self._control
+        if truncation is None:
+            self._check_length(sum(len(message.content or "") for message in messages), "messages")
+        text = await self._in_time(lambda: render(messages, arguments, control=control))
+        (ids,) = await self.encode(
+            [text], add_special_tokens=add_special_tokens, param="messages", truncation=truncation, salt=salt
+        )
+        return EncodedChat(ids, text)
+
+    async def _in_time(self, render: Callable[[], str]) -> str:
+        """Run this in a worker thread. Raises `ApiError` 400 when it takes long, not counting the wait for a thread."""
+        loop = asyncio.get_running_loop()
+
+        def begin() -> None:
+            with suppress(RuntimeError):  # the client may have gone
+                limit.reschedule(loop.time() + RENDER_SECONDS)
+
+        def work() -> str:
+            loop.call_soon_threadsafe(begin)
+            return render()
+
+        try:
+            async with asyncio.timeout(None) as limit:
+                return await loop.run_in_executor(self._threads, work)
+        except TimeoutError:
+            what = f"The chat template takes longer than {RENDER_SECONDS:g} s with these messages."
+            raise bad_request(what, "messages") from None
+
+    @property
+    def _longest_text(self) -> int:
+        """Characters that as many tokens as the context has can stand for."""
+        return self._ready.max_model_len * max(self._tokenizer.longest_token, 8)
+
+    def _check_length(self, characters: int, param: str) -> None:
+        if characters > self._longest_text:
+            what = f"the {param} has {characters} characters, more than that many tokens hold"
+            raise too_long(self._ready.max_model_len, what, param)
+
+    def check_sampled_ids(self, body: GenerationBody) -> None:
+        """The token ids that a body speaks of beside its prompt. Raises `ApiError`."""
+        self.check_ids(body.stop_token_ids, "stop_token_ids")
+        self.check_ids(list(body.logit_bias), "logit_bias")
+        self.check_ids(body.allowed_token_ids or [], "allowed_token_ids", at_most=self._ready.vocab_size)
+
+    def check_ids(self, ids: Sequence[int], param: str, *, at_most: int | None = None) -> None:
+        """Raises `ApiError` for ids outside the vocabulary, and for more than `at_most`."""
+        if at_most is not None and len(ids) > at_most:
+            raise bad_request(f"{param}: must have at most {at_most} token ids, not {len(ids)}.", param)
+        size = self._ready.vocab_size
+        if ids and not (min(ids) >= 0 and max(ids) < size):
+            raise bad_request(f"{param}: token ids must be between 0 and {size - 1}.", param)
+
+
+def too_long(max_model_len: int, what: str, param: str) -> ApiError:
+    return bad_request(
+        f"This model's maximum context length is {max_model_len} tokens. However, {what}. Please reduce the length.",
+        param,
+        "context_length_exceeded",
+    )
