@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -23,6 +23,7 @@ from weft.engine.errors import ConfigError
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.operations import Operation, Role
 from weft.engine.model.spec import ModelSpec
+from weft.engine.plans.document import read_document
 from weft.engine.plans.plan import Target
 from weft.kernels.gemm_config import SPECIAL, GemmConfig
 
@@ -115,19 +116,9 @@ def kv_capacity(memory: int, spec: ModelSpec) -> int | None:
 
 def load_profile(path: Path) -> Profile:
     """Read a profile. Raises `ConfigError`, one line."""
-    try:
-        raw: Any = msgspec.json.decode(path.read_bytes())
-        if not isinstance(raw, dict) or raw.get("format") != "weft-profile":
-            raise ConfigError(f"{path} is not a profile (weft search records them)")
-        if raw.get("version") != VERSION:
-            raise ConfigError(f"{path} is a profile of version {raw.get('version')}, this weft reads {VERSION}")
-        profile = msgspec.convert(raw, Profile)
-    except OSError as error:
-        raise ConfigError(f"cannot read the profile {path}: {error.strerror}") from None
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{path} is not a valid profile: {error}") from None
-    except msgspec.DecodeError:
-        raise ConfigError(f"{path} is not a profile: it is not JSON") from None
+    profile = read_document(
+        path, Profile, form="weft-profile", version=VERSION, kind="profile", made_by="weft search records them"
+    )  # fmt: skip
     missing = sorted(set(profile.features) - {p.operation for p in profile.points})
     if missing:
         raise ConfigError(f"the profile {path} has no point of {', '.join(missing)}: record it again")

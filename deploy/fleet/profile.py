@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from weft.engine.errors import ConfigError
+from weft.engine.plans.document import read_document
 from weft.engine.runner.batch import Batch
 from weft.engine.runner.work import Costs
 
@@ -155,22 +156,15 @@ class IterationProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 def load_profile(name: str) -> IterationProfile:
     """A file, or a shipped one by its name. Raises `ConfigError`, one line."""
     path = Path(name).expanduser()
-    if not path.exists() and (SHIPPED / f"{name}.json").exists():
+    if not path.exists():
         path = SHIPPED / f"{name}.json"
-    try:
-        raw: Any = msgspec.json.decode(path.read_bytes())
-        if not isinstance(raw, dict) or raw.get("format") != "weft-iterations":
-            raise ConfigError(f"{path} is not a profile of iterations (weft bench iterations records them)")
-        if raw.get("version") != VERSION:
-            raise ConfigError(f"{path} is a profile of version {raw.get('version')}, this weft reads {VERSION}")
-        profile = msgspec.convert(raw, IterationProfile)
-    except OSError as error:
-        shipped = ", ".join(sorted(file.stem for file in SHIPPED.glob("*.json")))
-        raise ConfigError(f"--profile {name}: {error.strerror}; shipped are {shipped}") from None
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{path} is not a valid profile of iterations: {error}") from None
-    except msgspec.DecodeError:
-        raise ConfigError(f"{path} is not a profile of iterations: it is not JSON") from None
+        if not path.exists():
+            shipped = ", ".join(sorted(file.stem for file in SHIPPED.glob("*.json")))
+            raise ConfigError(f"--profile {name}: there is no such file; shipped are {shipped}")
+    profile = read_document(
+        path, IterationProfile, form="weft-iterations", version=VERSION, kind="profile of iterations",
+        made_by="weft bench iterations records them",
+    )  # fmt: skip
     if len(profile.knots) != len(profile.dense_ms) or not profile.knots or list(profile.knots) != sorted(profile.knots):
         raise ConfigError(f"{path}: knots and dense_ms must be as many, and knots ascend")
     if min(profile.dense_ms) <= 0 or min(profile.context_ms, profile.pair_ms, profile.chunk_ms, profile.decode_ms) < 0:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -18,6 +18,7 @@ from weft.engine.errors import ConfigError, ModelError
 from weft.engine.model.operations import Operation, Resource, Role
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.sums import Way
+from weft.engine.plans.document import read_document
 from weft.kernels.gemm_config import GemmConfig
 
 VERSION = 1
@@ -222,21 +223,9 @@ def model_key(spec: ModelSpec) -> str:
 
 def load_plan(path: Path) -> Plan:
     """Read a plan file. Raises `ConfigError`, one line."""
-    try:
-        raw: dict[str, Any] = msgspec.json.decode(path.read_bytes())
-        if not isinstance(raw, dict) or raw.get("format") != "weft-plan":
-            raise ConfigError(f"{path} is not a plan file (weft search writes them)")
-        if raw.get("version") != VERSION:
-            raise ConfigError(
-                f"{path} is a plan of version {raw.get('version')}, this weft reads {VERSION}: search again"
-            )
-        return msgspec.convert(raw, Plan)
-    except OSError as error:
-        raise ConfigError(f"cannot read the plan {path}: {error.strerror}") from None
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{path} is not a valid plan: {error}") from None
-    except msgspec.DecodeError:
-        raise ConfigError(f"{path} is not a plan file: it is not JSON") from None
+    return read_document(
+        path, Plan, form="weft-plan", version=VERSION, kind="plan", made_by="weft search writes them"
+    )  # fmt: skip
 
 
 def serial_period(spec: ModelSpec, tokens: int, num_sms: int, *, decode_only: bool = False) -> Period:

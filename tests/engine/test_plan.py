@@ -172,8 +172,8 @@ def test_a_file_gives_the_same_plan_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 99}, "version 99, this weft reads 1: search again"),
-        ({"format": "other"}, "not a plan file"),
+        ({"version": 99}, "version 99, this weft reads 1 .weft search"),
+        ({"format": "other"}, "is not a plan"),
         ({"periods": 3}, "not a valid plan: Expected `array`"),
         ({"speed": 3}, "unknown field `speed`"),
         ({"workload": None}, "Expected `str`"),
@@ -191,7 +191,7 @@ def test_a_file_that_is_no_plan_is_one_line(tmp_path: Path, change: dict[str, An
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff\xfe", b'"text"'])
 def test_a_file_that_is_not_json_is_one_line(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "plan.json").write_bytes(content)
-    with pytest.raises(ConfigError, match="not a plan file"):
+    with pytest.raises(ConfigError, match="is not a plan"):
         load_plan(tmp_path / "plan.json")
     with pytest.raises(ConfigError, match="cannot read"):
         load_plan(tmp_path / "none.json")

@@ -77,7 +77,7 @@ def test_a_profile_is_the_same_when_it_is_read_again(tmp_path: Path) -> None:
         ("[]", "is not a profile of iterations"),
         ("{", "is not JSON"),
         ('{"format": "weft-profile"}', "is not a profile of iterations"),
-        ('{"format": "weft-iterations", "version": 99}', "is a profile of version 99"),
+        ('{"format": "weft-iterations", "version": 99}', "is a profile of iterations of version 99"),
         ('{"format": "weft-iterations", "version": 1, "model": 3}', "is not a valid profile"),
     ],
 )
