@@ -174,8 +174,9 @@ class CudaExecutor:
         )  # fmt: skip
         table = self.weights.embedding
         if self._collectives is not None:
-            assert self._layers.summed is not None
-            part, table = self._layers.partials[OF_EMBEDDING][:tokens], self._layers.summed[:tokens]
+            sums = self._layers.rank_sums
+            assert sums is not None
+            part, table = sums.partials[OF_EMBEDDING][:tokens], sums.summed[:tokens]
             embed_part(ids, self.weights.embedding, self.spec.vocabulary.start, out=part)
             self._collectives.reduce(
                 part,

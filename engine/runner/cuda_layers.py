@@ -13,7 +13,6 @@ from torch import Tensor
 
 from weft.engine.model.operations import ALL_REDUCE
 from weft.engine.model.spec import ModelSpec
-from weft.engine.model.sums import summed_alone
 from weft.engine.model.weights import Weights
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import serial_period
@@ -24,8 +23,8 @@ from weft.engine.runner.cuda_fp8_apart import Fp8LayersApart
 from weft.engine.runner.cuda_fp8_experts import Fp8ExpertLayers
 from weft.engine.runner.cuda_inputs import DeviceInputs
 from weft.engine.runner.launchers import launchers_of
-from weft.engine.runner.layer_launch import Launch, rows_of
-from weft.engine.runner.sum_places import SumPlace, sum_places
+from weft.engine.runner.layer_launch import Launch, Rows, rows_of
+from weft.engine.runner.rank_sums import RankSums
 from weft.kernels.attention import AttentionBackend
 from weft.kernels.attention_output import Output
 from weft.kernels.attention_triton import PrefillParts, TritonStep
@@ -41,7 +40,7 @@ from weft.kernels.heads import place_heads
 from weft.kernels.mid_projections import gate_up_project, linear_project, qkv_project, residual_project
 from weft.kernels.prefill_attention import prefill_workspace
 from weft.kernels.projections import fuses_heads, sumsq_buffer
-from weft.kernels.rows import add_normed, row_sumsq
+from weft.kernels.rows import row_sumsq
 
 
 class CudaLayers:
@@ -68,90 +67,93 @@ class CudaLayers:
         self.spec, self.weights, self.inputs = spec, weights, inputs
         self.collectives = collectives
         self.attention, self.invariant = attention, invariant
+        self._kv_scales, self._dtype = kv_scales, dtype
         self._launchers = launchers_of(spec, TABLE, "a GPU")
-        heads_normed = weights.layers[0]["qkv"].q_norm is not None
-        self._kv_scales = kv_scales
-        fp8_apart = spec.quantization is not None and stands_apart(spec)
-        self._heads_apart = (
-            (invariant and heads_normed) or (kv_scales is not None and spec.quantization is None) or fp8_apart
-        )
-        """What becomes of heads is a pass behind their product: norms of heads add up in its epilogue in an order that
-        follows its tiles, and these the token count; no product in 16 bits writes pages in FP8; and products in FP8
-        that stand apart leave all of it to passes."""
-        device = inputs.slab.device
+        device, tokens = inputs.slab.device, inputs.layout.max_tokens
         here = gpu(device)
         assert here is not None
         self.num_sms = here.sms
-        t = inputs.layout.max_tokens
-
-        def buffer(*shape: int, kind: torch.dtype = dtype) -> Tensor:
-            return torch.zeros(shape, dtype=kind, device=device)
-
-        def shared(*shape: int) -> Tensor:
-            """What other ranks reach, where there are any."""
-            return buffer(*shape) if collectives is None else collectives.take(shape, dtype)
-
-        self.x = shared(t, spec.hidden_size)
+        self._fp8_apart = spec.quantization is not None and stands_apart(spec)
+        self._heads_apart = self._places_heads_apart()
+        """What becomes of heads is a pass behind their product."""
+        self.x = self._buffer(spec.hidden_size, shared=True)
         """[T, H] the residual stream; after a run, that of the last layer"""
-        self.sumsq = sumsq_buffer(spec.hidden_size, t, device)
-        self.partials: list[Tensor] = []
-        """[T, H] each: what this rank's products shall add to the stream, until ranks add up theirs: see `SumPlace`"""
-        self.summed: Tensor | None = None
-        """[T, H] a sum of all ranks that something else follows"""
+        self.sumsq = sumsq_buffer(spec.hidden_size, tokens, device)
+        """[parts, T] of its rows' squares"""
+        self.rank_sums: RankSums | None = None
         if collectives is not None:
             # each rank adds up the squares of its part of a row
-            self.sumsq = collectives.take((max(len(self.sumsq), collectives.ranks), t), torch.float32)
-            self.partials = [shared(t, spec.hidden_size) for _ in range(2)]
-            self.summed = shared(t, spec.hidden_size)
-            self._other_sums = sumsq_buffer(spec.hidden_size, t, device)
-        self._places = sum_places(spec)
-        dense = spec.layer_operations() if spec.quantization is None else ()
-        self._summed_alone = frozenset(op.name for op in summed_alone(dense))
-        """products that may write to the other ranks themselves"""
+            self.sumsq = collectives.take((max(len(self.sumsq), collectives.ranks), tokens), torch.float32)
+            self.rank_sums = RankSums(spec, weights, collectives, tokens, dtype, device)
         activations = {
             "x": self.x,
-            "q": buffer(t, spec.num_heads, spec.head_dim),
-            "h": buffer(t, spec.intermediate_size),
+            "q": self._buffer(spec.num_heads, spec.head_dim),
+            "h": self._buffer(spec.intermediate_size),
         }
         self.expert_layers: ExpertLayers | None = None
         if spec.experts is not None:
-            self.expert_layers = ExpertLayers(spec, t, dtype, device)
-            activations["s"] = buffer(t, spec.experts.shared_size)
+            self.expert_layers = ExpertLayers(spec, tokens, dtype, device)
+            activations["s"] = self._buffer(spec.experts.shared_size)
         self._raw = {
-            name: buffer(t, width) if needed else None
-            for name, width, needed in (
-                ("qkv", spec.qkv_size, not self._fuses_heads(weights)),
-                ("residual", spec.hidden_size, spec.placement.behind and collectives is None),
-            )
+            "qkv": None if self._fuses_heads() else self._buffer(spec.qkv_size),
+            "residual": self._buffer(spec.hidden_size) if spec.placement.behind and collectives is None else None,
         }
         """what a product leaves for a pass over its rows, where one follows"""
-        self._fp8: Fp8Layers | None = None
-        if fp8_apart:
-            raw = {**self._raw, "h": activations["h"]}
-            self._fp8 = Fp8LayersApart(spec, weights, t, device, raw, invariant=invariant)
-        elif spec.quantization is not None:
-            self._fp8 = Fp8Layers(spec, weights, t, device, invariant=invariant)
+        self._fp8 = self._fp8_layers(activations["h"])
         self._fp8_experts: Fp8ExpertLayers | None = None
         if self._fp8 is not None and self.expert_layers is not None:
-            self._fp8_experts = Fp8ExpertLayers(spec, self._fp8, self.expert_layers.choice, t, dtype, device)
-        width = spec.num_heads * spec.head_dim
-        attended: Output | None = None
-        if self._fp8 is not None and not fp8_apart and attention.quantizes:
-            attended = self._fp8.operand("a", slice(None))
-        self.whole = rows_of(activations, self.sumsq, buffer(t, width) if attended is None else attended)
+            self._fp8_experts = Fp8ExpertLayers(spec, self._fp8, self.expert_layers.choice, tokens, dtype, device)
+        self.whole, self.left = self._rows(activations)
         self.activations = self.whole.activations
-        self.left = self.whole
-        """what stays in the last layer, where rows leave"""
-        if Pipeline(serial_period(spec, t, here.sms), spec).behind:
-            left = {**activations, "x": buffer(t, spec.hidden_size)}
-            sums = sumsq_buffer(spec.hidden_size, t, device)
-            left_attended = buffer(t, width) if attended is None else rows_buffer(t, width, device)
-            self.left = rows_of(left, sums, left_attended, inputs.count["left"])
         self.gemm_space = workspace(device, elements=1 << 26)
         self.steps: list[Any] = [self._work(k) for k in range(inputs.layout.nano_batches)]
         """what the attention back end needs, for each nano-batch"""
         self.left_steps = [self._of_read_tiles(k, step) for k, step in enumerate(self.steps)]
         """of the last layer, where rows leave"""
+
+    def _places_heads_apart(self) -> bool:
+        """Norms of heads add up in the epilogue of their product in an order that follows its tiles, and these the
+        token count; no product in 16 bits writes pages in FP8; and products in FP8 that stand apart leave all of it to
+        passes."""
+        heads_normed = self.weights.layers[0]["qkv"].q_norm is not None
+        writes_fp8 = self._kv_scales is not None and self.spec.quantization is None
+        return (self.invariant and heads_normed) or writes_fp8 or self._fp8_apart
+
+    def _fuses_heads(self) -> bool:
+        q_norm = self.weights.layers[0]["qkv"].q_norm
+        fused = fuses_heads(self.spec.head_dim, q_norm, normed=self.spec.placement.before)
+        return fused and not self._heads_apart
+
+    def _buffer(self, *row: int, shared: bool = False) -> Tensor:
+        """A row a token. shared: other ranks reach it, where there are any."""
+        shape = self.inputs.layout.max_tokens, *row
+        if shared and self.collectives is not None:
+            return self.collectives.take(shape, self._dtype)
+        return torch.zeros(shape, dtype=self._dtype, device=self.inputs.slab.device)
+
+    def _fp8_layers(self, h: Tensor) -> Fp8Layers | None:
+        spec, tokens, device = self.spec, self.inputs.layout.max_tokens, self.inputs.slab.device
+        if spec.quantization is None:
+            return None
+        if not self._fp8_apart:
+            return Fp8Layers(spec, self.weights, tokens, device, invariant=self.invariant)
+        raw = {**self._raw, "h": h}
+        return Fp8LayersApart(spec, self.weights, tokens, device, raw, invariant=self.invariant)
+
+    def _rows(self, activations: Mapping[str, Tensor]) -> tuple[Rows, Rows]:
+        """Of all tokens, and what stays in the last layer, where rows leave."""
+        spec, tokens, device = self.spec, self.inputs.layout.max_tokens, self.inputs.slab.device
+        width = spec.num_heads * spec.head_dim
+        operand: Output | None = None
+        if self._fp8 is not None and not self._fp8_apart and self.attention.quantizes:
+            operand = self._fp8.operand("a", slice(None))
+        whole = rows_of(activations, self.sumsq, self._buffer(width) if operand is None else operand)
+        if not Pipeline(serial_period(spec, tokens, self.num_sms), spec).behind:
+            return whole, whole
+        stays = {**activations, "x": self._buffer(spec.hidden_size)}
+        sums = sumsq_buffer(spec.hidden_size, tokens, device)
+        attended = self._buffer(width) if operand is None else rows_buffer(tokens, width, device)
+        return whole, rows_of(stays, sums, attended, self.inputs.count["left"])
 
     def launch_of(self, pipeline: Pipeline, i: int, layer: int, kv: Tensor, parts: list[int]) -> Launch:
         """Operation `i` of a pipeline's period in a layer, on all of its rows."""
@@ -160,11 +162,6 @@ class CudaLayers:
 
     def launch(self, it: Launch) -> None:
         self._launchers[it.operation.name](self, it)
-
-    def _fuses_heads(self, weights: Weights) -> bool:
-        q_norm = weights.layers[0]["qkv"].q_norm
-        fused = fuses_heads(self.spec.head_dim, q_norm, normed=self.spec.placement.before)
-        return fused and not self._heads_apart
 
     def _work(self, nano: int) -> TritonStep:
         """The work lists of a nano-batch, with scratch of its own: those of two may be worked on at once."""
@@ -254,8 +251,8 @@ class CudaLayers:
         )  # fmt: skip
 
     def _residual(self, it: Launch) -> None:
-        if self.collectives is not None:
-            self._leave_partial(it)
+        if self.rank_sums is not None:
+            self.rank_sums.leave(it, self._common(it))
             return
         if self._fp8 is not None:
             it.note_sums(self._fp8.residual(it, self._common(it)))
@@ -271,51 +268,9 @@ class CudaLayers:
             sums = row_sumsq(x, out=sumsq[:1])
         it.note_sums(sums)
 
-    def _leave_partial(self, it: Launch) -> None:
-        """A product whose sum over all ranks goes to the stream."""
-        if self._pushes(it):
-            return
-        source, w, place = self.activations[it.operation.source][it.tokens], it.product, self._place(it)
-        part = self.partials[place.turn][it.tokens]
-        if place.first:
-            linear_project(source, None, w.weight, self.spec.norm.eps, bias=w.bias, out=part, **self._common(it))
-        else:
-            residual_project(
-                source, w.weight, part, out=part, sumsq=self._other_sums[:, it.tokens], bias=w.bias,
-                **self._common(it),
-            )  # fmt: skip
-
-    def _pushes(self, it: Launch) -> bool:
-        """Have a product write its part of a sum to the other ranks, where that is quicker; false where it is not.
-
-        Of the serial plan alone: what a product has sent is what the next sum adds up.
-        """
-        pipeline = it.pipeline
-        if it.operation.name not in self._summed_alone or len(pipeline.lanes) > 1 or len(pipeline.begins) > 1:
-            return False
-        assert self.collectives is not None
-        source, w = self.activations[it.operation.source][it.tokens], it.product
-        return self.collectives.push(source, w.weight, w.bias, **self._common(it))
-
     def _all_reduce(self, it: Launch) -> None:
-        assert self.collectives is not None
-        assert self.summed is not None
-        own, norm, place = it.tokens, self.spec.norm, self._place(it)
-        post_norm = self.weights.layers[it.layer][place.last].post_norm
-        x, sumsq, part = self.x[own], self.sumsq[:, own], self.partials[place.turn][own]
-        options: dict[str, Any] = {"live": self._live(it), "num_sms": it.nano.sms}
-        if post_norm is None:
-            sums = self.collectives.reduce(part, x, sumsq, add=True, **options)
-        else:
-            total, sums = self.summed[own], sumsq[:1]
-            self.collectives.reduce(part, total, sumsq, add=False, **options)
-            add_normed(x, total, post_norm, norm.eps, sumsq=sumsq)
-        if norm.centred:
-            sums = row_sumsq(x, out=sumsq[:1], centred=True)
-        it.note_sums(sums)
-
-    def _place(self, it: Launch) -> SumPlace:
-        return self._places[it.layer][it.operation.name]
+        assert self.rank_sums is not None
+        it.note_sums(self.rank_sums.reduce(it, self._live(it)))
 
     def _gate_up(self, it: Launch) -> None:
         if self._fp8 is not None:
@@ -353,12 +308,8 @@ class CudaLayers:
 
     def _experts_residual(self, it: Launch) -> None:
         assert self.expert_layers is not None
-        if self.collectives is not None:
-            place = self._place(it)
-            part = self.partials[place.turn][it.tokens]
-            if place.first:
-                part.zero_()
-            self.expert_layers.residual(it, part, self._other_sums[:, it.tokens], self._live(it))
+        if self.rank_sums is not None:
+            self.expert_layers.residual(it, *self.rank_sums.of_experts(it), self._live(it))
             return
         if self._fp8_experts is not None:
             sums = self._fp8_experts.residual(it, self._live(it))

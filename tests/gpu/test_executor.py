@@ -36,6 +36,7 @@ from weft.engine.runner.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda_inputs import DeviceInputs
 from weft.engine.runner.cuda_layers import CudaLayers
 from weft.engine.runner.input_layout import Layout
+from weft.engine.runner.rank_sums import RankSums
 from weft.kernels.attention import AttentionShape
 from weft.kernels.attention_torch import TorchAttention
 from weft.kernels.attention_triton import PER_SM, TritonAttention
@@ -369,9 +370,8 @@ def test_a_product_sends_its_partial_sums_itself_only_where_their_sum_is_next() 
     spec = _spec(64, 128, 4, 2, 32).shard(0, 2)
     asked = []
     collectives = SimpleNamespace(push=lambda *_, **__: asked.append(1) or True)
-    layers: Any = SimpleNamespace(
-        _summed_alone={"o"}, collectives=collectives, activations={"a": torch.zeros(256, 4)}, _common=lambda _: {}
-    )  # fmt: skip
+    sums: Any = SimpleNamespace(_alone={"o"}, _collectives=collectives)
+    rows = SimpleNamespace(activations={"a": torch.zeros(256, 4)})
     names = [o.name for o in spec.layer_operations()]
     for cuts, sends in ((((0, 256),), True), (((0, 128), (128, 256)), False)):
         period = Period(256, tuple(NanoOperation(name, *own, 4) for name in names for own in cuts))
@@ -379,7 +379,7 @@ def test_a_product_sends_its_partial_sums_itself_only_where_their_sum_is_next() 
         nano, op = next(both for both in pipeline.operations if both[1].name == "o")
         weights = SimpleNamespace(weight=None, bias=None)
         launch: Any = SimpleNamespace(
-            pipeline=pipeline, operation=op, product=weights, tokens=slice(nano.begin, nano.end)
+            pipeline=pipeline, operation=op, product=weights, tokens=slice(nano.begin, nano.end), rows=rows
         )  # fmt: skip
-        assert CudaLayers._pushes(layers, launch) is sends
+        assert RankSums._pushes(sums, launch, {}) is sends
     assert len(asked) == 1
