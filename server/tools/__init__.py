@@ -2,6 +2,6 @@
 
 Owns: tool formats and their parsers, JSON schema and grammar fields, the process that tries grammars, variables of
 templates.
-May import: text/ and what lies below it.
+May import: text/ and what lies below it; engine/wire (grammars).
 Never: talks to the engine; executes a tool.
 """
