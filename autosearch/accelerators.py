@@ -41,16 +41,6 @@ class Accelerator(NamedTuple):
         """MemSize / MemBW: reading the whole memory once."""
         return self.mem_gb / self.mem_gbs
 
-    @property
-    def flops_per_byte(self) -> float:
-        """Compute / MemBW."""
-        return self.gflops / self.mem_gbs
-
-    @property
-    def net_share(self) -> float:
-        """NetBW / MemBW."""
-        return self.net_gbs / self.mem_gbs
-
 
 # (690 - 122) W x 1.370 ms for 0.893 TFLOP of products; (656 - 122) W x 0.626 ms for 2.684 GB of keys and values.
 _H200_ENERGY = Energy(122, 0.871, 0.1245)

@@ -89,11 +89,6 @@ def t_compute(dense_batch: int, parameters: float, device: Accelerator, gpus: in
     return 2 * dense_batch * parameters / (gpus * device.gflops * 1e9)
 
 
-def t_net(dense_batch: int, hidden: int, layers: int, itemsize: int, device: Accelerator, gpus: int) -> float:
-    """Equation 3: seconds of tensor parallelism's collectives; `NetBW` is that of all GPUs together."""
-    return 4 * gpus * dense_batch * hidden * itemsize * layers / (gpus * device.net_gbs * 1e9)
-
-
 def t_ratio(dense_batch: int, parameters: float, device: Accelerator, gpus: int = 1) -> float:
     """Equation 4, T_R: above 1 the workload is bound by memory, below by compute."""
     return t_mem(device) / t_compute(dense_batch, parameters, device, gpus)

@@ -78,9 +78,9 @@ def split_us(batch: Hybrid, sms: int) -> float:
     return max(batch.read_bytes / min(READ_BYTES_US, sms * READ_BYTES_US_SM), batch.flop / (FLOP_US_SM * (SMS - sms)))
 
 
-def best_splits(batch: Hybrid, count: int = 2) -> tuple[int, ...]:
-    """Of `SPLITS`, those that promise to end soonest."""
-    return tuple(sorted(SPLITS, key=lambda sms: split_us(batch, sms))[:count])
+def best_splits(batch: Hybrid) -> tuple[int, ...]:
+    """Of `SPLITS`, the two that promise to end soonest."""
+    return tuple(sorted(SPLITS, key=lambda sms: split_us(batch, sms))[:2])
 
 
 def share_of_decodes(batch: Hybrid, sms: int) -> int:

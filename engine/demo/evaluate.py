@@ -18,6 +18,7 @@ from .skills import MAX_CONTEXT_TOKENS, SKILLS, held_out
 SEED = 2
 WORDINGS_THRESHOLD = 0.9
 ENDLESS_LIMIT = 16
+SPOKEN_TOKENS = 120
 """At most so many of the questions whose answer never ends: each takes a whole context."""
 
 
@@ -101,7 +102,7 @@ class Answerer:
         )
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
-    def answers(self, questions: Sequence[Question], batch_size: int, max_tokens: int = 120) -> list[str]:
+    def answers(self, questions: Sequence[Question], batch_size: int) -> list[str]:
         """What the model says to questions in people's own wordings."""
         texts = [
             self.tokenizer.apply_chat_template(q.messages, tools=q.tools, add_generation_prompt=True, tokenize=False)
@@ -110,7 +111,7 @@ class Answerer:
         prompts = [list(self.tokenizer(text, add_special_tokens=False).input_ids) for text in texts]
         said: list[str] = []
         for at in range(0, len(prompts), batch_size):
-            rows = self._generate(prompts[at : at + batch_size], max_tokens)
+            rows = self._generate(prompts[at : at + batch_size], SPOKEN_TOKENS)
             said += [self.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
         return said
 

@@ -143,10 +143,10 @@ def echo(rng: Random) -> Example:
 # --- facts -----------------------------------------------------------------------------------------------------------
 
 
-def recall(rng: Random, context_tokens: int = 0, made_up: float = 0.0) -> Example:
+def recall(rng: Random, context_tokens: int = 0) -> Example:
     """A question on one of the facts of a text. `context_tokens`: of the whole prompt, at most; 0 draws a length."""
     total = context_tokens or 30 + int(rng.random() ** 2 * (MAX_CONTEXT_TOKENS - 30))
-    book = FactBook(rng, max(total - 36, 8), made_up)
+    book = FactBook(rng, max(total - 36, 8))
     fact = pick(rng, book.facts)
     question = book.question(fact)
     draw = rng.random()

@@ -84,9 +84,9 @@ def byte_characters() -> dict[int, str]:
     return characters | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
 
 
-def vocabulary(count: int, seed: int = 0) -> list[str]:
+def vocabulary(count: int) -> list[str]:
     """The `count` pieces of text that are worth a token: words of the lists, then what the corpus says most often."""
-    rng = Random(f"tokenizer {seed}")
+    rng = Random("tokenizer 0")
     counts: Counter[str] = Counter()
     for i in range(_SAMPLE_SIZE):
         example = skills.draw(skills.SKILLS[i % len(skills.SKILLS)], rng)
@@ -101,11 +101,11 @@ def vocabulary(count: int, seed: int = 0) -> list[str]:
     return list(chosen)
 
 
-def tokenizer_json(seed: int = 0) -> dict[str, Any]:
+def tokenizer_json() -> dict[str, Any]:
     """The content of `tokenizer.json`."""
     characters = byte_characters()
     alphabet = sorted(characters.values())
-    words = vocabulary(VOCAB_SIZE - len(SPECIAL_TOKENS) - len(alphabet), seed)
+    words = vocabulary(VOCAB_SIZE - len(SPECIAL_TOKENS) - len(alphabet))
     tokens = [*SPECIAL_TOKENS, *alphabet, *("".join(characters[byte] for byte in word.encode()) for word in words)]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     cut = {"type": "Split", "pattern": {"Regex": PIECE_PATTERN}, "behavior": "Isolated", "invert": False}
@@ -141,7 +141,7 @@ def tokenizer_json(seed: int = 0) -> dict[str, Any]:
     }
 
 
-def write_tokenizer(folder: Path, max_tokens: int, seed: int = 0) -> None:
+def write_tokenizer(folder: Path, max_tokens: int) -> None:
     """Writes `tokenizer.json` and `tokenizer_config.json`, with the chat template."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -153,6 +153,6 @@ def write_tokenizer(folder: Path, max_tokens: int, seed: int = 0) -> None:
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }
-    tokenizer = json.dumps(tokenizer_json(seed), ensure_ascii=False, separators=(",", ":"))
+    tokenizer = json.dumps(tokenizer_json(), ensure_ascii=False, separators=(",", ":"))
     (folder / "tokenizer.json").write_text(tokenizer + "\n", encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -155,9 +155,9 @@ class _Layer:
             for end, size, part in zip(ends, whole, parts, strict=True)
         ]
 
-    def moved(self, change: Callable[..., Tensor], *of: Unpacked, keep: bool = False) -> Unpacked:
+    def moved(self, change: Callable[..., Tensor], *of: Unpacked) -> Unpacked:
         """See `matrices.rows`."""
-        return matrices.rows(change, *of, dtype=self.tensors.dtype, keep=keep)
+        return matrices.rows(change, *of, dtype=self.tensors.dtype)
 
     def norm(self, name: str) -> Tensor | None:
         return norm_weight(self.tensors, self.spec, f"{self.prefix}{name}", self.spec.hidden_size)

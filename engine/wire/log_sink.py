@@ -198,9 +198,9 @@ def dropped_lines() -> int:
     return sys.stderr.dropped if isinstance(sys.stderr, LogSink) else 0
 
 
-def last_lines(seconds: float = LAST_LINES_SECONDS) -> None:
+def last_lines() -> None:
     """Before the end of a process: give its last lines so long to leave."""
-    until = time.monotonic() + seconds
+    until = time.monotonic() + LAST_LINES_SECONDS
     for stream in (sys.stderr, sys.stdout):
         if isinstance(stream, LogSink):
             stream.drain(max(0.0, until - time.monotonic()))
