@@ -1,4 +1,4 @@
-"""Collectives between GPUs that read and write each other's memory (twins: `collectives_reference`).
+"""Collectives between GPUs that read and write each other's memory (twins: in `tests/gpu/test_rank_kernels.py`).
 
 Each rank has an arena: memory that all ranks know the address of, laid out alike. A flag is a word in it that one other
 rank writes, always a larger number than before: that of the iteration, which a kernel counts on the device, so that a

@@ -1,4 +1,4 @@
-"""`Compilation`: kernels compiled apart from being launched: which ones some work needs, and many of them at once.
+"""Kernels compiled apart from being launched: which ones some work needs, and many of them at once.
 
 Triton compiles a kernel when it is first launched, one after the other. `collect` runs the launching code on the meta
 device and notes what it would compile; `compile_all` does that in processes of its own and leaves the results in

@@ -1,7 +1,7 @@
 """weft on Ray: a Ray Serve application whose replicas are daemons, an engine for Ray Serve LLM, batches over Ray Data.
 
 Owns: the ingress, routing among replicas by prefix, when to scale, the daemon of a replica.
-May import: server/ (its errors, configuration, batches, the router's rule); engine/wire; ray.
+May import: server/ (errors, configuration, bodies, exposition, the batch client, the router's rule); engine/wire; ray.
 Never: an engine or its scheduler: a replica is `weft serve`, asked over HTTP.
 """
 
