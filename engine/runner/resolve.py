@@ -130,20 +130,9 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
 
     Raises `ConfigError` or `OutOfMemory`, one line.
     """
-    here = gpu()
-    if config.device == "cuda" and here is None:
-        raise ConfigError("--device cuda: no CUDA device is visible; use --device cpu")
-    cuda = config.device != "cpu" and here is not None
+    here = _gpu_for(config, spec)
+    cuda = here is not None
     ranks, sharers = spec.shard_of.ranks, config.share.sharers
-    # A rank would wait on one GPU for another that waits for its turn on the next.
-    if cuda and sharers > 1 and ranks > 1:
-        raise ConfigError(
-            f"--replicas {sharers} on GPUs needs --tensor-parallel-size 1: leave one of the two out, or use "
-            "--data-parallel-size for engines on GPUs of their own"
-        )
-    if cuda and not isinstance(spec, BroadSpec) and spec.quantization is not None:
-        assert here is not None
-        check_fp8(spec, here, invariant=config.batch_invariant)
     device = gpu_device() if cuda else torch.device("cpu")
     dtype = _compute_dtype(config, spec, cuda=cuda)
     max_model_len = config.max_model_len or spec.max_positions
@@ -155,17 +144,8 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         raise OutOfMemory(
             f"a context of {max_model_len} tokens takes tables of {tables / GIB:,.0f} GiB: lower --max-model-len"
         )
-    pages_dtype = _pages_dtype(config, spec, dtype, here if cuda else None)
-    shapes: Sequence[AttentionShape]
-    if isinstance(spec, BroadSpec):
-        kv = KvLayout.of(spec, config.page_size, dtype, TRITON_HEAD_DIMS if cuda else ())
-        kinds = kinds_of_calls(spec, kv)
-        shapes = [kind.shape(kv, dtype, device, max_model_len) for kind in dict.fromkeys(kinds)]
-        if cuda:
-            refuse_on_gpu(spec, kinds, config.attention_backend)
-    else:
-        kv = KvLayout.of(spec, config.page_size, pages_dtype)
-        shapes = [_attention_shape(spec, kv, dtype, device, max_model_len)]
+    pages_dtype = _pages_dtype(config, spec, dtype, here)
+    kv, shapes = _pages(config, spec, dtype, pages_dtype, device, max_model_len)
     (backend,) = {_attention(config, shape) for shape in shapes}
     planned = cuda and spec.native
     if not planned:
@@ -187,23 +167,23 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     if config.pod != "off":
         check_pod(config, spec, backend, _attention_shape(spec, kv, dtype, device, max_model_len))
     return ResolvedConfig(
-        device,
-        dtype,
-        dtype,
-        kv,
-        max_model_len,
-        max_num_seqs,
-        max_num_batched_tokens,
-        num_pages,
-        config.gpu_memory_utilization * config.share.memory,
+        device=device,
+        weight_dtype=dtype,
+        compute_dtype=dtype,
+        kv=kv,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        num_pages=num_pages,
+        gpu_memory_utilization=config.gpu_memory_utilization * config.share.memory,
         # One core is for the scheduler and the API: where their work takes a thread's core, all threads wait for it.
-        config.cpu_threads or max(1, len(os.sched_getaffinity(0)) - 1),
-        backend,
-        config.batch_invariant,
-        config.cache_path,
-        config.tuning_seconds,
-        plan,
-        config.wait_for_plan or ranks > 1,  # all ranks must have a pipeline before one of them runs it
+        cpu_threads=config.cpu_threads or max(1, len(os.sched_getaffinity(0)) - 1),
+        attention=backend,
+        batch_invariant=config.batch_invariant,
+        cache_dir=config.cache_path,
+        tuning_seconds=config.tuning_seconds,
+        plan=plan,
+        wait_for_plan=config.wait_for_plan or ranks > 1,  # all ranks must have a pipeline before one of them runs it
         sleeps=config.share.sleeps and ranks == 1,
         has_neighbours=config.share.memory < 1,
         sharers=sharers,
@@ -211,6 +191,42 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         packed=_packed(kv) if config.tier_kv_format == "packed" else None,
         pod=config.pod,
     )
+
+
+def _gpu_for(config: EngineConfig, spec: ModelSpec) -> Gpu | None:
+    """The GPU that computes the model; None: a CPU does. Raises `ConfigError` where it cannot."""
+    here = gpu()
+    if config.device == "cuda" and here is None:
+        raise ConfigError("--device cuda: no CUDA device is visible; use --device cpu")
+    if config.device == "cpu" or here is None:
+        return None
+    sharers = config.share.sharers
+    # A rank would wait on one GPU for another that waits for its turn on the next.
+    if sharers > 1 and spec.shard_of.ranks > 1:
+        raise ConfigError(
+            f"--replicas {sharers} on GPUs needs --tensor-parallel-size 1: leave one of the two out, or use "
+            "--data-parallel-size for engines on GPUs of their own"
+        )
+    if not isinstance(spec, BroadSpec) and spec.quantization is not None:
+        check_fp8(spec, here, invariant=config.batch_invariant)
+    return here
+
+
+def _pages(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, pages_dtype: torch.dtype, device: torch.device,
+    max_model_len: int,
+) -> tuple[KvLayout, Sequence[AttentionShape]]:  # fmt: skip
+    """What a page looks like, and the attention over pages that the model asks for, each kind once."""
+    if not isinstance(spec, BroadSpec):
+        kv = KvLayout.of(spec, config.page_size, pages_dtype)
+        return kv, [_attention_shape(spec, kv, dtype, device, max_model_len)]
+    cuda = device.type == "cuda"
+    kv = KvLayout.of(spec, config.page_size, dtype, TRITON_HEAD_DIMS if cuda else ())
+    kinds = kinds_of_calls(spec, kv)
+    shapes = [kind.shape(kv, dtype, device, max_model_len) for kind in dict.fromkeys(kinds)]
+    if cuda:
+        refuse_on_gpu(spec, kinds, config.attention_backend)
+    return kv, shapes
 
 
 def _packed(kv: KvLayout) -> PackedPage:
