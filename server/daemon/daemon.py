@@ -80,20 +80,26 @@ async def _run(config: ServeConfig) -> int:
     return await Daemon(config).run()
 
 
+def _common_folder(config: ServeConfig) -> tempfile.TemporaryDirectory[str] | None:
+    """For the responses that several API processes store, where no other folder is named. Raises `ConfigError`."""
+    if config.api_workers == 1 or config.responses_dir is not None or not config.responses_max_mib:
+        return None
+    try:
+        return tempfile.TemporaryDirectory(prefix="weft-")
+    except OSError as error:
+        why = f"API processes have no folder in common: {error.strerror or error}"
+        raise ConfigError(f"{why}; set TMPDIR to another directory, or --responses-dir") from None
+
+
 class Daemon:
     """Row 0 of the board is the daemon's own, row i + 1 that of its i-th API process."""
 
     def __init__(self, config: ServeConfig) -> None:
         """Takes the port. Raises `ConfigError` for what an operator can mend."""
         self._begun = time.monotonic()
-        self._shared: tempfile.TemporaryDirectory[str] | None = None
+        self._shared = _common_folder(config)
         """what API processes keep for one another"""
-        if config.api_workers > 1 and config.responses_dir is None and config.responses_max_mib:
-            try:
-                self._shared = tempfile.TemporaryDirectory(prefix="weft-")
-            except OSError as error:
-                why = f"API processes have no folder in common: {error.strerror or error}"
-                raise ConfigError(f"{why}; set TMPDIR to another directory, or --responses-dir") from None
+        if self._shared is not None:
             config = config.model_copy(update={"responses_dir": self._shared.name})
         self._config = config
         self._front = Front(config)
