@@ -56,27 +56,12 @@ def report(seconds: float, only: set[str]) -> list[dict[str, object]]:
                     "TFLOP/s", peak)  # fmt: skip
     if "small" in only:
         for tokens in (1, 8, 16, 32, 64, 128):
-            calls, _, size = layer_calls(LLAMA_8B, tokens, 8, sms, False)
-            b = sustained(calls, meter, seconds / 2)
-            row(
-                "cuBLAS layer, bare",
-                f"8B M={tokens}",
-                b._replace(ms=b.ms * 4),
-                size / (b.ms * 4) / 1e9,
-                "TB/s",
-                bandwidth,
-            )
-            calls, _, size = layer_calls(LLAMA_8B, tokens, 8, sms, True)
-            f = sustained(calls, meter, seconds / 2)
-            row(
-                "weft layer, epilogues",
-                f"8B M={tokens}",
-                f._replace(ms=f.ms * 4),
-                size / (f.ms * 4) / 1e9,
-                "TB/s",
-                bandwidth,
-            )
-            del calls
+            for kernel, fused in (("cuBLAS layer, bare", False), ("weft layer, epilogues", True)):
+                calls, _, size = layer_calls(LLAMA_8B, tokens, 8, sms, fused)
+                each = sustained(calls, meter, seconds / 2)
+                del calls
+                layer = each._replace(ms=each.ms * 4)
+                row(kernel, f"8B M={tokens}", layer, size / layer.ms / 1e9, "TB/s", bandwidth)
     if "decode" in only:
         for batch, context, page in ((512, 1280, 64), (512, 1280, 128), (512, 1280, 16), (64, 8192, 64), (1, 1024, 64),
                                      (1, 32768, 64)):  # fmt: skip
