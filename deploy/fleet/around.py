@@ -164,72 +164,84 @@ async def _watch(url: str, *, shared: bool, lengths: Iterator[int], seconds: flo
     target = Target("", Address.parse(url), "", False, None, {}, {}, 60.0, True)
     target = (await prepare(target, maker)).target
     engines = await _engines(target.address) if shared else 1
-    loop = asyncio.get_running_loop()
-    client = Client(target, loop.time())
-    asked = 0
-    silent: list[int] = []
+    watcher = _Watcher(target, maker, lengths, seconds)
+    times = [await watcher.between(streams) for streams in range(1, engines + 1)]
+    slowed = [await watcher.prompts(streams) for streams in range(engines)]
+    watcher.close()
+    return Seen(tuple(times), tuple(slowed), tuple(watcher.silent))
 
-    async def ask(output_tokens: int) -> Record | None:
-        """None: all its tokens together were no text."""
-        nonlocal asked
-        asked += 1
-        tokens = next(lengths)
-        record = Record(asked, 0.0, tokens, output_tokens)
-        await client.send(record, target.body(maker.prompt(asked, tokens), output_tokens))
-        if record.status == 200 and record.completion_tokens == output_tokens and not record.times:
-            return None
-        if not record.ok:
-            raise LoadError(record.error or f"status {record.status}")
-        return record
 
-    async def streamed() -> Record | None:
-        record = await ask(STREAM_TOKENS)
-        silent.append(_silent(record))
-        return record
+class _Watcher:
+    """Asks a daemon, and times its answers. seconds: for each of the figures."""
 
-    async def firsts(seconds: float) -> tuple[tuple[int, float], ...]:
-        taken: list[tuple[int, float]] = []
-        end = loop.time() + seconds
-        while len(taken) < FIRSTS or loop.time() < end:
-            record = await ask(FIRST_TOKENS)
-            if record is not None:
-                taken.append((record.input_tokens, record.first - record.start))
-            await asyncio.sleep(PAUSE_SECONDS)
-        return tuple(taken)
+    def __init__(self, target: Target, maker: PromptMaker, lengths: Iterator[int], seconds: float) -> None:
+        self._target, self._maker, self._lengths, self._seconds = target, maker, lengths, seconds
+        self._clock = asyncio.get_running_loop().time
+        self._client = Client(target, self._clock())
+        self._asked = 0
+        self.silent: list[int] = []
+        """tokens of each stream before its first that is text"""
 
-    async def between(streams: int) -> tuple[float, ...]:
+    async def between(self, streams: int) -> tuple[float, ...]:
+        """See `Seen`, while so many streams run beside each other."""
         means: list[float] = []
         gaps: list[float] = []
-        end = loop.time() + seconds
-        while len(means) < STREAMS * streams or loop.time() < end:
-            for r in await asyncio.gather(*(streamed() for _ in range(streams))):
+        end = self._clock() + self._seconds
+        while len(means) < STREAMS * streams or self._clock() < end:
+            for r in await asyncio.gather(*(self._streamed() for _ in range(streams))):
                 if r is not None:
                     means.append((r.end - r.first) / (r.completion_tokens - 1 - _silent(r)))
                     gaps += np.diff(r.times).tolist()
             await asyncio.sleep(PAUSE_SECONDS)
         return tuple(float(x) for x in _shares(gaps) * np.mean(means) / np.mean(gaps))
 
-    async def stream(after: float) -> None:
-        """One after the other."""
-        await asyncio.sleep(after)
-        while True:
-            await streamed()
-
-    async def prompts(streams: int) -> tuple[tuple[int, float], ...]:
+    async def prompts(self, streams: int) -> tuple[tuple[int, float], ...]:
+        """See `Seen.firsts`, beside so many streams."""
         # Each begins a little later than the one before, or their prompts would always be computed together.
-        beside = [asyncio.create_task(stream(0.1 * i)) for i in range(streams)]
+        beside = [asyncio.create_task(self._stream(0.1 * i)) for i in range(streams)]
         await asyncio.sleep(0.1 * streams)
         try:
-            return await firsts(seconds * (1 + streams))
+            return await self._firsts(self._seconds * (1 + streams))
         finally:
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
 
-    times = [await between(streams) for streams in range(1, engines + 1)]
-    slowed = [await prompts(streams) for streams in range(engines)]
-    client.close()
-    return Seen(tuple(times), tuple(slowed), tuple(silent))
+    def close(self) -> None:
+        self._client.close()
+
+    async def _firsts(self, seconds: float) -> tuple[tuple[int, float], ...]:
+        taken: list[tuple[int, float]] = []
+        end = self._clock() + seconds
+        while len(taken) < FIRSTS or self._clock() < end:
+            record = await self._ask(FIRST_TOKENS)
+            if record is not None:
+                taken.append((record.input_tokens, record.first - record.start))
+            await asyncio.sleep(PAUSE_SECONDS)
+        return tuple(taken)
+
+    async def _stream(self, after: float) -> None:
+        """One after the other."""
+        await asyncio.sleep(after)
+        while True:
+            await self._streamed()
+
+    async def _streamed(self) -> Record | None:
+        record = await self._ask(STREAM_TOKENS)
+        self.silent.append(_silent(record))
+        return record
+
+    async def _ask(self, output_tokens: int) -> Record | None:
+        """None: all its tokens together were no text."""
+        self._asked += 1
+        tokens = next(self._lengths)
+        record = Record(self._asked, 0.0, tokens, output_tokens)
+        await self._client.send(record, self._target.body(self._maker.prompt(record.index, tokens), output_tokens))
+        if record.status == 200 and record.completion_tokens == output_tokens and not record.times:
+            return None
+        if not record.ok:
+            raise LoadError(record.error or f"status {record.status}")
+        return record
 
 
 def _silent(stream: Record | None) -> int:
