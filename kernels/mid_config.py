@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 BLOCK_TOKENS, BLOCK_DEPTH = 128, 64
+TALL = 192
+"""tokens of a tile of three warpgroups: of so many the weight is then read once"""
+TALL_WIDTH = 224
+"""features of such a tile, at most: a warpgroup has 160 registers"""
 SHARED_BYTES = 232448 - 1024
 """of a program, but for its barriers"""
 MAX_STAGES = 8
@@ -16,8 +20,6 @@ PATIENCE = 20000
 
 
 class MidConfig(NamedTuple):
-    """Tiles of 128 tokens."""
-
     width: int
     """features of a tile: 64 to 256 in steps of 32; 64, 128 or 256 where the depth is cut. Narrower ones would
     leave more sums of squares than `projections.sumsq_buffer` has rows"""
@@ -27,6 +29,8 @@ class MidConfig(NamedTuple):
     """steps of the weight that a program asks the L2 for while the kernel before still runs"""
     box: int = BLOCK_TOKENS
     """tokens that are loaded at a time: 128, or 32, then as many boxes as hold live ones"""
+    rows: int = BLOCK_TOKENS
+    """tokens of a tile: 128, or TALL"""
 
     @property
     def pieces(self) -> tuple[int, int, int]:
@@ -41,6 +45,10 @@ class MidConfig(NamedTuple):
             raise ValueError(f"no tile is {self.width} features wide with its depth in {self.split} parts")
         if self.box not in (32, BLOCK_TOKENS):
             raise ValueError(f"no tile's tokens are loaded {self.box} at a time")
+        if self.rows not in (BLOCK_TOKENS, TALL):
+            raise ValueError(f"no tile has {self.rows} tokens")
+        if self.rows == TALL and (self.width > TALL_WIDTH or self.box != BLOCK_TOKENS):
+            raise ValueError(f"no tile of {TALL} tokens is {self.width} features wide, {self.box} loaded at a time")
         return tuple((*found, 0, 0)[:3])  # type: ignore[return-value]
 
     def stages_for(self, kind: str, *, whole: bool) -> int:
@@ -48,8 +56,8 @@ class MidConfig(NamedTuple):
 
         whole: the depth is not cut, and results leave through shared memory.
         """
-        kept = BLOCK_TOKENS * self.width * (1 if kind == "gate_up" else 2) if whole else 0
-        return min(MAX_STAGES, (SHARED_BYTES - kept) // ((BLOCK_TOKENS + self.width) * BLOCK_DEPTH * 2))
+        kept = self.rows * self.width * (1 if kind == "gate_up" else 2) if whole else 0
+        return min(MAX_STAGES, (SHARED_BYTES - kept) // ((self.rows + self.width) * BLOCK_DEPTH * 2))
 
     def parts_of(self, depth: int) -> int:
         """`split`, or fewer for a depth of fewer steps: no part is empty."""
@@ -57,7 +65,7 @@ class MidConfig(NamedTuple):
 
     def units(self, tokens: int, features: int, depth: int) -> int:
         """Parts of tiles."""
-        return -(-tokens // BLOCK_TOKENS) * -(-features // self.width) * self.parts_of(depth)
+        return -(-tokens // self.rows) * -(-features // self.width) * self.parts_of(depth)
 
 
 def part_of(part: int, parts: int, steps: int) -> tuple[int, int]:

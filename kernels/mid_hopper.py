@@ -12,6 +12,8 @@ With `BOX` below 128 only live rows of a tile are loaded, rounded up to boxes of
 the L2 once for every tile of the weight, about as many bytes as the weights have. A warpgroup with no live row then
 multiplies nothing.
 
+A tile of 192 tokens has three warpgroups; the third one's tokens lie in a ring of their own.
+
 `mid_projections` launches these.
 """
 
@@ -56,13 +58,16 @@ def _unit(unit, tiles_m, steps, SPLIT: gl.constexpr):
 
 @gluon.jit
 def _load_tokens(
-    a, few, a_smem, row, depth, rows, ready, OTHERS: gl.constexpr, BK: gl.constexpr, BOX: gl.constexpr
+    a, few, a_smem, third_smem, row, depth, rows, ready, OTHERS: gl.constexpr, BK: gl.constexpr, BOX: gl.constexpr,
+    ROWS: gl.constexpr,
 ):  # fmt: skip
     """The first `rows` of a tile, rounded up to boxes; `ready` expects them and `OTHERS` bytes. What other rows of the
     place hold is left there: nobody reads the sums that are made of it."""
     if BOX == 128:
-        mbarrier.expect(ready, OTHERS + 128 * BK * 2)
+        mbarrier.expect(ready, OTHERS + ROWS * BK * 2)
         load_tile(a, [row, depth], ready, a_smem)
+        if ROWS > 128:
+            load_tile(few, [row + 128, depth], ready, third_smem)
     else:
         boxes = gl.cdiv(rows, BOX)
         whole = boxes >= 128 // BOX
@@ -79,23 +84,25 @@ def _load_tokens(
 
 @gluon.jit
 def _produce(
-    a, few, w0, w1, w2, x0, x1, x2, live, a_smem, w0_smem, w1_smem, w2_smem, io0, io1, io2, full, empty, x_full,
-    x_empty, tiles_m, tiles_n, steps,
-    W0: gl.constexpr, W1: gl.constexpr, W2: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
-    FETCH_X: gl.constexpr, BOX: gl.constexpr,
+    rings, third_smem, source, W0: gl.constexpr, W1: gl.constexpr, W2: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, SPLIT: gl.constexpr, FETCH_X: gl.constexpr, BOX: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
+    a_smem, w0_smem, w1_smem, w2_smem, io0, io1, io2, full, empty, x_full, x_empty = rings
+    a, few, w0, w1, w2, x0, x1, x2, live, tiles_m, tiles_n, steps = source
     WIDTH: gl.constexpr = W0 + W1 + W2
     count = 0
     turn = 0
     for unit in range(gl.program_id(0), tiles_m * tiles_n * SPLIT, gl.num_programs(0)):
         tile_m, tile_n, _, first, last = _unit(unit, tiles_m, steps, SPLIT)
-        row = tile_m * 128
+        row = tile_m * ROWS
         col = tile_n * WIDTH
         for step in range(first, last):
             stage = count % STAGES
             ready = full.index(stage)
             mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
-            _load_tokens(a, few, a_smem.index(stage), row, step * BK, live - row, ready, WIDTH * BK * 2, BK, BOX)
+            third = third_smem.index(stage if ROWS > 128 else 0)
+            _load_tokens(a, few, a_smem.index(stage), third, row, step * BK, live - row, ready, WIDTH * BK * 2, BK, BOX,
+                         ROWS)  # fmt: skip
             load_tile(w0, [col, step * BK], ready, w0_smem.index(stage))
             if W1 > 0:
                 load_tile(w1, [col + W0, step * BK], ready, w1_smem.index(stage))
@@ -104,7 +111,7 @@ def _produce(
             count += 1
             if FETCH_X:  # noqa: SIM102 (the outer one is settled when compiled)
                 if step == gl.minimum(STAGES, steps - 1):
-                    for half in gl.static_range(2):
+                    for half in gl.static_range(ROWS // 64):
                         mbarrier.wait(x_empty.index(half), (turn & 1) ^ 1)
                         mbarrier.expect(x_full.index(half), 64 * WIDTH * 2)
                         load_tile(x0, [row + half * 64, col], x_full.index(half), io0.index(half))
@@ -129,7 +136,7 @@ def _multiply(
     for step in range(steps):
         stage = count % STAGES
         mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-        a_mine = a_smem.index(stage).slice(WG * 64, 64)
+        a_mine = a_smem.index(stage).slice(WG % 2 * 64, 64)
         acc0 = warpgroup_mma(a_mine, w0_smem.index(stage).permute((1, 0)), acc0, is_async=True)
         if W1 > 0:
             acc1 = warpgroup_mma(a_mine, w1_smem.index(stage).permute((1, 0)), acc1, is_async=True)
@@ -198,9 +205,9 @@ def _tile(
     rings, places, sums, heads, limit, live, tile_m, tile_n, part, first, last, tiles_m, N, K, count, turn,
     WG: gl.constexpr, KIND: gl.constexpr, W0: gl.constexpr, W1: gl.constexpr, W2: gl.constexpr, STAGES: gl.constexpr,
     SPLIT: gl.constexpr, PARTS: gl.constexpr, HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr,
-    PAGE: gl.constexpr, DTYPE: gl.constexpr,
+    PAGE: gl.constexpr, DTYPE: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's half of one unit, from the operands to where its results belong; the stages used so far."""
+    """A warpgroup's rows of one unit, from the operands to where its results belong; the stages used so far."""
     a_smem, w0_smem, w1_smem, w2_smem, io0, io1, io2, full, empty, x_full, x_empty = rings
     desc0, desc1, desc2, x, out, partial, words = places
     sumsq, stride_sumsq, eps = sums
@@ -209,7 +216,7 @@ def _tile(
     L1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W1 if W1 > 0 else W0, 16])
     L2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W2 if W2 > 0 else W0, 16])
     WIDTH: gl.constexpr = W0 + W1 + W2
-    row0 = tile_m * 128 + WG * 64
+    row0 = tile_m * ROWS + WG * 64
     col = tile_n * WIDTH
     scale = 1.0
     if SPLIT == 1 and (KIND == "gate_up" or KIND == "qkv"):
@@ -218,8 +225,8 @@ def _tile(
         a_smem, w0_smem, w1_smem, w2_smem, full, empty, count, last - first, WG, W0, W1, W2, STAGES, L0, L1, L2
     )  # fmt: skip
     if SPLIT > 1:
-        half = tile_m * 2 + WG
-        place = (tile_n * tiles_m * 2 + half).to(gl.int64)
+        half = tile_m * (ROWS // 64) + WG
+        place = (tile_n * tiles_m * (ROWS // 64) + half).to(gl.int64)
         mine = partial + place * (SPLIT * 64 * WIDTH)
         inside = gl.arange(0, 64, layout=gl.SliceLayout(1, L0))
         lane = gl.arange(0, W0, layout=gl.SliceLayout(0, L0))
@@ -251,11 +258,11 @@ def _tile(
 
 @gluon.jit
 def _consume(
-    rings, places, sums, heads, limit, live, tiles_m, tiles_n, steps, N, K, WG: gl.constexpr,
-    KIND: gl.constexpr, W0: gl.constexpr, W1: gl.constexpr, W2: gl.constexpr, STAGES: gl.constexpr,
-    SPLIT: gl.constexpr, PARTS: gl.constexpr, HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr,
-    PAGE: gl.constexpr, DTYPE: gl.constexpr, BOX: gl.constexpr,
+    rings, work, WG: gl.constexpr, KIND: gl.constexpr, W0: gl.constexpr, W1: gl.constexpr, W2: gl.constexpr,
+    STAGES: gl.constexpr, SPLIT: gl.constexpr, PARTS: gl.constexpr, HQ: gl.constexpr, HKV: gl.constexpr,
+    D: gl.constexpr, PAGE: gl.constexpr, DTYPE: gl.constexpr, BOX: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
+    places, sums, heads, limit, live, tiles_m, tiles_n, steps, N, K = work
     full, empty, x_full, x_empty = rings[7], rings[8], rings[9], rings[10]
     count = 0
     turn = 0
@@ -264,12 +271,12 @@ def _consume(
         if BOX == 128:  # noqa: SIM114 (this one is settled when compiled)
             count = _tile(
                 rings, places, sums, heads, limit, live, tile_m, tile_n, part, first, last, tiles_m, N, K, count, turn,
-                WG, KIND, W0, W1, W2, STAGES, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE,
+                WG, KIND, W0, W1, W2, STAGES, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE, ROWS,
             )  # fmt: skip
-        elif tile_m * 128 + WG * 64 < live:
+        elif tile_m * ROWS + WG * 64 < live:
             count = _tile(
                 rings, places, sums, heads, limit, live, tile_m, tile_n, part, first, last, tiles_m, N, K, count, turn,
-                WG, KIND, W0, W1, W2, STAGES, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE,
+                WG, KIND, W0, W1, W2, STAGES, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE, ROWS,
             )  # fmt: skip
         else:
             count = _pass_by(full, empty, count, last - first, STAGES)
@@ -300,8 +307,9 @@ def mid_kernel(
     KIND: gl.constexpr, W0: gl.constexpr, W1: gl.constexpr, W2: gl.constexpr, STAGES: gl.constexpr,
     SPLIT: gl.constexpr, AHEAD: gl.constexpr, PARTS: gl.constexpr, HQ: gl.constexpr,
     HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, HAS_COUNT: gl.constexpr, DTYPE: gl.constexpr,
-    PDL: gl.constexpr, BOX: gl.constexpr,
+    PDL: gl.constexpr, BOX: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
+    WGS: gl.constexpr = ROWS // 64
     BK: gl.constexpr = 64
     WIDTH: gl.constexpr = W0 + W1 + W2
     PER: gl.constexpr = 2 if KIND == "gate_up" else 1
@@ -311,34 +319,35 @@ def mid_kernel(
     I2: gl.constexpr = W2 // PER if W2 > 0 and SPLIT == 1 else 16
     shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     a_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 128, BK], shared)
+    third_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 64, BK] if ROWS > 128 else [1, 8, BK], shared)
     w0_smem = gl.allocate_shared_memory(DTYPE, [STAGES, W0, BK], shared)
     w1_smem = gl.allocate_shared_memory(DTYPE, [STAGES, W1, BK] if W1 > 0 else [1, 8, BK], shared)
     w2_smem = gl.allocate_shared_memory(DTYPE, [STAGES, W2, BK] if W2 > 0 else [1, 8, BK], shared)
     S0: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * I0), element_bitwidth=16, rank=2)
     S1: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * I1), element_bitwidth=16, rank=2)
     S2: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * I2), element_bitwidth=16, rank=2)
-    io0 = gl.allocate_shared_memory(DTYPE, [2, 64, I0] if SPLIT == 1 else [2, 8, I0], S0)
-    io1 = gl.allocate_shared_memory(DTYPE, [2, 64, I1] if W1 > 0 and SPLIT == 1 else [2, 8, I1], S1)
-    io2 = gl.allocate_shared_memory(DTYPE, [2, 64, I2] if W2 > 0 and SPLIT == 1 else [2, 8, I2], S2)
+    io0 = gl.allocate_shared_memory(DTYPE, [WGS, 64, I0] if SPLIT == 1 else [2, 8, I0], S0)
+    io1 = gl.allocate_shared_memory(DTYPE, [WGS, 64, I1] if W1 > 0 and SPLIT == 1 else [2, 8, I1], S1)
+    io2 = gl.allocate_shared_memory(DTYPE, [WGS, 64, I2] if W2 > 0 and SPLIT == 1 else [2, 8, I2], S2)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=WGS)
     # only where they are used: see `gemm_hopper`
     x_full, x_empty = full, empty
     if KIND == "residual" and SPLIT == 1:
-        x_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-        x_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-        for half in gl.static_range(2):
+        x_full = gl.allocate_shared_memory(gl.int64, [WGS, 1], bar)
+        x_empty = gl.allocate_shared_memory(gl.int64, [WGS, 1], bar)
+        for half in gl.static_range(WGS):
             mbarrier.init(x_full.index(half), count=1)
             mbarrier.init(x_empty.index(half), count=1)
     tiles_n = gl.cdiv(N, WIDTH)
     steps = gl.cdiv(K, BK)
     if PDL:
         if AHEAD > 0:
-            _, ahead_n, _, ahead_first, _ = _unit(gl.program_id(0), gl.cdiv(M, 128), steps, SPLIT)
+            _, ahead_n, _, ahead_first, _ = _unit(gl.program_id(0), gl.cdiv(M, ROWS), steps, SPLIT)
             _fetch_ahead(weights, ahead_n, ahead_first, N, K, WIDTH, BK, AHEAD)
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
         gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
@@ -346,24 +355,41 @@ def mid_kernel(
     live = M
     if HAS_COUNT:
         live = gl.minimum(gl.load(num_tokens), M)
-    tiles_m = gl.cdiv(live, 128)
+    tiles_m = gl.cdiv(live, ROWS)
     rings = (a_smem, w0_smem, w1_smem, w2_smem, io0, io1, io2, full, empty, x_full, x_empty)
     places = (desc0, desc1, desc2, x, out, partial, words)
     sums = (sumsq, stride_sumsq, eps)
     heads = (rotary, positions, slots, kv, layer, layers)
-    gl.warp_specialize(
-        [
-            (_consume, (rings, places, sums, heads, limit, live, tiles_m, tiles_n, steps, N, K, 0, KIND, W0, W1,
-                        W2, STAGES, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE, BOX)),
-            (_consume, (rings, places, sums, heads, limit, live, tiles_m, tiles_n, steps, N, K, 1, KIND, W0, W1,
-                        W2, STAGES, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE, BOX)),
-            (_produce, (a, few, w0, w1, w2, x0, x1, x2, live, a_smem, w0_smem, w1_smem, w2_smem, io0, io1, io2, full,
-                        empty, x_full, x_empty, tiles_m, tiles_n, steps, W0, W1, W2, BK, STAGES, SPLIT,
-                        KIND == "residual" and SPLIT == 1, BOX)),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+    work = (places, sums, heads, limit, live, tiles_m, tiles_n, steps, N, K)
+    source = (a, few, w0, w1, w2, x0, x1, x2, live, tiles_m, tiles_n, steps)
+    FETCH_X: gl.constexpr = KIND == "residual" and SPLIT == 1
+    if ROWS == 128:
+        gl.warp_specialize(
+            [
+                (_consume, (rings, work, 0, KIND, W0, W1, W2, STAGES, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE, BOX,
+                            ROWS)),
+                (_consume, (rings, work, 1, KIND, W0, W1, W2, STAGES, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE, BOX,
+                            ROWS)),
+                (_produce, (rings, third_smem, source, W0, W1, W2, BK, STAGES, SPLIT, FETCH_X, BOX, ROWS)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        thirds = (third_smem, w0_smem, w1_smem, w2_smem, io0, io1, io2, full, empty, x_full, x_empty)
+        gl.warp_specialize(
+            [
+                (_consume, (rings, work, 0, KIND, W0, W1, W2, STAGES, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE, BOX,
+                            ROWS)),
+                (_consume, (rings, work, 1, KIND, W0, W1, W2, STAGES, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE, BOX,
+                            ROWS)),
+                (_consume, (thirds, work, 2, KIND, W0, W1, W2, STAGES, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE, BOX,
+                            ROWS)),
+                (_produce, (rings, third_smem, source, W0, W1, W2, BK, STAGES, SPLIT, FETCH_X, BOX, ROWS)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )  # fmt: skip
 
 
 def _layout(columns: int) -> gl.NVMMASharedLayout:
@@ -395,13 +421,13 @@ def launch_product(
 
     stored = None if kind == "qkv" or not whole else out
     mid_kernel[(min(num_sms, config.units(m, n, k)),)](
-        tiles(a, BLOCK_TOKENS, BLOCK_DEPTH), tiles(a, config.box, BLOCK_DEPTH),
+        tiles(a, BLOCK_TOKENS, BLOCK_DEPTH), tiles(a, config.box if config.rows == BLOCK_TOKENS else 64, BLOCK_DEPTH),
         *(tiles(weight if w else None, w, BLOCK_DEPTH) for w in widths),
         *(tiles(x if whole else None, 64, w) for w in widths), *(tiles(stored, 64, w // narrow) for w in widths),
         weight, None if whole else x, None if stored is not None else out,
         *((None, None) if whole or space is None else space), PATIENCE if patience is None else patience,
         num_tokens, m, n, k, **(_FIELDS | fields), KIND=kind,
         W0=widths[0], W1=widths[1], W2=widths[2], STAGES=config.stages_for(kind, whole=whole), SPLIT=split,
-        AHEAD=config.ahead, BOX=config.box, HAS_COUNT=num_tokens is not None,
+        AHEAD=config.ahead, BOX=config.box, ROWS=config.rows, HAS_COUNT=num_tokens is not None,
         DTYPE={torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[a.dtype], num_warps=4, **pdl_options(),
     )  # fmt: skip

@@ -14,7 +14,7 @@ from weft.kernels import mid_rule, mid_table, projections
 from weft.kernels.gemm_config import GemmConfig
 from weft.kernels.gemm_launch import Workspace, check_operands
 from weft.kernels.gpu import gpu
-from weft.kernels.mid_config import BLOCK_TOKENS, MidConfig
+from weft.kernels.mid_config import MidConfig
 
 
 def _fits(config: MidConfig, tokens: int, weight: Tensor, space: Workspace | None) -> bool:
@@ -25,8 +25,8 @@ def _fits(config: MidConfig, tokens: int, weight: Tensor, space: Workspace | Non
     tiles = config.units(tokens, *weight.shape) // split
     return (
         space is not None
-        and space.arrived.numel() >= 2 * tiles
-        and space.partial.numel() >= tiles * split * BLOCK_TOKENS * config.width
+        and space.arrived.numel() >= config.rows // 64 * tiles
+        and space.partial.numel() >= tiles * split * config.rows * config.width
     )
 
 

@@ -4,35 +4,47 @@ from __future__ import annotations
 
 from functools import partial
 
-from weft.kernels.mid_config import BLOCK_DEPTH, BLOCK_TOKENS, MAX_SPLIT, WIDTHS, MidConfig
+from weft.kernels.mid_config import BLOCK_DEPTH, BLOCK_TOKENS, MAX_SPLIT, TALL, TALL_WIDTH, WIDTHS, MidConfig
 
 FEWEST_TOKENS, MOST_TOKENS = 65, 512
 """between which `by_rule` was held against measurements"""
+FEWEST_STAGES = 3
+"""of a ring that is worth a measurement"""
 FEWEST_UNITS = 32
 """tiles of the smallest product that was measured"""
 
 
-def candidates(tokens: int, features: int, depth: int, num_sms: int) -> tuple[MidConfig, ...]:
+def candidates(kind: str, tokens: int, features: int, depth: int, num_sms: int) -> tuple[MidConfig, ...]:
     """What is worth a measurement: what fills the waves of SMs that it takes best, whole and cut, wide tiles first."""
-    whole = [MidConfig(w) for w in WIDTHS]
-    cut = [
-        MidConfig(w, s)
-        for w in (256, 128, 64)
-        for s in range(2, MAX_SPLIT + 1)
-        if depth // BLOCK_DEPTH >= 4 * s and MidConfig(w, s).units(tokens, features, depth) <= 2 * num_sms
-    ]
-
     cost = partial(_cost, tokens=tokens, features=features, depth=depth, num_sms=num_sms)
-    whole, cut = sorted(whole, key=cost), sorted(cut, key=cost)
+
+    def of(rows: int) -> tuple[list[MidConfig], list[MidConfig]]:
+        widths = [
+            w
+            for w in WIDTHS
+            if (rows == BLOCK_TOKENS or w <= TALL_WIDTH)
+            and MidConfig(w, rows=rows).stages_for(kind, whole=True) >= FEWEST_STAGES
+        ]
+        parts = [
+            MidConfig(w, s, rows=rows)
+            for w in (256, 128, 64)
+            for s in range(2, MAX_SPLIT + 1)
+            if w in widths and depth // BLOCK_DEPTH >= 4 * s
+        ]
+        cut = [config for config in parts if config.units(tokens, features, depth) <= 2 * num_sms]
+        return sorted((MidConfig(w, rows=rows) for w in widths), key=cost), sorted(cut, key=cost)
+
+    whole, cut = of(BLOCK_TOKENS)
     boxed = [config._replace(box=32) for config in whole[:3] + cut[:2]]
     best = sorted(whole[:3] + cut[:4], key=cost)
-    return (*best, best[0]._replace(ahead=4), *boxed)
+    tall = of(TALL) if tokens > BLOCK_TOKENS and -tokens % TALL <= -tokens % BLOCK_TOKENS else ([], [])
+    return (*best, best[0]._replace(ahead=4), *tall[0][:3], *tall[1][:2], *boxed)
 
 
 def _cost(c: MidConfig, *, tokens: int, features: int, depth: int, num_sms: int) -> float:
     """About the time: steps of the fullest SM, each as long as its operands take or its products."""
     waves = -(-c.units(tokens, features, depth) // num_sms)
-    step = max(c.width * BLOCK_TOKENS * 0.0000182, (c.width + BLOCK_TOKENS) * 0.00195)
+    step = max(c.width * c.rows * 0.0000182, (c.width + c.rows) * 0.00195)
     added = 0.0 if c.split == 1 else 3.0 + 2 * c.width * 0.008
     return waves * (depth / BLOCK_DEPTH / c.split) * step + added
 

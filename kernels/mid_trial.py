@@ -134,7 +134,8 @@ def label(config: GemmConfig | MidConfig | None) -> str:
         return "now"
     if isinstance(config, MidConfig):
         by = f" by {config.box}" if config.box < mid_config.BLOCK_TOKENS else ""
-        return f"{config.width}/{config.split}{'+' if config.ahead else ''}{by}"
+        tall = f"{config.rows} x " if config.rows > mid_config.BLOCK_TOKENS else ""
+        return f"{tall}{config.width}/{config.split}{'+' if config.ahead else ''}{by}"
     return "special" if config.special else f"{config.tokens}x{config.features}/{config.split} plain"
 
 
@@ -150,7 +151,7 @@ def item(model_name: str, index: int, tokens: int, done: set[str], say: Callable
     fills = {"full": tokens, "partly": mid_table.PARTLY[tokens]}
     want = {fill: ops.results(weights[0], None, live) for fill, live in fills.items()}
     tried: list[GemmConfig | MidConfig | None] = [None, *others(shape, tokens, sms)]
-    tried += mid_rule.candidates(tokens, shape.features, shape.depth, sms)
+    tried += mid_rule.candidates(shape.kind, tokens, shape.features, shape.depth, sms)
     graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
     calls: dict[str, list[Callable[[], object]]] = {}  # they own memory that the graphs read and write
     errors: dict[str, float] = {}

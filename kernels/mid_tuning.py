@@ -112,7 +112,7 @@ def compile_all(models: Sequence[str], tokens: Sequence[int], jobs: int) -> None
             shape = model.shapes[index]
             ops = Operands(shape, count, model, 132, "meta")
             weight = torch.empty(shape.features, shape.depth, dtype=bench_calls.DTYPE, device="meta")
-            found = mid_rule.candidates(count, shape.features, shape.depth, 132)
+            found = mid_rule.candidates(shape.kind, count, shape.features, shape.depth, 132)
             for config in (None, *others(shape, count, 132), *found, found[0]._replace(ahead=4)):
                 ops.run(weight, config)
 

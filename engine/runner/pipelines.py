@@ -14,8 +14,8 @@ DECODE_ONLY_TOKENS = 256
 
 
 def token_buckets(max_tokens: int) -> list[int]:
-    """Sizes of the captured graphs: powers of two, then steps of 128, 256 or an eighth, up to the dense batch."""
-    sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    """Sizes of the captured graphs: powers of two, 192, then steps of 128, 256 or an eighth, up to the dense batch."""
+    sizes = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
     while sizes[-1] < max_tokens:
         step = 128 if sizes[-1] < 1024 else max(256, sizes[-1] // 8 // 256 * 256)
         sizes.append(sizes[-1] + step)

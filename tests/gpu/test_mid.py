@@ -11,10 +11,13 @@ from torch import Tensor
 pytest.importorskip("triton")
 from weft.kernels import gemm_launch, mid_hopper, mid_projections, pack, projections, reference
 from weft.kernels.gemm_config import SPECIAL, GemmConfig
-from weft.kernels.mid_config import MidConfig
+from weft.kernels.mid_config import TALL, MidConfig
 
 EPS = 1e-5
-WIDTHS = [MidConfig(w) for w in (64, 96, 128, 160, 192, 224, 256)]
+WIDTHS = [
+    *(MidConfig(w) for w in (64, 96, 128, 160, 192, 224, 256)),
+    *(MidConfig(w, rows=TALL) for w in (64, 96, 128, 192, 224)),
+]
 CUT = [
     MidConfig(256, 2),
     MidConfig(256, 8),
@@ -22,8 +25,10 @@ CUT = [
     MidConfig(128, 4, 4),
     MidConfig(64, 5),
     MidConfig(64, 7),
+    MidConfig(64, 2, rows=TALL),
+    MidConfig(128, 4, rows=TALL),
 ]
-TOKENS = (1, 65, 128, 200, 512)
+TOKENS = (1, 65, 128, 192, 200, 512)
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +166,7 @@ def test_heads_of_both_sizes(head_dim: int, dtype: torch.dtype, num_sms: int) ->
         c.check(config)
 
 
-@pytest.mark.parametrize("config", [MidConfig(192), MidConfig(128, 4)])
+@pytest.mark.parametrize("config", [MidConfig(192), MidConfig(128, 4), MidConfig(224, rows=TALL)])
 @pytest.mark.parametrize("kind", ["residual", "gate_up", "plain"])
 def test_tiles_behind_the_count_in_device_memory_are_skipped(kind: str, config: MidConfig, num_sms: int) -> None:
     c = case(kind, 512, num_sms, live=130)
@@ -185,7 +190,10 @@ def test_loading_live_tokens_alone_changes_no_bit_of_them(kind: str, config: Mid
         assert not c.space.arrived.any()
 
 
-@pytest.mark.parametrize("config", [MidConfig(224), MidConfig(256, 4, 4), MidConfig(128, 8)])
+@pytest.mark.parametrize(
+    "config",
+    [MidConfig(224), MidConfig(256, 4, 4), MidConfig(128, 8), MidConfig(128, rows=TALL), MidConfig(128, 3, rows=TALL)],
+)
 def test_a_graph_of_many_gives_the_same_each_time(config: MidConfig, num_sms: int) -> None:
     """One workspace for all of them; in place, as an engine has it."""
     from weft.kernels.dependent_launch import dependent_launch

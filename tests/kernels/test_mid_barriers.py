@@ -22,12 +22,12 @@ WARPS = 2
 class Program:
     """A program of `mid_kernel`: units of `spans` steps each, a residual tile for each where there is `x`."""
 
-    def __init__(self, stages: int, spans: list[int], x: bool, late: int = 0) -> None:
-        self.stages, self.spans, self.x, self.late = stages, spans, x, late
+    def __init__(self, stages: int, spans: list[int], x: bool, late: int = 0, groups: int = 2) -> None:
+        self.stages, self.spans, self.x, self.late, self.groups = stages, spans, x, late, groups
         self.full = [barriers.Barrier(1) for _ in range(stages)]
-        self.empty = [barriers.Barrier(2) for _ in range(stages)]
-        self.x_full, self.x_empty = ([barriers.Barrier(1) for _ in range(2)] for _ in range(2))
-        self.sync = [barriers.Rendezvous(WARPS) for _ in range(2)]
+        self.empty = [barriers.Barrier(groups) for _ in range(stages)]
+        self.x_full, self.x_empty = ([barriers.Barrier(1) for _ in range(groups)] for _ in range(2))
+        self.sync = [barriers.Rendezvous(WARPS) for _ in range(groups)]
         self.stage_holds: list[tuple[int, int] | None] = [None] * stages
         self.landing: list[Callable[[], None]] = []
         self.produced = False
@@ -52,7 +52,7 @@ class Program:
                 self.landing.append(lambda stage=stage, what=(turn, step): self._fill(stage, what))
                 count += 1
                 if self.x and step == min(self.stages, steps - 1):
-                    for half in range(2):
+                    for half in range(self.groups):
                         yield self.x_empty[half].past((turn & 1) ^ 1)
                         self.x_full[half].arrive(1)
                         self.landing.append(lambda half=half: self.x_full[half].land(1))
@@ -84,16 +84,17 @@ class Program:
                     self.x_empty[group].arrive()
 
     def run(self, seed: int) -> None:
-        warps = [self.warp(group, warp) for group in range(2) for warp in range(WARPS)]
+        warps = [self.warp(group, warp) for group in range(self.groups) for warp in range(WARPS)]
         barriers.run([self.producer(), self.copies(), *warps], seed)
 
 
 @pytest.mark.parametrize("x", [False, True])
+@pytest.mark.parametrize("groups", [2, 3])
 @pytest.mark.parametrize("spans", [[1], [1, 1, 1], [2, 7], [3, 3, 3], [12, 5, 1]], ids=str)
-def test_producer_and_consumers_come_to_their_end(spans: list[int], x: bool) -> None:
+def test_producer_and_consumers_come_to_their_end(spans: list[int], groups: int, x: bool) -> None:
     for stages in (3, 4, 7):
         for seed in range(8):
-            Program(stages, spans, x).run(seed)
+            Program(stages, spans, x, groups=groups).run(seed)
 
 
 def test_the_model_sees_a_stage_that_is_given_back_too_early() -> None:

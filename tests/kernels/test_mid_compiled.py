@@ -16,7 +16,8 @@ from weft.kernels.mid_trial import MODELS, Operands
 
 def work():
     model = MODELS["8b"]
-    tried = ((0, MidConfig(192)), (0, MidConfig(256, 5, box=32)), (2, MidConfig(224, box=32)), (3, MidConfig(256, 8)))
+    tried = ((0, MidConfig(192)), (0, MidConfig(256, 5, box=32)), (2, MidConfig(224, box=32)), (3, MidConfig(256, 8)),
+             (2, MidConfig(192, rows=192)), (3, MidConfig(128, 4, rows=192)))
     for index, config in tried:
         shape = model.shapes[index]
         weight = torch.empty(shape.features, shape.depth, dtype=torch.bfloat16, device="meta")
@@ -27,11 +28,11 @@ def work():
 @pytest.mark.nightly
 def test_mid_sized_products_compile_and_their_parts_meet_behind_a_barrier(tmp_path: Path) -> None:
     found = [text for name, text in compiled(SCRIPT, tmp_path).items() if name.startswith("mid_kernel")]
-    assert len(found) == 4
+    assert len(found) == 6
     assert not any(".local" in text for text in found)
     assert all("wgmma.mma_async" in text for text in found)
     cut = [text for text in found if "atom.global.gpu.acq_rel" in text]
-    assert len(cut) == 2
+    assert len(cut) == 3
     for text in cut:
         for m in re.finditer(r"atom\.global\.gpu\.acq_rel", text):
             # all threads' sums are written, or read, before one of them says so

@@ -22,7 +22,19 @@ def test_a_width_is_a_sum_of_powers_of_two(width: int) -> None:
     assert all(not p or p & (p - 1) == 0 for p in pieces)
 
 
-@pytest.mark.parametrize("config", [MidConfig(48), MidConfig(288), MidConfig(32), MidConfig(192, 2), MidConfig(0)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        MidConfig(48),
+        MidConfig(288),
+        MidConfig(32),
+        MidConfig(192, 2),
+        MidConfig(0),
+        MidConfig(256, rows=192),
+        MidConfig(64, rows=64),
+        MidConfig(64, box=32, rows=192),
+    ],
+)
 def test_what_no_tile_is_made_of_is_refused(config: MidConfig) -> None:
     with pytest.raises(ValueError, match="no tile"):
         _ = config.pieces
@@ -88,16 +100,23 @@ def test_the_parts_of_a_depth_are_all_of_it_and_none_is_empty(steps: int, split:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("tokens", mid_table.BUCKETS)
-def test_candidates_fit_an_sm_with_steps_to_spare(shape: tuple[int, int], tokens: int) -> None:
-    found = mid_rule.candidates(tokens, *shape, 132)
+@pytest.mark.parametrize("kind", ["qkv", "residual", "gate_up", "plain"])
+def test_candidates_fit_an_sm_with_steps_to_spare(kind: str, shape: tuple[int, int], tokens: int) -> None:
+    found = mid_rule.candidates(kind, tokens, *shape, 132)
     assert len(set(found)) == len(found)
+    assert any(config.rows == mid_config.TALL for config in found) == (tokens in (192, 384, 768, 1536))
     for config in found:
-        for kind in ("qkv", "residual", "gate_up", "plain"):
-            whole = config.split == 1
-            stages = config.stages_for(kind, whole=whole)
-            kept = 128 * config.width * (1 if kind == "gate_up" else 2) if whole else 0
-            assert stages >= 3
-            assert stages * (128 + config.width) * 128 + kept <= mid_config.SHARED_BYTES
+        assert config.pieces
+        whole = config.split == 1
+        stages = config.stages_for(kind, whole=whole)
+        kept = config.rows * config.width * (1 if kind == "gate_up" else 2) if whole else 0
+        assert stages >= 3
+        assert stages * (config.rows + config.width) * 128 + kept <= mid_config.SHARED_BYTES
+
+
+def test_a_bucket_that_was_not_measured_has_the_rows_of_the_next() -> None:
+    shipped = mid_table._shipped()
+    assert mid_table.lookup(192, 28672, 4096) == shipped.get((192, 28672, 4096), shipped[256, 28672, 4096])
 
 
 def _part(meeting: mid_meeting.Meeting, part: int, patience: int, added: list[int]) -> Generator[None, None, None]:
