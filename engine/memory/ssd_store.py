@@ -98,7 +98,7 @@ class Store(Protocol):
         ...
 
     def reset(self) -> None:
-        """Forget every extent for good."""
+        """Forget every extent for good. Raises `StoreUnavailable` when the device refuses."""
         ...
 
     def close(self) -> None: ...
@@ -277,8 +277,14 @@ class StoreFile:
             return True
 
     def new_epoch(self) -> None:
+        """Forget every extent. Raises `OSError`: then the epoch is what it was."""
+        self._write_all(self.fd, memoryview(pack_superblock(self.geometry, self.epoch + 1)), 0)
         self.epoch += 1
-        os.pwrite(self.fd, pack_superblock(self.geometry, self.epoch), 0)
+
+    def remove(self) -> None:
+        """The path leads to this file no longer, which stays open. Raises `OSError`."""
+        if self.is_there():
+            self.path.unlink(missing_ok=True)
 
     @staticmethod
     def _read_all(fd: int, into: memoryview, at: int) -> bool:
@@ -441,8 +447,18 @@ class SsdStore:
     def reset(self) -> None:
         self._checksums.clear()
         self._rests = Rests(self.file.geometry.num_rests)
-        with contextlib.suppress(OSError):
+        try:
             self.file.new_epoch()
+        except OSError as error:
+            raise StoreUnavailable(f"it cannot forget its pages ({reason_of(error)}), {self._removed()}") from None
+
+    def _removed(self) -> str:
+        """Remove the file, so that no later run finds in it what was to be forgotten; what became of that, in words."""
+        try:
+            self.file.remove()
+        except OSError as error:
+            return f"nor can {self.file.path} be removed ({reason_of(error)}): remove it, or the next start has them"
+        return f"so {self.file.path} was removed"
 
     def _submit(self, tasks: queue.SimpleQueue[_Task | None], work: Callable[[Job], Outcome]) -> Job:
         job = Job()

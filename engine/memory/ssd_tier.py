@@ -17,7 +17,7 @@ from weft.engine.memory.block_allocator import BlockAllocator
 from weft.engine.memory.extent import Record
 from weft.engine.memory.loads import LoadSpeeds, PageLoad
 from weft.engine.memory.prefix_index import NOWHERE, PrefixEntry, PrefixIndex
-from weft.engine.memory.ssd_store import Job, Outcome, Store, chains
+from weft.engine.memory.ssd_store import Job, Outcome, Store, StoreUnavailable, chains
 from weft.engine.memory.transfer import PageSizes
 from weft.engine.wire.messages import TierStats
 
@@ -138,7 +138,10 @@ class SsdTier:
         """The index was cleared."""
         self.unwritten.clear()
         if self.store is not None:
-            self.store.reset()
+            try:
+                self.store.reset()
+            except StoreUnavailable as error:
+                self._switch_off(str(error))
 
     def close(self) -> None:
         if self.store is not None:

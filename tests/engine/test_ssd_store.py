@@ -195,6 +195,41 @@ def test_a_reset_is_for_good(tmp_path: Path) -> None:
     again.close()
 
 
+def refusing_writes(store: SsdStore) -> None:
+    """The file is open for reading alone from now on, which the system answers with EBADF."""
+    read_only = os.open(store.file.path, os.O_RDONLY)
+    os.dup2(read_only, store.file.fd)
+    os.close(read_only)
+
+
+def test_a_reset_that_the_disk_refuses_brings_no_page_back(tmp_path: Path) -> None:
+    filled(tmp_path)
+    opened = Open(tmp_path)
+    refusing_writes(opened.store)
+    with pytest.raises(StoreUnavailable, match=rf"cannot forget its pages \(EBADF .*\), so {tmp_path}.* was removed"):
+        opened.store.reset()
+    assert opened.store.file.epoch == 1  # as on the disk
+    assert opened.read(0)[0] is Outcome.LOST
+    opened.close()
+    again = Open(tmp_path)
+    assert not again.found
+    again.close()
+
+
+def test_a_file_that_can_neither_forget_nor_be_removed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_path: Path, **_options: bool) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    opened = Open(tmp_path)
+    refusing_writes(opened.store)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(StoreUnavailable, match=rf"nor can {tmp_path / FILE_NAME} be removed \(EROFS .*\): remove it"):
+        opened.store.reset()
+    opened.close()
+
+
 def test_a_second_daemon_on_one_path_is_refused(tmp_path: Path) -> None:
     opened = Open(tmp_path)
     with pytest.raises(ConfigError, match="in use by another weft") as error:

@@ -282,6 +282,29 @@ def test_a_reset_empties_every_tier(tokenizer: Tokenizer, tmp_path: Path) -> Non
     assert cached == [0, 0, 0]
 
 
+def test_a_reset_that_the_disk_refuses_switches_the_tier_off_and_brings_nothing_back(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prompts = [prompt for prompt, _ in turns(tokenizer, 3, 200)]
+    harness = small(64, 60, tmp_path)
+    answers, _ = ask(harness, prompts)
+    sink_to_ssd(harness)
+
+    def refuse(_: StoreFile) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreFile, "new_epoch", refuse)
+        harness.engine.reset_prefix_cache()
+    harness.engine.scheduler.check()
+    assert ask(harness, prompts) == (answers, [0, 0, 0])
+    assert not harness.engine.stats().scheduler.tiers["ssd"].up
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "SSD" in line]
+    assert f"switched off: it cannot forget its pages (EIO Input/output error), so {tmp_path / FILE_NAME} was" in line
+    harness.engine.close()
+    assert ask(small(64, 60, tmp_path), prompts) == (answers, [0, 0, 0])
+
+
 @pytest.mark.parametrize(
     ("options", "what"),
     [
