@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -101,7 +101,8 @@ def report(seconds: float, only: set[str]) -> list[dict[str, object]]:
     return rows
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str], cache: Callable[[], Path]) -> int:
+    """`cache()` is the folder in which a start looks for what was measured; it may raise."""
     parser = argparse.ArgumentParser(prog="weft bench kernels", description=__doc__)
     parser.add_argument(
         "--only", default="gemm,small,decode,prefill,step,sampler",
@@ -122,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
              options.jobs, options.budget)  # fmt: skip
         return 0
     # tiles that starts of engines found here, as those engines would run them
-    known = tuned.read_cache(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft", tuned.machine())
+    known = tuned.read_cache(cache(), tuned.machine())
     tuned.use(known)
     print(f"{len(known)} tiles of this machine's starts; others by the shipped table or by rule")
     rows = report(options.seconds, set(options.only.split(",")))
@@ -130,7 +131,3 @@ def main(argv: list[str] | None = None) -> int:
         with open(options.json, "w") as file:
             json.dump(rows, file, indent=1)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

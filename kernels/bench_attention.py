@@ -33,6 +33,8 @@ from weft.kernels.source_digest import source_digest
 
 COMPILE_SECONDS = 120
 Keep = Callable[[list[Row], Callable[[str], None]], bool]
+_WHERE_IT_LOOKS = Path()
+"""`--keep` without a folder"""
 
 
 def about() -> Row:
@@ -82,11 +84,9 @@ def _keep(folder: Path, rows: list[Row], say: Callable[[str], None]) -> bool:
     return break_evens.keep(rows, folder, made, say)
 
 
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
+def main(argv: list[str], cache: Callable[[], Path]) -> int:
+    """`cache()` is the folder in which a start looks for what was measured; it may raise."""
 
-
-def main(argv: list[str] | None = None) -> int:
     def numbers(text: str) -> list[int]:
         return [int(word) for word in text.split(",")]
 
@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
         "--out", type=Path, help="folder of rows (a restart goes on with them), tables, summary and pictures"
     )
     parser.add_argument(
-        "--keep", type=Path, nargs="?", const=_cache(), metavar="FOLDER",
+        "--keep", type=Path, nargs="?", const=_WHERE_IT_LOOKS, metavar="FOLDER",
         help="write break-evens, by which `weft serve --pod auto` chooses, into this folder [where it looks]",
     )  # fmt: skip
     options = parser.parse_args(argv)
@@ -115,6 +115,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--models: {', '.join(sorted(unknown))} is none of {', '.join(KV_HEADS)}")
     grid = product(names, options.chunks, options.contexts, options.decodes)
     batches = paper(names) if options.sweep else [Planned("sweep", Hybrid(*at, length=at[2])) for at in grid]
+    keep = cache() if options.keep is _WHERE_IT_LOOKS else options.keep
     folder = options.out or Path(tempfile.mkdtemp(prefix="weft-attention-"))
     begun = time.monotonic()
     compile_apart(names, os.cpu_count() or 1, COMPILE_SECONDS)
@@ -129,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return run(
             batches, calls, folder, about(), seconds=options.budget_seconds, hold=options.seconds, meter=meter,
-            keep=None if options.keep is None else partial(_keep, options.keep),
+            keep=None if keep is None else partial(_keep, keep),
         )  # fmt: skip
     finally:
         if meter is not None:

@@ -160,7 +160,7 @@ def test_every_subcommand_and_option_exists() -> None:
 def test_options_named_alone_exist() -> None:
     """`--plan auto` in prose: some command must know it, or one of the few other tools that documents show."""
     known = "\n".join(help_of(c.name) for c in COMMANDS if not c.own_parser)
-    others = {"--help", "--local-dir", "--build-arg", "--seconds"}  # hf, docker, python -m weft.kernels.bench
+    others = {"--help", "--local-dir", "--build-arg", "--seconds"}  # hf, docker, weft bench kernels
     wrong, found = [], 0
     for document in DOCUMENTS:
         text = re.sub(r"^```.*?^```", "", text_of(document), flags=re.MULTILINE | re.DOTALL)

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from weft import __version__, install_hint
-from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError
 from weft.engine.wire.private_socket import PrivateSocket
+from weft.server.config import ServeConfig
+from weft.server.options import load
 
 GIB = 2**30
 PYTHON = ((3, 11), (3, 14))
@@ -191,7 +192,12 @@ def _nvidia_smi() -> list[str]:
 def caches(_: argparse.Namespace) -> Iterator[Finding]:
     """Where compiled and tuned kernels are kept."""
     try:
-        tuned = EngineConfig.model_validate({}).cache_path
+        config = load(ServeConfig, {}, None)
+    except ConfigError as error:
+        yield Finding("options", "bad", _line(error), "change or unset the variable")
+        return
+    try:
+        tuned = config.cache_path
     except ConfigError as error:
         yield Finding("tuned kernels", "bad", _line(error), "set HOME or XDG_CACHE_HOME to a folder")
         return

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -56,6 +57,8 @@ class Command(NamedTuple):
     own_parser: bool = False
     parser_class: bool = False
     """with `own_parser`: `run` takes the class to parse with, whose errors are those of this command"""
+    cache_folder: bool = False
+    """with `own_parser`: `run` takes what tells where `weft serve` keeps kernels and what it measured"""
 
 
 def _version(_: argparse.Namespace) -> int:
@@ -80,6 +83,11 @@ def _completion(arguments: argparse.Namespace) -> int:
 
 def _shell(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="whose script to print")
+
+
+def _cache_folder() -> Path:
+    """Raises `ConfigError`."""
+    return load(EngineConfig, {}, None).cache_path
 
 
 def _cache(arguments: argparse.Namespace) -> int:
@@ -202,12 +210,14 @@ COMMANDS = (
         "each GPU kernel beside its ceiling and the vendor's",
         "weft.kernels.bench:main",
         own_parser=True,
+        cache_folder=True,
     ),
     Command(
         "bench attention",
         "attention of hybrid batches, each way there is, in bursts and sustained",
         "weft.kernels.bench_attention:main",
         own_parser=True,
+        cache_folder=True,
     ),
     Command(
         "bench ranks",
@@ -356,7 +366,8 @@ def _hand_over(command: Command, rest: Sequence[str]) -> int:
             raise
         print(f"weft: this needs Triton: {install_hint('gpu')}", file=sys.stderr)
         return 1
-    return int((run(list(rest), Parser) if command.parser_class else run(list(rest))) or 0)
+    more = [Parser] if command.parser_class else [_cache_folder] if command.cache_folder else []
+    return int(run(list(rest), *more) or 0)
 
 
 def _parser() -> Parser:
@@ -417,10 +428,7 @@ def _unwritten() -> OSError | None:
 def _main(argv: list[str]) -> int:
     for command in COMMANDS:
         if command.own_parser and command.name == " ".join(argv[:2]):
-            try:
-                return _hand_over(command, argv[2:])
-            except KeyboardInterrupt:
-                return INTERRUPTED
+            return _translated(f"weft {command.name}", partial(_hand_over, command, argv[2:]))
     parser = _parser()
     names = list(dict.fromkeys(command.name.split()[0] for command in COMMANDS))
     if argv and not argv[0].startswith("-") and argv[0] not in names:
@@ -429,10 +437,15 @@ def _main(argv: list[str]) -> int:
     if not hasattr(arguments, "command"):
         (getattr(arguments, "parser", None) or parser).print_help()
         return 0
+    return _translated(arguments.parser.prog, partial(_run, arguments.command, arguments))
+
+
+def _translated(name: str, run: Callable[[], int]) -> int:
+    """What `run` returns, or the exit status of what it raises."""
     try:
-        return _run(arguments.command, arguments)
+        return run()
     except WeftError as error:
-        print(f"{arguments.parser.prog}: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return USAGE if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return INTERRUPTED

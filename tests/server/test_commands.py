@@ -330,6 +330,53 @@ def test_doctor_looks_where_the_server_keeps_its_kernels(tmp_path: Path, monkeyp
     found = {finding.name: finding for finding in caches(argparse.Namespace())}
     use_cache(EngineConfig())
     assert found["compiled kernels"].what == os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "weft" / "triton")
+    monkeypatch.setattr(os, "environ", {"WEFT_CACHE_DIR": str(tmp_path / "kept")})
+    assert next(caches(argparse.Namespace())).what == str(tmp_path / "kept")
+
+
+def test_doctor_names_a_variable_that_no_server_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"WEFT_PORT": "eighty", "HOME": "/"})
+    (finding,) = caches(argparse.Namespace())
+    assert finding.state == "bad"
+    assert "WEFT_PORT" in finding.what
+
+
+@pytest.mark.parametrize(
+    ("environ", "folder"),
+    [
+        ({"WEFT_CACHE_DIR": "/kept"}, "/kept"),
+        ({"XDG_CACHE_HOME": "/caches"}, "/caches/weft"),
+        ({"HOME": "/home/me"}, "/home/me/.cache/weft"),
+        ({}, "has no home directory: set HOME or XDG_CACHE_HOME\n"),
+    ],
+)
+def test_benchmarks_of_kernels_look_where_the_server_keeps_tiles(
+    environ: dict[str, str], folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = pytest.importorskip("weft.kernels.bench", exc_type=ImportError)
+    monkeypatch.setattr(os, "environ", environ)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench.torch.cuda, "get_device_name", lambda: "a GPU")
+    looked: list[Path] = []
+    monkeypatch.setattr(bench.tuned, "machine", lambda: None)
+    monkeypatch.setattr(bench.tuned, "read_cache", lambda folder, _of: looked.append(folder) or {})
+    monkeypatch.setattr(bench.tuned, "use", lambda _known: None)
+    monkeypatch.setattr(bench, "report", lambda *_: [])
+    status = main(["bench", "kernels"])
+    assert (status, looked) == ((0, [Path(folder)]) if environ else (2, []))
+    assert environ or capsys.readouterr().err.endswith(folder)
+
+
+def test_the_help_of_a_benchmark_needs_no_home(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("weft.kernels.bench_attention", exc_type=ImportError)
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    with pytest.raises(SystemExit, match="0"):
+        main(["bench", "attention", "--help"])
+    assert "--keep" in capsys.readouterr().out
 
 
 def test_who_has_no_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
