@@ -12,7 +12,10 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from weft.loadgen.errors import LoadError
+from weft.loadgen.errors import AnswerTooLong, LoadError
+
+MAX_HEAD_BYTES = 1 << 18
+MAX_PAGE_BYTES = 64 << 20
 
 
 class Reader(Protocol):
@@ -22,18 +25,24 @@ class Reader(Protocol):
     retry_after: str
     """the header, where there is one"""
 
-    def feed(self, data: bytes, now: float) -> None: ...
+    def feed(self, data: bytes, now: float) -> None:
+        """Raises `AnswerTooLong` for what no answer has."""
+        ...
 
 
 class Body:
-    """A `Reader` that keeps what comes."""
+    """A `Reader` that keeps what comes, of metrics say: 64 MiB at most."""
 
     def __init__(self) -> None:
         self.is_stream = False
         self.retry_after = ""
         self._parts: list[bytes] = []
+        self._bytes = 0
 
     def feed(self, data: bytes, _now: float) -> None:
+        self._bytes += len(data)
+        if self._bytes > MAX_PAGE_BYTES:
+            raise AnswerTooLong(f"a body of more than {MAX_PAGE_BYTES >> 20} MiB")
         self._parts.append(data)
 
     @property
@@ -109,6 +118,7 @@ class Connection(asyncio.Protocol):
         self._reader = reader
         self._done = asyncio.get_running_loop().create_future()
         self._began = self._delimited = False
+        self._head_bytes = 0
         self._transport.write(request)
         try:
             return await self._done
@@ -131,10 +141,14 @@ class Connection(asyncio.Protocol):
         if self._done is None or self._done.done():
             self.close()  # nobody asked
             return
+        self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._fail(f"not HTTP: {error}")
+        if self._head_bytes > MAX_HEAD_BYTES and not self._done.done():
+            self._began = True
+            self._fail(f"headers of more than {MAX_HEAD_BYTES >> 10} KiB")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.alive = False
@@ -164,7 +178,13 @@ class Connection(asyncio.Protocol):
         self._began = True
 
     def on_body(self, body: bytes) -> None:
-        self._reader.feed(body, self._now)
+        self._head_bytes = 0
+        if self._done is None or self._done.done():
+            return  # given up, and this is the rest of what had come
+        try:
+            self._reader.feed(body, self._now)
+        except AnswerTooLong as error:
+            self._fail(str(error))
 
     def on_message_complete(self) -> None:
         status = self._parser.get_status_code()

@@ -5,3 +5,7 @@ from __future__ import annotations
 
 class LoadError(Exception):
     """Becomes one line on stderr and exit status 2."""
+
+
+class AnswerTooLong(LoadError):
+    """A server sends something without an end; the message says what."""

@@ -7,9 +7,13 @@ from typing import Any
 
 import orjson
 
+from weft.loadgen.errors import AnswerTooLong
+
 _UNFINISHED = b'"finish_reason":null'
 _UNFINISHED_SPACED = b'"finish_reason": null'
 _MAX_BODY = 1 << 16
+MAX_EVENT_BYTES = 4 << 20
+"""far more than an event of a stream has, logprobs of a whole prompt included"""
 
 
 class AnswerReader:
@@ -42,6 +46,7 @@ class AnswerReader:
         self._fast = False
 
     def feed(self, data: bytes, now: float) -> None:
+        """Raises `AnswerTooLong`."""
         if not self.is_stream:
             self.body += data[: _MAX_BODY - len(self.body)]
             return
@@ -53,6 +58,8 @@ class AnswerReader:
             self._rest = b""
         else:
             data, _, self._rest = data.rpartition(b"\n\n")
+            if len(self._rest) > MAX_EVENT_BYTES:
+                raise AnswerTooLong(f"an event of more than {MAX_EVENT_BYTES >> 20} MiB")
         for event in data.split(b"\n\n"):
             if self._fast and (_UNFINISHED in event or _UNFINISHED_SPACED in event):
                 self.times.append(now)

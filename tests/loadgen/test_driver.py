@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,39 @@ async def test_every_way_to_fail_has_its_name(
     assert (record.outcome, record.status) == (outcome, status)
     assert error in record.error
     assert not record.ok
+
+
+STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
+
+
+@pytest.mark.parametrize(
+    ("beginning", "again", "error"),
+    [
+        (b"HTTP/1.1 200 O", b"K" * 4096, "headers of more than 256 KiB"),
+        (STREAM + b"X-Long: ", b"x" * 4096, "headers of more than 256 KiB"),
+        (STREAM, b"X: y\r\n" * 512, "headers of more than 256 KiB"),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 512, "headers of more than 256 KiB"),
+        (STREAM + b"\r\n0\r\nX-Trailer: ", b"x" * 4096, "headers of more than 256 KiB"),
+        (STREAM + b"\r\n", b"10000\r\n" + b"x" * 65536 + b"\r\n", "an event of more than 4 MiB"),
+    ],
+)
+async def test_what_has_no_end_is_given_up_and_named(beginning: bytes, again: bytes, error: str) -> None:
+    written = [0]
+
+    async def pour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(beginning)
+        with suppress(ConnectionError, RuntimeError):  # uvloop: RuntimeError
+            while True:
+                writer.write(again)
+                await writer.drain()
+                written[0] += len(again)
+
+    server = await asyncio.start_server(pour, "127.0.0.1", 0)
+    record = await ask(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    server.close()
+    assert (record.outcome, record.error) == (Outcome.BROKEN, error)
+    assert written[0] < 32 << 20
 
 
 async def test_a_timeout_is_a_failure_and_keeps_the_tokens_that_came() -> None:
