@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import index
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
 from transformers import AutoTokenizer
 
 from weft.engine.config import EngineConfig
@@ -20,8 +22,10 @@ from weft.engine.progress import ProgressBar
 from weft.engine.wire.messages import AddRequest, Finish, TokenLogprobs
 from weft.engine.wire.sampling import SamplingParams
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor
 Messages = Sequence[dict[str, Any]]
+
+_NO_IDS = "a prompt of token ids must be a list, an array or a tensor of 32-bit integers"
 
 
 class Completion(NamedTuple):
@@ -35,12 +39,37 @@ class Completion(NamedTuple):
     logprobs: list[TokenLogprobs]
 
 
-def _as_bytes(tokens: Sequence[int]) -> bytes:
+def _several(prompts: Any) -> Sequence[Any]:
+    """The prompts of what `LLM.generate` takes, each as it came. Raises `RequestError`."""
+    prompts = _plain(prompts)
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
+        raise RequestError(
+            f"prompts must be text, token ids or a list of them, not {type(prompts).__name__}", "prompts"
+        )
+    return [prompts] if len(prompts) and isinstance(_plain(prompts[0]), int) else prompts
+
+
+def _plain(value: Any) -> Any:
+    """An array or a tensor as lists of Python's numbers, a single number as one."""
+    return value.tolist() if isinstance(value, np.ndarray | np.generic | Tensor) else value
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    """Raises `RequestError`."""
     try:
         # numpy would cut 1.9 to 1, and read "7" as 7
-        return np.fromiter(map(index, tokens), np.int32, len(tokens)).tobytes()
-    except (OverflowError, TypeError):
-        raise RequestError("a prompt of token ids must be a list of 32-bit integers", "prompt") from None
+        return [index(token) for token in _plain(prompt)]
+    except TypeError:
+        raise RequestError(_NO_IDS, "prompt") from None
+
+
+def _as_bytes(tokens: list[int]) -> bytes:
+    try:
+        return np.fromiter(tokens, np.int32, len(tokens)).tobytes()
+    except OverflowError:
+        raise RequestError(_NO_IDS, "prompt") from None
 
 
 class LLM:
@@ -79,10 +108,10 @@ class LLM:
         *,
         progress: bool = True,
     ) -> list[Completion]:
-        """Complete each prompt (text, or token ids). One `SamplingParams` for all, or one each."""
-        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        many = cast(Sequence[Prompt], [prompts] if one else prompts)
-        ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in many]
+        """Complete each prompt: text, or token ids in a list, a numpy array or a torch tensor; the rows of one with
+        two dimensions are a prompt each. One `SamplingParams` for all, or one each. Raises `RequestError`.
+        """
+        ids = [self.tokenizer.encode(p) if isinstance(p, str) else _token_ids(p) for p in _several(prompts)]
         return self._run(ids, params, progress)
 
     def chat(

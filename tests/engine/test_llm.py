@@ -6,8 +6,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from weft import LLM, SamplingParams
 from weft.engine.demo.corpus import held_out
@@ -48,8 +51,43 @@ def test_a_refused_prompt_leaves_nothing_behind(llm: LLM) -> None:
     assert llm.engine.scheduler.num_requests == 0
 
 
-@pytest.mark.parametrize("prompt", [[[2**40]], [["a"]], [["7"]], [[1.5, 2]], [[5, None]], [[]]])
-def test_prompts_that_are_no_token_ids_are_refused(llm: LLM, prompt: list) -> None:
+@pytest.mark.parametrize(
+    "of",
+    [
+        tuple,
+        np.array,
+        torch.tensor,
+        lambda ids: np.array(ids, np.uint64),
+        lambda ids: list(np.array(ids)),
+        lambda ids: list(torch.tensor(ids)),
+        lambda ids: [np.array(ids)],
+        lambda ids: (torch.tensor(ids),),
+        lambda ids: np.array([ids]),
+        lambda ids: torch.tensor([ids]),
+    ],
+)
+def test_token_ids_may_be_in_an_array_or_a_tensor(llm: LLM, of: Callable[[list[int]], Any]) -> None:
+    params, ids = SamplingParams(max_tokens=4, temperature=0.0), [7, 8, 9, 10]
+    (expected,) = llm.generate(ids, params, progress=False)
+    (answer,) = llm.generate(of(ids), params, progress=False)
+    assert (answer.token_ids, answer.prompt_token_ids) == (expected.token_ids, ids)
+    assert {type(token) for token in answer.prompt_token_ids} == {int}
+
+
+@pytest.mark.parametrize("prompts", [5, None, b"text", {"prompt": "text"}, np.array(5), (p for p in ["text"])])
+def test_what_is_no_prompts_is_one_line(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(RequestError, match=r"^prompts must be text, token ids or a list of them, not \w+$"):
+        llm.generate(prompts, progress=False)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [[2**40]], [["a"]], [["7"]], [[1.5, 2]], [[5, None]], [[]],
+        np.array([1.0, 2.0]), torch.tensor([1.5]), np.array([2**40]), np.array([["7"]]), np.array([[[5]]]), [5, "text"],
+    ],
+)  # fmt: skip
+def test_prompts_that_are_no_token_ids_are_refused(llm: LLM, prompt: Any) -> None:
     with pytest.raises(RequestError):
         llm.generate(prompt, progress=False)
 
