@@ -27,6 +27,7 @@ from weft.engine.model.hub import find_model
 from weft.engine.model.operations import Resource
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.plan import TOKEN_STEP, Lane, NanoOperation, Period
+from weft.engine.progress import for_stdout
 
 ATTENTION_SMS, SUM_SMS = 32, 16
 """of the pipeline of two nano-batches, beside products that have the others"""
@@ -140,7 +141,6 @@ def figures(row: Row, spec: ModelSpec, without: float | None) -> dict[str, Any]:
 
 
 def _table(rows: Sequence[dict[str, Any]], title: str) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
@@ -151,7 +151,7 @@ def _table(rows: Sequence[dict[str, Any]], title: str) -> None:
     for row in rows:
         cells = zip(row.values(), digits, strict=True)
         table.add_row(*("-" if v is None else str(v) if d is None else f"{v:,.{d}f}" for v, d in cells))
-    Console().print(table)
+    for_stdout().print(table)
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:

@@ -43,6 +43,7 @@ from weft.engine.model.implementation import in_format, widened
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.choose import COLLECTIVES
 from weft.engine.plans.plan import Plan, Target
+from weft.engine.progress import for_stdout
 from weft.engine.wire.cores import cores
 
 ALTERNATIVES_SHARE = 0.3
@@ -241,8 +242,6 @@ def num_gpus() -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """The command: progress on stderr, the report on stdout."""
-    from rich.console import Console
-
     if arguments.tensor_parallel_size < 1:
         raise ConfigError(f"--tensor-parallel-size {arguments.tensor_parallel_size}: must be at least 1")
     if arguments.gpu is not None and (arguments.profile is not None or arguments.full_profile):
@@ -287,8 +286,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.svg is not None and result.plan.periods:
         shown = max(result.plan.periods, key=lambda p: p.figures["gain"])
         arguments.svg.write_text(gantt.svg(shown, f"{result.plan.target.gpu}, {result.plan.workload}"))
-    report(result, Console())
+    console = for_stdout()
+    report(result, console)
     for i, period in enumerate(result.plan.periods):
-        gantt.draw(period, Console(), title=f"pipeline {i + 1} of {len(result.plan.periods)}")
+        gantt.draw(period, console, title=f"pipeline {i + 1} of {len(result.plan.periods)}")
     print(f"{arguments.out}: {gantt.summary(result.plan)}")
     return 0

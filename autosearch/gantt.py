@@ -23,6 +23,8 @@ COLLECTIVES = {
     "_gather": ("all-gather", "#7fb0c9"), "_gather_in": ("all-gather", "#7fb0c9"),
 }  # fmt: skip
 """end of an operation's name -> what it is, and its colour"""
+WIDEST = 150
+"""columns of a picture, where a terminal has more or there is none"""
 OTHER_COLOR = "#8fa3bf"
 ENDED_EARLY = ", ended early"
 """how `Plan.made` ends where somebody did not wait for all of the search"""
@@ -119,7 +121,7 @@ def draw(period: Period, console: Console, title: str = "") -> None:
     from rich.text import Text
 
     shown = picture(period)
-    width = max(40, console.width - 10)
+    width = min(max(40, console.width - 10), WIDEST)
     unit = "ms" if shown.timed else "tokens"
     console.print(f"\n[bold]{escape(title) or 'pipeline'}[/bold]: {_loads(period)}", highlight=False)
     if times := _times(period):

@@ -13,11 +13,12 @@ from weft.engine.errors import ConfigError, WeftError
 from weft.engine.model.directory import read_spec
 from weft.engine.model.hub import find_model
 from weft.engine.model.operations import Resource
+from weft.engine.progress import for_stdout
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the time, energy and bottleneck of every operation of an iteration, and the optimal throughput."""
-    from rich.console import Console
+    from rich import box
     from rich.table import Table
 
     parser = OneLineParser(prog="weft plan model", description=main.__doc__)
@@ -40,19 +41,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     gpus = arguments.gpus
     costs = costmodel.operation_costs(spec, costmodel.Usage(arguments.tokens, prompt, output), gpus)
-    table = Table(title=f"one iteration of {arguments.tokens} tokens, {gpus} x {device.name}, all layers")
+    title = f"one iteration of {arguments.tokens} tokens, {gpus} x {device.name}, all layers"
+    table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
     for name in (
         "operation",
         "GFLOP",
         "GB",
-        "network GB",
+        "net GB",
         "compute ms",
         "memory ms",
-        "network ms",
+        "net ms",
         "power ms",
         "bound",
     ):
-        table.add_column(name, justify="left" if name in ("operation", "bound") else "right")
+        words = name in ("operation", "bound")
+        table.add_column(name, justify="left" if words else "right", no_wrap=words, overflow="fold")
     powers = [cost.power_seconds(device, gpus) for cost in costs]
     powers.append(sum(p for p in powers if p) if any(powers) else None)
     for cost, power in zip([*costs, costmodel.total(costs)], powers, strict=True):
@@ -62,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             *(f"{seconds[r] * 1e3:.2f}" for r in (Resource.COMPUTE, Resource.MEMORY, Resource.NETWORK)),
             "-" if power is None else f"{power * 1e3:.2f}", cost.bound(device, gpus).value,
         )  # fmt: skip
-    console = Console()
+    console = for_stdout()
     console.print(table)
     ratio = costmodel.t_ratio(arguments.tokens, spec.active_parameters, device, gpus)
     kind = costmodel.classify(arguments.tokens, spec.active_parameters, device, gpus).value

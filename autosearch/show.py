@@ -10,12 +10,11 @@ from weft.autosearch import gantt
 from weft.autosearch.options import OneLineParser
 from weft.engine.errors import ConfigError, WeftError
 from weft.engine.plans.plan import load_plan
+from weft.engine.progress import for_stdout
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a plan file and draw its pipelines."""
-    from rich.console import Console
-
     parser = OneLineParser(prog="weft plan show", description=main.__doc__)
     parser.add_argument("file", metavar="FILE", type=Path, help="a plan of `weft search`")
     parser.add_argument(
@@ -24,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         plan = load_plan(arguments.file)
-        console = Console()
+        console = for_stdout()
         t = plan.target
         console.print(f"{arguments.file}: {gantt.summary(plan)}", highlight=False, soft_wrap=True)
         console.print(f"for {t.gpu} ({t.sms} SMs), {t.model}, {t.dtype}, kernels {t.kernels}", highlight=False)

@@ -1,4 +1,4 @@
-"""How far a long start is: loading, compiling, capturing. Who starts the engine chooses how it is shown."""
+"""What commands show: how far a long start is (loading, compiling, capturing), and their result (`for_stdout`)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,24 @@ import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 REPORT_SECONDS = 2.0
 LOADING = "loading weights"
 """a phase whose parts are bytes"""
 GIB = 2**30
+WITHOUT_END = 10_000
+"""columns"""
+
+
+def for_stdout() -> Console:
+    """What prints a command's result. Only a terminal has an edge: elsewhere nothing is cut or wrapped."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else WITHOUT_END)
 
 
 def how_far(phase: str, done: int, total: int, seconds: float = 0.0) -> str:

@@ -20,7 +20,7 @@ from weft.loadgen.statistics import Distribution
 from weft.loadgen.sweep import Sweep
 from weft.loadgen.units import show_seconds
 
-_out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+_out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 10_000)
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
 _COMPARED = ("ttft", "e2e", "itl", "tpot", "normalized")
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-from rich.console import Console
 
 from weft import install_hint
 from weft.autosearch.advisor import curve as curves
@@ -32,6 +31,7 @@ from weft.autosearch.budget import Budget
 from weft.engine.bench.options import Lengths, read_lengths
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, WeftError
+from weft.engine.progress import ProgressBar, for_stdout
 
 if TYPE_CHECKING:
     from weft.autosearch.advisor.engine_bench import EngineBench
@@ -105,7 +105,7 @@ def _check_writable(file: Path) -> None:
 
 
 def report(advice: Advice, given: dict[str, Any], arguments: argparse.Namespace) -> int:
-    show(advice, Console())
+    show(advice, for_stdout())
     found = advice.solution.best is not None
     text = configuration(advice, given) if found else ""
     if found and arguments.out is not None:
@@ -128,7 +128,6 @@ def measured(config: EngineConfig, lengths: Lengths, arguments: argparse.Namespa
     """The curve, from where `--points` stands."""
     from weft.autosearch.advisor.engine_bench import EngineBench, means
     from weft.engine.engine import Engine
-    from weft.engine.progress import ProgressBar
 
     file: Path | None = arguments.points
     with ProgressBar() as start:

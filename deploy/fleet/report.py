@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from weft.deploy.fleet.search import Point, best
 from weft.deploy.fleet.settings import Settings
+from weft.engine.progress import for_stdout
 
 
 def print_points(points: Sequence[Point], settings: Settings) -> None:
@@ -26,7 +26,7 @@ def print_points(points: Sequence[Point], settings: Settings) -> None:
         table.add_column(column, justify="right")
     for point in points:
         table.add_row(*_row(point), style=None if point.met or not settings.objectives else "dim")
-    console = Console(width=None if Console().is_terminal else 160)
+    console = for_stdout()
     console.print(table)
     if settings.objectives:
         asked = ", ".join(str(objective) for objective in settings.objectives)

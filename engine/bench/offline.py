@@ -25,7 +25,7 @@ from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
-from weft.engine.progress import ProgressBar
+from weft.engine.progress import ProgressBar, for_stdout
 from weft.engine.runner.batch import Batch, StepResult
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.scheduler import Scheduler
@@ -61,7 +61,7 @@ def _report(title: str, figures: Figures, file: Path | None) -> None:
         for name, part in value.items() if isinstance(value, dict) else (("", value),):
             label = f"{key} · {name}" if name else key
             table.add_row(label.replace("_", " "), f"{part:,.2f}" if isinstance(part, float) else str(part))
-    Console().print(table)
+    for_stdout().print(table)
     if file is not None:
         file.write_text(json.dumps(figures, indent=1) + "\n")
 

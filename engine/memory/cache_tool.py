@@ -5,13 +5,13 @@ from __future__ import annotations
 import mmap
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from weft.engine.errors import ConfigError
 from weft.engine.memory.extent import Record, checksum
 from weft.engine.memory.ssd_store import StoreFile, StoreUnavailable, reason_of
 from weft.engine.memory.transfer import aligned
+from weft.engine.progress import for_stdout
 
 
 def run(verb: str, path: Path) -> int:
@@ -82,4 +82,4 @@ def _print(file: StoreFile, records: list[tuple[int, Record]], bad: list[int] | 
         rows["pages that do not"] = f"{len(bad):,}" + (f" (extents {', '.join(map(str, bad[:8]))} …)" if bad else "")
     for key, value in rows.items():
         table.add_row(key, value)
-    Console().print(table)
+    for_stdout().print(table)

@@ -16,6 +16,7 @@ from weft.engine.model.download import amount, cache_dir
 from weft.engine.model.gguf.choice import models_in
 from weft.engine.model.gguf.config import refused
 from weft.engine.model.gguf.file import architecture_of
+from weft.engine.progress import for_stdout
 
 
 class Model(NamedTuple):
@@ -114,7 +115,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(rows, indent=2))
         return 0
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -124,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
         served = "yes" if row["served"] else f"no: {row['why_not']}"
         size = amount(float(str(row["bytes"])))
         table.add_row(str(row["name"]), size, str(row["revision"] or ""), str(row["architecture"] or ""), served)
-    Console().print(table, highlight=False, markup=False)
+    for_stdout().print(table, highlight=False, markup=False)
     print(f"hub cache: {cache_dir()}; weft pull ORG/NAME adds to it", file=sys.stderr)
     return 0
 

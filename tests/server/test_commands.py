@@ -387,3 +387,19 @@ def test_who_has_no_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) ->
         use_cache(EngineConfig())
     (finding,) = caches(argparse.Namespace())
     assert (finding.state, finding.do) == ("bad", "set HOME or XDG_CACHE_HOME to a folder")
+
+
+def test_tables_are_whole_in_a_pipe(tmp_path: Path) -> None:
+    folder = tmp_path / ("a-model-whose-name-is-as-long-as-names-of-the-hub-are-" * 3)
+    folder.mkdir()
+    (folder / "config.json").write_text('{"architectures": ["SomeArchitectureForCausalLM"], "model_type": "none"}')
+    env = {**os.environ, "COLUMNS": "40", "HF_HOME": str(tmp_path)}
+    for command, words in (
+        (["plan", "model", "--model", "demo"], ["operation", "prefill", "gate_up", "compute ms", "memory"]),
+        (["models", str(tmp_path)], [str(folder), "SomeArchitectureForCausalLM"]),
+    ):
+        made = subprocess.run(
+            [sys.executable, "-m", "weft.server", *command], env=env, capture_output=True, text=True, timeout=240
+        )
+        assert not [word for word in words if word not in made.stdout], made.stdout + made.stderr
+        assert "…" not in made.stdout
