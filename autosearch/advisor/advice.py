@@ -88,6 +88,9 @@ def configuration(advice: Advice, given: Mapping[str, Any]) -> str:
     values = {name.replace("_", "-"): value for name, value in given.items()} | {"max-num-seqs": point.bound}
     if replicas.replicas > 1:
         values["replicas"] = replicas.replicas
+    if curve.machine.device == "cpu" and not {"num_pages", "kv_cache_gib"} & given.keys():
+        # By itself a CPU's pool has pages for so many requests as may run, and more might when these were measured.
+        values["num-pages"] = max(replicas.needed_pages, curve.machine.pages // replicas.replicas) + 1
     lines = [
         f"# weft advise, {curve.model}, workload {curve.workload}, {curve.machine.name}",
         f"# {point.batch:.1f} requests ran at this bound: {best.throughput:,.0f} tokens/s, "

@@ -49,6 +49,28 @@ def test_recorded_curves_need_no_engine(tmp_path: Path, capsys: pytest.CaptureFi
     assert load(ServeConfig, {}, out).model == str(model)
 
 
+@pytest.mark.parametrize(
+    ("given", "pages", "gib"),
+    [({}, 8193, None), ({"num_pages": 500}, 500, None), ({"kv_cache_gib": 0.5}, None, 0.5)],
+)
+def test_a_cpu_serves_the_pool_that_was_measured(
+    given: dict[str, Any], pages: int | None, gib: float | None, tmp_path: Path
+) -> None:
+    recorded, out = tmp_path / "curve.json", tmp_path / "weft.yaml"
+    machine = msgspec.structs.replace(MACHINE, device="cpu", pages=(pages or 8193) - 1)
+    curves.save(msgspec.structs.replace(curve(), model="demo", machine=machine, options=given), recorded)
+    assert main(["advise", "--curves", str(recorded), "--out", str(out)]) == 0
+    served = load(ServeConfig, {}, out)
+    assert (served.num_pages, served.kv_cache_gib) == (pages, gib)
+
+
+def test_a_gpu_serves_all_pages_that_it_has_room_for(tmp_path: Path) -> None:
+    recorded, out = tmp_path / "curve.json", tmp_path / "weft.yaml"
+    curves.save(curve(model="demo"), recorded)
+    assert main(["advise", "--curves", str(recorded), "--out", str(out)]) == 0
+    assert load(ServeConfig, {}, out).num_pages is None
+
+
 def test_when_nothing_fits_it_says_so_and_writes_no_configuration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
