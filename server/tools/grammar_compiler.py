@@ -27,8 +27,11 @@ from weft.server.tools.grammar_child import Job, Verdict, Vocabulary
 MEMORY_BYTES = 128 * 2**20
 """that a grammar may take while it is compiled"""
 
+START_SECONDS = 60.0
+"""that a request waits for the process at most, which reads the tokenizer first"""
+
 WAIT_SECONDS = 10.0
-"""that a request waits for its grammar at most"""
+"""that it waits for its grammar then at most"""
 
 MAX_WAITING = 64
 """grammars of one client that wait"""
@@ -115,6 +118,8 @@ class GrammarCompiler:
         self._numbers: dict[int, _Trial] = {}
         self._next = 1
         self._process: Process | None = None
+        self._ready = asyncio.Event()
+        """the process tries grammars"""
         self._reading: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -142,7 +147,9 @@ class GrammarCompiler:
             self._go_on()
         trial.waiters += 1
         try:
-            async with asyncio.timeout(WAIT_SECONDS):
+            async with asyncio.timeout(START_SECONDS) as bound:
+                await self._ready_for(trial)
+                bound.reschedule(asyncio.get_running_loop().time() + WAIT_SECONDS)
                 return await asyncio.shield(trial.done)
         except TimeoutError:
             raise self._busy() from None
@@ -150,6 +157,16 @@ class GrammarCompiler:
             trial.waiters -= 1
             if not trial.waiters and not trial.done.done():
                 self._drop(trial)
+
+    async def _ready_for(self, trial: _Trial) -> None:
+        """Return once the process tries grammars, or this one needs it no longer."""
+        if self._ready.is_set():
+            return
+        ready = asyncio.create_task(self._ready.wait())
+        try:
+            await asyncio.wait((ready, trial.done), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ready.cancel()
 
     def _busy(self) -> ApiError:
         self._observe("busy", 0.0)
@@ -241,10 +258,13 @@ class GrammarCompiler:
                 verdict = msgspec.json.decode(line, type=Verdict)
                 if verdict.id == 0:
                     unusable = verdict.error
+                    if unusable is None:
+                        self._ready.set()
                 else:
                     self._take(verdict)
         finally:
             self._process = None
+            self._ready.clear()
             with suppress(ProcessLookupError):
                 process.kill()
             await process.wait()

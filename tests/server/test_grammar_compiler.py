@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import sys
+import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -156,6 +158,37 @@ async def test_a_client_that_leaves_frees_its_seat(compiler: Compiler) -> None:
     await compiler.settle(0)
     assert compiler.outcomes == ["abandoned"]
     compiler.slow.seconds = 0.5
+
+
+async def test_the_time_that_the_tokenizer_takes_is_not_the_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several engines that start share the processors with it."""
+    monkeypatch.setattr(grammar_compiler, "WAIT_SECONDS", 0.05)
+
+    def read() -> str:
+        time.sleep(0.3)
+        monkeypatch.setattr(grammar_compiler, "WAIT_SECONDS", 200.0)
+        return VOCABULARY
+
+    async with compiling() as compiler:
+        compiler._tokenizer = read
+        assert await compiler.prove(grammar_text.regex("[a-z]{4}"), "a")
+        assert compiler.outcomes == ["compiled"]
+
+
+async def test_a_tokenizer_that_is_never_read_is_waited_for_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_compiler, "START_SECONDS", 0.05)
+    wanted = threading.Event()
+
+    def hang() -> str:
+        wanted.wait(60)
+        return VOCABULARY
+
+    async with compiling() as compiler:
+        compiler._tokenizer = hang
+        with pytest.raises(ApiError) as busy:
+            await compiler.prove(grammar_text.regex("[a-z]{4}"), "a")
+        wanted.set()
+    assert (busy.value.status, busy.value.code) == (503, "grammar_compilers_busy")
 
 
 async def test_busy_is_said_with_a_time_to_come_back(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
