@@ -14,7 +14,9 @@ from weft.engine.runner.nano import NanoBatch
 from weft.kernels.break_evens import BreakEvens, Even
 from weft.kernels.work_lists import (
     FIRST_DECODERS,
+    ITEM_FIELDS,
     PART_FIELDS,
+    PART_KEYS,
     TILE_FIELDS,
     decode_items,
     one_launch,
@@ -84,12 +86,16 @@ class AttentionLists:
         """Items of the last window, and which of all lists of decodes theirs is; those of all windows are written."""
         batch, grid, windows = self._batch, self._grid, self._layout.windows
         for at, window in enumerate(windows, k * len(windows)):
-            decode = decode_items(
-                batch.kv_len[nano.decodes], num_kv_heads=grid.num_kv_heads, num_programs=sms * grid.per_sm,
-                max_slots=self._layout.max_part_slots, part_tokens=grid.part_tokens, window=window,
-                page_size=grid.page_size,
-            )  # fmt: skip
-            self.splits_decodes |= bool((decode[:, 5] > 1).any())
+            lengths, programs = batch.kv_len[nano.decodes], sms * grid.per_sm
+            if window is None and _all_whole(lengths, programs, grid):
+                decode = whole_decodes(lengths)
+            else:
+                decode = decode_items(
+                    lengths, num_kv_heads=grid.num_kv_heads, num_programs=programs,
+                    max_slots=self._layout.max_part_slots, part_tokens=grid.part_tokens, window=window,
+                    page_size=grid.page_size,
+                )  # fmt: skip
+                self.splits_decodes |= len(decode) > len(lengths)
             decode[:, 1] = batch.slots[nano.decodes[decode[:, 1]]]  # page tables are kept by slot
             decode[:, 0] += nano.first_decode
             self._write("decode_items", decode, at, self._layout.decode_lists)
@@ -108,7 +114,7 @@ class AttentionLists:
         if not len(tiles):
             return decode, NO_PARTS, False
         if not by_rule:
-            return decode, prefill_parts(tiles, **options), False
+            return decode, whole_tiles(tiles) if _too_short(tiles) else prefill_parts(tiles, **options), False
         even = self._measured(nano)
         lengths, slots = batch.kv_len[nano.decodes], batch.slots[nano.decodes]
         both = partial(with_decodes, tiles, nano.first_decode, lengths, slots, group=self._grid.group)
@@ -138,8 +144,7 @@ class AttentionLists:
 
         room = self._layout.unpacked[0]
         if not room:
-            none = np.zeros(len(slots), np.bool_)
-            return items(~none, slots), items(none, slots)
+            return items(np.ones(len(slots), np.bool_), slots), NO_TILES
         pages = -(-(nano.chunk_context + nano.chunk_len) // grid.page_size)
         ends = np.cumsum(pages)
         fits = ends <= room
@@ -155,6 +160,41 @@ class AttentionLists:
         values = self._host[column]
         first = at * (values.size // (self._layout.nano_batches if lists is None else lists))
         values[first : first + items.size] = items.reshape(-1)
+
+
+def _all_whole(lengths: npt.NDArray[np.int32], programs: int, grid: AttentionGrid) -> bool:
+    """Whether `decode_items` cuts no request, told without making its list: where none is longer than a program's even
+    share of all keys, or than the fixed cut. (Others may be whole, too.)"""
+    if not len(lengths):
+        return True
+    if grid.part_tokens:
+        return int(lengths.max()) <= grid.part_tokens
+    return int(lengths.max()) * programs <= int(lengths.sum(dtype=np.int64)) * grid.num_kv_heads
+
+
+def whole_decodes(lengths: npt.NDArray[np.int32]) -> Items:
+    """`decode_items` where nothing is cut, and all is seen: what most iterations of many requests ask for, at a quarter
+    of the time."""
+    order = np.argsort(-lengths, kind="stable")
+    items = np.zeros((len(order), ITEM_FIELDS), np.int32)
+    items[:, 0] = items[:, 1] = order
+    items[:, 3] = lengths[order]
+    items[:, 5] = 1
+    return items
+
+
+def _too_short(tiles: Items) -> bool:
+    """Whether `prefill_parts` cuts none of these tiles, the longest first, because all have few keys."""
+    return int(tiles[0, 1] + tiles[0, 2]) < 4 * PART_KEYS
+
+
+def whole_tiles(tiles: Items) -> Items:
+    """`prefill_parts` where nothing is cut."""
+    parts = np.zeros((len(tiles), PART_FIELDS), np.int32)
+    parts[:, :TILE_FIELDS] = tiles
+    np.add(tiles[:, 1], tiles[:, 2], out=parts[:, 5])
+    parts[:, 7] = 1
+    return parts
 
 
 def _tiles_of(items: Items, places: npt.NDArray[np.int64]) -> Items:
