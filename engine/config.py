@@ -54,6 +54,14 @@ def cache_home() -> Path:
         raise ConfigError(f"user {os.getuid()} has no home directory: set HOME or XDG_CACHE_HOME") from None
 
 
+def expanded(path: str | Path) -> Path:
+    """With the user's home for a `~` in front. Raises `ConfigError` where nobody knows it."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{path}: nobody knows that home directory; write the whole path") from None
+
+
 class Objective(NamedTuple):
     """A service level objective, as `weft load --slo` has them: `itl:p99:50ms`."""
 
@@ -466,7 +474,7 @@ class EngineConfig(BaseModel):
     def model_path(self) -> Path:
         if self.model_preset is not None:
             return PRESETS / self.model_preset
-        return DEMO_MODEL_PATH if self.model == "demo" else Path(self.model).expanduser()
+        return DEMO_MODEL_PATH if self.model == "demo" else expanded(self.model)
 
     @property
     def stands_in(self) -> bool:
@@ -484,7 +492,7 @@ class EngineConfig(BaseModel):
 
     @property
     def cache_path(self) -> Path:
-        return cache_home() if self.cache_dir is None else Path(self.cache_dir).expanduser()
+        return cache_home() if self.cache_dir is None else expanded(self.cache_dir)
 
     @property
     def model_name(self) -> str:

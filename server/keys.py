@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from weft.engine.config import expanded
 from weft.engine.errors import ConfigError
 from weft.server.config import ServeConfig
 
@@ -30,7 +31,7 @@ def load_keys(config: ServeConfig) -> list[bytes]:
     """Digests of all keys of `--api-key` and `--api-key-file`, each once. Raises `ConfigError`."""
     keys = list(config.api_key)
     if config.api_key_file is not None:
-        keys += _read(Path(config.api_key_file).expanduser())
+        keys += _read(expanded(config.api_key_file))
     return list(dict.fromkeys(map(digest, keys)))
 
 

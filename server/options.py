@@ -20,6 +20,8 @@ from weft.engine.config import NO_OPTION
 from weft.engine.errors import ConfigError
 
 ENV_PREFIX = "WEFT_"
+HELP_COLUMNS = 110
+"""where `COLUMNS` does not say fewer"""
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -50,7 +52,9 @@ class Parser(argparse.ArgumentParser):
 
 class _Formatter(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34, width=min(110, int(os.environ.get("COLUMNS", "110"))))
+        columns = os.environ.get("COLUMNS", "")
+        narrow = columns.isdecimal() and 0 < int(columns) < HELP_COLUMNS
+        super().__init__(prog, max_help_position=34, width=int(columns) if narrow else HELP_COLUMNS)
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from weft.engine.config import expanded
 from weft.engine.errors import ConfigError
 from weft.engine.plans.document import read_document
 from weft.engine.runner.batch import Batch
@@ -155,7 +156,7 @@ class IterationProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 def load_profile(name: str) -> IterationProfile:
     """A file, or a shipped one by its name. Raises `ConfigError`, one line."""
-    path = Path(name).expanduser()
+    path = expanded(name)
     if not path.exists():
         path = SHIPPED / f"{name}.json"
         if not path.exists():

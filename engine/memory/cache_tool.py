@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from weft.engine.config import expanded
 from weft.engine.errors import ConfigError
 from weft.engine.memory.extent import Record, checksum
 from weft.engine.memory.ssd_store import StoreFile, StoreUnavailable, reason_of
@@ -17,7 +18,7 @@ from weft.engine.progress import for_stdout
 def run(verb: str, path: Path) -> int:
     """Returns the exit status. Raises `ConfigError`, one line, when there is no store or a daemon has it."""
     try:
-        file = StoreFile(path.expanduser(), None)
+        file = StoreFile(expanded(path), None)
     except StoreUnavailable as error:
         raise ConfigError(str(error)) from None
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import xxhash
 
-from weft.engine.config import EngineConfig
+from weft.engine.config import EngineConfig, expanded
 from weft.engine.errors import ConfigError
 from weft.engine.memory.extent import Geometry
 from weft.engine.memory.kv_layout import KvLayout
@@ -40,7 +40,7 @@ def open_store(
     """
     if config.ssd_kv_path is None:
         return None
-    directory = Path(config.ssd_kv_path).expanduser()
+    directory = expanded(config.ssd_kv_path)
     if shard.ranks > 1:
         model_id = f"{model_id}|rank {shard.rank} of {shard.ranks}"
         directory = directory / f"rank-{shard.rank}-of-{shard.ranks}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import shutil
 import sys
 import threading
@@ -12,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from weft.engine.errors import ModelError
+from weft.engine.errors import ConfigError, ModelError
 
 PARTIAL = ".incomplete"
 """of a file that has not come whole; the hub's library never goes on with one of an earlier process"""
@@ -24,10 +25,14 @@ GIB = 2**30
 
 
 def cache_dir() -> Path:
-    """Where the hub's cache lies: HF_HUB_CACHE, or below HF_HOME."""
+    """Where the hub's cache lies: HF_HUB_CACHE, or below HF_HOME. Raises `ConfigError` where nobody knows the user's
+    home."""
     from huggingface_hub import constants
 
-    return Path(constants.HF_HUB_CACHE).expanduser()
+    try:
+        return Path(constants.HF_HUB_CACHE).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"user {os.getuid()} has no home directory: set HOME or HF_HOME") from None
 
 
 def repository(name: str) -> Path:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+from weft.engine.config import expanded
 from weft.engine.demo import MODEL_PATH
 from weft.engine.errors import ConfigError, ModelError
 from weft.engine.model.download import PARTIAL, cache_dir, download, repository
@@ -42,7 +43,7 @@ def find_model(model: str, revision: str | None = None, *, weights: bool = True)
     """
     if model == "demo":
         return MODEL_PATH
-    path = Path(model).expanduser()
+    path = expanded(model)
     if path.is_dir():
         return path
     if path.suffix.lower() == GGUF and path.is_file():

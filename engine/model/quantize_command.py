@@ -24,6 +24,7 @@ def add_quantize_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """The command. Raises `WeftError`, one line."""
+    from weft.engine.config import expanded
     from weft.engine.model.hub import find_model
     from weft.engine.model.quantize import quantize, refuse_unknown
     from weft.engine.progress import ProgressBar
@@ -31,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     source = find_model(arguments.name, arguments.revision)
     refuse_unknown(source)
     with ProgressBar() as bar:
-        made = quantize(source, arguments.target.expanduser(), tuple(arguments.keep), bar)
+        made = quantize(source, expanded(arguments.target), tuple(arguments.keep), bar)
     told = _told(made)
     print(json.dumps(told, indent=2) if arguments.json else "\n".join(_table(made)))
     return 0

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from weft.engine.config import expanded
 from weft.engine.errors import ConfigError
 from weft.engine.model.operations import ALL_REDUCE, Role
 from weft.engine.model.spec import ModelSpec
@@ -59,7 +60,7 @@ def choose_plan(plan: str, spec: ModelSpec, here: Target, max_num_batched_tokens
         found = (load_plan(file) for file in sorted(SHIPPED.glob("*.json")))
         fitting = next((p for p in found if _mismatch(p.target, here) is None), None)
     else:
-        fitting = load_plan(Path(plan).expanduser())
+        fitting = load_plan(expanded(plan))
         if reason := _mismatch(fitting.target, here):
             log.warning("the plan %s is not used: %s; the serial plan runs (weft search makes a new one)", plan, reason)
             return None

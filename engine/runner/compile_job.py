@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from weft.engine.config import EngineConfig
+from weft.engine.config import EngineConfig, expanded
 from weft.engine.progress import Progress
 
 COMPILING = "compiling kernels"
@@ -174,7 +174,7 @@ def stamp_file(config: EngineConfig, part: str = "") -> Path:
     files = [config.model_path / "config.json"]
     files += sorted(config.cache_path.glob("gemm-*.json"))  # tiles that were tuned
     if config.plan.endswith(".json"):
-        files.append(Path(config.plan).expanduser())
+        files.append(expanded(config.plan))
     for folder in SOURCES:
         files += sorted(file for file in folder.rglob("*") if file.suffix in (".py", ".json"))
     for file in files:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from weft.engine.config import EngineConfig, Pod
+from weft.engine.config import EngineConfig, Pod, expanded
 from weft.engine.errors import ConfigError, OutOfMemory
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.broad.spec import BroadSpec
@@ -240,7 +240,7 @@ def _packed(kv: KvLayout) -> PackedPage:
 def _check_plan(config: EngineConfig) -> None:
     """A CPU runs no plan, nor does transformers' code; one that is named must still be one. Raises `ConfigError`."""
     if config.plan not in ("auto", "serial"):
-        load_plan(Path(config.plan).expanduser())
+        load_plan(expanded(config.plan))
         log.warning("the plan %s is not used: plans are for a GPU and weft's own layers", config.plan)
 
 

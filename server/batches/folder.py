@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NamedTuple
 
+from weft.engine.config import expanded
 from weft.engine.errors import ConfigError
 from weft.server.batches.files import Files
 from weft.server.batches.records import Batches
@@ -17,7 +17,7 @@ class Folder(NamedTuple):
     @classmethod
     def open(cls, path: str, max_gib: float) -> Folder:
         """Makes it if need be. Raises `ConfigError`."""
-        root = Path(path).expanduser()
+        root = expanded(path)
         try:
             return cls(Files(root, int(max_gib * 2**30)), Batches(root))
         except OSError as error:

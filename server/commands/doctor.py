@@ -288,7 +288,11 @@ def port(arguments: argparse.Namespace) -> Iterator[Finding]:
 def disk(_: argparse.Namespace) -> Iterator[Finding]:
     from weft.engine.model.download import cache_dir
 
-    folder = cache_dir()
+    try:
+        folder = cache_dir()
+    except ConfigError as error:
+        yield Finding("disk", "warn", _line(error), "weft pull needs it: set HF_HOME to a folder")
+        return
     if (why := _unwritable(folder)) is not None:
         yield Finding("disk", "warn", f"{folder}: {why}", "weft pull needs it: set HF_HOME to a folder")
         return

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from weft import __version__, install_hint
-from weft.engine.config import EngineConfig
+from weft.engine.config import EngineConfig, expanded
 from weft.engine.errors import ConfigError, ModelError, WeftError
 from weft.server.config import ServeConfig
 from weft.server.options import Parser, add_flags, load, nearest, unknown_variables
@@ -345,7 +345,7 @@ def _located(config: M) -> M:
     from weft.engine.plans.plan import load_plan
 
     if config.plan not in ("auto", "serial"):
-        load_plan(Path(config.plan).expanduser())
+        load_plan(expanded(config.plan))
     if config.model_preset is not None:
         check_known(config.model_path, config.model_impl, trusted=config.trust_remote_code)
         return config

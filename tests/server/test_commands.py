@@ -10,6 +10,7 @@ import json
 import os
 import pty
 import pwd
+import re
 import shutil
 import signal
 import socket
@@ -34,7 +35,7 @@ from weft.server.commands.doctor import caches
 from weft.server.commands.endpoint import Endpoint
 from weft.server.config import ServeConfig
 from weft.server.daemon.cli import COMMANDS, _parser, main
-from weft.server.options import options_of
+from weft.server.options import Parser, options_of
 
 
 class Terminal:
@@ -387,6 +388,26 @@ def test_who_has_no_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) ->
         use_cache(EngineConfig())
     (finding,) = caches(argparse.Namespace())
     assert (finding.state, finding.do) == ("bad", "set HOME or XDG_CACHE_HOME to a folder")
+    with pytest.raises(ConfigError, match="~/weft: nobody knows that home directory"):
+        _ = EngineConfig(cache_dir="~/weft").cache_path
+
+
+def test_a_hub_cache_in_nobodys_home_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "~/.cache/huggingface/hub")
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    for command in (["models"], ["inspect", "org/name"], ["pull", "org/name"]):
+        assert main(command) == 2
+        assert re.fullmatch(r"weft \w+: user \d+ has no home directory: set HOME or HF_HOME\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("columns", ["", "abc", "0", "-5", "40", "100000"])
+def test_help_is_printed_whatever_columns_says(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    lines = Parser(prog="weft", description="word " * 60).format_help().splitlines()
+    assert max(map(len, lines)) <= (40 if columns == "40" else 110)
 
 
 def test_tables_are_whole_in_a_pipe(tmp_path: Path) -> None:

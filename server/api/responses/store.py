@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
+from weft.engine.config import expanded
 from weft.engine.errors import ConfigError
 from weft.server.config import ServeConfig
 from weft.server.errors import ApiError
@@ -66,7 +67,7 @@ class Store:
         path = ":memory:"
         try:
             if folder is not None:
-                root = Path(folder).expanduser()
+                root = expanded(folder)
                 root.mkdir(mode=0o700, parents=True, exist_ok=True)
                 path = str(root / FILE)
                 Path(path).touch(mode=0o600)
