@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ import sys
 def main() -> int:
     """Run the command line; returns the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # imports take a moment, and leave nothing to put in order
+    _open_streams()
     if sys.argv[1:2] == ["serve"] and not {"-h", "--help"} & set(sys.argv):
         from weft.engine.wire.blank import Blank
 
@@ -25,6 +27,20 @@ def main() -> int:
             stream.flush()
         os._exit(INTERRUPTED)
     return status
+
+
+def _open_streams() -> None:
+    """Whatever stdin, stdout and stderr are here, commands may use them."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:  # closed: the next socket would take its place
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and out.errors == "strict":
+        out.reconfigure(errors="replace")  # a locale may lack a character
+    if isinstance(out, io.TextIOWrapper) and out.write_through:
+        # PYTHONUNBUFFERED: what cannot be written stays in a buffer, by which `cli.main` knows of it.
+        sys.stdout = open(out.fileno(), "w", 1, encoding=out.encoding, errors=out.errors, closefd=False)  # noqa: SIM115
 
 
 if __name__ == "__main__":

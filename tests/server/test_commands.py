@@ -34,6 +34,7 @@ from weft.server.commands.completion import script, walk
 from weft.server.commands.doctor import caches
 from weft.server.commands.endpoint import Endpoint
 from weft.server.config import ServeConfig
+from weft.server.daemon import cli
 from weft.server.daemon.cli import COMMANDS, _parser, main
 from weft.server.options import Parser, options_of
 
@@ -424,3 +425,33 @@ def test_tables_are_whole_in_a_pipe(tmp_path: Path) -> None:
         )
         assert not [word for word in words if word not in made.stdout], made.stdout + made.stderr
         assert "…" not in made.stdout
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", [["version"], ["plan", "model", "--model", "demo"]])
+def test_a_reader_that_has_seen_enough_is_no_traceback(command: list[str], unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    ended = subprocess.run(
+        [sys.executable, "-m", "weft.server", *command], env=env, stdout=writer, stderr=subprocess.PIPE, timeout=240
+    )
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize("redirect", [">&-", "<&-", ">&- 2>&- <&-"])
+def test_commands_run_with_closed_streams(redirect: str) -> None:
+    line = f'exec "{sys.executable}" -m weft.server plan model --model demo {redirect}'
+    ended = subprocess.run(["sh", "-c", line], capture_output=True, timeout=240)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_a_character_that_the_terminal_lacks_is_replaced() -> None:
+    plan = Path(cli.__file__).parents[2] / "engine" / "plans" / "llama-3-8b-h200.json"
+    shown = subprocess.run(
+        [sys.executable, "-m", "weft.server", "plan", "show", str(plan)],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, timeout=240,
+    )  # fmt: skip
+    assert (shown.returncode, shown.stderr) == (0, b"")
+    assert b"pipeline 1 of 4" in shown.stdout
