@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from weft.engine.errors import ConfigError, WeftError
 from weft.engine.wire.beat import Beats, Watch
 from weft.engine.wire.blank import gpus
+from weft.engine.wire.child import has_ended
 from weft.engine.wire.cores import nodes_here
 from weft.engine.wire.shelf import Shelf
 from weft.engine.wire.spawn import EngineProcess
@@ -184,7 +185,8 @@ class Daemon:
             if self._announced and not self._failure.done():
                 await self._end_answers()
                 # Where an engine's end was the end of the last answers, why is about to be told.
-                await asyncio.gather(*(engine.told.wait() for engine in self._engines.values() if engine.given_up))
+                ended = [engine for engine in self._engines.values() if engine.given_up or self._ends_untold(engine)]
+                await asyncio.gather(*(engine.told.wait() for engine in ended))
             if self._failure.done():
                 print(f"weft: {self._failure.result()}", file=sys.stderr, flush=True)
                 self._tell_end(Drain())
@@ -239,6 +241,13 @@ class Daemon:
         for i, process in self._api.items():
             hangs = metrics.api_hangs.labels()
             yield Charge(f"API process {i}", self._beat_row(i), process, config.api_hang_timeout, hangs)
+
+    def _ends_untold(self, keeper: EngineKeeper) -> bool:
+        """The watchman ends it, or it has ended, and its keeper does not know yet: API processes may."""
+        process = keeper.process
+        if process is None or keeper.asleep:
+            return False
+        return self.beats.given_up(keeper.row) or has_ended(process.pid)
 
     def _beat_row(self, i: int) -> int:
         """Of an API process."""

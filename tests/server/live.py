@@ -79,10 +79,13 @@ class Daemon:
         self.process.wait()
 
 
-def patched(folder: Path, code: str) -> dict[str, str]:
-    """The environment of a daemon whose engines run this code as they begin. `folder`: one that is not there yet."""
+def patched(folder: Path, code: str, of: str = "weft.engine.process") -> dict[str, str]:
+    """The environment of a daemon whose engines run this code as they begin. `folder`: one that is not there yet.
+
+    of: the module whose processes do; the daemon's is weft.server.
+    """
     folder.mkdir()
-    lines = ["import sys", 'if "weft.engine.process" in sys.orig_argv:', textwrap.indent(code, "    ")]
+    lines = ["import sys", f"if {of!r} in sys.orig_argv:", textwrap.indent(code, "    ")]
     (folder / "sitecustomize.py").write_text("\n".join(lines))
     return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
 

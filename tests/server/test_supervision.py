@@ -204,6 +204,12 @@ async def test_an_engine_that_hangs_at_the_first_start_ends_the_daemon(tmp_path:
         daemon.end()
 
 
+KNOWS_LATE = """
+from weft.engine.wire import spawn
+spawn.LAST_WORDS_SECONDS = 1.0
+"""
+"""for `patched`: a daemon that knows of an engine's end a second after it"""
+
 STOPS_WHEN_LOADED = """
 import os, signal
 from weft.engine.engine import Engine
@@ -356,6 +362,19 @@ async def test_an_engine_that_ends_in_a_drain_is_told_of_and_no_success(tmp_path
             assert await codes(tasks) == {"engine_dead"}
         assert await ended(daemon) == 1
         daemon.told("weft: the engine ended (signal SIGKILL)")
+
+
+async def test_an_engine_that_hangs_in_a_drain_is_told_of_and_no_success(tmp_path: Path) -> None:
+    """API processes see the end of one that was silent for long by themselves, and may so before the daemon does."""
+    late = patched(tmp_path / "site", KNOWS_LATE, of="weft.server")
+    with running(tmp_path, "--drain-timeout", "240", *WATCHED, env=late) as daemon:
+        async with client(daemon) as http:
+            tasks = await begin(http, 3)
+            os.kill(daemon.engine_pid, signal.SIGSTOP)
+            daemon.process.terminate()
+            assert await codes(tasks) == {"engine_dead"}
+        assert await ended(daemon) == 1
+        daemon.told("weft: the engine hung")
 
 
 async def test_a_killed_daemon_leaves_no_process_that_was_stopped(tmp_path: Path) -> None:
