@@ -12,13 +12,14 @@ import torch
 from fp8_files import write_fp8
 from harness import GREEDY, Harness
 from safetensors.torch import load_file, save_file
+from threads import of_threads
 from tiny import save_tiny
 from torch import Tensor
 
 from weft.engine.model.directory import read_spec
 from weft.engine.model.layer_weights import LayerWeights
 from weft.engine.model.weights import load_weights
-from weft.kernels import fp8
+from weft.kernels import fp8, fp8_matrix, reference
 
 CPU: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, "max_positions": 64}
 SIZES: dict[str, Any] = {
@@ -123,3 +124,73 @@ def test_ranks_say_what_one_says(plain: Path, tmp_path: Path, form: str, options
     for (tokens, known), (same, mine) in zip(one, several, strict=True):
         torch.testing.assert_close(mine, known, atol=0.02, rtol=0)
         assert same == tokens
+
+
+def test_a_block_that_is_cut_changes_its_smallest_numbers_alone() -> None:
+    """A power of two moves no bit of e4m3, but where numbers have fewer than four: below 2^-6 times the scale."""
+    numbers = torch.randn(64, 704, generator=torch.Generator().manual_seed(0)) ** 3
+
+    def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = fp8.quantize_rows(x)
+        return fp8.row_values(rows), rows.scale.t().repeat_interleave(fp8.BLOCK, 1)[:, : x.shape[1]]
+
+    def of_one_and_two(x: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        first, second = (quantised(half.contiguous()) for half in x.chunk(2, 1))
+        return quantised(x), (torch.cat((first[0], second[0]), 1), torch.cat((first[1], second[1]), 1))
+
+    (whole, _), (parts, _) = of_one_and_two(numbers[:, :512].contiguous())
+    assert torch.equal(whole, parts)
+    (whole, scale), (parts, own_scale) = of_one_and_two(numbers)
+    differ = whole != parts
+    assert differ.any()
+    assert (numbers.abs() < 2.0**-6 * torch.maximum(scale, own_scale))[differ].all()
+
+
+def exact_product(a: fp8.Fp8Rows, weight: fp8.Fp8Weight) -> Tensor:
+    """As `fp8.product`, rounded once: it does not depend on how a library adds up products of some shape."""
+    total = fp8.row_values(a).double() @ weight.values.double().t() * weight.scale.double()
+    return total.float()
+
+
+def adding_as_ranks(ranks: int, *, cut: bool) -> Any:
+    """`reference.residual_project` of one rank that adds up parts of the columns as so many ranks do.
+
+    cut: each part's blocks begin with it.
+    """
+
+    def residual_project(
+        a: Tensor, matrix: fp8_matrix.Fp8Matrix, x: Tensor, **_without: object
+    ) -> tuple[Tensor, Tensor]:
+        width = a.shape[1] // ranks
+        given = a if cut else fp8.row_values(fp8.quantize_rows(a))
+        total = torch.zeros_like(x)
+        for part in (slice(first, first + width) for first in range(0, a.shape[1], width)):
+            weight = fp8.Fp8Weight(matrix.weight.values[:, part], matrix.weight.scale)
+            total += exact_product(fp8.quantize_rows(given[:, part]), weight)
+        return reference.add_reduced(total, x)
+
+    return residual_project
+
+
+def last_states(path: Path, ranks: int) -> np.ndarray:
+    """Of requests of one token, whose attention is that token's value: nothing is added up there."""
+    harness = of_threads(path, ranks, cpu_threads=1, num_pages=64, page_size=16, quantization="fp8")
+    for token in range(3, 51):
+        harness.add([token], max_tokens=0, pooling="last")
+    harness.run()
+    harness.engine.close()
+    return np.stack([harness.pooled[handle] for handle in sorted(harness.pooled)])
+
+
+@pytest.mark.parametrize("width", [512, 480], ids=["whole blocks", "cut blocks"])
+def test_ranks_are_to_the_bit_one_that_adds_in_their_order_and_cuts_their_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    """Nothing else differs: where answers do, it is for the order of sums, and for blocks that ranks cut."""
+    path = save_tiny("llama2", tmp_path, **{**SIZES, "intermediate_size": width})
+    monkeypatch.setattr(fp8_matrix, "product", exact_product)
+    two = last_states(path, 2)
+    monkeypatch.setattr(reference, "residual_project", adding_as_ranks(2, cut=True))
+    assert np.array_equal(last_states(path, 1), two)
+    monkeypatch.setattr(reference, "residual_project", adding_as_ranks(2, cut=False))
+    assert np.array_equal(last_states(path, 1), two) == (width == 512)
