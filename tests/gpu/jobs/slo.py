@@ -3,8 +3,7 @@
     python tests/gpu/jobs/slo.py OUT online --serve "--model-preset llama-3-8b …" --way "off=--pod off" --rates 29.2
     python tests/gpu/jobs/slo.py OUT long --serve "…" --num-pages 12000 --way "off=--pod off" --way "auto=--pod auto"
 
-online: all daemons are there at once (`--serve` leaves each its part of the memory) and idle but for the one that is
-asked, so that ways alternate within seconds; Poisson arrivals at each rate in turn, by `weft load`.
+online: one daemon after the other, each with all of the memory; Poisson arrivals at each rate in turn, by `weft load`.
 
 long: one daemon after the other, each with all of the memory. Prompts and answers of 16.5K tokens together, a P:D of 8
 to 24. The first daemon tells what a prompt and a step take, of which follows a capacity: a request is Tp of prefill and
@@ -115,23 +114,15 @@ def paths(before: dict[str, float], after: dict[str, float]) -> dict[str, int]:
 
 
 def online(given: argparse.Namespace, rows: Rows) -> None:
-    ways = dict(way.split("=", 1) for way in given.way)
-    daemons = []
-    try:
-        for i, (name, options) in enumerate(ways.items()):
-            daemons.append(Daemon(name, [*shlex.split(given.serve), *shlex.split(options)], given.port + i, rows.out))
-            if not i:  # it compiles and tunes for all
-                daemons[0].wait()
-        for daemon in daemons:
-            daemon.wait()
-            load(daemon, f"warm-{daemon.name}", rows.out, *shlex.split(given.load), "--rate", given.rates.split(",")[0],
+    for way in given.way:
+        name, options = way.split("=", 1)
+        begun = time.monotonic()
+        with _daemon(name, given, options, rows.out) as daemon:
+            load(daemon, f"warm-{name}", rows.out, *shlex.split(given.load), "--rate", given.rates.split(",")[0],
                  "--duration", "2s", "--seed", "9", "--drain", "20s")  # fmt: skip
-        for rate in given.rates.split(","):
-            for daemon in daemons:
+            for rate in given.rates.split(","):
                 _online(daemon, rate, given, rows)
-    finally:
-        for daemon in daemons:
-            daemon.close()
+        rows.add(f"{name}: {time.monotonic() - begun:.0f} s", way=name)
 
 
 def _online(daemon: Daemon, rate: str, given: argparse.Namespace, rows: Rows) -> None:
@@ -294,7 +285,9 @@ def long(given: argparse.Namespace, rows: Rows) -> None:
 
 @contextlib.contextmanager
 def _daemon(name: str, given: argparse.Namespace, options: str, out: Path) -> Iterator[Daemon]:
-    pages = ["--num-pages", str(given.num_pages), "--page-size", str(given.page_size)]
+    pages = (
+        [] if given.num_pages is None else ["--num-pages", str(given.num_pages), "--page-size", str(given.page_size)]
+    )
     daemon = Daemon(name, [*shlex.split(given.serve), *pages, *shlex.split(options)], given.port, out)
     try:
         daemon.wait()
@@ -315,7 +308,7 @@ def main() -> None:
     parser.add_argument("--load", default="--preset sharegpt --processes 2", help="options of weft load")
     parser.add_argument("--warmup", type=float, default=5)
     parser.add_argument("--drain", type=float, default=12)
-    parser.add_argument("--num-pages", type=int, default=12000)
+    parser.add_argument("--num-pages", type=int, help="of each daemon; long: 12,000 unless told otherwise")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--shares", default="0.7,0.95", help="of the capacity")
     parser.add_argument("--settle", type=float, default=6, help="seconds before what is judged")
@@ -324,6 +317,8 @@ def main() -> None:
     parser.add_argument("--probe", type=int, default=60, help="tokens of their answers")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
+    if given.mode == "long":
+        given.num_pages = given.num_pages or 12000
     (online if given.mode == "online" else long)(given, Rows(given.out))
 
 
