@@ -13,7 +13,7 @@ kernels' of `decode_hopper` and `prefill_hopper`, so the sums are theirs to the 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -237,6 +237,49 @@ class PodWork(NamedTuple):
     """[1] int32: programs that begin with decodes"""
 
 
+class Blocks(NamedTuple):
+    """Tokens that are fetched at once, and how many of such blocks wait in a program's rings."""
+
+    decode: int
+    slots: int
+    prefill: int
+    stages: int
+
+
+def arguments(
+    q: Tensor, kv: Tensor, layer: int, page_table: Tensor, work: PodWork, out: Out, decodes: DecodeWorkspace,
+    prefills: PrefillWorkspace, scale: float | None, window: int | None, softcap: float, sinks: Tensor | None,
+    blocks: Blocks,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """What a kernel of both halves is launched with. Raises `ValueError` for what none of them takes."""
+    layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
+    group, width = q.shape[1] // num_kv_heads, head_block(head_dim)
+    fields = work.prefill_items.shape[1]
+    if width not in (64, 128):  # of 256, it spills registers
+        raise ValueError(f"heads of {head_dim} numbers are not fused")
+    if window is not None and fields == PART_FIELDS:
+        raise ValueError("tiles are not cut with a window")
+    shared = [gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (2, 3)]
+    slabs = kv.view(-1, page_size, num_kv_heads * head_dim)  # K or V of one page and layer
+    tiles = [
+        TensorDescriptor.from_tensor(slabs, [1, min(page_size, rows), width], shared[1])
+        for rows in (blocks.decode, blocks.prefill)
+    ]
+    given = (
+        q, TensorDescriptor.from_tensor(q.view(-1, head_dim), [group_block(group), width], shared[0]), *tiles,
+        *output_places(out, len(q), head_dim), page_table, page_table.stride(0), work.decode_items, work.num_decodes,
+        decodes.partial, decodes.arrived, decodes.tickets, work.prefill_items, work.num_prefills, prefills.partial,
+        prefills.arrived, prefills.tickets, work.first_decoders, layer, layers, log2_scale(scale, head_dim), sinks,
+    )  # fmt: skip
+    return given, {
+        "HKV": num_kv_heads, "G": group, "GP": group_block(group), "D": head_dim, "DP": width, "PAGE": page_size,
+        "DECODE_BN": blocks.decode, "DECODE_BOX": min(page_size, blocks.decode), "SLOTS": blocks.slots,
+        "BN": blocks.prefill, "BOX": min(page_size, blocks.prefill), "STAGES": blocks.stages,
+        "DTYPE": {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[q.dtype], "WINDOW": window or 0,
+        "SOFTCAP": softcap, "FIELDS": fields, "num_warps": 4, **pdl_options(),
+    }  # fmt: skip
+
+
 def launch_pod(
     q: Tensor, kv: Tensor, layer: int, page_table: Tensor, work: PodWork, *, out: Out, num_sms: int,
     decodes: DecodeWorkspace, prefills: PrefillWorkspace, scale: float | None = None, window: int | None = None,
@@ -247,29 +290,10 @@ def launch_pod(
 
     window: positions that a query sees, by which decode items were made too; tiles are whole then. Raises `ValueError`.
     """
-    layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
-    group, width = q.shape[1] // num_kv_heads, head_block(head_dim)
-    fields = work.prefill_items.shape[1]
-    if width not in (64, 128):  # of 256, it spills registers
-        raise ValueError(f"heads of {head_dim} numbers are not fused")
-    if window is not None and fields == PART_FIELDS:
-        raise ValueError("tiles are not cut with a window")
-    decode_block, block = 64, 128
-    shared = [gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (2, 3)]
-    slabs = kv.view(-1, page_size, num_kv_heads * head_dim)  # K or V of one page and layer
-    tiles = [
-        TensorDescriptor.from_tensor(slabs, [1, min(page_size, rows), width], shared[1])
-        for rows in (decode_block, block)
-    ]
-    pod_kernel[(num_sms,)](
-        q, TensorDescriptor.from_tensor(q.view(-1, head_dim), [group_block(group), width], shared[0]), *tiles,
-        *output_places(out, len(q), head_dim), page_table, page_table.stride(0), work.decode_items, work.num_decodes,
-        decodes.partial, decodes.arrived, decodes.tickets, work.prefill_items, work.num_prefills, prefills.partial,
-        prefills.arrived, prefills.tickets, work.first_decoders, layer, layers, log2_scale(scale, head_dim), sinks,
-        HKV=num_kv_heads, G=group, GP=group_block(group), D=head_dim, DP=width, PAGE=page_size,
-        DECODE_BN=decode_block, DECODE_BOX=min(page_size, decode_block),
-        SLOTS=_RING // (CONSUMERS * decode_block * width * 2), BN=block, BOX=min(page_size, block), STAGES=2,
-        DTYPE={torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[q.dtype], WINDOW=window or 0, SOFTCAP=softcap,
-        FIELDS=fields, num_warps=4, **pdl_options(),
-    )  # fmt: skip
+    width = head_block(kv.shape[5])
+    blocks = Blocks(64, _RING // (CONSUMERS * 64 * width * 2), 128, 2)
+    given, options = arguments(
+        q, kv, layer, page_table, work, out, decodes, prefills, scale, window, softcap, sinks, blocks
+    )
+    pod_kernel[(num_sms,)](*given, **options)
     return out

@@ -22,10 +22,14 @@ import sys
 import torch
 from weft.kernels import bench_calls, fp8_projections, gemm_launch, mid_projections, projections
 from weft.kernels.compilation import collect
+from weft.kernels.decode_workspace import decode_workspace
 from weft.kernels.gemm_config import SPECIAL
 from weft.kernels.gpu import KNOWN
 from weft.kernels.mid_config import MidConfig
 from weft.kernels.mid_trial import MODELS, Operands
+from weft.kernels.pod_hopper import PodWork, launch_pod
+from weft.kernels.pod_together import launch_together
+from weft.kernels.prefill_attention import prefill_workspace
 from weft.kernels.tuned import Shape
 
 count = torch.empty(1, dtype=torch.int32, device="meta")  # read on the device, so it is an argument
@@ -48,10 +52,21 @@ def eight():
 
 def mid():
     model = MODELS["8b"]
-    for index, config in ((0, MidConfig(192)), (1, MidConfig(128)), (1, MidConfig(256, 5)), (2, MidConfig(224))):
+    for index, config in ((0, MidConfig(192)), (1, MidConfig(128)), (1, MidConfig(256, 5)), (2, MidConfig(224)),
+                          (3, MidConfig(128, rows=192))):
         shape = model.shapes[index]
         weight = torch.empty(shape.features, shape.depth, dtype=torch.bfloat16, device="meta")
         Operands(shape, 256, model, 132, "meta").run(weight, config)
+
+def pod():
+    def meta(*shape, dtype=torch.int32):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    lists = PodWork(meta(99, 8), meta(1), meta(99, 8), meta(1), meta(1))
+    for launch in (launch_pod, launch_together):
+        launch(meta(64, 32, 128, dtype=torch.bfloat16), meta(9, 2, 2, 64, 8, 128, dtype=torch.bfloat16), 0, meta(5, 9),
+            lists, out=meta(64, 4096, dtype=torch.bfloat16), num_sms=132,
+            decodes=decode_workspace(64, 8, 8, 4, 128, "meta"), prefills=prefill_workspace(64, 8, 128, "meta"))
 
 for number, kernel in enumerate(collect(globals()[sys.argv[1]], KNOWN["h200"])):
     compiled = kernel.function._do_compile(*kernel.arguments)
@@ -91,7 +106,7 @@ def compiled(which: str, tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("which", "kernels"), [("sixteen", 4), ("eight", 3), ("mid", 4)])
+@pytest.mark.parametrize(("which", "kernels"), [("sixteen", 4), ("eight", 3), ("mid", 5), ("pod", 2)])
 def test_no_argument_lies_where_a_barrier_was(which: str, kernels: int, tmp_path: Path) -> None:
     found = compiled(which, tmp_path)
     assert len(found) == kernels
