@@ -16,6 +16,7 @@ from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
 from weft.engine.errors import RequestError
+from weft.engine.wire.number_bounds import kept_bounds
 
 MAX_GRAMMAR_CHARS = 64 * 1024
 STACK_BYTES = 256 * 2**20
@@ -33,7 +34,7 @@ _stack_size_lock = threading.Lock()
 def json_schema(schema: dict[str, Any] | bool, *, lenient: bool = False) -> str:
     """Values of a JSON schema. lenient: pass over keywords that cannot be enforced instead of refusing them.
 
-    Raises `RequestError` for one without values.
+    Raises `RequestError` for one without values, or with bounds that cannot be kept.
     """
     if schema is False or schema == {"not": {}} or schema == {"not": True}:
         raise RequestError("the schema allows no value", "grammar")
@@ -41,8 +42,9 @@ def json_schema(schema: dict[str, Any] | bool, *, lenient: bool = False) -> str:
 
 
 def json_options(schema: dict[str, Any] | bool, *, lenient: bool) -> dict[str, Any]:
-    """The schema with this server's rules for whitespace and unknown keywords."""
-    base = schema if isinstance(schema, dict) else {} if schema else {"not": {}}
+    """The schema with this server's rules for whitespace and unknown keywords, and with bounds that are kept. Raises
+    `RequestError`."""
+    base = kept_bounds(schema) if isinstance(schema, dict) else {} if schema else {"not": {}}
     return {**base, "x-guidance": {"whitespace_pattern": WHITESPACE, "lenient": lenient}}
 
 
