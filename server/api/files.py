@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
-from starlette.responses import FileResponse
 
+from weft.server.api.download import Download
 from weft.server.api.service import Service
 from weft.server.api.upload import UploadBody, receive
 from weft.server.batches.files import DAY, KEPT_SECONDS, Files, StoredFile, StoreFull
@@ -156,13 +156,13 @@ async def retrieve_file(id: str, folder: FolderOf, owner: OwnerOf) -> dict[str, 
     return (await _get(folder, id, owner)).shown()
 
 
-@router.get(PATH + "/{id}/content", summary="What is in a file", response_class=FileResponse)
-async def file_content(id: str, folder: FolderOf, owner: OwnerOf) -> FileResponse:
+@router.get(PATH + "/{id}/content", summary="What is in a file", response_class=Download)
+async def file_content(id: str, folder: FolderOf, owner: OwnerOf) -> Download:
     file = await _get(folder, id, owner)
     path = folder.files.content(id)
     if not path.exists():
         raise no_such("file", id)
-    return FileResponse(path, media_type="application/jsonl", filename=file.filename)
+    return Download(path, "application/jsonl", file.filename)
 
 
 @router.delete(PATH + "/{id}", summary="Delete a file")

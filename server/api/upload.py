@@ -12,6 +12,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect
 
+from weft.server.api.download import base_name
 from weft.server.batches.files import Upload
 from weft.server.errors import bad_request
 
@@ -26,6 +27,7 @@ MAX_VALUE = 4096
 class Form(NamedTuple):
     fields: dict[str, str]
     filename: str
+    """without a path"""
 
 
 class _Parts:
@@ -71,7 +73,7 @@ class _Parts:
             if self.filename is not None:
                 raise ValueError("there is more than one file")
             self._in_file = True
-            self.filename = options[b"filename"].decode(errors="replace") or "file"
+            self.filename = base_name(options[b"filename"].decode(errors="replace"))
         elif len(self.fields) >= MAX_FIELDS:
             raise ValueError(f"there are more than {MAX_FIELDS} fields")
         else:

@@ -92,6 +92,53 @@ async def test_files_through_the_official_client(kept: Server) -> None:
     await with_client(kept, calls)
 
 
+async def upload(server: Server, filename: bytes, content: bytes = b"0123456789") -> dict[str, Any]:
+    form = (
+        b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        b'--b\r\nContent-Disposition: form-data; name="file"; filename="%s"\r\n\r\n%s\r\n--b--\r\n'
+    ) % (filename, content)
+    kind = {"content-type": "multipart/form-data; boundary=b"}
+    response = await server.http.post("/v1/files", content=form, headers=kind)
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+@pytest.mark.parametrize(
+    ("given", "kept_as", "disposition"),
+    [
+        (b"in.jsonl", "in.jsonl", 'attachment; filename="in.jsonl"'),
+        (b"../../etc/x", "x", 'attachment; filename="x"'),
+        (rb"C:\\Users\\me\\in.jsonl", "in.jsonl", 'attachment; filename="in.jsonl"'),
+        (b"/a/..", "file", 'attachment; filename="file"'),
+        (b"a\tb\x00c\x7f", "abc", 'attachment; filename="abc"'),
+        ("größe €.jsonl".encode(), "größe €.jsonl",
+         "attachment; filename=\"gr__e _.jsonl\"; filename*=UTF-8''gr%C3%B6%C3%9Fe%20%E2%82%AC.jsonl"),
+        (rb'a\"; b=\"c%41', 'a"; b="c%41', "attachment; filename=\"a_; b=_c_41\"; filename*=UTF-8''a%22%3B%20b%3D%22c%2541"),
+    ],
+)  # fmt: skip
+async def test_a_file_goes_out_under_a_name_without_a_path(
+    kept: Server, given: bytes, kept_as: str, disposition: str
+) -> None:
+    file = await upload(kept, given)
+    assert file["filename"] == kept_as
+    response = await kept.http.get(f"/v1/files/{file['id']}/content")
+    assert response.headers["content-disposition"] == disposition
+
+
+async def test_a_range_outside_of_a_file_is_an_error_that_tells_its_size(kept: Server) -> None:
+    path = f"/v1/files/{(await upload(kept, b'in.jsonl'))['id']}/content"
+    for asked in ("bytes=10-", "bytes=99999999999999999999-", "bytes=-0"):
+        response = await kept.http.get(path, headers={"range": asked})
+        assert (response.status_code, response.headers["content-range"]) == (416, "bytes */10")
+        assert response.json()["error"]["code"] == "range_not_satisfiable"
+    for asked in ("bytes=5-3", "items=0-1", "bytes", "bytes=x", "bytes="):
+        response = await kept.http.get(path, headers={"range": asked})
+        assert (response.status_code, response.text) == (200, "0123456789")
+    for asked, part in {"bytes=2-4": "234", "bytes=7-99": "789", "bytes=-3": "789"}.items():
+        response = await kept.http.get(path, headers={"range": asked})
+        assert (response.status_code, response.text) == (206, part)
+
+
 async def test_a_batch_through_the_official_client(kept: Server) -> None:
     kept.engine.script = Script("one two")
 
