@@ -18,7 +18,7 @@ from weft.engine.errors import EngineDead
 from weft.server.api.routing import JsonRoute, ServiceOf
 from weft.server.api.service import Phase, Service
 from weft.server.bodies import Body
-from weft.server.errors import ApiError, bad_request
+from weft.server.errors import ApiError, bad_request, clip
 from weft.server.observe.board import ENTERED, Rest
 from weft.server.observe.exposition import CONTENT_TYPE
 
@@ -173,7 +173,15 @@ async def profile(body: ProfileBody, service: ServiceOf) -> Response:
     if replica is None:
         raise bad_request(f"engine: there is no engine {body.engine} now.", "engine")
     client = replica.client
-    directory = Path(tempfile.mkdtemp(prefix="weft-profile-"))
+    try:
+        directory = Path(tempfile.mkdtemp(prefix="weft-profile-"))
+    except OSError as error:
+        where = "Make a temporary directory writable, or start the server with TMPDIR set to one that is"
+        raise ApiError(
+            500,
+            f"There is no place for the trace: {clip(error.strerror or str(error))}. {where}.",
+            code="no_temporary_directory",
+        ) from None
     trace = directory / "trace.json"
     try:
         client.profile(str(trace), body.seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,20 @@ async def test_a_profile_is_what_the_engine_writes(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(server.engine, "_send", lambda _: None)
         response = await server.post("/admin/profile", {"seconds": 0.01}, headers=admin)
         assert (response.status_code, response.json()["error"]["code"]) == (504, "timeout")
+
+
+async def test_a_profile_without_a_temporary_directory_is_an_error_that_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async with serving(admin_api_key="root") as server:
+        admin = {"Authorization": "Bearer root"}
+        for directory in (str(tmp_path / "gone"), None):  # None: tempfile looks for one
+            monkeypatch.setattr(tempfile, "tempdir", directory)
+            monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "gone")])
+            response = await server.post("/admin/profile", {}, headers=admin)
+            error = response.json()["error"]
+            assert (response.status_code, error["code"]) == (500, "no_temporary_directory")
+            assert "TMPDIR" in error["message"]
 
 
 async def test_every_reference_of_the_openapi_schema_leads_somewhere(server: Server) -> None:
