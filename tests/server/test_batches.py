@@ -113,7 +113,8 @@ async def upload(server: Server, filename: bytes, content: bytes = b"0123456789"
         (b"a\tb\x00c\x7f", "abc", 'attachment; filename="abc"'),
         ("größe €.jsonl".encode(), "größe €.jsonl",
          "attachment; filename=\"gr__e _.jsonl\"; filename*=UTF-8''gr%C3%B6%C3%9Fe%20%E2%82%AC.jsonl"),
-        (rb'a\"; b=\"c%41', 'a"; b="c%41', "attachment; filename=\"a_; b=_c_41\"; filename*=UTF-8''a%22%3B%20b%3D%22c%2541"),
+        (rb'a\"; b=\"c%41', 'a"; b="c%41',
+         "attachment; filename=\"a_; b=_c_41\"; filename*=UTF-8''a%22%3B%20b%3D%22c%2541"),
     ],
 )  # fmt: skip
 async def test_a_file_goes_out_under_a_name_without_a_path(
