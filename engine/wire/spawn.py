@@ -61,6 +61,11 @@ class EngineProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def stopping(self) -> bool:
+        """It was asked to end."""
+        return self._stopping
+
     async def wait_dead(self) -> str:
         """Wait until the process has ended and its last messages had time to arrive; tells why it ended."""
         return await asyncio.shield(self._ended)

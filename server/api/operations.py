@@ -101,8 +101,8 @@ def _resting(service: Service) -> dict[str, Any]:
     return {} if service.rest is Rest.AWAKE else {"model": service.rest.word}
 
 
-def _engines(service: Service) -> list[dict[str, Any]]:
-    return [state for each in service.models for state in each.engine_states()]
+def _engines(service: Service, *, failures: bool = False) -> list[dict[str, Any]]:
+    return [state for each in service.models for state in each.engine_states(failures=failures)]
 
 
 @router.head("/ready", include_in_schema=False)
@@ -148,7 +148,7 @@ class EnginesBody(Body):
 
 @router.get("/admin/engines", summary="The engines, and what each is at (admin key)")
 async def engines(service: ServiceOf) -> dict[str, Any]:
-    return {"engines": _engines(service)}
+    return {"engines": _engines(service, failures=True)}
 
 
 @router.post("/admin/engines/restart", summary="Restart engines one by one, the model read anew (admin key)")
@@ -229,7 +229,7 @@ async def told_models(service: ServiceOf) -> dict[str, Any]:
                 "memory_share": each.memory_share,
                 "open_requests": int(board.load[:, each.model, ENTERED].sum()),
                 "last_used": board.used[each.model] or None,
-                "engines": each.engine_states(),
+                "engines": each.engine_states(failures=True),
             }
             for each in service.models
         ]

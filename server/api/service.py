@@ -124,6 +124,8 @@ class Service:
         """of the lead: has the daemon wake a model; returns, once that is so, nothing, or why it does not"""
         self.sleep: Callable[[int, int, float | None], Awaitable[str]] | None = None
         """of the lead: has the daemon put a model to sleep, at a level, after so many seconds for open requests"""
+        self.failures: dict[int, dict[str, Any]] = {}
+        """of each engine, the last end that nobody had asked for: a message and a time, for operators"""
         self._watch = watch
         self._coming = set(self.engines)
         """engines that are there, or on their way"""
@@ -327,8 +329,9 @@ class Service:
         engine = self.engines[0] if engine is None else engine
         return self._watch.beats.stage(ENGINE + engine) if self._watch is not None else ""
 
-    def engine_states(self) -> list[dict[str, Any]]:
-        """Of each of its engines, for people and probes: its number and state, and the long work that it is at."""
+    def engine_states(self, *, failures: bool = False) -> list[dict[str, Any]]:
+        """Of each of its engines, for people and probes: its number and state, and the long work that it is at.
+        failures: and why and when it failed last, which may name files: for operators alone."""
         states: list[dict[str, Any]] = []
         for engine in self.engines:
             state = self.replicas.state(engine)
@@ -337,7 +340,8 @@ class Service:
             if self.rest is not Rest.AWAKE and state != "dead":
                 state = self.rest.word
             stage = self.engine_stage(engine) if state != Rest.ASLEEP.word else ""
-            states.append({"engine": engine, "state": state, **({"stage": stage} if stage else {})})
+            failed = {"last_failure": self.failures[engine]} if failures and engine in self.failures else {}
+            states.append({"engine": engine, "state": state, **({"stage": stage} if stage else {}), **failed})
         return states
 
     @property

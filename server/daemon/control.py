@@ -39,6 +39,14 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
     """The engine is ready, and so are others: leave connections in the listener's queue until this one is too."""
 
 
+class Failure(msgspec.Struct, frozen=True):
+    """An engine process ended that was not told to, or did not become ready."""
+
+    why: str
+    at: int
+    """seconds since 1970"""
+
+
 class EngineUp(msgspec.Struct, tag="engine_up", frozen=True):
     """There is an engine process: connect, and serve once it is ready."""
 
@@ -48,6 +56,8 @@ class EngineUp(msgspec.Struct, tag="engine_up", frozen=True):
     """totals of the engines before it"""
     engine: int = 0
     """which of the daemon's it is"""
+    failure: Failure | None = None
+    """of the last one before it that failed"""
 
 
 class EngineDown(msgspec.Struct, tag="engine_down", frozen=True):
@@ -56,6 +66,8 @@ class EngineDown(msgspec.Struct, tag="engine_down", frozen=True):
     why: str
     restarting: bool
     engine: int = 0
+    failure: Failure | None = None
+    """this, or the last one before it"""
 
 
 class Drain(msgspec.Struct, tag="drain", frozen=True):

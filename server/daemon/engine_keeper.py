@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Coroutine, Iterator
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ from weft.engine.wire.messages import EngineReady, EngineStats
 from weft.engine.wire.private_socket import PrivateSocket
 from weft.engine.wire.shelf import Shelf
 from weft.engine.wire.spawn import EngineProcess
-from weft.server.daemon.control import EngineDown, EngineUp
+from weft.server.daemon.control import EngineDown, EngineUp, Failure
 from weft.server.daemon.restarts import Restarts
 from weft.server.observe.metrics import Metrics
 from weft.server.observe.totals import plus
@@ -57,6 +58,7 @@ class Owner(Protocol):
 class EngineKeeper:
     """Attributes:
     ready: what the engine said when it was; None while it is not.
+    failure: the last one of its processes.
     worked: one has been ready: what ends from now on can be a passing trouble.
     asleep: at which level (0: it is not): 1: the process has given its memory back; 2: there is no process.
     """
@@ -76,6 +78,7 @@ class EngineKeeper:
         self.socket = PrivateSocket()
         self.process: EngineProcess | None = None
         self.ready: EngineReady | None = None
+        self.failure: Failure | None = None
         self.worked = False
         self.given_up = False
         self.told = asyncio.Event()
@@ -106,6 +109,8 @@ class EngineKeeper:
                 owner.beats.of(self.row).begin("asleep", FOREVER)
                 await self._roused.wait()
             why = await self._run()
+            if self.process is None or not self.process.stopping:
+                self.failure = Failure(why, int(time.time()))
             if self.asleep:
                 if self._roused.is_set():  # it was not asked to end
                     logger.error("%s: another one starts when it is woken", why)
@@ -115,7 +120,8 @@ class EngineKeeper:
             else:
                 pause, why = self._pause_after(why)
             self.given_up = pause is None  # known before anybody's answer ends with it
-            owner.engine_ended(self.engine, EngineDown(why, restarting=pause is not None, engine=self.engine))
+            down = EngineDown(why, restarting=pause is not None, engine=self.engine, failure=self.failure)
+            owner.engine_ended(self.engine, down)
             if self._control is not None:  # whoever waits has been told
                 await self._control.last_words()
                 self._totals = plus(self._totals, self._control.stats)
@@ -185,7 +191,7 @@ class EngineKeeper:
         """For an API process that is to be this client; None while there is no process."""
         if self.process is None:
             return None
-        return EngineUp(self.process.address, client, self._totals, self.engine)
+        return EngineUp(self.process.address, client, self._totals, self.engine, self.failure)
 
     def client_gone(self, client: int) -> None:
         """An API process has ended."""

@@ -149,6 +149,7 @@ class Worker:
         match message:
             case EngineUp():
                 service.metrics.engines[message.engine].begins(message.before)
+                self._note(message)
                 self._begin(self._serve(message))
             case EngineDown():
                 self._engine_down(message)
@@ -221,7 +222,13 @@ class Worker:
         self._accept()
         self._channel.send(Ready(tokenizer.can_chat, engine.engine))
 
+    def _note(self, message: EngineUp | EngineDown) -> None:
+        if (failure := message.failure) is not None:
+            told = {"message": failure.why, "at": failure.at}
+            self._of_engine[message.engine].failures[message.engine] = told
+
     def _engine_down(self, message: EngineDown) -> None:
+        self._note(message)
         self._of_engine[message.engine].engine_died(message.engine, restarting=message.restarting)
         self._accept()  # to say so
         if (client := self._clients.pop(message.engine, None)) is not None:

@@ -338,13 +338,22 @@ async def test_an_engine_that_was_given_up_comes_back_when_a_restart_is_asked_fo
         await asyncio.to_thread(daemon.told, "the other engines serve on without it")
         async with client(daemon) as http:
             assert sorted(await states(http)) == ["dead", "serving"]
+            (failure,) = await failures(http)
+            assert "SIGKILL" in failure["message"]
+            assert time.time() - 240 < failure["at"] <= time.time()
             last = (await states(http)).index("serving")
             for asked, status in (({"engines": [last]}, 409), ({}, 202)):
                 response = await http.post("/admin/engines/restart", json=asked, headers=ADMIN)
                 assert response.status_code == status, response.text
             await asyncio.to_thread(daemon.told, "serves again after", 2)
             await until(lambda: both_serve(http))
+            assert await failures(http) == [failure], "an end that was asked for is none"
             assert len(daemon.children("weft.engine.process")) == 2
+
+
+async def failures(http: httpx.AsyncClient) -> list[dict[str, Any]]:
+    engines = (await http.get("/admin/engines", headers=ADMIN)).json()["engines"]
+    return [engine["last_failure"] for engine in engines if "last_failure" in engine]
 
 
 async def both_serve(http: httpx.AsyncClient) -> bool:

@@ -163,6 +163,19 @@ async def test_probes_name_each_engine() -> None:
         assert up == [0, 0]
 
 
+async def test_administration_tells_what_failed_last_and_when() -> None:
+    async with serving(engines=2, admin_api_key="secret") as server:
+        end(server, 0)
+        server.service.failures[0] = failure = {"message": "engine 0: config.json cannot be read", "at": 1_700_000_000}
+        for path in ("/admin/engines", "/admin/models"):
+            answer = (await server.http.get(path, headers=ADMIN)).json()
+            engines = answer["engines"] if "engines" in answer else answer["models"][0]["engines"]
+            assert engines[0] == {"engine": 0, "state": "loading", "last_failure": failure}
+            assert "last_failure" not in engines[1]
+        for path in ("/health", "/ready"):  # which anybody may read
+            assert "config.json" not in (await server.http.get(path)).text
+
+
 async def test_the_restart_of_engines_needs_the_admin_key_and_a_daemon() -> None:
     async with serving(engines=2, admin_api_key="secret") as server:
         path, asked = "/admin/engines/restart", []
