@@ -31,7 +31,8 @@ ENV PATH=/opt/weft/bin:$PATH PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1 WEFT_HOST=0.0.0
 USER 10001
 WORKDIR /home/weft
 EXPOSE 8000
+# `weft health`, imported in a tenth of the time. It finds port and TLS wherever they were set: flag, variable or file.
 HEALTHCHECK --interval=10s --timeout=3s --start-period=120s --retries=3 \
-    CMD ["python", "-c", "import os, urllib.request as u; u.urlopen('http://127.0.0.1:' + os.environ.get('WEFT_PORT', '8000') + '/health', timeout=2)"]
+    CMD ["python", "-m", "weft.server.commands.health"]
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["weft", "serve"]

@@ -1,6 +1,8 @@
-"""The commands that people use around a server: `weft chat`, `batch`, `pull`, `models`, `doctor`, `completion`.
+"""The commands that people use around a server: `weft chat`, `batch`, `pull`, `models`, `doctor`, `health`,
+`completion`.
 
 Owns: what they print and ask.
-May import: the ground files of server/, batches/; loadgen's connections; engine/ lazily, from the command line alone.
+May import: the ground files of server/, batches/, observe/; loadgen's connections; engine/ lazily, from the command
+line alone.
 Never: answers a request; is imported by anything that serves.
 """

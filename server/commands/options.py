@@ -1,4 +1,4 @@
-"""Flags of `weft chat`, `batch`, `pull`, `models` and `doctor`. Imports nothing heavy: `weft --help` reads this."""
+"""Flags of the commands that people use around a server. Imports nothing heavy: `weft --help` reads this."""
 
 from __future__ import annotations
 
@@ -77,3 +77,7 @@ def add_doctor_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--port", metavar="N", type=int, default=8000, help="port that is to be served on [8000]")
     parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def add_health_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ready", action="store_true", help="ask whether new work is taken, not only whether it lives")

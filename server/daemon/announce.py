@@ -16,6 +16,7 @@ from weft import __version__
 from weft.engine.wire.messages import EngineReady, MemoryBudget
 from weft.server.config import ServeConfig
 from weft.server.daemon.placement import shares_weights
+from weft.server.observe.whereabouts import url_of
 
 GIB = 2**30
 
@@ -30,10 +31,8 @@ def announce(
     key: bool,
 ) -> None:
     """`address`: of the listening socket. `seconds`: from start to now. `key`: requests need one."""
-    host, port = address[:2]
     ready = engines[0]
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    url = f"{'https' if config.tls_cert is not None else 'http'}://{host}:{port}"
+    url = url_of(address, tls=config.tls_cert is not None)
     each = config.each
     name = each[0].model_names[0]
     if len(each) > 1:

@@ -154,6 +154,12 @@ COMMANDS = (
         "weft.server.commands.options:add_doctor_flags",
     ),
     Command(
+        "health",
+        "ask the servers that run on this machine, whatever their ports and TLS; exits 1 unless all are well",
+        "weft.server.commands.health:run",
+        "weft.server.commands.options:add_health_flags",
+    ),
+    Command(
         "load",
         "send requests to any OpenAI-compatible server and measure it",
         "weft.loadgen.command:run",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 
 from weft.engine.errors import ConfigError
@@ -14,6 +15,7 @@ from weft.server.daemon.handover import Handover, find
 from weft.server.daemon.listen import inherited, listen, share_out
 from weft.server.daemon.notify import Notifier
 from weft.server.keys import load_keys, reread
+from weft.server.observe.whereabouts import publish, url_of
 
 MIN_KEYS = 1024
 """room for keys that come later"""
@@ -50,6 +52,7 @@ class Front:
             taken = inherited() or listen(config.host, config.port, config.api_workers)
         self._taken = taken
         self.listeners = share_out(taken, config.api_workers)
+        self._url_fd: int | None = publish(url_of(self.address, tls=config.tls_cert is not None))
         self._handover: Handover | None = None
         self._serving = False
 
@@ -112,6 +115,9 @@ class Front:
         """Let go of the port. Idempotent."""
         if self._handover is not None:
             self._handover.close()
+        if self._url_fd is not None:
+            os.close(self._url_fd)
+            self._url_fd = None
         for listener in [*self._taken, *(one for own in self.listeners for one in own)]:
             listener.close()
 
