@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
+from starlette.responses import FileResponse
 
 from weft.server.api.download import Download
 from weft.server.api.service import Service
@@ -156,7 +157,7 @@ async def retrieve_file(id: str, folder: FolderOf, owner: OwnerOf) -> dict[str, 
     return (await _get(folder, id, owner)).shown()
 
 
-@router.get(PATH + "/{id}/content", summary="What is in a file", response_class=Download)
+@router.get(PATH + "/{id}/content", summary="What is in a file", response_class=FileResponse)
 async def file_content(id: str, folder: FolderOf, owner: OwnerOf) -> Download:
     file = await _get(folder, id, owner)
     path = folder.files.content(id)
