@@ -81,7 +81,9 @@ class AnswerFile:
         self.failed += failed
 
     def close(self, *, sync: bool = False) -> None:
-        """`sync`: on the disk, not only out of this process's hands."""
-        if sync:
-            os.fsync(self._fd)
-        os.close(self._fd)
+        """`sync`: on the disk, not only out of this process's hands. Raises `OSError`; it is closed all the same."""
+        try:
+            if sync:
+                os.fsync(self._fd)
+        finally:
+            os.close(self._fd)

@@ -49,6 +49,16 @@ class StoredFile(msgspec.Struct, kw_only=True):
         return {"object": "file", **fields, "status": "processed"}
 
 
+def replace(path: Path, data: bytes, *, by: Path) -> None:
+    """Write a file as a whole: first under another name. Raises `OSError`, and leaves nothing behind."""
+    try:
+        by.write_bytes(data)
+        by.replace(path)
+    except OSError:
+        by.unlink(missing_ok=True)
+        raise
+
+
 class Upload:
     """A file that is being written."""
 
@@ -118,9 +128,7 @@ class Files:
                 purpose=purpose,
                 owner=owner,
             )
-            written = self._partial / uuid.uuid4().hex
-            written.write_bytes(msgspec.json.encode(file))
-            written.replace(self._about(name))
+            replace(self._about(name), msgspec.json.encode(file), by=self._partial / uuid.uuid4().hex)
             return file
 
     def get(self, id: str, owner: str) -> StoredFile | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from weft.server.batches.files import KEPT_SECONDS
+from weft.server.batches.files import KEPT_SECONDS, replace
 
 MAX_OPEN = 1000
 """batches that have not ended, of everybody"""
@@ -119,10 +119,9 @@ class Batches:
         return f"batch_{uuid.uuid4().hex}"
 
     def save(self, batch: Batch) -> None:
-        """For the owner, and for whoever creates it."""
+        """For the owner, and for whoever creates it. Raises `OSError`."""
         written = self.root / f"{batch.id}.{uuid.uuid4().hex}.new"
-        written.write_bytes(msgspec.json.encode(batch))
-        written.replace(self.root / f"{batch.id}.json")
+        replace(self.root / f"{batch.id}.json", msgspec.json.encode(batch), by=written)
 
     def get(self, id: str, owner: str) -> Batch | None:
         """As clients are to see it. None for what is not there, or is somebody else's."""

@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import NamedTuple
 
 from weft.server.batches import lines
@@ -21,7 +20,9 @@ SAVE_SECONDS = 1.0
 """between looks of others at how far a batch is"""
 SWEEP_SECONDS = 300.0
 AGAIN_SECONDS = 5.0
-"""before a batch is begun again that could not be, for want of room on the disk"""
+"""before the disk is tried again that had no room for a batch"""
+TELL_SECONDS = 60.0
+"""between lines in the log about that"""
 LONGEST_WAIT = 60.0
 """seconds of Retry-After that are believed"""
 ENGINES = 3
@@ -59,6 +60,8 @@ class Runner:
         self._works: dict[str, Work] = {}
         self._beginning: dict[str, asyncio.Task[None]] = {}
         self._open: dict[asyncio.Task[None], Work] = {}
+        self._put_off: dict[str, tuple[float, float]] = {}
+        """of batches that wait for room on the disk: when it is tried again, and when that was told (monotonic)"""
         self._swept = 0.0
 
     async def run(self) -> None:
@@ -108,35 +111,57 @@ class Runner:
             await asyncio.to_thread(self._files.sweep)
             await asyncio.to_thread(self._batches.sweep)
         for batch in await asyncio.to_thread(self._batches.open):
-            if batch.id not in self._works and batch.id not in self._beginning:
+            if batch.id not in self._works and batch.id not in self._beginning and self._due(batch.id):
                 task = asyncio.create_task(self._begin(batch))
                 self._beginning[batch.id] = task
                 task.add_done_callback(lambda _, id=batch.id: self._beginning.pop(id, None))  # type: ignore[misc]
         for work in list(self._works.values()):
-            cancelled = self._batches.cancelled(work.batch.id) is not None
-            if cancelled or work.batch.expires_at <= time.time():
-                await self._cut(work, "cancelled" if cancelled else "expired")
-            elif work.exhausted and not work.open:
-                await self._finish(work, "completed")
-            elif time.monotonic() - work.saved > SAVE_SECONDS and work.changed:
-                self._save(work)
+            if self._due(work.batch.id):
+                try:
+                    await self._go_on(work)
+                except OSError as error:
+                    self._wait_for_room(work.batch.id, error)
+
+    async def _go_on(self, work: Work) -> None:
+        """Whatever it needs beside requests. Raises `OSError` where the disk takes nothing; it can be done again."""
+        work.write()
+        cancelled = self._batches.cancelled(work.batch.id) is not None
+        if cancelled or work.batch.expires_at <= time.time():
+            await self._cut(work, "cancelled" if cancelled else "expired")
+        elif work.exhausted and not work.open:
+            await self._finish(work, "completed")
+        elif time.monotonic() - work.saved > SAVE_SECONDS and work.changed:
+            work.save(self._batches)
+
+    def _due(self, id: str) -> bool:
+        return self._put_off.get(id, (0.0, 0.0))[0] <= time.monotonic()
+
+    def _wait_for_room(self, id: str, error: OSError) -> None:
+        """Try again in a while. While answers are not written no others are asked for."""
+        now = time.monotonic()
+        told = self._put_off[id][1] if id in self._put_off else -TELL_SECONDS
+        if now - told >= TELL_SECONDS:
+            logger.error("batch %s waits for the disk: %s", id, error.strerror or error)
+            told = now
+        self._put_off[id] = now + AGAIN_SECONDS, told
 
     async def _begin(self, batch: Batch) -> None:
         try:
             work = await asyncio.to_thread(begin, batch, self._files, self._batches)
         except OSError as error:
-            logger.error("batch %s waits: %s", batch.id, error.strerror or error)
-            await asyncio.sleep(AGAIN_SECONDS)
+            self._wait_for_room(batch.id, error)
             return
         if work is not None:
             self._works[batch.id] = work
+        else:
+            self._put_off.pop(batch.id, None)
 
     def _start(self) -> None:
         """Open as many requests as there is room for, the batches taking turns."""
         room = self._room(len(self._open))
         now = time.monotonic()
         while room > 0:
-            ready = [w for w in self._works.values() if not w.exhausted and w.not_before <= now]
+            ready = [w for w in self._works.values() if not w.exhausted and w.not_before <= now and w.written]
             if not ready:
                 return
             for work in sorted(ready, key=lambda w: w.open)[:room]:
@@ -170,14 +195,8 @@ class Runner:
             await asyncio.sleep(wait)
         try:
             work.add(line, lines.answer(line, reply.request_id, reply.status, reply.body), failed=reply.status != 200)
-        except OSError as error:
-            # Asked again once there is room on the disk. Others that are open will find it full too: told once.
-            if work.not_before <= time.monotonic():
-                logger.error(
-                    "batch %s waits: its answers cannot be written: %s", work.batch.id, error.strerror or error
-                )
-            work.give_back(line)
-            work.not_before = time.monotonic() + LONGEST_WAIT
+        except OSError as error:  # what it took to compute is kept
+            self._wait_for_room(work.batch.id, error)
 
     async def _cut(self, work: Work, status: str) -> None:
         """End it before all its requests are answered."""
@@ -191,9 +210,6 @@ class Runner:
         await self._finish(work, status)
 
     async def _finish(self, work: Work, status: str) -> None:
-        del self._works[work.batch.id]
+        del self._works[work.batch.id]  # where this fails it is begun again, all of its answers there
         await asyncio.to_thread(work.finish, status, self._files, self._batches)
-
-    def _save(self, work: Work) -> None:
-        with suppress(OSError):
-            work.save(self._batches)
+        self._put_off.pop(work.batch.id, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 from weft.server.batches import lines
 from weft.server.batches.answers import AnswerFile, NoAnswers
@@ -22,7 +23,8 @@ class Work:
     def __init__(self, batch: Batch, requests: RequestFile, good: AnswerFile, bad: AnswerFile) -> None:
         self.batch, self._requests, self._good, self._bad = batch, requests, good, bad
         self._lines: Iterator[BatchLine] = iter(requests)
-        self._again: deque[BatchLine] = deque()
+        self._unwritten: deque[tuple[BatchLine, bytes, bool]] = deque()
+        """answers for which there was no room on the disk: as many at most as requests were under way"""
         self._failure: tuple[str, str] | None = None
         self.exhausted = False
         """no request is left to begin"""
@@ -41,34 +43,43 @@ class Work:
 
     def next(self) -> BatchLine | None:
         """The next request without an answer."""
-        if self._again:
-            return self._again.popleft()
         for line in self._lines:
             if line.custom_id not in self._good.done and line.custom_id not in self._bad.done:
                 return line
         self.exhausted = True
         return None
 
-    def give_back(self, line: BatchLine) -> None:
-        self._again.append(line)
-        self.exhausted = False
+    @property
+    def written(self) -> bool:
+        """Every answer that there is."""
+        return not self._unwritten
 
     def add(self, line: BatchLine, answer: bytes, *, failed: bool) -> None:
-        """Raises `OSError`."""
-        (self._bad if failed else self._good).add(line.custom_id, answer, failed=failed)
-        self._count()
+        """Raises `OSError`; the answer is kept then, for `write`."""
+        self._unwritten.append((line, answer, failed))
+        self.write()
+
+    def write(self) -> None:
+        """What is not written yet. Raises `OSError`."""
+        try:
+            while self._unwritten:
+                line, answer, failed = self._unwritten[0]
+                (self._bad if failed else self._good).add(line.custom_id, answer, failed=failed)
+                self._unwritten.popleft()
+        finally:
+            self._count()
 
     def fail(self, code: str, message: str) -> None:
         """End it, whatever is not answered."""
         self._failure = code, message
-        self._again.clear()
         self._lines = iter(())
         self.exhausted = True
 
     def fail_rest(self, code: str, message: str) -> None:
-        """Give every request without an answer this one. Raises `OSError`."""
-        while (line := self.next()) is not None:
-            self._bad.add(line.custom_id, lines.failure(line.custom_id, code, message), failed=True)
+        """Give every request without an answer this one. Raises `OSError`; may be done again."""
+        self.write()
+        self._lines = iter(())
+        self.exhausted = True
         for line in self._requests:
             if line.custom_id not in self._good.done and line.custom_id not in self._bad.done:
                 self._bad.add(line.custom_id, lines.failure(line.custom_id, code, message), failed=True)
@@ -92,9 +103,10 @@ class Work:
         finalize(self.batch, status, files, batches)
 
     def close(self, *, sync: bool = False) -> None:
-        self._requests.close()
-        self._good.close(sync=sync)
-        self._bad.close(sync=sync)
+        with ExitStack() as closing:  # all of them, whatever fails
+            closing.callback(self._requests.close)
+            closing.callback(self._good.close, sync=sync)
+            closing.callback(self._bad.close, sync=sync)
 
 
 def finalize(batch: Batch, status: str, files: Files, batches: Batches) -> None:
@@ -116,30 +128,34 @@ def begin(batch: Batch, files: Files, batches: Batches) -> Work | None:
     if batch.status == "finalizing":
         finalize(batch, batch.next_status or "completed", files, batches)
         return None
-    try:
-        if files.get(batch.input_file_id, batch.owner) is None:
-            raise FileNotFoundError
-        requests = RequestFile(files.content(batch.input_file_id), batch.endpoint, MAX_REQUESTS)
-    except FileNotFoundError:
-        gone = _error("invalid_file", "The input file is not there any more.", "input_file_id", None)
-        _failed(batch, batches, [gone])
-        return None
-    if requests.errors:
-        requests.close()
-        errors = [_error(e.code, f"Line {n} {e.message}.", e.param, n) for n, e in requests.errors]
-        _failed(batch, batches, errors)
-        return None
-    try:
-        good, bad = (AnswerFile(batches.output(batch.id, kind)) for kind in ("out", "err"))
-    except NoAnswers as error:
-        requests.close()
-        _failed(batch, batches, [_error("output_unreadable", f"The output: {error}.", None, None)])
-        return None
-    work = Work(batch, requests, good, bad)
-    if batch.status == "validating":
-        batch.enter("in_progress")
-    work.save(batches)
-    return work
+    with ExitStack() as opened:  # closed again, and unlocked, whatever fails
+        try:
+            if files.get(batch.input_file_id, batch.owner) is None:
+                raise FileNotFoundError
+            requests = RequestFile(files.content(batch.input_file_id), batch.endpoint, MAX_REQUESTS)
+        except FileNotFoundError:
+            gone = _error("invalid_file", "The input file is not there any more.", "input_file_id", None)
+            _failed(batch, batches, [gone])
+            return None
+        opened.callback(requests.close)
+        if requests.errors:
+            errors = [_error(e.code, f"Line {n} {e.message}.", e.param, n) for n, e in requests.errors]
+            _failed(batch, batches, errors)
+            return None
+        try:
+            good = AnswerFile(batches.output(batch.id, "out"))
+            opened.callback(good.close)
+            bad = AnswerFile(batches.output(batch.id, "err"))
+            opened.callback(bad.close)
+        except NoAnswers as error:
+            _failed(batch, batches, [_error("output_unreadable", f"The output: {error}.", None, None)])
+            return None
+        work = Work(batch, requests, good, bad)
+        if batch.status == "validating":
+            batch.enter("in_progress")
+        work.save(batches)
+        opened.pop_all()
+        return work
 
 
 def _failed(batch: Batch, batches: Batches, errors: list[dict[str, object]]) -> None:

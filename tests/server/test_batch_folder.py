@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import itertools
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from weft.engine.errors import ConfigError
+from weft.server.batches import runner as runner_module
 from weft.server.batches.answers import AnswerFile
 from weft.server.batches.files import DAY
 from weft.server.batches.folder import Folder
@@ -36,43 +40,105 @@ def test_a_folder_that_cannot_be_used_is_one_line(tmp_path: Path, capsys: pytest
     assert "--files-dir" in capsys.readouterr().err
 
 
-def entered(folder: Folder, count: int) -> Batch:
+def entered(folder: Folder, count: int, owner: str = "") -> Batch:
     upload = folder.files.begin()
     upload.write(lines(count))
     upload.end()
-    file = folder.files.take(upload.path, filename="f", purpose="batch", owner="")
+    file = folder.files.take(upload.path, filename="f", purpose="batch", owner=owner)
     batch = Batch(
         id=folder.batches.new_id(), endpoint="/v1/chat/completions", input_file_id=file.id, completion_window="24h",
-        created_at=int(time.time()), expires_at=int(time.time()) + 99, owner="",
+        created_at=int(time.time()), expires_at=int(time.time()) + 99, owner=owner,
     )  # fmt: skip
     folder.batches.create(batch)
     return batch
 
 
-async def test_a_full_disk_is_told_once_and_every_line_is_asked_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def no_room(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+async def settle(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("where", "end"),
+    [("states", "completed"), *itertools.product(("answers", "all"), ("completed", "cancelled", "expired"))],
+)
+async def test_a_full_disk_is_waited_out_and_nothing_is_asked_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, end: str, where: str
 ) -> None:
-    folder = Folder.open(str(tmp_path), 1)
-    work = begin(entered(folder, 9), folder.files, folder.batches)
-    assert work is not None
-    taken = [line for _ in range(9) if (line := work.next()) is not None]
+    for name in ("POLL_SECONDS", "SAVE_SECONDS", "AGAIN_SECONDS"):
+        monkeypatch.setattr(runner_module, name, 0.01)
+    folder, asked, closing = Folder.open(str(tmp_path), 1), list[str](), list[bool]()
+    batch, beside = entered(folder, 40), entered(folder, 1, "other")
+    is_full, is_free = asyncio.Event(), asyncio.Event()
 
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    async def ask(_line: BatchLine, _owner: str) -> Reply:
+    async def ask(line: BatchLine, owner: str) -> Reply:
+        asked.append(owner + line.custom_id)
+        if owner:  # it is under way all the while
+            await is_free.wait()
+        elif len(asked) > 12:
+            await is_full.wait()
         return Reply(200, b"{}", "id", None)
 
-    monkeypatch.setattr(AnswerFile, "add", full)
-    runner = Runner(folder.files, folder.batches, ask, lambda _: 0, lambda: False)
-    for line in taken:
-        await runner._answer(work, line)
-    assert [record.message for record in caplog.records if "cannot be written: No space left" in record.message] == [
-        f"batch {work.batch.id} waits: its answers cannot be written: No space left on device"
-    ]
-    assert not work.exhausted
-    assert [work.next() for _ in taken] == taken
-    work.close()
+    runner = Runner(folder.files, folder.batches, ask, lambda own: 6 - own, lambda: bool(closing))
+    running = asyncio.create_task(runner.run())
+    await settle(lambda: len(asked) > 12)
+    with monkeypatch.context() as full:
+        if where != "states":
+            full.setattr(AnswerFile, "add", no_room)
+        if where != "answers":
+            full.setattr(Path, "write_bytes", no_room)
+        work = runner._works[batch.id]
+        is_full.set()
+        await settle(lambda: any("waits for the disk" in record.message for record in caplog.records))
+        if end == "cancelled":
+            (folder.batches.root / f"{batch.id}.cancel").touch()
+        elif end == "expired":
+            work.batch.expires_at = 0
+        await asyncio.sleep(0.1)
+        before = len(asked)
+        await asyncio.sleep(0.1)
+        assert len(asked) == before, "nothing more is asked"
+        assert before < 41 or where == "states"
+        assert len(list(tmp_path.rglob("*.new"))) == 0, "nothing is left behind"
+    is_free.set()
+    await settle(lambda: not folder.batches.open())
+    closing.append(True)
+    await running
+    assert len(asked) == len(set(asked))
+    ended, other = folder.batches.get(batch.id, ""), folder.batches.get(beside.id, "other")
+    assert ended is not None
+    assert other is not None
+    assert (ended.status, other.status) == (end, "completed")
+    written = [json.loads(line) for id in (ended.output_file_id, ended.error_file_id) if id is not None
+               for line in folder.files.content(id).read_bytes().splitlines()]  # fmt: skip
+    assert sorted(line["custom_id"] for line in written) == sorted(f"r{i}" for i in range(40))
+    assert sum(line["response"] is not None for line in written) == len(asked) - 1
+    told = [record.message for record in caplog.records if "waits for the disk" in record.message]
+    assert sorted(told) == sorted(set(told)), "once a minute and batch"
+
+
+async def test_a_batch_that_cannot_begin_for_want_of_room_begins_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Folder.open(str(tmp_path), 1)
+    batch = entered(folder, 2)
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_bytes", no_room)
+        for _ in range(2):  # it holds no lock that it would find
+            with pytest.raises(OSError, match="No space"):
+                begin(batch, folder.files, folder.batches)
+    work = begin(batch, folder.files, folder.batches)
+    assert work is not None
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", no_room)
+        with pytest.raises(OSError, match="No space"):
+            work.finish("completed", folder.files, folder.batches)
+    assert begin(batch, folder.files, folder.batches) is not None
 
 
 @pytest.mark.parametrize("moment", ["states saved", "output handed over"])
