@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeGuard
 
 from weft.engine.errors import RequestError
 
@@ -102,5 +102,5 @@ def _moved(value: float, excluded: bool, near: set[int]) -> tuple[float, bool]:
     return (round(value + 10.0**-places, places) if value else TINY), False
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)

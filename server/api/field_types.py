@@ -28,7 +28,7 @@ def _parse_prompts(value: Any, most: int = MAX_PROMPTS) -> list[str] | list[list
         prompts = [value] if value and set(map(type, value)) == {int} else value
     else:
         raise ValueError("must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
-    if not prompts or not all(prompts):
+    if not prompts or any(prompt in ("", []) for prompt in prompts):
         raise ValueError("must not be empty")
     if len(prompts) > most:
         raise ValueError(f"must have at most {most} entries, not {len(prompts)}")

@@ -241,6 +241,12 @@ async def test_long_values_are_not_echoed(server: Server) -> None:
     assert "m" * 201 not in error["message"]
 
 
+@pytest.mark.parametrize("prompt", [[False], [None], [{}], [0.0], [0, False]])
+async def test_a_prompt_of_another_kind_is_not_called_empty(server: Server, prompt: list[object]) -> None:
+    error = error_of(await server.post(COMPLETIONS, {"prompt": prompt}), 400)
+    assert "must be a string, a list of strings" in error["message"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_prompt_and_output_beyond_the_context_name_the_numbers(server: Server, stream: bool) -> None:
     body = {"prompt": [1] * 500, "max_tokens": 13, "stream": stream}
