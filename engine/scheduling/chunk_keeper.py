@@ -11,7 +11,7 @@ import numpy as np
 from weft.engine.config import Objective
 from weft.engine.runner.batch import I32, Batch, StepResult
 from weft.engine.runner.work import Costs
-from weft.engine.scheduling.chunk_limit import BOUNDS, EACH_SECOND, STRICTER, ChunkLimit, Room
+from weft.engine.scheduling.chunk_limit import BOUNDS, ChunkLimit, Room
 from weft.engine.scheduling.iteration_cost import IterationCost, Load, load_of
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.slots import Phase, SlotTable
@@ -94,7 +94,7 @@ class ChunkKeeper:
         limit = ChunkLimit(
             objective._replace(limit=shortest.limit), IterationCost(costs), costs,
             least=max(chunk_step, most // LEAST_SHARE), most=most, patience=patience,
-            stricter=EACH_SECOND if others else STRICTER,
+            each_second=bool(others),
         )  # fmt: skip
         return cls(limit, costs, slots, share, clock)
 

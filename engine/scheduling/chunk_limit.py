@@ -24,8 +24,9 @@ BOUNDS = ("slo", "least", "waited")
 because the first in line has waited"""
 STRICTER = 0.5
 """late iterations, of those that the objective allows: gaps are not spread evenly over them"""
-EACH_SECOND = 0.05
-"""the same where every single second is to keep a percentile: it has some 50 iterations, and two may be too many"""
+EACH_SECOND = 0.005
+"""seconds that have a late iteration, where every single one is to keep a percentile: of the few that it has (25 at 40
+ms) one is too many"""
 STEP = 0.05
 """of the margin, a logarithm, behind an iteration that was late"""
 MOST_MARGIN = 0.4
@@ -51,10 +52,10 @@ class ChunkLimit:
 
     def __init__(
         self, objective: Objective, cost: IterationCost, costs: Costs, *, least: int, most: int, patience: float,
-        stricter: float = STRICTER,
+        each_second: bool = False,
     ) -> None:  # fmt: skip
-        """`least`, `most`: tokens of prompts in an iteration; `patience`: seconds; `stricter`: late iterations, of
-        those that the objective allows."""
+        """`least`, `most`: tokens of prompts in an iteration; `patience`: seconds; `each_second`: every single one is
+        to keep the objective, not all of them together."""
         self.objective = objective
         self.limit = objective.limit
         self.cost = cost
@@ -62,7 +63,9 @@ class ChunkLimit:
         self.least = min(least, most)
         self._costs, self._most = costs, most
         allowed = 0.5 if objective.statistic is None else 1 - min(objective.statistic, 99.9) / 100
-        self._allowed = min(0.5, stricter * allowed)
+        self._allowed = min(0.5, STRICTER * allowed)
+        if each_second:
+            self._allowed = min(self._allowed, EACH_SECOND * self.limit)
         self._deviations = NormalDist().inv_cdf(1 - self._allowed)
         self.margin = 0.0
         """a logarithm, beside what iterations stray"""

@@ -142,6 +142,35 @@ def test_iterations_keep_the_limit_and_are_nearly_as_large_as_it_allows(
         assert np.std(phase.sizes[-100:]) <= 0.2, phase  # it does not swing
 
 
+def seconds_kept(limit: ChunkLimit, seconds: float) -> float:
+    """The share of seconds whose p99 keeps the limit, with prompts without end and iterations that stray by a tenth now
+    and then."""
+    plant, rng = Plant(0.008, 150, 0.8, 1.0, 1, 0.01, 0.0), random.Random(5)
+    decodes, window, kept, now = Load(400, 400 * 700.0 * LAYERS), list[float](), list[bool](), 0.0
+    while now < seconds:
+        taken = limit.fits(decodes, limit.room(decodes, 0.0).target, 0, MOST - decodes.tokens)
+        load = Load(decodes.tokens + taken, decodes.seen, limit.pairs(0, taken), 1)
+        took = plant.measured(load, rng) * (math.exp(rng.uniform(0.05, 0.15)) if rng.random() < 0.004 else 1.0)
+        limit.observe(load, took, "slo")
+        window.append(took)
+        now += took
+        if sum(window) >= 1.0:
+            kept.append(float(np.percentile(window, 99)) <= limit.limit)
+            window = []
+    return float(np.mean(kept[10:]))
+
+
+def test_each_second_keeps_a_percentile_where_each_is_to() -> None:
+    def kept(*, each_second: bool) -> float:
+        objective = P99._replace(limit=0.04)
+        cost = IterationCost(COSTS)
+        return seconds_kept(
+            ChunkLimit(objective, cost, COSTS, least=128, most=MOST, patience=5.0, each_second=each_second), 400.0
+        )
+
+    assert kept(each_second=True) >= 0.99 > kept(each_second=False)
+
+
 def test_without_noise_the_size_comes_to_rest() -> None:
     plant = Plant(0.006, 150, 0.8, 1.0, 1, 0.0, 0.0)
     limit = a_limit()
