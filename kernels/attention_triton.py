@@ -88,7 +88,8 @@ class TritonAttention(AttentionBackend[TritonStep]):
     ) -> None:
         check("triton", shape)
         self._shape, self._num_sms, self._kv_scales = shape, num_sms, kv_scales
-        self._few = 0 if batch_invariant else FEW_TOKENS
+        # the plain kernel gathers smaller pages by pointers, which is slow
+        self._few = FEW_TOKENS if not batch_invariant and shape.page_size % 64 == 0 else 0
 
     @property
     def quantizes(self) -> bool:

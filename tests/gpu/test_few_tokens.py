@@ -16,11 +16,13 @@ from weft.kernels.attention_triton import FEW_TOKENS, DecodeWork, TritonAttentio
 SMS = 4
 
 
-def plain(tokens: int, monkeypatch: pytest.MonkeyPatch, *, num_sms: int | None = None, **options: Any) -> bool:
+def plain(
+    tokens: int, monkeypatch: pytest.MonkeyPatch, *, num_sms: int | None = None, page: int = 64, **options: Any
+) -> bool:
     """Whether an iteration of so many tokens has its decodes in the plain kernel."""
     asked = []
     monkeypatch.setattr(attention_triton, "decode_attention", lambda *_, portable, **__: asked.append(portable))
-    shape = AttentionShape(4, 2, 64, 16, torch.float16, torch.device("meta"))
+    shape = AttentionShape(4, 2, 64, page, torch.float16, torch.device("meta"))
     back_end = TritonAttention(shape, SMS, **options)
     nothing: Any = SimpleNamespace()
     step = TritonStep(nothing, {None: DecodeWork(nothing, nothing)}, nothing, nothing, nothing)
@@ -31,6 +33,10 @@ def plain(tokens: int, monkeypatch: pytest.MonkeyPatch, *, num_sms: int | None =
 
 def test_few_tokens_have_the_plain_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [plain(tokens, monkeypatch) for tokens in (1, FEW_TOKENS, FEW_TOKENS + 1)] == [True, True, False]
+
+
+def test_small_pages_have_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not plain(1, monkeypatch, page=16)
 
 
 def test_beside_products_the_kernel_stays_that_of_the_sms_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
