@@ -39,7 +39,7 @@ def stands_apart(spec: ModelSpec) -> bool:
     return spec.norm.centred or spec.norm.bias or placed or not spec.gated or heads
 
 
-def lacking(spec: ModelSpec, *, invariant: bool) -> str | None:
+def lacking(spec: ModelSpec) -> str | None:
     """What of a quantised model a GPU's FP8 products cannot do, in a few words; None if they do all of it."""
     e = spec.experts
     widths = [spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim, spec.qkv_size]
@@ -49,7 +49,6 @@ def lacking(spec: ModelSpec, *, invariant: bool) -> str | None:
         (spec.shard_of.ranks > 1, "several ranks"),
         (e is not None and stands_apart(spec), "experts beside heads of other sizes than 64 and 128, or other norms"),
         (any(width % 16 for width in widths), "widths that are no multiple of 16"),
-        (invariant and e is not None, "experts with --batch-invariant"),
     )
     return next((name for is_lacking, name in cases if is_lacking), None)
 

@@ -17,27 +17,43 @@ from weft.engine.runner.cuda_fp8 import Fp8Layers
 from weft.engine.runner.layer_launch import Launch
 from weft.kernels import fp8_experts
 from weft.kernels.fp8_experts import Fp8ExpertSpace
+from weft.kernels.gemm_config import GemmConfig
+from weft.kernels.gpu import is_hopper
 from weft.kernels.router import Choice
+
+_MANY = 1 << 20
+"""tokens: whatever their share of an expert is, it has many rows"""
 
 
 class Fp8ExpertLayers:
-    """Of a model with experts. tokens: of an iteration, at most; choice: of all of them.
+    """Of a model with experts. tokens: of an iteration, at most; choice: of all of them. invariant: one kernel and one
+    order of sums, that for many rows of an expert, however many there are.
 
     The methods launch one nano-operation; live `[1]`: how many tokens there are.
     """
 
     def __init__(
-        self, spec: ModelSpec, layers: Fp8Layers, choice: Choice, tokens: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+        self, spec: ModelSpec, layers: Fp8Layers, choice: Choice, tokens: int, dtype: torch.dtype, device: torch.device,
+        *, invariant: bool = False,
+    ) -> None:  # fmt: skip
         assert spec.experts is not None
         self._spec, self._layers, self._choice = spec, layers, choice
         e = spec.experts
         self._sizes = tokens, spec.hidden_size, e.intermediate_size, e.count, e.top
         self._dtype, self._device = dtype, device
         self._spaces = [self._space()]
+        self._invariant = invariant
 
     def _space(self) -> Fp8ExpertSpace:
         return fp8_experts.expert_space(*self._sizes, self._dtype, self._device)
+
+    def _config(self, it: Launch) -> GemmConfig | None:
+        """The plan's, or None for the kernel's own choice."""
+        if not self._invariant:
+            return it.nano.config
+        *_, count, top = self._sizes
+        blocked = self._layers.matrix(it.layer, "experts_gate_up").weight.scale.dim() == 3
+        return fp8_experts.by_rule(_MANY, count, top, hopper=is_hopper(), blocked=blocked)
 
     def _common(self, it: Launch, live: Tensor) -> dict[str, Any]:
         """What both products are told beside their operands."""
@@ -49,7 +65,7 @@ class Fp8ExpertLayers:
             "space": self._spaces[index],
             "num_sms": it.nano.sms,
             "num_tokens": live,
-            "config": it.nano.config,
+            "config": self._config(it),
         }
 
     def gate_up(self, it: Launch, live: Tensor) -> None:

@@ -102,7 +102,9 @@ class CudaLayers:
         self._fp8 = self._fp8_layers(activations["h"])
         self._fp8_experts: Fp8ExpertLayers | None = None
         if self._fp8 is not None and self.expert_layers is not None:
-            self._fp8_experts = Fp8ExpertLayers(spec, self._fp8, self.expert_layers.choice, tokens, dtype, device)
+            self._fp8_experts = Fp8ExpertLayers(
+                spec, self._fp8, self.expert_layers.choice, tokens, dtype, device, invariant=invariant
+            )
         self.whole, self.left = self._rows(activations)
         self.activations = self.whole.activations
         self.gemm_space = workspace(device, elements=1 << 26)

@@ -45,7 +45,7 @@ def _beyond_gpu(spec: ModelSpec) -> dict[str, bool]:
     }
 
 
-def check_fp8(spec: ModelSpec, here: Gpu, *, invariant: bool) -> None:
+def check_fp8(spec: ModelSpec, here: Gpu) -> None:
     """Of a quantised model: raises `ConfigError` where its products cannot be FP8 on this GPU."""
     from weft.engine.runner.cuda_fp8 import lacking  # needs Triton
 
@@ -53,7 +53,7 @@ def check_fp8(spec: ModelSpec, here: Gpu, *, invariant: bool) -> None:
     what = "--quantization fp8" if spec.quantization.at_load else f"an FP8 checkpoint ({spec.quantization.method})"
     if here.capability < (8, 9):
         raise ConfigError(f"{what}: {here.name} does not multiply FP8; use a checkpoint in 16 bits, or --device cpu")
-    if reason := lacking(spec, invariant=invariant):
+    if reason := lacking(spec):
         raise ConfigError(
             f"{what}: a GPU's FP8 products do not do {reason} yet; use a checkpoint in 16 bits, or --device cpu"
         )

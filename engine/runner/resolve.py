@@ -208,7 +208,7 @@ def _gpu_for(config: EngineConfig, spec: ModelSpec) -> Gpu | None:
             "--data-parallel-size for engines on GPUs of their own"
         )
     if not isinstance(spec, BroadSpec) and spec.quantization is not None:
-        check_fp8(spec, here, invariant=config.batch_invariant)
+        check_fp8(spec, here)
     return here
 
 

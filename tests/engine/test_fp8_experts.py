@@ -19,7 +19,7 @@ from tiny import make_tiny, reference_tokens, save_tiny
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from weft.engine.config import EngineConfig
-from weft.engine.errors import ConfigError, ModelError
+from weft.engine.errors import ModelError
 from weft.engine.model.directory import read_spec
 from weft.engine.model.implementation import choose_spec
 from weft.engine.model.quantize import by_layer, quantize
@@ -276,15 +276,3 @@ def test_keys_and_values_in_fp8_go_with_experts_in_fp8(family: str, tiny_model: 
     # a key at a tie may fall to the other side, and another expert may follow from that
     assert (got - want).abs().median() < 2e-3
     assert (got - want).abs().median() < 0.2 * (reference(model) - want).abs().median()
-
-
-def test_a_gpu_refuses_batch_invariant_experts_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import weft.engine.runner.resolve as resolve_module
-    from weft.kernels.gpu import KNOWN
-
-    monkeypatch.setattr(resolve_module, "gpu", lambda: KNOWN["h200"])
-    path = save_tiny("qwen3-moe", tmp_path, head_dim=64, moe_intermediate_size=48)
-    config = EngineConfig(model=str(path), quantization="fp8", batch_invariant=True)
-    spec, _ = choose_spec(config)
-    with pytest.raises(ConfigError, match=r"--quantization fp8: .* experts with --batch-invariant.*--device cpu"):
-        resolve_module.resolve(config, spec)

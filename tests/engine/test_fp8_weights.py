@@ -321,7 +321,7 @@ def test_static_activations_are_no_reason_for_a_gpu_to_refuse(form: str) -> None
     from weft.engine.runner.cuda_fp8 import lacking
 
     made = read_quantization(FORMATS[form][2])
-    assert lacking(replace(read_spec(MODEL_PATH), quantization=made), invariant=False) is None
+    assert lacking(replace(read_spec(MODEL_PATH), quantization=made)) is None
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt2", "phi", "starcoder2", "gemma", "gemma2", "olmo2", "glm4", "llama2"])
@@ -330,9 +330,9 @@ def test_a_gpu_serves_dense_families_whatever_their_norms_and_heads(tiny_model: 
     from weft.engine.runner.cuda_fp8 import lacking
 
     spec, _ = choose_spec(EngineConfig(model=str(tiny_model(family)), quantization="fp8"))
-    assert lacking(spec, invariant=True) is None
-    assert lacking(replace(spec, intermediate_size=120), invariant=False) is not None
-    assert lacking(spec.shard(0, 2), invariant=False) == "several ranks"
+    assert lacking(spec) is None
+    assert lacking(replace(spec, intermediate_size=120)) is not None
+    assert lacking(spec.shard(0, 2)) == "several ranks"
 
 
 def test_a_gpu_refuses_experts_beside_heads_of_other_sizes(tiny_model: Made) -> None:
@@ -341,8 +341,8 @@ def test_a_gpu_refuses_experts_beside_heads_of_other_sizes(tiny_model: Made) -> 
 
     spec, _ = choose_spec(EngineConfig(model=str(tiny_model("qwen3-moe")), quantization="fp8"))
     spec = replace(spec, experts=replace(spec.experts, intermediate_size=48))
-    assert "experts beside heads" in (lacking(spec, invariant=False) or "")
-    assert lacking(replace(spec, head_dim=64), invariant=False) is None
+    assert "experts beside heads" in (lacking(spec) or "")
+    assert lacking(replace(spec, head_dim=64)) is None
 
 
 @pytest.mark.parametrize("family", ["llama2", "granite-moe", "mixtral"])
@@ -375,7 +375,6 @@ def test_weights_alone_become_the_numbers_that_they_mean_on_a_gpu(
     ("name", "options", "reason"),
     [
         ("a100", {}, "A100.* does not multiply FP8"),
-        ("h200", {"model_preset": "qwen3-30b-a3b", "load_format": "dummy", "batch_invariant": True}, "not do experts"),
     ],
 )
 def test_a_gpu_that_cannot_refuses_fp8_weights_in_one_line(

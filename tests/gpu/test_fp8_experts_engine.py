@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,14 @@ def checkpoint(family: str, path: Path) -> Path:
     return path
 
 
-def served(path: Path, **options: Any) -> tuple[list[list[int]], list[list[Any]]]:
+def served(path: Path, prompts: list[np.ndarray] = PROMPTS, **options: Any) -> tuple[list[list[int]], list[list[Any]]]:
     harness = Harness(
-        path, page_size=16, max_num_seqs=2, max_num_batched_tokens=32, num_pages=24, prefix_caching=False, **options
+        path,
+        **{"page_size": 16, "max_num_seqs": 2, "max_num_batched_tokens": 32, "num_pages": 24} | options,
+        prefix_caching=False,
     )
     harness.poison_pages()
-    handles = [harness.add(p, max_tokens=2, ignore_eos=True, logprobs=1, **GREEDY) for p in PROMPTS]
+    handles = [harness.add(p, max_tokens=2, ignore_eos=True, logprobs=1, **GREEDY) for p in prompts]
     harness.run()
     return [harness.tokens[h] for h in handles], [harness.logprobs[h] for h in handles]
 
@@ -73,3 +76,21 @@ def test_its_tokens_are_those_of_the_twins(family: str, tmp_path: Path, monkeypa
             if token != other:  # two that are equally good: what follows is another text
                 break
     assert any(theirs[0] == ours[0] for theirs, ours in zip(want, got, strict=True))
+
+
+@pytest.mark.parametrize("family", ["qwen2-moe", pytest.param("gpt-oss", marks=pytest.mark.nightly)])
+def test_with_batch_invariance_a_request_has_its_bits_whatever_runs_beside_it(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint(family, tmp_path)
+    options: dict[str, Any] = {
+        "device": "cuda", "dtype": "float16", "tuning_seconds": 0, "batch_invariant": True, "quantization": "fp8",
+        "max_num_batched_tokens": 128,
+    }  # fmt: skip
+    if not HERE:
+        monkeypatch.setattr(resolve, "gpu", lambda *_: Gpu("interpreter", (8, 9), 4))
+    with contextlib.nullcontext() if HERE else interpreted_gpu(monkeypatch):
+        (alone,), (known,) = served(path, PROMPTS[:1], **options)
+        (among, _), (logged, _) = served(path, PROMPTS, **options)
+    assert among == alone
+    assert [list(one.values) for one in logged] == [list(one.values) for one in known]

@@ -173,7 +173,8 @@ SIZES = OF_EXPERTS | {"Qwen3": {"intermediate_size": 3072, "head_dim": 128, "num
     ("family", "formats"),
     [
         ("Mixtral", {}), ("Qwen3Moe", {}), ("Qwen3", {}), ("Qwen3", {"quantization": "fp8"}),
-        ("Qwen3", {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
+        ("Qwen3", {"quantization": "fp8", "kv_cache_dtype": "fp8"}), ("Qwen3Moe", {"quantization": "fp8"}),
+        ("Mixtral", {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
     ],
     ids=str,
 )  # fmt: skip
