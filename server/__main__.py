@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import sys
+from typing import Any
 
 
 def main() -> int:
@@ -36,11 +37,26 @@ def _open_streams() -> None:
         if stream is None:  # closed: the next socket would take its place
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     out = sys.stdout
-    if isinstance(out, io.TextIOWrapper) and out.errors == "strict":
-        out.reconfigure(errors="replace")  # a locale may lack a character
-    if isinstance(out, io.TextIOWrapper) and out.write_through:
-        # PYTHONUNBUFFERED: what cannot be written stays in a buffer, by which `cli.main` knows of it.
-        sys.stdout = open(out.fileno(), "w", 1, encoding=out.encoding, errors=out.errors, closefd=False)  # noqa: SIM115
+    if isinstance(out, io.TextIOWrapper) and out is sys.__stdout__:
+        sys.stdout = io.TextIOWrapper(
+            io.BufferedWriter(_Stdout(out.fileno(), "w", closefd=False)), encoding=out.encoding,
+            errors="replace" if out.errors == "strict" else out.errors,  # a locale may lack a character
+            line_buffering=out.line_buffering or out.write_through,
+        )  # fmt: skip
+
+
+class _Stdout(io.FileIO):
+    """Remembers in `error` why it could not be written, by which `cli.main` tells it from other errors: what the buffer
+    above it could not hand on is not always kept."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.error = error
+            raise
 
 
 if __name__ == "__main__":

@@ -428,7 +428,9 @@ def _unwritten() -> OSError | None:
         print(end="", flush=True)
     except OSError as error:
         return error
-    return None
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    found: OSError | None = getattr(raw, "error", None)
+    return found
 
 
 def _main(argv: list[str]) -> int:
