@@ -194,7 +194,7 @@ def _do_decodes(
 def pod_kernel(
     q, queries, decode_kv, prefill_kv, out, out_scale, stride_scale, table, stride_table, decode_items, num_decode,
     decode_partial, decode_arrived, decode_tickets, prefill_items, num_prefill, prefill_partial, prefill_arrived,
-    prefill_tickets, first_decoders, layer, layers, scale, sinks,
+    prefill_tickets, layer, layers, scale, sinks, first_decoders,
     HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, PAGE: gl.constexpr,
     DECODE_BN: gl.constexpr, DECODE_BOX: gl.constexpr, SLOTS: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr,
     STAGES: gl.constexpr, DTYPE: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, FIELDS: gl.constexpr,
@@ -269,7 +269,7 @@ def arguments(
         q, TensorDescriptor.from_tensor(q.view(-1, head_dim), [group_block(group), width], shared[0]), *tiles,
         *output_places(out, len(q), head_dim), page_table, page_table.stride(0), work.decode_items, work.num_decodes,
         decodes.partial, decodes.arrived, decodes.tickets, work.prefill_items, work.num_prefills, prefills.partial,
-        prefills.arrived, prefills.tickets, work.first_decoders, layer, layers, log2_scale(scale, head_dim), sinks,
+        prefills.arrived, prefills.tickets, layer, layers, log2_scale(scale, head_dim), sinks,
     )  # fmt: skip
     return given, {
         "HKV": num_kv_heads, "G": group, "GP": group_block(group), "D": head_dim, "DP": width, "PAGE": page_size,
@@ -295,5 +295,5 @@ def launch_pod(
     given, options = arguments(
         q, kv, layer, page_table, work, out, decodes, prefills, scale, window, softcap, sinks, blocks
     )
-    pod_kernel[(num_sms,)](*given, **options)
+    pod_kernel[(num_sms,)](*given, work.first_decoders, **options)
     return out

@@ -40,7 +40,7 @@ REGISTERS = (176, 136, 24)
 def together_kernel(
     q, queries, decode_kv, prefill_kv, out, out_scale, stride_scale, table, stride_table, decode_items, num_decode,
     decode_partial, decode_arrived, decode_tickets, prefill_items, num_prefill, prefill_partial, prefill_arrived,
-    prefill_tickets, first_decoders, layer, layers, scale, sinks,  # noqa: ARG001 (as `pod_kernel` is launched)
+    prefill_tickets, layer, layers, scale, sinks,
     HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, PAGE: gl.constexpr,
     DECODE_BN: gl.constexpr, DECODE_BOX: gl.constexpr, SLOTS: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr,
     STAGES: gl.constexpr, DTYPE: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, FIELDS: gl.constexpr,

@@ -40,7 +40,8 @@ def _ask(url: str, path: str) -> tuple[int, str]:
     connection: http.client.HTTPConnection
     if parts.scheme == "https":
         # Its certificate is for another name than that of this machine for itself.
-        context = ssl._create_unverified_context()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         connection = http.client.HTTPSConnection(host, parts.port, timeout=SECONDS, context=context)
     else:
         connection = http.client.HTTPConnection(host, parts.port, timeout=SECONDS)

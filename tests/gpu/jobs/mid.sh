@@ -10,8 +10,8 @@
 #   0.96, "now" is without a table. On 2026-11-23 0.97 at 64, 128 and 256 tokens, 0.93 at 512; no "by 32" had run then, and
 #   nothing above 512. What to look for: by waves alone 640 and 1,280 tokens should take 0.8 of "now" (tiles 160 wide for o
 #   and down), and "by 32" should bring a layer of 80 tokens from 147 us nearer to the 113 of its bytes and four starts.
-#   "192 x" are tiles of three warpgroups, which no GPU has run: a layer of 192 tokens took 225 us as one of 256, and by the
-#   bytes that SMs read should take 165. What is slower than tiles of 128 goes, if all is, with `MidConfig.rows`.
+#   "192 x" are tiles of three warpgroups, which no GPU has run: a layer of 256 tokens takes 225 us, and one of 192 should by
+#   the bytes that SMs read take 165 (a guess). What is slower than tiles of 128 goes, if all is, with `MidConfig.rows`.
 # mid_h200.json: the shipped table with what was measured anew: put it beside kernels/mid_table.py and engines use it.
 # offline-*.json: 400 requests of 256/128, 176 running in iterations of 512 tokens and 128 in such of 1,280, without any
 #   table and with it.
