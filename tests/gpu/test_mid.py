@@ -225,17 +225,17 @@ def test_a_graph_of_many_gives_the_same_each_time(config: MidConfig, num_sms: in
 
 
 def test_a_table_takes_effect(monkeypatch: pytest.MonkeyPatch, num_sms: int) -> None:
-    from weft.kernels import mid_table
+    from weft.kernels import mid_rule, mid_table
 
     if num_sms != mid_table.MACHINE[1]:
         pytest.skip("tables are for GPUs of 132 SMs")
     c = Case("plain", 200, 4096, 4096, num_sms)
-    seen: list[str] = []
+    seen: list[MidConfig] = []
     launch = mid_hopper.launch_product
-    monkeypatch.setattr(mid_hopper, "launch_product", lambda *a, **k: (seen.append(a[0]), launch(*a, **k)))
+    monkeypatch.setattr(mid_hopper, "launch_product", lambda *a, **k: (seen.append(a[1]), launch(*a, **k)))
+    monkeypatch.setattr(mid_table, "_shipped", dict)
     out = torch.empty_like(c.x)
     for table in ({}, {(256, 4096, 4096): MidConfig(256, 4)}):
         monkeypatch.setattr(mid_table, "_used", table)
-        monkeypatch.setattr(mid_table, "_shipped", dict)
         mid_projections.linear_project(c.a, None, c.w, EPS, out=out, **c.options)
-    assert seen == ["plain"]
+    assert seen == [mid_rule.by_rule(200, 4096, 4096, num_sms), MidConfig(256, 4)]

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from weft.kernels import mid_config, mid_meeting, mid_rule, mid_table
-from weft.kernels.mid_config import MidConfig, part_of
+from weft.kernels.mid_config import TALL, MidConfig, part_of
 
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (3072, 2048), (2048, 8192), (8192, 14336))
 
@@ -84,7 +84,28 @@ def test_the_shipped_table_can_be_read_and_knows_buckets_alone() -> None:
     table = mid_table._shipped()
     assert {64, 128, 256, 384, 512} <= {tokens for tokens, _, _ in table} <= set(mid_table.BUCKETS)
     assert mid_table.lookup(200, 28672, 4096) == table[256, 28672, 4096]
+    assert mid_table.lookup(150, 28672, 4096) == table[192, 28672, 4096]
     assert mid_table.lookup(32, 28672, 4096) is None
+
+
+def test_where_one_model_alone_was_measured_another_has_the_next_row_and_loads_live_tokens_alone() -> None:
+    assert (192, 3072, 2048) not in mid_table._shipped()
+    assert mid_table.lookup(192, 3072, 2048) == mid_table._shipped()[256, 3072, 2048]._replace(box=32)
+    assert mid_table.lookup(256, 3072, 2048) == mid_table._shipped()[256, 3072, 2048]
+
+
+def test_the_rule_for_192_tokens_is_within_a_sixth_of_what_was_quickest_of_these() -> None:
+    """Microseconds in bursts on an H200 (BENCHMARKS.md, products of 64 to 512 tokens)."""
+    measured = {
+        (6144, 4096): {MidConfig(96, box=32): 24.6, MidConfig(64, rows=TALL): 25.4, MidConfig(96): 36.2},
+        (4096, 4096): {MidConfig(64, box=32): 17.7, MidConfig(64, rows=TALL): 20.0, MidConfig(64): 29.3},
+        (28672, 4096): {MidConfig(128, rows=TALL): 78.9, MidConfig(224, rows=TALL): 82.5, MidConfig(224): 94.5},
+        (4096, 14336): {MidConfig(128, 4, rows=TALL): 45.5, MidConfig(64, box=32): 52.5, MidConfig(64): 91.8},
+    }
+    for shape, times in measured.items():
+        config = mid_rule.by_rule(192, *shape, 132)
+        assert config is not None
+        assert times[config] < 7 / 6 * min(times.values())
 
 
 @pytest.mark.parametrize("steps", [1, 3, 8, 64, 65, 224])
@@ -200,7 +221,8 @@ def test_a_table_is_read_as_it_was_written_and_found_by_bucket(monkeypatch: pyte
     with pytest.raises(ValueError, match="no tile"):
         mid_table.decoded({"128,1,1": [200, 1, 0]})
     monkeypatch.setattr(mid_table, "_used", dict(table))
-    assert mid_table.lookup(129, 6144, 4096) == MidConfig(192)
+    monkeypatch.setattr(mid_table, "_shipped", dict)
+    assert mid_table.lookup(193, 6144, 4096) == MidConfig(192)
     assert mid_table.lookup(256, 6144, 4096) == MidConfig(192)
     assert mid_table.lookup(257, 6145, 4096) is None
     assert mid_table.lookup(16, 4096, 14336) is None

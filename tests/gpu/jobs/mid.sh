@@ -10,14 +10,13 @@
 #   0.96, "now" is without a table. On 2026-11-23 0.97 at 64, 128 and 256 tokens, 0.93 at 512; no "by 32" had run then, and
 #   nothing above 512. What to look for: by waves alone 640 and 1,280 tokens should take 0.8 of "now" (tiles 160 wide for o
 #   and down), and "by 32" should bring a layer of 80 tokens from 147 us nearer to the 113 of its bytes and four starts.
-#   "192 x" are tiles of three warpgroups, which no GPU has run: a layer of 256 tokens takes 225 us, and one of 192 should by
-#   the bytes that SMs read take 165 (a guess). What is slower than tiles of 128 goes, if all is, with `MidConfig.rows`.
+#   "192 x" are tiles of three warpgroups: with "by 32" they took a layer of 192 tokens from 230 us to 188 (2026-11-24).
 # mid_h200.json: the shipped table with what was measured anew: put it beside kernels/mid_table.py and engines use it.
 # offline-*.json: 400 requests of 256/128, 176 running in iterations of 512 tokens and 128 in such of 1,280, without any
 #   table and with it.
 # after.txt: with the table in use, in a copy of the tree: tests of products, and that an engine answers.
 # The figures: "Products of 64 to 512 tokens" in BENCHMARKS.md. MID_SECONDS: of tuning, for 200. AFTER_SECONDS: of after.txt.
-FEW=192,384,128,640,1280,256,768,512,64,1024,1536,896,1792
+FEW=128,384,640,1280,256,768,512,64,1024,1536,896,1792,192
 python -m weft.kernels.mid_tuning --compile --models 8b --tokens $FEW > "$OUT/compile.txt" 2>&1 &
 python tests/gpu/jobs/each.py "$OUT/tests" --seconds 100 --processes 6 --together '\[(\d+-)+(?=[a-z_]+\])' \
     tests/gpu/test_mid.py::test_a_tile_of_any_width_gives_the_bits_of_the_widest \

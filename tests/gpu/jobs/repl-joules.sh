@@ -27,12 +27,18 @@ python -m weft.server serve $flags --port "$port" --api-workers "${WORKERS:-4}" 
 server=$!
 trap 'kill $server; wait $server' EXIT
 python tests/gpu/jobs/ready.py "$port" $server
-for run in 1 2 3; do
-    for times in 1 1.15; do
+counted() { # joules.txt: what requests and rest add up to beside the driver's counter, so far
+    python tests/gpu/jobs/joules.py "$port" "$OUT/joules.jsonl" 2>&1 | tee -a "$OUT/joules.txt"
+}
+sleep 3  # at rest: what that draws is known
+counted
+for run in ${RUNS:-1 2 3}; do
+    for times in ${TIMES:-1 1.15}; do
         more=$(python -c "print(round($rate * $times, 3))")
-        python -m weft.server load --server "http://127.0.0.1:$port" --rate "$more" --duration "${DURATION:-60s}" --seed "$run" \
+        python -m weft.server load --server "http://127.0.0.1:$port" --rate "$more" --duration "${DURATION:-60s}" --seed "$run${times#*.}" \
             --input "${workload%:*}" --output "${workload#*:}" --processes "${WORKERS:-4}" $(printf -- '--slo %s ' $slo) \
             --quiet --json "$OUT/x$times-$run.json" > "$OUT/x$times-$run.txt" && kept=kept || kept=missed
         python tests/gpu/jobs/loads.py "$OUT/x$times-$run.json" | sed "s/^/x$times $kept  /"
+        counted
     done
 done
