@@ -127,7 +127,8 @@ def figure_10(curve: Curve) -> Figure:
     axes[0].set(xlabel="inter-token latency, ms", ylabel="tokens/s", title=f"{curve.model}, strict objective")
     axes[1].set(xlabel="requests that ran", title="T(B) / (B T(1))", ylim=(0, None))
     for axis in axes:
-        axis.legend(frameon=False, fontsize=8)
+        if axis.get_legend_handles_labels()[0]:  # nothing has a name where no bound keeps the objective
+            axis.legend(frameon=False, fontsize=8)
     return out
 
 

@@ -6,7 +6,8 @@ One engine, which always has requests waiting: `SeatKeeper` alone says how many 
 the phase; those that run go on, so a shift is as abrupt as a trace can make it. `windows.jsonl` has each second, with
 the longest iteration in it: on the device, waiting for the host, and how many tokens of prompts it had. Then the same
 engine with fixed bounds (`EngineBench.measure`), prompts cut as auto cuts them and not: the best that keeps the
-objective is what a phase is held against.
+objective is what a phase is held against. Last, what requests and rest were charged of all this, beside the device's
+counter.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import numpy as np
 from weft.autosearch.advisor.engine_bench import EngineBench
 from weft.engine.config import EngineConfig, Objective
 from weft.engine.engine import Engine
+from weft.engine.runner.energy_meter import EnergyCounter, energy_counter
+from weft.engine.wire.messages import EnergyStats
 
 SHIFT_SECONDS = 10.0
 """behind a shift that windows may miss"""
@@ -94,6 +97,37 @@ class Watched:
         return rows
 
 
+class Joules:
+    """What the engine says of its energy since this was made, beside the counter read here."""
+
+    REST_SECONDS = 3.0
+
+    def __init__(self, engine: Engine, counter: EnergyCounter) -> None:
+        self._engine, self._counter = engine, counter
+        self._rest()  # what that draws is known from here on
+        self._begun, self._counted, self._before = time.monotonic(), counter.joules(), self._told()
+
+    def _rest(self) -> None:
+        until = time.monotonic() + self.REST_SECONDS
+        while time.monotonic() < until:
+            self._engine.rest()
+            time.sleep(0.005)
+
+    def _told(self) -> EnergyStats:
+        energy = self._engine.stats().energy
+        assert energy is not None
+        return energy
+
+    def tell(self) -> None:
+        self._rest()
+        told, counted = self._told(), self._counter.joules() - self._counted
+        requests, rest = told.charged - self._before.charged, told.at_rest - self._before.at_rest
+        print(
+            f"{time.monotonic() - self._begun:.0f} s: requests {requests:,.0f} J + at rest {rest:,.0f} J = "
+            f"{(requests + rest) / counted:.4f} of the counter's {counted:,.0f} J", flush=True,
+        )  # fmt: skip
+
+
 def measured(bench: EngineBench, bound: int, *, cut: bool) -> Any:
     """A fixed bound. The way there is with whole prompts: cut beside decodes it takes minutes."""
     scheduler = bench.engine.scheduler
@@ -133,6 +167,7 @@ def main() -> None:
     watched = Watched(engine, bench, objective, options.out)
     gc.collect()
     gc.freeze()  # as a daemon does
+    joules = Joules(engine, energy_counter(engine.resolved.device)) if engine.energy is not None else None
     begun = time.monotonic()
     windows = [watched.phase(i, p, options.phase_seconds, begun) for i, p in enumerate(phases)]
     changes = dict(engine.scheduler.seat_changes)
@@ -173,6 +208,9 @@ def main() -> None:
             f"({np.mean(whole):,.0f} with it) at {np.median([row['seats'] for row in settled[i]]):.0f} seats, "
             f"{np.mean(rates) / best:.3f} of the best fixed bound that keeps it ({bound}: {best:,.0f})", flush=True,
         )  # fmt: skip
+    bench.drop()
+    if joules is not None:
+        joules.tell()
     bench.close()
     engine.close()
 
