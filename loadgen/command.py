@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,6 +13,7 @@ from weft import install_hint
 from weft.loadgen import files, settings
 from weft.loadgen.client import Target
 from weft.loadgen.errors import LoadError
+from weft.loadgen.interrupts import run_async
 from weft.loadgen.preflight import Ready, prepare
 from weft.loadgen.run import Run, execute
 from weft.loadgen.settings import Settings
@@ -68,7 +69,7 @@ def _good(run: Run) -> bool:
 
 
 def _prepare(options: Settings, target: Target) -> Ready:
-    ready = asyncio.run(prepare(target, options.maker))
+    ready = run_async(partial(prepare, target, options.maker))
     return replace(ready, context=options.max_context or ready.context)
 
 

@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from weft.loadgen.driver import Driver, Job, Outcomes, Progress
 from weft.loadgen.errors import LoadError
+from weft.loadgen.interrupts import starting_processes
 
 HEAD_START = 0.1
 """seconds between the last process being ready and second zero"""
@@ -30,21 +32,9 @@ def run_jobs(jobs: Sequence[Job], on_progress: OnProgress | None = None) -> list
     An interrupt (Ctrl-C) ends the run early and keeps what was measured; a second one ends it at once.
     Raises `LoadError` when a process dies.
     """
-    context = multiprocessing.get_context("spawn")
     pipes: list[Connection] = []
     orders: list[Connection] = []
-    workers = []
-    for job in jobs:
-        # One pipe each way: an event loop that watches a pipe makes it non-blocking, for those who write as well.
-        ours, results = context.Pipe(duplex=False)
-        told, order = context.Pipe(duplex=False)
-        worker = context.Process(target=_work, args=(job, told, results), daemon=True)
-        worker.start()
-        told.close()
-        results.close()
-        pipes.append(ours)
-        orders.append(order)
-        workers.append(worker)
+    workers: list[SpawnProcess] = []
     interrupts = 0
 
     def interrupt(*_: Any) -> None:
@@ -52,17 +42,19 @@ def run_jobs(jobs: Sequence[Job], on_progress: OnProgress | None = None) -> list
         interrupts += 1
         if interrupts > 1:
             raise KeyboardInterrupt
-        for order in orders:
-            with suppress(OSError):
-                order.send("stop")
+        _tell(orders, "stop")
 
     previous = signal.signal(signal.SIGINT, interrupt)
     try:
+        with starting_processes():
+            for job in jobs:
+                _start(job, pipes, orders, workers)
+        if interrupts:
+            _tell(orders, "stop")  # those, too, that did not live when it came
         for pipe in pipes:
             _receive(pipe)
         epoch = time.monotonic() + HEAD_START
-        for order in orders:
-            order.send(epoch)
+        _tell(orders, epoch)
         return _collect(pipes, epoch, on_progress)
     finally:
         signal.signal(signal.SIGINT, previous)
@@ -72,6 +64,26 @@ def run_jobs(jobs: Sequence[Job], on_progress: OnProgress | None = None) -> list
             worker.join(5)
             if worker.is_alive():
                 worker.kill()
+
+
+def _start(job: Job, pipes: list[Connection], orders: list[Connection], workers: list[SpawnProcess]) -> None:
+    # One pipe each way: an event loop that watches a pipe makes it non-blocking, for those who write as well.
+    context = multiprocessing.get_context("spawn")
+    ours, results = context.Pipe(duplex=False)
+    told, order = context.Pipe(duplex=False)
+    worker = context.Process(target=_work, args=(job, told, results), daemon=True)
+    worker.start()
+    told.close()
+    results.close()
+    pipes.append(ours)
+    orders.append(order)
+    workers.append(worker)
+
+
+def _tell(orders: Sequence[Connection], what: float | str) -> None:
+    for order in orders:
+        with suppress(OSError):  # that process has ended: what it measured, or that there is nothing, is in its pipe
+            order.send(what)
 
 
 def _collect(pipes: Sequence[Connection], epoch: float, on_progress: OnProgress | None) -> list[Outcomes]:

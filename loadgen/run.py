@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 from weft.loadgen.driver import Job, Outcomes
+from weft.loadgen.interrupts import run_async
 from weft.loadgen.measures import Measures
 from weft.loadgen.preflight import Ready, snapshot
 from weft.loadgen.processes import OnProgress, run_jobs
@@ -233,7 +233,7 @@ def execute(
     on_progress: OnProgress | None = None,
 ) -> Run:
     """Make one run, with the server's own counters taken before and after it."""
-    before = asyncio.run(snapshot(ready.target))
+    before = run_async(partial(snapshot, ready.target))
     looked = time.perf_counter()
     began = time.strftime("%Y-%m-%d %H:%M:%S%z")
     jobs = [
@@ -241,7 +241,7 @@ def execute(
         for part in range(options.processes)
     ]
     outcomes = run_jobs(jobs, on_progress)
-    after = asyncio.run(snapshot(ready.target))
+    after = run_async(partial(snapshot, ready.target))
     between = time.perf_counter() - looked
     view = difference(before, after, between) if before is not None and after is not None else None
     return assemble(ready, workload, options, outcomes, began, view)

@@ -30,14 +30,11 @@ class Sweep:
     missed: float | None = None
     reason: str = ""
     """why the search ended"""
+    interrupted: bool = False
 
     @property
     def runs(self) -> list[Run]:
         return [run for _, run in self.points]
-
-    @property
-    def interrupted(self) -> bool:
-        return self.runs[-1].interrupted
 
     @property
     def by_rate(self) -> list[tuple[float, Run]]:
@@ -56,9 +53,16 @@ def search(name: str, options: SweepOptions, measure: Callable[[float], Run]) ->
     high: float | None = None
     rate = options.start_rate
     while len(sweep.points) < options.max_runs:
-        run = measure(rate)
-        sweep.points.append((rate, run))
-        if run.interrupted:
+        try:
+            run = measure(rate)
+        except KeyboardInterrupt:  # before there was anything of this run
+            if not sweep.points:
+                raise
+            sweep.interrupted = True
+        else:
+            sweep.points.append((rate, run))
+            sweep.interrupted = run.interrupted
+        if sweep.interrupted:
             sweep.reason = "the sweep was interrupted"
             break
         if not run.attainment.met and run.lateness_matters:

@@ -409,7 +409,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     written to stdout.
     """
     try:
-        status = _main(list(sys.argv[1:] if argv is None else argv))
+        try:
+            status = _main(list(sys.argv[1:] if argv is None else argv))
+        except KeyboardInterrupt:
+            status = INTERRUPTED
         print(end="", flush=True)
         return status
     except OSError:
@@ -455,8 +458,6 @@ def _translated(name: str, run: Callable[[], int]) -> int:
     except WeftError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return USAGE if isinstance(error, ConfigError) else 1
-    except KeyboardInterrupt:
-        return INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import csv
 import json
+import os
 import re
 import signal
 import socket
@@ -255,6 +256,26 @@ async def test_an_interrupt_ends_a_run_early_and_reports_it() -> None:
     sent = re.search(rb"\d+ of (\d+) requests answered", shown)
     assert sent is not None
     assert 15 <= int(sent[1]) < 3000
+
+
+async def test_an_interrupt_of_a_terminal_while_processes_start_is_no_traceback() -> None:
+    """It goes to all of them, also to those that still import."""
+    async with serving() as stub:
+        command = ("load", "--server", stub.url, "--rate", "50", "--duration", "60", "--processes", "2")
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "weft.server", *command, stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+        while not any("spawn_main" in Path(f"/proc/{pid}/cmdline").read_text() for pid in children(process.pid)):
+            await asyncio.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)
+        shown, complaints = await asyncio.wait_for(process.communicate(), 240)
+    assert (process.returncode, complaints) == (1, b"")  # nothing was answered
+    assert b"The run was interrupted." in shown
+
+
+def children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
 async def test_rows_of_inferencex_need_a_fixed_concurrency_and_lengths(

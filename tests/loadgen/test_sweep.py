@@ -70,3 +70,15 @@ def test_an_interrupted_sweep_keeps_what_it_found() -> None:
     sweep: Sweep = search("s", SweepOptions(), lambda rate: run_with(0.05, interrupted=rate >= 4))
     assert sweep.best == 2.0
     assert len(sweep.points) == 3
+
+
+def test_an_interrupt_before_a_run_has_begun_keeps_the_runs_before_it() -> None:
+    def measure(rate: float) -> Run:
+        if rate >= 4:
+            raise KeyboardInterrupt
+        return run_with(0.05)
+
+    sweep = search("s", SweepOptions(), measure)
+    assert (sweep.best, sweep.interrupted, sweep.reason) == (2.0, True, "the sweep was interrupted")
+    with pytest.raises(KeyboardInterrupt):
+        search("s", SweepOptions(start_rate=4), measure)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -226,6 +227,17 @@ runpy.run_module("weft.server", run_name="__main__")
     )
     assert result.returncode in (-signal.SIGINT, 130), result
     assert (result.stdout, result.stderr) == ("", "")
+
+
+def test_ctrl_c_while_options_are_read_leaves_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("weft.server.daemon.cli.add_flags", interrupted)
+    assert main(["load", "--rate", "5"]) == 130
+    assert capsys.readouterr() == ("", "")
 
 
 def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
