@@ -28,7 +28,7 @@ MEMORY_BYTES = 128 * 2**20
 """that a grammar may take while it is compiled"""
 
 START_SECONDS = 60.0
-"""that a request waits for the process at most, which reads the tokenizer first"""
+"""that a request waits for the process at most, which reads the tokenizer first, also when it is started again"""
 
 WAIT_SECONDS = 10.0
 """that it waits for its grammar then at most"""
@@ -118,8 +118,10 @@ class GrammarCompiler:
         self._numbers: dict[int, _Trial] = {}
         self._next = 1
         self._process: Process | None = None
-        self._ready = asyncio.Event()
+        self._ready = False
         """the process tries grammars"""
+        self._bounds: set[asyncio.Timeout] = set()
+        """of those who wait"""
         self._reading: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -147,26 +149,26 @@ class GrammarCompiler:
             self._go_on()
         trial.waiters += 1
         try:
-            async with asyncio.timeout(START_SECONDS) as bound:
-                await self._ready_for(trial)
-                bound.reschedule(asyncio.get_running_loop().time() + WAIT_SECONDS)
+            async with asyncio.timeout(self._patience()) as bound:
+                self._bounds.add(bound)
                 return await asyncio.shield(trial.done)
         except TimeoutError:
             raise self._busy() from None
         finally:
+            self._bounds.discard(bound)
             trial.waiters -= 1
             if not trial.waiters and not trial.done.done():
                 self._drop(trial)
 
-    async def _ready_for(self, trial: _Trial) -> None:
-        """Return once the process tries grammars, or this one needs it no longer."""
-        if self._ready.is_set():
-            return
-        ready = asyncio.create_task(self._ready.wait())
-        try:
-            await asyncio.wait((ready, trial.done), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            ready.cancel()
+    def _patience(self) -> float:
+        return WAIT_SECONDS if self._ready else START_SECONDS
+
+    def _turn(self, ready: bool) -> None:
+        """The process tries grammars from now on, or does no longer: the time of all who wait begins anew."""
+        self._ready = ready
+        for bound in self._bounds:
+            if not bound.expired():
+                bound.reschedule(asyncio.get_running_loop().time() + self._patience())
 
     def _busy(self) -> ApiError:
         self._observe("busy", 0.0)
@@ -259,12 +261,12 @@ class GrammarCompiler:
                 if verdict.id == 0:
                     unusable = verdict.error
                     if unusable is None:
-                        self._ready.set()
+                        self._turn(True)
                 else:
                     self._take(verdict)
         finally:
             self._process = None
-            self._ready.clear()
+            self._turn(False)
             with suppress(ProcessLookupError):
                 process.kill()
             await process.wait()

@@ -247,6 +247,34 @@ async def test_a_process_that_was_killed_is_replaced(compiler: Compiler) -> None
     compiler.slow.seconds = 0.5
 
 
+async def test_the_time_that_a_killed_process_takes_to_be_back_is_not_the_grammars(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    back = threading.Event()
+
+    def read() -> str:
+        back.wait(60)
+        monkeypatch.setattr(grammar_compiler, "WAIT_SECONDS", 200.0)
+        return VOCABULARY
+
+    async with compiling() as compiler:
+        await compiler.prove(grammar_text.regex("[a-z]{3}"), "a")
+        compiler.quick.seconds = 60.0
+        bombs = [asyncio.create_task(compiler.prove(bomb(k), "a")) for k in (90, 91)]
+        await compiler.settle(2)
+        monkeypatch.setattr(grammar_compiler, "WAIT_SECONDS", 2.0)
+        behind = asyncio.create_task(compiler.prove(grammar_text.regex("[a-z]{5}"), "b"))
+        await asyncio.sleep(0)
+        compiler._tokenizer = read
+        assert compiler._process is not None
+        compiler._process.kill()
+        await asyncio.wait(bombs)
+        await asyncio.sleep(2.2)
+        back.set()
+        assert await behind >= 0
+        assert [bomb.exception().status for bomb in bombs] == [503] * 2  # type: ignore[union-attr]
+
+
 async def test_a_model_without_a_tokenizer_has_no_grammars() -> None:
     async with compiling("{}") as compiler:
         for text in ("a", "b"):
