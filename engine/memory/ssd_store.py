@@ -277,9 +277,22 @@ class StoreFile:
             return True
 
     def new_epoch(self) -> None:
-        """Forget every extent. Raises `OSError`: then the epoch is what it was."""
-        self._write_all(self.fd, memoryview(pack_superblock(self.geometry, self.epoch + 1)), 0)
+        """Forget every extent, on the disk as well: after a power cut, too, they are not there. Raises `OSError`: then
+        the epoch is what it was."""
+        self._write_durably(pack_superblock(self.geometry, self.epoch + 1), 0)
         self.epoch += 1
+
+    def _write_durably(self, block: bytes, at: int) -> None:
+        """This block alone reaches the disk before we return: a sync of the file would wait for all of its pages."""
+        try:
+            written = os.pwritev(self.fd, [block], at, os.RWF_DSYNC)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            written = os.pwrite(self.fd, block, at)
+            os.fdatasync(self.fd)
+        if written != len(block):
+            raise OSError(errno.ENOSPC, "not all was written")
 
     def remove(self) -> None:
         """The path leads to this file no longer, which stays open. Raises `OSError`."""

@@ -216,6 +216,42 @@ def test_a_reset_that_the_disk_refuses_brings_no_page_back(tmp_path: Path) -> No
     again.close()
 
 
+@pytest.mark.parametrize("takes_flags", [True, False], ids=["per write", "whole file"])
+def test_what_was_forgotten_does_not_come_back_with_the_power(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes_flags: bool
+) -> None:
+    """Of what is written, a power cut leaves what was to be durable when the call came back."""
+    filled(tmp_path)
+    path = tmp_path / FILE_NAME
+    on_disk = path.read_bytes()
+    pwritev, fdatasync = os.pwritev, os.fdatasync
+
+    def write(fd: int, data: list[bytes], at: int, flags: int = 0) -> int:
+        nonlocal on_disk
+        if flags and not takes_flags:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        written = pwritev(fd, data, at)
+        if flags & os.RWF_DSYNC:
+            on_disk = on_disk[:at] + os.pread(fd, written, at) + on_disk[at + written :]
+        return written
+
+    def sync(fd: int) -> None:
+        nonlocal on_disk
+        fdatasync(fd)
+        on_disk = path.read_bytes()
+
+    monkeypatch.setattr(os, "pwritev", write)
+    monkeypatch.setattr(os, "fdatasync", sync)
+    opened = Open(tmp_path)
+    assert opened.found
+    opened.store.reset()
+    opened.close()
+    path.write_bytes(on_disk)
+    again = Open(tmp_path)
+    assert not again.found
+    again.close()
+
+
 def test_a_file_that_can_neither_forget_nor_be_removed_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

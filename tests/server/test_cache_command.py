@@ -126,7 +126,7 @@ def test_a_disk_that_cannot_be_read_or_written_is_told(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", refuse)
+        patch.setattr(os, "pwritev", refuse)
         assert "EIO" in refused("clear", tmp_path, capsys)
     monkeypatch.setattr(os, "preadv", refuse)
     assert main(["cache", "verify", str(tmp_path)]) == 1
