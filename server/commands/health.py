@@ -49,13 +49,14 @@ def _ask(url: str, path: str) -> tuple[int, str]:
         connection.request("GET", path)
         answer = connection.getresponse()
         body = json.loads(answer.read())
+        told = str(body["status"] if answer.status == 200 else body["error"]["message"])
+    except (KeyError, TypeError):
+        return 0, "answers, but as no weft does"
     except (OSError, http.client.HTTPException, ValueError) as error:
         return 0, f"does not answer: {error or type(error).__name__}"
     finally:
         connection.close()
-    if answer.status != 200:
-        return answer.status, f"{answer.status}: {body['error']['message']}"
-    return 200, str(body["status"])
+    return answer.status, told if answer.status == 200 else f"{answer.status}: {told}"
 
 
 if __name__ == "__main__":

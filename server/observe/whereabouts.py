@@ -27,12 +27,24 @@ def publish(url: str) -> int:
 
 
 def published() -> list[str]:
-    """The URLs of all daemons whose memory this process may see: those of its user, for root all."""
+    """The URLs of all daemons whose memory this process may see (those of its user, for root all), and that it reaches:
+    the addresses of another container are not its own."""
     found = set[str]()
+    network = _network("self")
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):  # somebody else's, or it has just ended
+        with suppress(OSError, UnicodeDecodeError):  # somebody else's, or it has just ended; none of ours
+            if _network(pid) != network:
+                continue
             for fd in os.listdir(folder := f"/proc/{pid}/fd"):
                 if os.readlink(path := f"{folder}/{fd}").startswith(f"/memfd:{NAME} "):
                     with open(path, encoding="utf-8") as file:
                         found.add(file.read())
     return sorted(found)
+
+
+def _network(pid: str) -> str | None:
+    """The network of a process; None of one that may not be looked at, and where the kernel has but one."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net")
+    except OSError:
+        return None

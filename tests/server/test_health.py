@@ -79,6 +79,42 @@ def test_a_server_that_does_not_answer_or_is_not_there_is_not_well(capsys: pytes
     assert whereabouts.published() == []
 
 
+@pytest.mark.usefixtures("alone")
+def test_what_others_have_put_where_daemons_are_looked_for_is_none_of_ours() -> None:
+    """Root sees the processes of all users."""
+    fd = os.memfd_create(whereabouts.NAME)
+    os.write(fd, b"\xff\xfe")
+    assert whereabouts.published() == []
+    os.close(fd)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_daemon_in_a_network_of_its_own_is_not_asked_in_ours() -> None:
+    """Root on a host sees the processes of containers, whose 127.0.0.1 is another one."""
+    publish = f"whereabouts.NAME = {whereabouts.NAME!r}; whereabouts.publish('http://127.0.0.1:1')"
+    code = f"from weft.server.observe import whereabouts; {publish}; print(flush=True); input()"
+    command = ("unshare", "--map-root-user", "--net", sys.executable, "-P", "-c", code)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        if not process.stdout.readline():
+            pytest.skip("no network of one's own can be made here")
+        assert whereabouts.published() == []
+        process.stdin.close()
+
+
+async def test_another_server_at_the_address_is_not_well() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write(b"HTTP/1.0 404 Not Found\r\n\r\n{}")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1") as server:
+        port = server.sockets[0].getsockname()[1]
+        told = await asyncio.to_thread(health._ask, f"http://127.0.0.1:{port}", "/health")
+    assert told == (0, "answers, but as no weft does")
+
+
 @pytest.mark.slow
 def test_the_check_of_the_image_finds_a_daemon_whose_port_it_was_not_told(tmp_path: Path) -> None:
     words = DOCKERFILE.read_text().partition("HEALTHCHECK")[2].partition("CMD ")[2].splitlines()[0]
