@@ -478,6 +478,7 @@ class Daemon:
     async def _end_answers(self) -> None:
         """Let open answers finish, in the time there is, then end those that did not."""
         until = time.monotonic() + self._config.drain_timeout
+        self._rollout.stop()
         if self._handed_over:
             logger.info("another daemon has the port; ending behind the answers on the connections there are")
             self._tell_end(HandOver())

@@ -40,10 +40,13 @@ class Rollout:
         self._patience = patience
         self._serves = serves
         self._work: asyncio.Task[None] | None = None
+        self._stopped = False
 
     def begin(self, engines: Sequence[int]) -> str:
         """Begin it for these engines, all for none. Returns why not, or nothing."""
         several = [engine for engine, others in self._beside.items() if others]
+        if self._stopped:
+            return "the daemon has been asked to end"
         chosen = list(dict.fromkeys(engines)) or several or list(self._keepers)
         if unknown := [engine for engine in chosen if engine not in self._keepers]:
             return f"there is no engine {unknown[0]}"
@@ -61,8 +64,10 @@ class Rollout:
         return ""
 
     def stop(self) -> None:
-        if self._work is not None:
-            self._work.cancel()
+        """The daemon has been asked to end: no other engine is taken from those that still answer. Idempotent."""
+        self._stopped = True
+        if self._work is not None and self._work.cancel():
+            logger.info("the restart of engines ends here: the daemon has been asked to end")
 
     async def _run(self, engines: Sequence[int]) -> None:
         for engine in engines:

@@ -312,7 +312,9 @@ async def test_engines_are_restarted_one_by_one_without_a_failed_request(
         assert restarts[:3] == restarts[3:]  # those were no accidents
 
 
-async def test_what_is_open_is_finished_when_the_daemon_ends(daemon: Daemon, ledger: Ledger) -> None:
+async def test_what_is_open_is_finished_when_the_daemon_ends_even_amid_a_restart_of_engines(
+    daemon: Daemon, ledger: Ledger
+) -> None:
     async with client(daemon) as http:
         await until(lambda: answered(http, ledger))
         found = await told_of_all(http, ledger)
@@ -320,12 +322,19 @@ async def test_what_is_open_is_finished_when_the_daemon_ends(daemon: Daemon, led
         assert found("finished_total", "abort") == ledger.ends["engine_dead"]
         assert not found("requests_running") + found("requests_waiting")
         begun = [asyncio.Event() for _ in range(6)]
-        streams = [asyncio.create_task(ledger.ask(http, event, max_tokens=60, stream=True)) for event in begun]
+        streams = [
+            asyncio.create_task(ledger.ask(http, event, max_tokens=60 * i, stream=True))
+            for i, event in enumerate(begun, 1)
+        ]
         await asyncio.gather(*(event.wait() for event in begun))
+        assert (await http.post("/admin/engines/restart", json={}, headers=ADMIN)).status_code == 202
+        known = len(daemon.stderr())
         daemon.process.send_signal(signal.SIGTERM)
         assert set(await asyncio.gather(*streams)) == {"length"}
     assert await asyncio.to_thread(daemon.process.wait, 240) == 0
     assert "Traceback" not in daemon.stderr()
+    assert "did not come back" not in daemon.stderr()[known:]
+    assert "serve on without it" not in daemon.stderr()[known:]
 
 
 async def test_an_engine_that_was_given_up_comes_back_when_a_restart_is_asked_for(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,14 +17,16 @@ from weft.server.observe.board import Board
 class Engines:
     """So many, of which some have been given up; `broken`: they do not come back."""
 
-    def __init__(self, count: int, *, given_up: set[int], broken: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, count: int, *, given_up: set[int], broken: frozenset[int] = frozenset(), patience: float = 0.0
+    ) -> None:
         self.renewed: list[int] = []
         self._broken = broken
         self._keepers = {
             i: SimpleNamespace(asleep=0, given_up=i in given_up, renew=lambda i=i: self._renew(i)) for i in range(count)
         }
         keepers = cast("dict[int, EngineKeeper]", self._keepers)
-        self.rollout = Rollout(keepers, [range(count)], Board(1, engines=count), 0.0, self._serves)
+        self.rollout = Rollout(keepers, [range(count)], Board(1, engines=count), patience, self._serves)
 
     def _serves(self, engine: int) -> bool:
         return not self._keepers[engine].given_up
@@ -67,3 +70,18 @@ async def test_it_ends_where_nobody_else_will_serve() -> None:
     engines._keepers[1].given_up = True
     await engines.end()
     assert engines.renewed == []
+
+
+async def test_it_ends_when_the_daemon_is_asked_to() -> None:
+    """An engine that waits for its open requests keeps them for as long as the daemon waits, and is not ended."""
+    engines = Engines(2, given_up=set(), patience=240.0)
+    board = engines.rollout._board
+    board.engine_load[0, 0] = 1
+    assert engines.rollout.begin([]) == ""
+    while not board.closed[0]:
+        await asyncio.sleep(0)
+    engines.rollout.stop()
+    with contextlib.suppress(asyncio.CancelledError):
+        await engines.end()
+    assert (engines.renewed, board.closed.any()) == ([], False)
+    assert engines.rollout.begin([]) == "the daemon has been asked to end"
