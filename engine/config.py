@@ -496,11 +496,12 @@ class EngineConfig(BaseModel):
 
     @property
     def model_name(self) -> str:
-        """The name the model is served under unless the operator gives another."""
+        """The name the model is served under unless the operator gives another: the directory's, as it was given. That
+        of a link stays when the link leads to other weights."""
         if self.model_preset is not None:
             return self.model_preset
         if self.model == "demo":
             return "demo"
-        path = self.model_path.resolve()
-        of_hub = _SNAPSHOT.search(str(path))
-        return f"{of_hub[1]}/{of_hub[2]}" if of_hub else path.name
+        path = os.path.abspath(self.model_path)
+        of_hub = _SNAPSHOT.search(path)
+        return f"{of_hub[1]}/{of_hub[2]}" if of_hub else os.path.basename(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,3 +62,26 @@ def test_a_bound_that_adapts_keeps_an_objective() -> None:
 def test_an_objective_that_nobody_keeps_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(ServeConfig, options, None)
+
+
+def test_a_model_keeps_its_name_when_its_link_leads_to_other_weights(tmp_path: Path) -> None:
+    """So new weights are served by a restart of engines, to clients that name the model."""
+    link = tmp_path / "current"
+    config = ServeConfig(model=str(link))
+    names = []
+    for weights in ("march", "april"):
+        (tmp_path / weights).mkdir()
+        link.unlink(missing_ok=True)
+        link.symlink_to(weights)
+        names += config.model_names
+    assert names == ["current", "current"]
+
+
+def test_a_model_is_named_after_its_directory_or_its_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert ServeConfig(model="a/b/").model_names == ["b"]
+    assert ServeConfig(model=".").model_names == [tmp_path.name]
+    snapshot = tmp_path / "models--org--name" / "snapshots" / ("0" * 40)
+    assert ServeConfig(model=str(snapshot)).model_names == ["org/name"]
