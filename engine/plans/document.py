@@ -30,5 +30,5 @@ def read_document(path: Path, into: type[T], *, form: str, version: int, kind: s
         raise ConfigError(f"cannot read the {kind} {path}: {error.strerror}") from None
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path} is not a valid {kind}: {error}") from None
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise ConfigError(f"{path} is not a {kind}: it is not JSON") from None

@@ -188,7 +188,7 @@ def test_a_file_that_is_no_plan_is_one_line(tmp_path: Path, change: dict[str, An
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff\xfe", b'"text"'])
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff\xfe", b'"text"', b'{"mod\xffel": 1}', b"[" * 9999])
 def test_a_file_that_is_not_json_is_one_line(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "plan.json").write_bytes(content)
     with pytest.raises(ConfigError, match="is not a plan"):
