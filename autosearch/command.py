@@ -291,4 +291,6 @@ def run(arguments: argparse.Namespace) -> int:
     for i, period in enumerate(result.plan.periods):
         gantt.draw(period, console, title=f"pipeline {i + 1} of {len(result.plan.periods)}")
     print(f"{arguments.out}: {gantt.summary(result.plan)}")
+    if arguments.svg is not None and not result.plan.periods:
+        print(f"{arguments.svg}: not written, for there is no pipeline to draw")
     return 0

@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     name.write_text(gantt.svg(period, f"{t.gpu}, {plan.workload}"))
                 except OSError as error:
                     raise ConfigError(f"cannot write --svg {name}: {error.strerror}") from None
+        if arguments.svg is not None and not plan.periods:
+            console.print(f"{arguments.svg}: not written, for there is no pipeline to draw", highlight=False)
     except WeftError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2

@@ -431,6 +431,19 @@ def test_show_prints_a_plan_and_draws_each_pipeline(
     assert (tmp_path / "a-2.svg").exists()
 
 
+def test_a_picture_that_there_is_nothing_to_draw_for_is_told(
+    plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    svg = tmp_path / "a.svg"
+    msgspec.structs.replace(plan, periods=()).save(tmp_path / "plan.json")
+    assert cli.main(["plan", "show", str(tmp_path / "plan.json"), "--svg", str(svg)]) == 0
+    assert "a.svg: not written" in capsys.readouterr().out.replace("\n", "")
+    arguments = ["--model-preset", "llama-3-8b", "--gpu", "h200", "--budget-seconds", "1e-3", "--svg", str(svg)]
+    assert cli.main(["search", *arguments, "--out", str(tmp_path / "plan.json")]) == 0
+    assert "a.svg: not written" in capsys.readouterr().out
+    assert not svg.exists()
+
+
 @pytest.mark.parametrize("arguments", [["/nowhere.json"], [], ["--sgv", "x", "y"]])
 def test_show_refuses_in_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     try:
