@@ -208,13 +208,19 @@ def load_weights(
             spec, names, Tensors(reader, checkpoint.__contains__, dtype, checkpoint.shape_of), tables, tied=tied
         )
         reader.finite.end(dtype)
-        if isinstance(checkpoint, IntegerCheckpoint) and spec.shard_of.rank == 0:
-            print(f"weft: {checkpoint.told(weights.num_bytes, spec)}", file=sys.stderr, flush=True)
-        if spec.widened and spec.shard_of.rank == 0:
-            print(f"weft: {_widened(wanted, weights)}", file=sys.stderr, flush=True)
-        harmless = (*HARMLESS, *names.harmless, *matrices.HARMLESS)
-        warn_of_surplus(checkpoint.surplus((*harmless, head) if tied else harmless))
+        if spec.shard_of.rank == 0:  # the others would say the same
+            _tell(checkpoint, wanted, weights, spec)
+            harmless = (*HARMLESS, *names.harmless, *matrices.HARMLESS)
+            warn_of_surplus(checkpoint.surplus((*harmless, head) if tied else harmless))
     return weights
+
+
+def _tell(checkpoint: TensorSource, wanted: _Wanted, weights: Weights, spec: ModelSpec) -> None:
+    """What matrices became that the checkpoint has in fewer bits."""
+    if isinstance(checkpoint, IntegerCheckpoint):
+        print(f"weft: {checkpoint.told(weights.num_bytes, spec)}", file=sys.stderr, flush=True)
+    if spec.widened:
+        print(f"weft: {_widened(wanted, weights)}", file=sys.stderr, flush=True)
 
 
 def _widened(wanted: _Wanted, weights: Weights) -> str:

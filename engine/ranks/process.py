@@ -7,6 +7,7 @@ STACKS say where it shows that it lives, and writes its stacks. On stdin come tw
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -63,6 +64,7 @@ def _serve(config: EngineConfig, links: Links, beat: RankBeat, start_timeout: fl
 
 def main() -> int:
     install()
+    logging.getLogger("weft.engine").setLevel(logging.ERROR)  # what configuration and plan come to, rank 0 tells
     rank, parent, beats_fd, row, stacks_fd = map(int, sys.argv[1:6])
     settle(parent or None)
     write_stacks_to(stacks_fd)

@@ -23,6 +23,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError, ModelError, RankLost
 from weft.engine.memory.ssd_store import StoreFile
+from weft.engine.plans.plan import Plan, Target
 from weft.engine.ranks import batches, follower, group, runners
 from weft.engine.ranks import links as links_module
 from weft.engine.ranks.leader import DONE, PENDING, LeadingRunner
@@ -165,7 +166,11 @@ def test_a_restart_finds_what_every_rank_has_and_a_killed_rank_ends_it(
     again.engine.runner.own.close()  # type: ignore[attr-defined]
 
 
-def test_what_a_rank_cannot_load_is_told_with_its_number(tmp_path: Path) -> None:
+def test_what_a_rank_cannot_load_is_told_with_its_number_and_what_all_find_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "plan.json"
+    Plan(Target("a GPU", 132, "another", "bfloat16", "none"), "1:1", ()).save(plan)
     path = save_tiny("llama2", tmp_path)
     for file in path.glob("*.safetensors"):
         tensors = load_file(file)
@@ -174,8 +179,9 @@ def test_what_a_rank_cannot_load_is_told_with_its_number(tmp_path: Path) -> None
             save_file(tensors, file, {"format": "pt"})
     began = time.monotonic()
     with pytest.raises(RankLost, match=r"rank 1: weights are not finite.*q_proj"):
-        Engine(EngineConfig(model=str(path), dtype="float32", tensor_parallel_size=2))
+        Engine(EngineConfig(model=str(path), dtype="float32", tensor_parallel_size=2, plan=str(plan)))
     assert time.monotonic() - began < 120
+    assert "is not used" not in capfd.readouterr().err  # rank 0's is in the log of this process
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,10 @@ def test_other_surplus_tensors_are_told_in_one_line(whole: Path, capfd: pytest.C
     (line,) = capfd.readouterr().err.splitlines()
     assert "1 tensor(s)" in line
     assert line.endswith("model.layers.0.self_attn.q_proj.bias")
+    options = {"device": torch.device("cpu"), "dtype": torch.float32, "max_positions": 8}
+    for rank, lines in ((0, 1), (1, 0)):  # of several ranks one tells it
+        load_weights(read_spec(whole).shard(rank, 2), whole, **options)
+        assert capfd.readouterr().err.count("tensor(s)") == lines
 
 
 def test_a_tensor_that_lacks_or_does_not_fit_is_named_before_any_is_read(whole: Path) -> None:
