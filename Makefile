@@ -19,7 +19,7 @@ PINS ?=
 PINNED := $(VENV)/constraints.txt
 # Three lanes of about equal length: tests that compute, and two that often wait. Each begins as soon as there is what
 # it needs: what one has to fetch comes while the others compute.
-SUPERVISED := $(patsubst %,tests/server/test_%.py,supervision hub lifecycle workers takeover handover replicas_live ranks_live) \
+SUPERVISED := $(patsubst %,tests/server/test_%.py,supervision hub lifecycle workers takeover handover replicas_live ranks_live first_start) \
 	$(wildcard tests/server/test_conformance_*.py)
 BUSY := tests/autosearch tests/engine tests/kernels tests/examples tests/fleet tests/loadgen
 INSTALL := $(BIN)/python deploy/install

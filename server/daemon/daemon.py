@@ -182,7 +182,8 @@ class Daemon:
             await asyncio.wait((stop, self._failure), return_when=asyncio.FIRST_COMPLETED)
             self._asked_to_stop.set()
             self._front.notifier.stopping("ending")
-            if self._announced and not self._failure.done():
+            # Of several engines one may serve before all do.
+            if (self._announced or self._introductions.num_attached) and not self._failure.done():
                 await self._end_answers()
                 # Where an engine's end was the end of the last answers, why is about to be told.
                 ended = [engine for engine in self._engines.values() if engine.given_up or self._ends_untold(engine)]
@@ -191,6 +192,7 @@ class Daemon:
                 print(f"weft: {self._failure.result()}", file=sys.stderr, flush=True)
                 self._tell_end(Drain())
                 await self._wait_idle(FAREWELL)
+                await self._interrupt()
             return 1 if self._failure.done() else 0
         finally:
             self._rollout.stop()
@@ -305,7 +307,7 @@ class Daemon:
         while True:
             try:
                 why = await keeper.keep()
-                if not self._announced or all(other.given_up for other in self._engines.values()):
+                if not (self._announced or self.ending) or all(other.given_up for other in self._engines.values()):
                     self._fail(why)
                     return
                 logger.error("%s; the other engines serve on without it", why)
@@ -490,7 +492,12 @@ class Daemon:
             return
         self._tell_end(Drain())
         await self._wait_idle_or_asked(until)
-        if not self._idle.is_set() and not self._failure.done():
+        if not self._failure.done():
+            await self._interrupt()
+
+    async def _interrupt(self) -> None:
+        """End the answers that are still open, of engines that live."""
+        if not self._idle.is_set() and self._introductions.num_attached:
             self._tell(Interrupt())
             await self._wait_idle(FAREWELL)
 
