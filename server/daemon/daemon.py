@@ -7,7 +7,6 @@ import itertools
 import logging
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
@@ -23,6 +22,7 @@ from weft.engine.wire.stacks import own_stacks
 from weft.server.config import ServeConfig
 from weft.server.daemon.announce import announce
 from weft.server.daemon.api_process import ApiProcess, Place
+from weft.server.daemon.common_folder import CommonFolder
 from weft.server.daemon.control import (
     Answer,
     Drain,
@@ -81,12 +81,12 @@ async def _run(config: ServeConfig) -> int:
     return await Daemon(config).run()
 
 
-def _common_folder(config: ServeConfig) -> tempfile.TemporaryDirectory[str] | None:
+def _common_folder(config: ServeConfig) -> CommonFolder | None:
     """For the responses that several API processes store, where no other folder is named. Raises `ConfigError`."""
     if config.api_workers == 1 or config.responses_dir is not None or not config.responses_max_mib:
         return None
     try:
-        return tempfile.TemporaryDirectory(prefix="weft-")
+        return CommonFolder()
     except OSError as error:
         why = f"API processes have no folder in common: {error.strerror or error}"
         raise ConfigError(f"{why}; set TMPDIR to another directory, or --responses-dir") from None
