@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from free_port import free_port
-from live import Daemon, stop
+from live import Daemon, command_line, stop
 from test_supervision import begin, client, codes, until, until_status
 
 pytestmark = pytest.mark.slow
@@ -25,6 +25,7 @@ async def test_streams_of_an_engine_that_serves_before_the_other_is_there_get_th
     port = free_port()
     daemon = Daemon(tmp_path / "log", "--port", str(port), *OPTIONS)
     daemon.url = f"http://127.0.0.1:{port}"
+    late = 0
     try:
         _, late = await until(lambda: engines if len(engines := daemon.children("weft.engine.process")) == 2 else ())
         stop(late)
@@ -41,5 +42,7 @@ async def test_streams_of_an_engine_that_serves_before_the_other_is_there_get_th
         status = await asyncio.to_thread(daemon.process.wait, 240)
     finally:
         daemon.end()
+        if "weft.engine.process" in command_line(late):  # stopped too early to end with the daemon
+            os.kill(late, signal.SIGKILL)
     assert status == (0 if how == "SIGTERM" else 1)
     assert "Traceback" not in daemon.stderr()
