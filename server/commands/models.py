@@ -71,6 +71,13 @@ def _gguf_in(name: str, where: str, path: Path, revision: str | None) -> Iterato
         yield Model(f"{name}{first}", where, path, revision, tuple(path / part for part in parts))
 
 
+def _has_config(folder: Path) -> bool:
+    try:
+        return (folder / "config.json").is_file()
+    except PermissionError:  # somebody else's: the others are listed
+        return False
+
+
 def find(folders: Sequence[Path] = ()) -> Iterator[Model]:
     """The demo, what the hub's cache has, and models in these folders or right below them. Raises `ConfigError`."""
     yield Model("demo", "weft", MODEL_PATH, None)
@@ -90,10 +97,10 @@ def find(folders: Sequence[Path] = ()) -> Iterator[Model]:
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"there is no folder {folder}")
-        inside = [folder] if (folder / "config.json").is_file() else sorted(p for p in folder.iterdir() if p.is_dir())
+        inside = [folder] if _has_config(folder) else sorted(p for p in folder.iterdir() if p.is_dir())
         yield from _gguf_in(f"{folder}/", "directory", folder, None)
         for path in inside:
-            if (path / "config.json").is_file():
+            if _has_config(path):
                 yield Model(str(path), "directory", path, None)
 
 

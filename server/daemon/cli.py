@@ -405,8 +405,8 @@ def _parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status.
 
-    A `WeftError` becomes one line on stderr, and status 2 if an option is at fault, else 1; so does what cannot be
-    written to stdout.
+    A `WeftError` becomes one line on stderr, and status 2 if an option is at fault, else 1; so do a file that this user
+    may not see and what cannot be written to stdout.
     """
     try:
         try:
@@ -458,6 +458,11 @@ def _translated(name: str, run: Callable[[], int]) -> int:
     except WeftError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return USAGE if isinstance(error, ConfigError) else 1
+    except PermissionError as error:
+        if error.filename is None:
+            raise
+        print(f"{name}: {error.filename}: {error.strerror}", file=sys.stderr)
+        return USAGE
 
 
 if __name__ == "__main__":

@@ -19,11 +19,12 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 from stub import Script, Server, serving
 
 from weft.engine.config import EngineConfig
@@ -33,6 +34,7 @@ from weft.server.commands.chat import _piped, shown
 from weft.server.commands.completion import script, walk
 from weft.server.commands.doctor import caches
 from weft.server.commands.endpoint import Endpoint
+from weft.server.commands.models import find
 from weft.server.config import ServeConfig
 from weft.server.daemon import cli
 from weft.server.daemon.cli import COMMANDS, _parser, main
@@ -283,6 +285,49 @@ def test_no_place_for_the_log_of_a_server_of_ones_own_is_one_line(
     assert main(["chat", "demo"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "set TMPDIR" in line
+
+
+# -- folders of somebody else
+
+
+@contextlib.contextmanager
+def closed_folder() -> Iterator[Path]:
+    """`open` holds a model, `closed` another one that this user may not see; root is nobody meanwhile, who may not see
+    root's own hub cache either."""
+    path, was = Path(tempfile.mkdtemp()), os.geteuid()
+    path.chmod(0o755)
+    for name in ("open", "closed"):
+        (path / name).mkdir()
+        (path / name / "config.json").write_text("{}")
+    closed = path / "closed"
+    closed.chmod(0)
+    try:
+        if was == 0:
+            os.seteuid(65534)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(constants, "HF_HUB_CACHE", str(path / "hub"))
+            yield path
+    finally:
+        os.seteuid(was)
+        closed.chmod(0o755)
+        shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["quantize"], ["batch", "IN"], ["models"]])
+def test_what_this_user_may_not_see_is_one_line(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    after = ["OUT"] if command == ["quantize"] else []
+    main([*command, "nowhere/at/all", *after])  # imports what it needs, which nobody may not
+    capsys.readouterr()
+    with closed_folder() as path:
+        where = path / "closed" if command == ["models"] else path / "closed" / "inside"
+        assert main([*command, str(where), *after]) in (1, 2)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"weft {command[0]}: ")
+
+
+def test_models_lists_the_others_beside_one_that_it_may_not_see() -> None:
+    with closed_folder() as path:
+        assert [model.path for model in find([path]) if model.where == "directory"] == [path / "open"]
 
 
 # -- doctor
