@@ -260,8 +260,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--tuning-seconds {arguments.tuning_seconds:g}: must be 0 or more")
     for option in ("out", "svg", "stages"):  # before minutes of search
         path = getattr(arguments, option)
-        if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK) and not path.is_dir()):
-            raise ConfigError(f"--{option} {path}: there is no folder {path.parent} to write such a file in")
+        if path is None:
+            continue
+        if path.is_dir():
+            raise ConfigError(f"--{option} {path} is a folder: give a file")
+        if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+            raise ConfigError(f"--{option} {path}: there is no folder {path.parent} that you may write in")
     out: Path = arguments.out
     # a device, or what a link names, is written and not replaced
     ordinary = not os.path.lexists(out) or (out.is_file() and not out.is_symlink())

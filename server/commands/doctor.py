@@ -31,6 +31,7 @@ FEW_FILES = 4096
 """a connection is a file descriptor"""
 LITTLE_DISK = 20 * GIB
 HUB_SECONDS = 4.0
+MAX_PORT = 65535
 
 
 class Finding(NamedTuple):
@@ -267,6 +268,9 @@ def files(_: argparse.Namespace) -> Iterator[Finding]:
 
 def port(arguments: argparse.Namespace) -> Iterator[Finding]:
     where = f"{arguments.host}:{arguments.port}"
+    if not 0 <= arguments.port <= MAX_PORT:  # of a larger one the system takes the lower 16 bits
+        yield Finding("port", "bad", f"there is no port {arguments.port}", f"give --port a number up to {MAX_PORT}")
+        return
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             arguments.host, arguments.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -76,8 +76,8 @@ def _ready(process: subprocess.Popen[str], log: IO[str], tell: object) -> str:
             if not line:
                 process.wait()
                 log.seek(0)
-                said = [text for text in log.read().splitlines() if text.strip()]
-                raise WeftError(said[-1].removeprefix("weft: ") if said else "the server ended without a word")
+                said = [text for text in log.read().splitlines() if text.strip()] or ["the server ended without a word"]
+                raise WeftError(re.sub(r"^weft( serve)?: ", "", said[-1]))
         last = _last_line(log)
         if last and callable(tell):
             tell(last)

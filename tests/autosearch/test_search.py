@@ -195,7 +195,7 @@ def test_a_recorded_profile_is_found_by_its_model(recorded: Profile) -> None:
         (["--lengths", "/nowhere.json"], "cannot read --lengths"),
         (["--out", "/nowhere/plan.json"], "there is no folder /nowhere"),
         (["--svg", "/nowhere/plan.svg"], "--svg /nowhere/plan.svg: there is no folder"),
-        (["--stages", "/"], "--stages /: there is no folder"),
+        (["--stages", "/"], "--stages / is a folder: give a file"),
         (["--full-profile"], "--full-profile measures on a GPU, and there is none here"),
         (["--full-profile", "--predict-only"], "leave out --profile and --predict-only"),
         ([], "no recorded profile"),

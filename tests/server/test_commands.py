@@ -28,11 +28,12 @@ from huggingface_hub import constants
 from stub import Script, Server, serving
 
 from weft.engine.config import EngineConfig
+from weft.engine.demo import MODEL_PATH
 from weft.engine.errors import ConfigError, WeftError
 from weft.engine.runner.compile_job import use_cache
 from weft.server.commands.chat import _piped, shown
 from weft.server.commands.completion import script, walk
-from weft.server.commands.doctor import caches
+from weft.server.commands.doctor import caches, port
 from weft.server.commands.endpoint import Endpoint
 from weft.server.commands.models import find
 from weft.server.config import ServeConfig
@@ -287,6 +288,15 @@ def test_no_place_for_the_log_of_a_server_of_ones_own_is_one_line(
     assert "set TMPDIR" in line
 
 
+def test_a_model_that_is_half_there_is_told_by_one_command_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(MODEL_PATH / "config.json", tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi"))
+    assert main(["chat", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"weft chat: {tmp_path} lacks")
+
+
 # -- folders of somebody else
 
 
@@ -386,6 +396,11 @@ def test_doctor_names_a_variable_that_no_server_takes(monkeypatch: pytest.Monkey
     (finding,) = caches(argparse.Namespace())
     assert finding.state == "bad"
     assert "WEFT_PORT" in finding.what
+
+
+def test_doctor_finds_no_port_above_the_last() -> None:
+    (finding,) = port(argparse.Namespace(host="127.0.0.1", port=65536 + 8000))
+    assert (finding.state, finding.what) == ("bad", "there is no port 73536")
 
 
 @pytest.mark.parametrize(
