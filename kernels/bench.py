@@ -101,9 +101,9 @@ def report(seconds: float, only: set[str]) -> list[dict[str, object]]:
     return rows
 
 
-def main(argv: list[str], cache: Callable[[], Path]) -> int:
+def main(argv: list[str], parser_class: type[argparse.ArgumentParser], cache: Callable[[], Path]) -> int:
     """`cache()` is the folder in which a start looks for what was measured; it may raise."""
-    parser = argparse.ArgumentParser(prog="weft bench kernels", description=__doc__)
+    parser = parser_class(prog="weft bench kernels", description=(__doc__ or "").split(":")[0] + ".")
     parser.add_argument(
         "--only", default="gemm,small,decode,prefill,step,sampler",
         help=f"comma-separated parts; there are {', '.join(bench_fp8.PARTS)} as well",

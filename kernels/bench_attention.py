@@ -84,13 +84,13 @@ def _keep(folder: Path, rows: list[Row], say: Callable[[str], None]) -> bool:
     return break_evens.keep(rows, folder, made, say)
 
 
-def main(argv: list[str], cache: Callable[[], Path]) -> int:
+def main(argv: list[str], parser_class: type[argparse.ArgumentParser], cache: Callable[[], Path]) -> int:
     """`cache()` is the folder in which a start looks for what was measured; it may raise."""
 
     def numbers(text: str) -> list[int]:
         return [int(word) for word in text.split(",")]
 
-    parser = argparse.ArgumentParser(prog="weft bench attention", description=__doc__)
+    parser = parser_class(prog="weft bench attention", description=__doc__)
     parser.add_argument(
         "--models", nargs="+", default=["llama-3-8b", "yi-6b"], help=f"whose heads: {', '.join(KV_HEADS)}"
     )

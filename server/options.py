@@ -58,9 +58,10 @@ class _Formatter(argparse.HelpFormatter):
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """`; did you mean X?` when something known is close to `name`, else nothing."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+    """`; did you mean X?` when something known is close to `name`, else nothing. What all begin with says nothing."""
+    plain = {other.removeprefix("--").removeprefix(ENV_PREFIX): other for other in known}
+    close = difflib.get_close_matches(name.removeprefix("--").removeprefix(ENV_PREFIX), plain, n=1)
+    return f"; did you mean {plain[close[0]]}?" if close else ""
 
 
 def _plain_type(annotation: Any) -> Any:
@@ -128,7 +129,8 @@ def read_yaml(path: Path, model: type[BaseModel]) -> dict[str, Any]:
     for key, value in values.items():
         name = str(key).replace("-", "_")
         if name not in options_of(model):
-            raise ConfigError(f"--config {path}: unknown option {key}{nearest(name, list(options_of(model)))}")
+            hint = nearest(name.replace("_", "-"), [known.replace("_", "-") for known in options_of(model)])
+            raise ConfigError(f"--config {path}: unknown option {key}{hint}")
         is_list = typing.get_origin(_plain_type(model.model_fields[name].annotation)) in (list, tuple)
         out[name] = [value] if is_list and isinstance(value, str) else value
     return out

@@ -216,6 +216,7 @@ COMMANDS = (
         "each GPU kernel beside its ceiling and the vendor's",
         "weft.kernels.bench:main",
         own_parser=True,
+        parser_class=True,
         cache_folder=True,
     ),
     Command(
@@ -223,6 +224,7 @@ COMMANDS = (
         "attention of hybrid batches, each way there is, in bursts and sustained",
         "weft.kernels.bench_attention:main",
         own_parser=True,
+        parser_class=True,
         cache_folder=True,
     ),
     Command(
@@ -372,8 +374,12 @@ def _hand_over(command: Command, rest: Sequence[str]) -> int:
             raise
         print(f"weft: this needs Triton: {install_hint('gpu')}", file=sys.stderr)
         return 1
-    more = [Parser] if command.parser_class else [_cache_folder] if command.cache_folder else []
+    more = [what for what, wanted in ((Parser, command.parser_class), (_cache_folder, command.cache_folder)) if wanted]
     return int(run(list(rest), *more) or 0)
+
+
+def _sentence(help: str) -> str:
+    return f"{help[0].upper()}{help[1:]}."
 
 
 def _parser() -> Parser:
@@ -384,11 +390,10 @@ def _parser() -> Parser:
         group, _, name = command.name.rpartition(" ")
         if group and group not in groups:
             text, metavar = GROUPS[group]
-            of_group = top.add_parser(group, help=text)
+            of_group = top.add_parser(group, help=text, description=_sentence(text))
             of_group.set_defaults(parser=of_group)
             groups[group] = of_group.add_subparsers(title="commands", metavar=metavar, parser_class=Parser)
-        help = command.help
-        sub = groups.get(group, top).add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+        sub = groups.get(group, top).add_parser(name, help=command.help, description=_sentence(command.help))
         sub.set_defaults(parser=sub, command=command)
         if command.config is not None:
             sub.add_argument("model_argument", metavar="MODEL", nargs="?", help="as --model [demo]")

@@ -77,6 +77,7 @@ def test_an_unknown_variable_names_the_nearest_option(monkeypatch: pytest.Monkey
     ("text", "message"),
     [
         ("prot: 1", "unknown option prot; did you mean port?"),
+        ("max-num-sequences: 1", "unknown option max-num-sequences; did you mean max-num-seqs?"),
         ("[1, 2]", "must be a mapping"),
         ("a: [", "is not YAML: line 1, column 5"),
         ("port: 1\nseed: [1, 2\nui: true", "is not YAML: line 3, column 3"),
@@ -140,6 +141,10 @@ def test_a_bad_value_names_where_it_came_from(monkeypatch: pytest.MonkeyPatch) -
         (["demo", "train", "--out", "x", "--stps", "3"], "unknown option --stps; did you mean --steps?"),
         (["bench", "server", "--stream", "3"], "unknown option --stream; did you mean --streams?"),
         (["bench", "offline", "--wrkload", "1:1:1"], "unknown option --wrkload; did you mean --workload?"),
+        (["serve", "--chat-template", "x.jinja"], "weft serve: unknown option --chat-template\n"),
+        (["version", "--nope"], "weft version: unknown option --nope\n"),
+        (["bench", "kernels", "--secnds", "1"], "weft bench kernels: unknown option --secnds; did you mean --seconds?"),
+        (["bench", "attention", "--models", "x"], "weft bench attention: needs a Hopper GPU\n"),
     ],
 )
 def test_unknown_options_and_commands_name_the_nearest(
