@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import combinations
 from typing import NamedTuple
 
 from ortools.sat.python import cp_model
@@ -77,6 +78,106 @@ def tables(machine: Machine, load: Load, structure: Structure, guest_sms: int) -
     return Tables(max(1, -(-load.decodes // (parts * TOKEN_STEP))), ms)
 
 
+class _Schedule:
+    """The modulo schedule of one structure as a CP-SAT model: variables, rules, and what a solution means."""
+
+    def __init__(self, machine: Machine, load: Load, structure: Structure, guest_sms: int) -> None:
+        self._machine, self._load, self._structure = machine, load, structure
+        self._groups = structure.groups
+        self._base = structure.period(machine.spec)
+        self._table = tables(machine, load, structure, guest_sms)
+        self._tick = machine.serial_ms(load) / TICKS
+        """ms"""
+        self.model = model = cp_model.CpModel()
+        steps, bound, places = load.tokens // TOKEN_STEP, 2 * TICKS, range(len(self._groups))
+        self._sizes = [model.new_int_var(1, steps, f"u{k}") for k in range(structure.pieces)]
+        model.add(sum(self._sizes) == steps)
+        self._period = model.new_int_var(1, bound, "T")
+        self._starts = [model.new_int_var(0, bound, f"r{i}") for i in places]
+        self._ahead = [model.new_bool_var(f"n{i}") for i in places]
+        """`next_layer`"""
+        self._lengths = [self._add_length(i) for i in places]
+        self._add_dependencies()
+        self._add_lanes()
+        self._fix_beginning()
+        model.minimize(self._period)
+
+    def _add_length(self, i: int) -> cp_model.IntVar:
+        """How long i takes, by its size; it fits into the period."""
+        model, (name, a, b) = self.model, self._groups[i]
+        size = sum(self._sizes[a:b])
+        if name in attention(self._machine.spec):
+            model.add(size >= self._table.smallest)
+        ticks = [max(1, round(ms / self._tick)) for ms in self._table.ms[name]]
+        length = model.new_int_var(min(ticks), max(ticks), f"d{i}")
+        model.add_element(size, ticks, length)
+        model.add(self._starts[i] < self._period)
+        model.add(length <= self._period)
+        return length
+
+    def _after(self, j: int, i: int, shift: int, *only: cp_model.LiteralT) -> None:
+        """i starts after j, `shift` periods earlier, has ended."""
+        rule = self.model.add(self._starts[i] + shift * self._period >= self._starts[j] + self._lengths[j])
+        if only:
+            rule.only_enforce_if(*only)
+
+    def _add_dependencies(self) -> None:
+        model, ahead, after = self.model, self._ahead, self._after
+        for edge in self._base.dependencies(self._machine.spec):
+            j, i = edge.before, edge.after
+            if edge.distance == 0:
+                model.add_implication(ahead[i], ahead[j])
+                after(j, i, 0, ahead[i])
+                after(j, i, 0, ahead[j].negated())
+                after(j, i, 1, ahead[j], ahead[i].negated())
+            else:  # the layer before must be done
+                model.add_implication(ahead[j], ahead[i])
+                after(j, i, 0, ahead[i], ahead[j].negated())
+                after(j, i, 1, ahead[j])
+                after(j, i, 1, ahead[i].negated())
+
+    def _add_lanes(self) -> None:
+        """A lane does one operation at a time, also across the end of the period."""
+        lanes: dict[str, list[int]] = {}
+        for i, op in enumerate(self._base.operations):
+            lanes.setdefault(op.lane, []).append(i)
+        for members in lanes.values():
+            self.model.add(self._period >= sum(self._lengths[i] for i in members))
+            for i, j in combinations(members, 2):
+                first = self.model.new_bool_var(f"{i}<{j}")
+                self._after(i, j, 0, first)
+                self._after(j, i, 1, first)
+                self._after(j, i, 0, first.negated())
+                self._after(i, j, 1, first.negated())
+
+    def _fix_beginning(self) -> None:
+        """A period may begin anywhere: it does at the product that waits for attention, which is of this layer."""
+        for i, (name, a, _) in enumerate(self._groups):
+            if a == 0 and _waits_for_guests(self._machine, name):
+                self.model.add(self._starts[i] == 0)
+                self.model.add(self._ahead[i] == 0)
+                return
+
+    def solved(self, solver: cp_model.CpSolver) -> Solved:
+        """What the solver, which is done, has found."""
+        machine, load, groups, tick = self._machine, self._load, self._groups, self._tick
+        values = [solver.value(u) for u in self._sizes]
+        edges = [TOKEN_STEP * sum(values[:k]) for k in range(self._structure.pieces + 1)]
+        edges[-1] = load.tokens
+        order = sorted(range(len(groups)), key=lambda i: (solver.value(self._starts[i]), i))
+        operations = tuple(
+            NanoOperation(
+                groups[i][0], edges[groups[i][1]], edges[groups[i][2]], machine.num_sms, self._base.operations[i].lane,
+                bool(solver.value(self._ahead[i])), machine.profile.configs.get(groups[i][0]),
+            )
+            for i in order
+        )  # fmt: skip
+        begins = tuple(solver.value(self._starts[i]) * tick for i in order)
+        ends = tuple(b + solver.value(self._lengths[i]) * tick for b, i in zip(begins, order, strict=True))
+        period = Period(load.tokens, operations)
+        return Solved(solver.value(self._period) * tick, period, self._structure, begins, ends)
+
+
 def solve(
     machine: Machine, load: Load, structure: Structure, guest_sms: int, effort: float, seconds: float = float("inf")
 ) -> Solved | None:  # fmt: skip
@@ -84,83 +185,10 @@ def solve(
 
     effort: the solver's deterministic time, about seconds. seconds: of a clock, which a busy machine needs more of.
     """
-    steps = load.tokens // TOKEN_STEP
-    table = tables(machine, load, structure, guest_sms)
-    tick = machine.serial_ms(load) / TICKS
-    groups = structure.groups
-    base = structure.period(machine.spec)
-    model = cp_model.CpModel()
-    sizes = [model.new_int_var(1, steps, f"u{k}") for k in range(structure.pieces)]
-    model.add(sum(sizes) == steps)
-    bound = 2 * TICKS
-    period = model.new_int_var(1, bound, "T")
-    starts = [model.new_int_var(0, bound, f"r{i}") for i in range(len(groups))]
-    ahead = [model.new_bool_var(f"n{i}") for i in range(len(groups))]  # `next_layer`
-    lengths = []
-    for i, (name, a, b) in enumerate(groups):
-        size = sum(sizes[a:b])
-        if name in attention(machine.spec):
-            model.add(size >= table.smallest)
-        ticks = [max(1, round(ms / tick)) for ms in table.ms[name]]
-        length = model.new_int_var(min(ticks), max(ticks), f"d{i}")
-        model.add_element(size, ticks, length)
-        model.add(starts[i] < period)
-        model.add(length <= period)
-        lengths.append(length)
-
-    def after(j: int, i: int, shift: int, *only: cp_model.LiteralT) -> None:
-        """i starts after j, `shift` periods earlier, has ended."""
-        rule = model.add(starts[i] + shift * period >= starts[j] + lengths[j])
-        if only:
-            rule.only_enforce_if(*only)
-
-    for edge in base.dependencies(machine.spec):
-        j, i = edge.before, edge.after
-        if edge.distance == 0:
-            model.add_implication(ahead[i], ahead[j])
-            after(j, i, 0, ahead[i])
-            after(j, i, 0, ahead[j].negated())
-            after(j, i, 1, ahead[j], ahead[i].negated())
-        else:  # the layer before must be done
-            model.add_implication(ahead[j], ahead[i])
-            after(j, i, 0, ahead[i], ahead[j].negated())
-            after(j, i, 1, ahead[j])
-            after(j, i, 1, ahead[i].negated())
-    lanes: dict[str, list[int]] = {}
-    for i, op in enumerate(base.operations):
-        lanes.setdefault(op.lane, []).append(i)
-    for members in lanes.values():
-        model.add(period >= sum(lengths[i] for i in members))
-        for place, i in enumerate(members):
-            for j in members[place + 1 :]:
-                first = model.new_bool_var(f"{i}<{j}")
-                after(i, j, 0, first)
-                after(j, i, 1, first)
-                after(j, i, 0, first.negated())
-                after(i, j, 1, first.negated())
-    # Where a period begins is a matter of taste: at the product that waits for attention, which is of this layer.
-    anchor = next((i for i, (n, a, _) in enumerate(groups) if a == 0 and _waits_for_guests(machine, n)), None)
-    if anchor is not None:
-        model.add(starts[anchor] == 0)
-        model.add(ahead[anchor] == 0)
-    model.minimize(period)
+    schedule = _Schedule(machine, load, structure, guest_sms)
     solver = solver_for(effort, max(LEAST_SECONDS, seconds))
-    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return None
-    values = [solver.value(u) for u in sizes]
-    edges = [TOKEN_STEP * sum(values[:k]) for k in range(structure.pieces + 1)]
-    edges[-1] = load.tokens
-    order = sorted(range(len(groups)), key=lambda i: (solver.value(starts[i]), i))
-    operations = tuple(
-        NanoOperation(
-            groups[i][0], edges[groups[i][1]], edges[groups[i][2]], machine.num_sms, base.operations[i].lane,
-            bool(solver.value(ahead[i])), machine.profile.configs.get(groups[i][0]),
-        )
-        for i in order
-    )  # fmt: skip
-    begins = tuple(solver.value(starts[i]) * tick for i in order)
-    ends = tuple(b + solver.value(lengths[i]) * tick for b, i in zip(begins, order, strict=True))
-    return Solved(solver.value(period) * tick, Period(load.tokens, operations), structure, begins, ends)
+    found = solver.solve(schedule.model) in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    return schedule.solved(solver) if found else None
 
 
 def _waits_for_guests(machine: Machine, name: str) -> bool:
