@@ -11,6 +11,7 @@ import time
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
+from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, WeftError
 from weft.engine.wire.beat import Beats, Watch
 from weft.engine.wire.blank import gpus
@@ -118,23 +119,7 @@ class Daemon:
         self.metrics = Metrics(self._board, 0, models=dict(zip(names, self._numbers, strict=True)))
         count_dropped(self.metrics.log_lines_dropped.labels().inc)
         self.numbers: Iterator[int] = itertools.count(1)
-        if engines > 1:
-            for each in configs:
-                logger.info("%s", described(each))
-        # One for the replicas of each device. It is never closed: it goes with this process.
-        shelves = [Shelf() for _ in range(engines // config.replicas)] if shares_weights(config) else []
-        self._engines = {
-            i: EngineKeeper(
-                self,
-                each,
-                restart=config.restart_engine,
-                limit=config.engine_restart_limit,
-                several=engines > 1,
-                asleep=i in asleep,
-                shelf=shelves[i // config.replicas] if shelves else None,
-            )
-            for i, each in enumerate(configs)
-        }
+        self._engines = self._keepers(configs, asleep)
         self._api: dict[int, ApiProcess] = {}
         self._introductions = Introductions(self._engines, self._api)
         self._first = set(self._engines) - asleep
@@ -169,6 +154,27 @@ class Daemon:
         self._signalled = False
         self._handed_over = False
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def _keepers(self, configs: list[EngineConfig], asleep: set[int]) -> dict[int, EngineKeeper]:
+        """By engine. asleep: those that are not there at the start."""
+        config, several = self._config, len(configs) > 1
+        if several:
+            for each in configs:
+                logger.info("%s", described(each))
+        # One for the replicas of each device. It is never closed: it goes with this process.
+        shelves = [Shelf() for _ in range(len(configs) // config.replicas)] if shares_weights(config) else []
+        return {
+            i: EngineKeeper(
+                self,
+                each,
+                restart=config.restart_engine,
+                limit=config.engine_restart_limit,
+                several=several,
+                asleep=i in asleep,
+                shelf=shelves[i // config.replicas] if shelves else None,
+            )
+            for i, each in enumerate(configs)
+        }
 
     async def run(self) -> int:
         handle(self._on_signal, self._reload, self._log_stacks)
@@ -286,7 +292,7 @@ class Daemon:
 
     def _log_stacks(self) -> None:
         logger.warning("SIGQUIT: the daemon\n%s", own_stacks())
-        self._asking = asyncio.create_task(self._log_stacks_of_children())
+        self._asking = asyncio.create_task(self._log_stacks_of_children())  # a task that nobody holds may vanish
 
     async def _log_stacks_of_children(self) -> None:
         for charge in list(self._charges()):
