@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from weft.engine.config import TOKENIZER_FILES
 from weft.engine.demo import MODEL_PATH
 from weft.engine.errors import ConfigError, ModelError
 from weft.engine.model import hub
@@ -61,6 +62,8 @@ class Model(NamedTuple):
         if absent := hub.missing(self.path):
             again = f"; weft pull {self.name} goes on" if self.where == "hub" else ""
             return f"incomplete, without {', '.join(absent[:2])}{' …' if len(absent) > 2 else ''}{again}"
+        if not any((self.path / name).is_file() for name in TOKENIZER_FILES):
+            return f"incomplete, without {TOKENIZER_FILES[0]}"
         return None
 
 

@@ -297,6 +297,15 @@ def test_a_model_that_is_half_there_is_told_by_one_command_alone(
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"weft chat: {tmp_path} lacks")
 
 
+def test_models_misses_a_tokenizer_as_serve_does(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(MODEL_PATH / name)
+    (found,) = [model for model in find([tmp_path]) if model.where == "directory"]
+    assert found.why_not() == "incomplete, without tokenizer.json"
+    (tmp_path / "tokenizer.json").symlink_to(MODEL_PATH / "tokenizer.json")
+    assert found.why_not() is None
+
+
 # -- folders of somebody else
 
 
