@@ -135,15 +135,8 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     ranks, sharers = spec.shard_of.ranks, config.share.sharers
     device = gpu_device() if cuda else torch.device("cpu")
     dtype = _compute_dtype(config, spec, cuda=cuda)
-    max_model_len = config.max_model_len or spec.max_positions
-    if max_model_len > spec.max_positions:
-        raise ConfigError(f"--max-model-len {max_model_len} is more than the model's {spec.max_positions} positions")
     max_num_seqs = config.seats or (1024 if cuda else 256)
-    tables = max_model_len * (4 * spec.head_dim + 4 * max_num_seqs)  # of angles, and of each request's token ids
-    if tables > memory_bytes(torch.device("cpu")):
-        raise OutOfMemory(
-            f"a context of {max_model_len} tokens takes tables of {tables / GIB:,.0f} GiB: lower --max-model-len"
-        )
+    max_model_len = _context(config, spec, max_num_seqs)
     pages_dtype = _pages_dtype(config, spec, dtype, here)
     kv, shapes = _pages(config, spec, dtype, pages_dtype, device, max_model_len)
     (backend,) = {_attention(config, shape) for shape in shapes}
@@ -191,6 +184,19 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         packed=_packed(kv) if config.tier_kv_format == "packed" else None,
         pod=config.pod,
     )
+
+
+def _context(config: EngineConfig, spec: ModelSpec, max_num_seqs: int) -> int:
+    """Tokens of a request at most, as far as model and tables of the CPU go. Raises `ConfigError`, `OutOfMemory`."""
+    max_model_len = config.max_model_len or spec.max_positions
+    if max_model_len > spec.max_positions:
+        raise ConfigError(f"--max-model-len {max_model_len} is more than the model's {spec.max_positions} positions")
+    tables = max_model_len * (4 * spec.head_dim + 4 * max_num_seqs)  # of angles, and of each request's token ids
+    if tables > memory_bytes(torch.device("cpu")):
+        raise OutOfMemory(
+            f"a context of {max_model_len} tokens takes tables of {tables / GIB:,.0f} GiB: lower --max-model-len"
+        )
+    return max_model_len
 
 
 def _gpu_for(config: EngineConfig, spec: ModelSpec) -> Gpu | None:
