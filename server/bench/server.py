@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from weft.engine.errors import WeftError
+from weft.engine.errors import ConfigError, WeftError
 from weft.engine.wire.beat import Beats
 from weft.engine.wire.client import EngineClient
 from weft.engine.wire.private_socket import PrivateSocket
@@ -34,9 +34,9 @@ _WORD = "hello "
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print. Raises `WeftError`."""
     if min(arguments.streams, arguments.rate, arguments.seconds, arguments.api_workers) <= 0:
-        raise WeftError("--streams, --rate, --seconds and --api-workers must be more than 0")
+        raise ConfigError("--streams, --rate, --seconds and --api-workers must be more than 0")
     if arguments.scrapes < 0:
-        raise WeftError("--scrapes must not be less than 0")
+        raise ConfigError("--scrapes must not be less than 0")
     figures = asyncio.run(_Bench(arguments, _parse_fields(arguments.fields)).run())
     fields = f" with {arguments.fields}" if figures["fields"] else ""
     tokenized = f", while {figures['tokenized']} prompts of {arguments.tokenize} tokens were tokenized"
@@ -61,9 +61,9 @@ def _parse_fields(text: str) -> dict[str, Any]:
     try:
         fields = json.loads(text)
     except ValueError as error:
-        raise WeftError(f"--fields is not valid JSON: {error}") from None
+        raise ConfigError(f"--fields is not valid JSON: {error}") from None
     if not isinstance(fields, dict):
-        raise WeftError("--fields must be a JSON object")
+        raise ConfigError("--fields must be a JSON object")
     return fields
 
 
