@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from weft.autosearch.bench_protocol import Load, Timing
 from weft.autosearch.compiled import compile_first
-from weft.autosearch.options import OneLineParser
+from weft.autosearch.options import OneLineParser, check_writable
 from weft.autosearch.profile import kv_capacity
 from weft.autosearch.ranks_bench import RanksBench
 from weft.autosearch.refine import serial_for
@@ -194,8 +194,8 @@ def run(arguments: argparse.Namespace) -> int:
     if min(arguments.tokens) < 1 or arguments.rounds < 1 or arguments.seconds <= 0:
         raise ConfigError("--tokens, --rounds and --seconds must be more than 0")
     for file in (arguments.json, arguments.trace):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ConfigError(f"cannot write {file}: there is no folder {file.parent}")
+        if file is not None:
+            check_writable(file)
     name = str(arguments.model_preset or arguments.model)
     model = PRESETS / EngineConfig.known_preset(name) if arguments.model_preset else find_model(name, weights=False)
     spec = read_spec(model).shard(0, ranks)

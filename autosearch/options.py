@@ -1,10 +1,14 @@
-"""Flags of `weft search`. Imports nothing heavy: `weft --help` reads this."""
+"""Flags of `weft search`, and what autosearch's commands share. Imports nothing heavy: `weft --help` reads this."""
 
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 from pathlib import Path
 from typing import NoReturn
+
+from weft.engine.errors import ConfigError
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -15,6 +19,17 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
+
+
+def check_writable(file: Path) -> None:
+    """Before minutes of measuring. Raises `ConfigError`."""
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"cannot write {file}: there is no folder {file.parent}")
+    if file.is_dir():
+        raise ConfigError(f"cannot write {file}: it is a folder")
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        raise ConfigError(f"cannot write {file}: {os.strerror(errno.EACCES)}")
 
 
 def add_search_flags(parser: argparse.ArgumentParser) -> None:

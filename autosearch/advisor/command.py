@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import gc
 import math
-import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +26,7 @@ from weft.autosearch.advisor.sweep import Sweep
 from weft.autosearch.advisor.terminal import show
 from weft.autosearch.bar import SearchBar
 from weft.autosearch.budget import Budget
+from weft.autosearch.options import check_writable
 from weft.engine.bench.options import Lengths, read_lengths
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, WeftError
@@ -63,7 +62,7 @@ def run(config: EngineConfig, arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--html and --png need matplotlib: {install_hint('loadgen')}")
     for file in (arguments.out, arguments.html, arguments.png, arguments.points):
         if file is not None:
-            _check_writable(file)
+            check_writable(file)
     if config.adapts:
         raise ConfigError("--max-num-seqs is the largest bound that is tried here: a number, not auto")
     if not (arguments.budget_seconds > 0 and 0 < arguments.point_seconds < math.inf):
@@ -91,17 +90,6 @@ def run(config: EngineConfig, arguments: argparse.Namespace) -> int:
         model = {} if config.model_preset is not None else {"model": config.model}
     advice = advise(curve, config.objectives, arguments.epsilon, arguments.objective, outputs)
     return report(advice, {**model, **given}, arguments)
-
-
-def _check_writable(file: Path) -> None:
-    """Before minutes of measuring. Raises `ConfigError`."""
-    folder = file.absolute().parent
-    if not folder.is_dir():
-        raise ConfigError(f"cannot write {file}: there is no folder {file.parent}")
-    if file.is_dir():
-        raise ConfigError(f"cannot write {file}: it is a folder")
-    if not os.access(file if file.exists() else folder, os.W_OK):
-        raise ConfigError(f"cannot write {file}: {os.strerror(errno.EACCES)}")
 
 
 def report(advice: Advice, given: dict[str, Any], arguments: argparse.Namespace) -> int:

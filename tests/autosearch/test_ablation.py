@@ -134,6 +134,7 @@ def test_what_cannot_be_gone_with_few_tokens_can_with_more(tmp_path: Path) -> No
         (["--tokens", "0"], "more than 0"),
         (["--json", "/nowhere/ranks.json"], "there is no folder /nowhere"),
         (["--trace", "/nowhere/trace"], "there is no folder /nowhere"),
+        (["--json", "/"], "cannot write /: it is a folder"),
     ],
 )
 def test_what_cannot_be_is_one_line(options: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
