@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from typing import Any, ClassVar, Literal
 
@@ -49,6 +50,7 @@ ReasoningParserName = Literal[
 ]
 
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]*")
 OF_A_MODEL = frozenset(
     name for name, field in EngineConfig.model_fields.items() if field.json_schema_extra != NO_OPTION
 )
@@ -220,6 +222,14 @@ class ServeConfig(EngineConfig):
     def _no_empty_entries(cls, value: list[str]) -> list[str]:
         if any(not entry.strip() for entry in value):
             raise ValueError("must not contain an empty entry")
+        return value
+
+    @field_validator("cors_origin")
+    @classmethod
+    def _as_browsers_say_it(cls, value: list[str]) -> list[str]:
+        """It is compared letter by letter: what no browser sends would let nobody in, without a word."""
+        if odd := [origin for origin in value if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin)]:
+            raise ValueError(f"{odd[0]!r} is no origin such as https://example.org, which has no slash at its end")
         return value
 
     @field_validator("models", mode="before")

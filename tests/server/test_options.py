@@ -50,6 +50,13 @@ def test_an_empty_variable_is_no_list_of_nothing(monkeypatch: pytest.MonkeyPatch
         load(ServeConfig, {}, None)
 
 
+@pytest.mark.parametrize(
+    "origin", ["*", "null", "http://localhost:3000", "https://[::1]:8", "app://notes.md", "file://"]
+)
+def test_whatever_a_browser_says_is_an_origin(origin: str) -> None:
+    assert load(ServeConfig, {"cors_origin": [origin]}, None).cors_origin == [origin]
+
+
 def test_what_is_not_utf8_is_said_of_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder's name may be any bytes; Python marks those that are no text."""
     with pytest.raises(ConfigError, match=r"^--model: must be UTF-8$"):
