@@ -14,7 +14,7 @@ from weft.autosearch.advisor.curve import Curve, check_measures
 from weft.autosearch.advisor.rate import predicted_rate
 from weft.autosearch.advisor.rate_search import MORE, MeasuredRate, knee, measured
 from weft.autosearch.advisor.replicas import ReplicaAdvice, advise_replicas
-from weft.autosearch.advisor.solve import Aim, Solution, held, solve
+from weft.autosearch.advisor.solve import OWN, Aim, Solution, held, solve
 from weft.engine.config import Objective
 from weft.engine.errors import ConfigError
 
@@ -41,7 +41,8 @@ def advise(
     check_measures(objectives)
     solution = solve(curve, held(objectives), epsilon, aim)
     if solution.best is None:
-        return Advice(curve, tuple(objectives), epsilon, aim, solution, None, 0.0, None, _notes(curve))
+        notes = (*_notes(curve), *_of_the_engines_share(objectives))
+        return Advice(curve, tuple(objectives), epsilon, aim, solution, None, 0.0, None, notes)
     drawn = np.array([curve.output]) if outputs is None else outputs
     bound = solution.best.point.bound
     runs = curve.runs(bound, objectives)
@@ -53,6 +54,11 @@ def advise(
     replicas = advise_replicas(curve, solution.best)
     notes = (*_notes(curve), *_of_the_bound(objectives))
     return Advice(curve, tuple(objectives), epsilon, aim, solution, replicas, rate, found, notes)
+
+
+def _of_the_engines_share(objectives: Sequence[Objective]) -> tuple[str, ...]:
+    asked = [str(o) for o in objectives if o.measure == "itl"]
+    return (f"a bound may take {OWN:.0%} of {', '.join(asked)}: the rest is the way's to the client",) if asked else ()
 
 
 def _notes(curve: Curve) -> tuple[str, ...]:

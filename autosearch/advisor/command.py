@@ -6,6 +6,7 @@ import argparse
 import gc
 import math
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,7 +138,7 @@ def measured(config: EngineConfig, lengths: Lengths, arguments: argparse.Namespa
         sweep = Sweep(
             bench, curve, held(config.objectives), arguments.epsilon, arguments.objective,
             Budget(share * arguments.budget_seconds, bar, lambda: bar.ended),
-            (lambda c: curves.save(c, file)) if file is not None else (lambda _: None),
+            kept_in(file),
         )  # fmt: skip
         try:
             curve = sweep.run()
@@ -155,9 +156,25 @@ def measured(config: EngineConfig, lengths: Lengths, arguments: argparse.Namespa
                 curve = with_replicas(curve, config, lengths, arguments, bar)
             except WeftError as error:  # the advice for one stands
                 print(f"weft advise: no engines side by side: {error}", file=sys.stderr, flush=True)
-            if file is not None:
-                curves.save(curve, file)
+            kept_in(file)(curve)
         return curve
+
+
+def kept_in(file: Path | None) -> Callable[[Curve], None]:
+    """Keeps what is measured, to go on from. Where that fails (a disk that is full by now) the advice goes on."""
+    told: list[str] = []
+
+    def keep(curve: Curve) -> None:
+        if file is None:
+            return
+        try:
+            curves.save(curve, file)
+        except ConfigError as error:
+            if str(error) not in told:
+                print(f"weft advise: {error}: what is measured is not kept", file=sys.stderr, flush=True)
+                told.append(str(error))
+
+    return keep
 
 
 def with_rates(
@@ -169,11 +186,11 @@ def with_rates(
     if best is None:
         return curve
     bound, objectives, made = best.point.bound, config.objectives, list(curve.rates)
+    kept = kept_in(arguments.points)
 
     def keep(run: RateRun) -> None:
         made.append(run)
-        if arguments.points is not None:
-            curves.save(msgspec.structs.replace(curve, rates=tuple(made)), arguments.points)
+        kept(msgspec.structs.replace(curve, rates=tuple(made)))
 
     class Runs:
         def serve(self, bound: int, rate: float, seed: int) -> RateRun:

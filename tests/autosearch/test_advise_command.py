@@ -49,6 +49,28 @@ def test_recorded_curves_need_no_engine(tmp_path: Path, capsys: pytest.CaptureFi
     assert load(ServeConfig, {}, out).model == str(model)
 
 
+def test_where_no_bound_fits_the_limit_that_was_asked_for_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    curves.save(curve(), tmp_path / "curve.json")
+    line = ["advise", "--curves", str(tmp_path / "curve.json"), "--slo", "itl:p99:1ms", "--html", str(tmp_path / "a")]
+    assert main(line) == 1
+    assert "A bound may take 95% of itl:p99:1ms" in " ".join(capsys.readouterr().out.split())
+
+
+def test_points_that_cannot_be_kept_any_longer_are_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep = command.kept_in(tmp_path / "gone" / "points.json")
+    keep(curve())
+    keep(curve())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("what is measured is not kept")
+    command.kept_in(None)(curve())
+    command.kept_in(tmp_path / "points.json")(curve())
+    assert curves.load(tmp_path / "points.json") == curve()
+
+
 @pytest.mark.parametrize(
     ("given", "pages", "gib"),
     [({}, 8193, None), ({"num_pages": 500}, 500, None), ({"kv_cache_gib": 0.5}, None, 0.5)],
