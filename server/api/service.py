@@ -124,6 +124,8 @@ class Service:
         """of the lead: has the daemon wake a model; returns, once that is so, nothing, or why it does not"""
         self.sleep: Callable[[int, int, float | None], Awaitable[str]] | None = None
         """of the lead: has the daemon put a model to sleep, at a level, after so many seconds for open requests"""
+        self.alone_with: set[int] = set()
+        """engines that other API processes may not serve with yet: who hears "ready" here may ask one of those next"""
         self.failures: dict[int, dict[str, Any]] = {}
         """of each engine, the last end that nobody had asked for: a message and a time, for operators"""
         self._watch = watch
@@ -169,6 +171,7 @@ class Service:
         """There is no such engine any more. `restarting`: another one is on its way."""
         engine = self.engines[0] if engine is None else engine
         self.replicas.detach(engine)
+        self.alone_with.discard(engine)
         if not restarting:
             self._coming.discard(engine)
         if not self._coming:
@@ -195,11 +198,12 @@ class Service:
             raise self._refusal()
         return self._loaded
 
-    def _refusal(self) -> ApiError:
-        message, retry_after = _REFUSALS[self.phase]
-        if self.phase is Phase.DEAD and any(each.phase is not Phase.DEAD for each in self.models):
+    def _refusal(self, phase: Phase | None = None) -> ApiError:
+        phase = phase or self.phase
+        message, retry_after = _REFUSALS[phase]
+        if phase is Phase.DEAD and any(each.phase is not Phase.DEAD for each in self.models):
             message = "This model has ended; others are served."
-        return unavailable(message, self.phase.value, retry_after)
+        return unavailable(message, phase.value, retry_after)
 
     @property
     def ever(self) -> LoadedModel | None:
@@ -360,6 +364,8 @@ class Service:
             return unavailable("The model sleeps.", "model_asleep", 10)
         if self.phase is not Phase.SERVING:
             return self._refusal()
+        if self.alone_with and all(replica.engine in self.alone_with for replica in self.replicas):
+            return self._refusal(Phase.LOADING)
         return self.loaded.admission.refusal(1, 1)
 
     def of(self, asked: str | None) -> Service:

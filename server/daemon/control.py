@@ -70,6 +70,12 @@ class EngineDown(msgspec.Struct, tag="engine_down", frozen=True):
     """this, or the last one before it"""
 
 
+class Together(msgspec.Struct, tag="together", frozen=True):
+    """Each of the API processes serves with this engine by now."""
+
+    engine: int
+
+
 class Drain(msgspec.Struct, tag="drain", frozen=True):
     """Take no new work; say `Idle` once nothing is open."""
 
@@ -144,7 +150,7 @@ class Sleep(msgspec.Struct, tag="sleep", frozen=True):
     seconds: float | None = None
 
 
-ToWorker = Start | EngineUp | EngineDown | Drain | HandOver | Reload | Interrupt | Answer | Stop
+ToWorker = Start | EngineUp | EngineDown | Together | Drain | HandOver | Reload | Interrupt | Answer | Stop
 FromWorker = Ready | Failed | Idle | Renew | Wake | Sleep
 Incoming = TypeVar("Incoming")
 

@@ -37,6 +37,7 @@ from weft.server.daemon.control import (
     Renew,
     Sleep,
     Stop,
+    Together,
     ToWorker,
     Wake,
 )
@@ -413,6 +414,8 @@ class Daemon:
                 case Ready():
                     self._introductions.attached(i, message.engine)
                     self._fruitless[i] = 0
+                    if len(self._api) == self._config.api_workers and self._introductions.serves(message.engine):
+                        self._tell(Together(message.engine))
                     self._announce_once(chat=message.chat)
                 case Failed() if self._announced:
                     process.kill(message.message)

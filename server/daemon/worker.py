@@ -41,6 +41,7 @@ from weft.server.daemon.control import (
     Sleep,
     Start,
     Stop,
+    Together,
     ToWorker,
     Wake,
 )
@@ -153,6 +154,8 @@ class Worker:
                 self._begin(self._serve(message))
             case EngineDown():
                 self._engine_down(message)
+            case Together():
+                self._of_engine[message.engine].alone_with.discard(message.engine)
             case Drain():
                 for each in service.models:
                     if each.phase is not Phase.DEAD:
@@ -216,6 +219,9 @@ class Worker:
             self._tells_faults.discard(service.model)
             for fault in tokenizer.faults(ready.vocab_size):
                 logger.warning("%s", fault)
+        # One that takes no connections yet has not told anybody to wait; who comes meanwhile stays in its queue.
+        if self._serving is not None and service.config.api_workers > 1:
+            service.alone_with.add(engine.engine)
         service.attach(client, ready, tokenizer, engine.engine)
         gc.collect()
         gc.freeze()  # what is there now stays: later collections need not look at it

@@ -6,6 +6,7 @@ import json
 import re
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -38,6 +39,23 @@ async def test_health_ready_version(server: Server) -> None:
     assert (await server.http.get("/health")).status_code == 200
     assert (await server.http.get("/ready")).status_code == 200
     assert (await server.http.get("/version")).json() == {"version": __version__}
+
+
+async def test_ready_waits_until_other_processes_serve_with_one_of_the_engines() -> None:
+    async with serving(engines=2) as server:
+
+        async def code() -> Any:
+            return (await server.http.get("/ready")).json().get("error", {}).get("code")
+
+        server.service.alone_with |= {0, 1}
+        assert await code() == "loading"
+        assert (await server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})).status_code == 200
+        server.service.alone_with.discard(1)
+        assert await code() is None
+        server.service.engine_died(1, restarting=True)
+        assert await code() == "loading"
+        server.service.engine_died(0, restarting=True)
+        assert not server.service.alone_with
 
 
 async def test_ready_tells_of_a_plan_that_is_still_made() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+from free_port import free_port
 from live import Daemon, command_line, running, stop
 
 from weft.engine.demo import MODEL_PATH
@@ -292,16 +293,42 @@ async def test_an_engine_can_be_started_again(tmp_path: Path) -> None:
             (tmp_path / "away").rename(model / "config.json")
             async with asyncio.timeout(240):
                 while (await http.get("/ready")).status_code != 200:
-                    await asyncio.sleep(0.1)
-                while (await stream(http, max_tokens=5))[
-                    -1
-                ] != "[DONE]":  # the other process hears of it a little later
-                    await asyncio.sleep(0.1)
+                    await asyncio.sleep(0.01)
+            ends = [events[-1] for events in await asyncio.gather(*(stream(http, max_tokens=5) for _ in range(8)))]
+            assert ends == ["[DONE]"] * 8, "ready in one process, loading in another"
             assert await metric(http, "weft_engine_restarts_total") >= 1
             for name, figure in figures.items():  # counters go on, and another process says the same
                 assert await metric(http, name) >= figure > 0
         daemon.process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(daemon.process.wait, 240) == 0
+
+
+async def test_none_says_that_it_is_ready_while_another_one_is_not(tmp_path: Path) -> None:
+    """The kernel gives who has heard it to any of them."""
+    port = free_port()
+    daemon = Daemon(tmp_path / "log", "--port", str(port), "--device", "cpu", "--api-workers", "2")
+    daemon.url = f"http://127.0.0.1:{port}"
+    worker = "weft.server.daemon.worker"
+    try:
+        while len(workers := await asyncio.to_thread(daemon.children, worker)) < 2:
+            assert daemon.process.poll() is None
+            await asyncio.sleep(0.005)
+        stop(late := workers[1])
+        serves = 0
+        while serves < 3:  # in what answers: the other's connections wait
+            async with httpx.AsyncClient(base_url=daemon.url, timeout=1, limits=EACH_ITS_OWN) as http:
+                with contextlib.suppress(httpx.TransportError):
+                    serves += (await http.post("/v1/completions", json=SHORT)).status_code == 200
+                    assert (await http.get("/ready")).json()["error"]["code"] == "loading"
+            await asyncio.sleep(0.05)
+        os.kill(late, signal.SIGCONT)
+        async with client(daemon) as http, asyncio.timeout(240):
+            while (await http.get("/ready")).status_code != 200:
+                await asyncio.sleep(0.01)
+            answers = await asyncio.gather(*(http.post("/v1/completions", json=SHORT) for _ in range(8)))
+        assert [answer.status_code for answer in answers] == [200] * 8
+    finally:
+        daemon.end()
 
 
 async def test_sigterm_under_load_loses_nothing(tmp_path: Path) -> None:
