@@ -50,7 +50,7 @@ ReasoningParserName = Literal[
 ]
 
 
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]*")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/*\s]*")
 OF_A_MODEL = frozenset(
     name for name, field in EngineConfig.model_fields.items() if field.json_schema_extra != NO_OPTION
 )
@@ -229,7 +229,8 @@ class ServeConfig(EngineConfig):
     def _as_browsers_say_it(cls, value: list[str]) -> list[str]:
         """It is compared letter by letter: what no browser sends would let nobody in, without a word."""
         if odd := [origin for origin in value if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin)]:
-            raise ValueError(f"{odd[0]!r} is no origin such as https://example.org, which has no slash at its end")
+            like = "https://example.org (no slash at its end, no * in it; * alone lets all in)"
+            raise ValueError(f"{odd[0]!r} is no origin such as {like}")
         return value
 
     @field_validator("models", mode="before")

@@ -92,18 +92,39 @@ def missing(directory: Path) -> list[str]:
         return ["config.json"]
     if (directory / GGUF_INDEX).is_file():
         return [file.name for file in directory.glob(f"*{GGUF}") if not file.exists()]
+    return [file for file in _weights(directory) if not (directory / file).is_file()]
+
+
+def damaged(directory: Path) -> list[str]:
+    """Names of safetensors files that are there and not whole: a copy that was cut short, a full disk. By their headers
+    alone: bits that have changed are found by whoever reads the weights."""
+    from safetensors import SafetensorError, safe_open
+
+    found = []
+    for file in _weights(directory):
+        if file.endswith(".safetensors") and (directory / file).is_file():
+            try:
+                with safe_open(directory / file, "np"):
+                    pass
+            except (OSError, SafetensorError):
+                found.append(file)
+    return found
+
+
+def _weights(directory: Path) -> list[str]:
+    """Names of the files that should hold the weights, safetensors where there are both."""
     index = directory / INDEX
     if not index.is_file():
-        if any((directory / name).is_file() for name in (SINGLE, *PICKLED[1:])):
-            return []
+        for name in (SINGLE, *PICKLED[1:]):
+            if (directory / name).is_file():
+                return [name]
         index = directory / PICKLED[0]
         if not index.is_file():
             return [SINGLE]
     try:
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return []  # whoever reads the weights says what is wrong with it
-    return [file for file in files if not (directory / file).is_file()]
 
 
 def pull(name: str, revision: str | None = None, *, weights: bool = True) -> Path:

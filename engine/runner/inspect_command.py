@@ -114,12 +114,14 @@ def _splits(spec: ModelSpec, ranks: int) -> bool:
 
 
 def _weights_there(config: EngineConfig) -> str:
-    from weft.engine.model.hub import missing
+    from weft.engine.model.hub import damaged, missing
 
     if config.model_preset is not None:
         return "none: a shape to measure with made-up ones"
-    absent = missing(config.model_path)
-    return f"not here: {', '.join(absent[:2])}" if absent else "here"
+    if absent := missing(config.model_path):
+        return f"not here: {', '.join(absent[:2])}"
+    cut = damaged(config.model_path)
+    return f"not whole: {', '.join(cut[:2])}" if cut else "here"
 
 
 def run(arguments: argparse.Namespace) -> int:

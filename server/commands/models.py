@@ -64,6 +64,8 @@ class Model(NamedTuple):
             return f"incomplete, without {', '.join(absent[:2])}{' …' if len(absent) > 2 else ''}{again}"
         if not any((self.path / name).is_file() for name in TOKENIZER_FILES):
             return f"incomplete, without {TOKENIZER_FILES[0]}"
+        if damaged := hub.damaged(self.path):
+            return f"not whole: {', '.join(damaged[:2])}{' …' if len(damaged) > 2 else ''}"
         return None
 
 

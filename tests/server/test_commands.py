@@ -306,6 +306,18 @@ def test_models_misses_a_tokenizer_as_serve_does(tmp_path: Path) -> None:
     assert found.why_not() is None
 
 
+def test_weights_that_a_copy_has_cut_short_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).symlink_to(MODEL_PATH / name)
+    weights = (MODEL_PATH / "model.safetensors").read_bytes()
+    for size in (0, 100, len(weights) - 1):
+        (tmp_path / "model.safetensors").write_bytes(weights[:size])
+        assert main(["models", str(tmp_path)]) == 0
+        assert "no: not whole: model.safetensors" in " ".join(capsys.readouterr().out.split())
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert re.search(r"^weights +not whole: model.safetensors$", capsys.readouterr().out, re.MULTILINE)
+
+
 # -- folders of somebody else
 
 

@@ -117,6 +117,7 @@ async def test_a_port_is_taken_once_by_however_many_processes(count: int) -> Non
         (["--cors-origin", " "], "--cors-origin"),
         (["--cors-origin", "https://a.example", "b.example"], "'b.example' is no origin such as https://example.org"),
         (["--cors-origin", "https://a.example/"], "no slash at its end"),
+        (["--cors-origin", "https://*.example"], "* alone lets all in"),
         (["--log-format", "xml"], "--log-format"),
     ],
 )
