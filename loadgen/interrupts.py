@@ -25,7 +25,7 @@ def run_async(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 @contextmanager
 def _later() -> Iterator[None]:
-    """An interrupt is raised at the end."""
+    """An interrupt comes at the end, to whoever heard it before."""
     came: list[int] = []
     previous = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
     try:
@@ -33,7 +33,7 @@ def _later() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, previous)
     if came:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager

@@ -30,10 +30,12 @@ def test_an_interrupt_while_an_event_loop_is_made_leaves_a_closed_one_and_no_cor
 
     policy = _Interrupted()
     asyncio.set_event_loop_policy(policy)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who is started in the background ignores it
     try:
         with pytest.raises(KeyboardInterrupt):
             run_async(work)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
+        signal.signal(signal.SIGINT, before)
         asyncio.set_event_loop_policy(None)
     assert [loop.is_closed() for loop in policy.made] == [True]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
