@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 from collections.abc import Callable, Iterable
@@ -16,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from weft.engine.errors import ModelError, refuse_pointer
+from weft.engine.model.index import read_index
 
 
 class Part(NamedTuple):
@@ -110,12 +110,12 @@ class Checkpoint:
         refuse_pointer(index)
         try:
             if index.exists():
-                self._files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+                self._files = read_index(index)
             elif single.exists():
                 self._files = dict.fromkeys(_open(single, stack).keys(), single.name)
             else:
                 raise ModelError(f"{path} has no model.safetensors and no model.safetensors.index.json")
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+        except (OSError, ValueError) as error:
             raise ModelError(f"cannot read the weights in {path}: {error}") from None
         missing = sorted({f for f in self._files.values() if not (path / f).is_file()})
         if missing:

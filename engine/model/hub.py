@@ -6,7 +6,6 @@ a restart needs no network and never changes the weights; `pull` asks for what i
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from weft.engine.demo import MODEL_PATH
 from weft.engine.errors import ConfigError, ModelError
 from weft.engine.model.download import PARTIAL, cache_dir, download, repository
 from weft.engine.model.gguf.file import INDEX as GGUF_INDEX
+from weft.engine.model.index import read_index
 
 MAIN = "main"
 """the revision that stands for the newest"""
@@ -96,8 +96,8 @@ def missing(directory: Path) -> list[str]:
 
 
 def damaged(directory: Path) -> list[str]:
-    """Names of safetensors files that are there and not whole: a copy that was cut short, a full disk. By their headers
-    alone: bits that have changed are found by whoever reads the weights."""
+    """Names of safetensors files that are there and cannot be read whole: a copy that was cut short, a full disk,
+    somebody else's. By their headers alone: bits that have changed are found by whoever reads the weights."""
     from safetensors import SafetensorError, safe_open
 
     found = []
@@ -122,8 +122,8 @@ def _weights(directory: Path) -> list[str]:
         if not index.is_file():
             return [SINGLE]
     try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return sorted(set(read_index(index).values()))
+    except (OSError, ValueError):
         return []  # whoever reads the weights says what is wrong with it
 
 
@@ -185,8 +185,8 @@ def _pull_gguf(name: str, revision: str | None, api: Any, commit: str, file: str
 def _weight_files(name: str, sizes: dict[str, int], fetch: Any) -> list[str]:
     if INDEX in sizes:
         try:
-            files = sorted(set(json.loads(fetch(INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError):
+            files = sorted(set(read_index(fetch(INDEX)).values()))
+        except ValueError:
             raise ModelError(f"{name}: {INDEX} is not the index of a checkpoint") from None
         if absent := [file for file in files if file not in sizes]:
             raise ModelError(f"{name} lacks {len(absent)} file(s) that its index names: {', '.join(absent[:3])}")

@@ -121,7 +121,7 @@ def _weights_there(config: EngineConfig) -> str:
     if absent := missing(config.model_path):
         return f"not here: {', '.join(absent[:2])}"
     cut = damaged(config.model_path)
-    return f"not whole: {', '.join(cut[:2])}" if cut else "here"
+    return f"cannot be read whole: {', '.join(cut[:2])}" if cut else "here"
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -65,7 +65,7 @@ class Model(NamedTuple):
         if not any((self.path / name).is_file() for name in TOKENIZER_FILES):
             return f"incomplete, without {TOKENIZER_FILES[0]}"
         if damaged := hub.damaged(self.path):
-            return f"not whole: {', '.join(damaged[:2])}{' …' if len(damaged) > 2 else ''}"
+            return f"cannot be read whole: {', '.join(damaged[:2])}{' …' if len(damaged) > 2 else ''}"
         return None
 
 

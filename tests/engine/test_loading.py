@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,9 @@ from transformers import AutoModelForCausalLM
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError, ModelError, OutOfMemory, RequestError, WeftError
+from weft.engine.model.checkpoint import Checkpoint
 from weft.engine.model.directory import read_spec
-from weft.engine.model.hub import missing
+from weft.engine.model.hub import damaged, missing
 
 
 @pytest.fixture
@@ -172,6 +174,18 @@ def _as_pickled(path: Path, out: Path) -> Path:
         torch.save({n: state[n].clone() for n in names if files[n] == file}, out / file)
     (out / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": files}))
     return out
+
+
+@pytest.mark.parametrize(
+    "index", [b'{"weight_map": {"a": 5}}', b'{"weight_map": ["a"]}', b"[1]", b"{}", b"{", b'{"\xff": 1}']
+)
+def test_an_index_that_is_none_is_one_line(index: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_bytes(index)
+    with ExitStack() as stack, pytest.raises(ModelError, match="cannot read the weights in") as caught:
+        Checkpoint(tmp_path, stack)
+    assert "\n" not in str(caught.value)
+    assert missing(tmp_path) == damaged(tmp_path) == []  # whoever reads the weights says what is wrong
 
 
 def test_a_directory_of_pytorch_files_is_served(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:

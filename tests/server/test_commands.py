@@ -313,9 +313,9 @@ def test_weights_that_a_copy_has_cut_short_are_told(tmp_path: Path, capsys: pyte
     for size in (0, 100, len(weights) - 1):
         (tmp_path / "model.safetensors").write_bytes(weights[:size])
         assert main(["models", str(tmp_path)]) == 0
-        assert "no: not whole: model.safetensors" in " ".join(capsys.readouterr().out.split())
+        assert "no: cannot be read whole: model.safetensors" in " ".join(capsys.readouterr().out.split())
     assert main(["inspect", str(tmp_path)]) == 0
-    assert re.search(r"^weights +not whole: model.safetensors$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^weights +cannot be read whole: model.safetensors$", capsys.readouterr().out, re.MULTILINE)
 
 
 # -- folders of somebody else
