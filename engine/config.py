@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
@@ -111,6 +112,11 @@ def itl_objective(text: str) -> Objective:
     if objective.measure != "itl":
         raise ConfigError(f"{objective.measure} is not the time between tokens (itl): 50ms or p99:50ms, say")
     return objective
+
+
+def kept_percentiles(objectives: Iterable[Objective]) -> list[Objective]:
+    """Those that few late tokens break."""
+    return [o for o in objectives if o.statistic is not None and o.statistic > 50]
 
 
 class Share(BaseModel):
@@ -464,7 +470,7 @@ class EngineConfig(BaseModel):
     @property
     def kept_percentiles(self) -> list[Objective]:
         """Of what the bound on running requests keeps, those that few late tokens break."""
-        return [o for o in self.objectives if o.statistic is not None and o.statistic > 50] if self.adapts else []
+        return kept_percentiles(self.objectives) if self.adapts else []
 
     @property
     def objectives(self) -> list[Objective]:

@@ -43,7 +43,7 @@ def _run(options: Settings) -> int:
         ) -> Callable[[float], None]:
             number = f"{len(points) + 1}" + (f" of {known}" if known else "")
             at = "" if rate is None else f" at {rate:g}/s"
-            words = f"{number}: {engines} engines{at}, {configuration.max_num_seqs} seqs"
+            words = f"{number}: {engines} engines{at}, {configuration.seqs} seqs"
             bar.reset(task, total=max(duration, 1e-9), description=words)
             return lambda now: bar.update(task, completed=min(now, duration))
 

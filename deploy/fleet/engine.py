@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from weft.deploy.fleet.clock import Clock, Processor
 from weft.deploy.fleet.profile import Features, IterationProfile
-from weft.engine.config import Objective
+from weft.engine.config import Objective, kept_percentiles
 from weft.engine.errors import RequestError
 from weft.engine.memory.page_news import PageLedger
 from weft.engine.memory.pages import PagePool
@@ -23,8 +23,11 @@ from weft.engine.memory.prefix_index import PrefixIndex
 from weft.engine.runner.batch import Batch, StepResult
 from weft.engine.scheduling.chunk_keeper import ChunkKeeper
 from weft.engine.scheduling.fairness import Fairness
+from weft.engine.scheduling.pace import Pace
 from weft.engine.scheduling.request import Request, check_request
 from weft.engine.scheduling.scheduler import Scheduler
+from weft.engine.scheduling.seat_keeper import SeatKeeper
+from weft.engine.scheduling.seats import SeatControl
 from weft.engine.scheduling.slots import SlotTable
 from weft.engine.wire.messages import EngineReady, EngineStats, Finish, SchedulerStats
 from weft.engine.wire.sampling import SamplingParams
@@ -41,6 +44,7 @@ class EngineOptions(NamedTuple):
     page_size: int
     num_pages: int
     max_num_seqs: int
+    """the most, where the bound adapts"""
     max_num_batched_tokens: int
     max_model_len: int
     prefix_caching: bool = True
@@ -50,6 +54,13 @@ class EngineOptions(NamedTuple):
     itl_slo: Objective | None = None
     """what prompts computed beside decodes must leave them"""
     itl_slo_patience: float = 5.0
+    keeps: tuple[Objective, ...] = ()
+    """what the bound on running requests adapts to; none: it is fixed"""
+
+    @property
+    def seqs(self) -> str:
+        """As the flag has it."""
+        return f"auto:{self.max_num_seqs}" if self.keeps else str(self.max_num_seqs)
 
 
 class Asked(NamedTuple):
@@ -110,10 +121,14 @@ class SimulatedEngine:
         )
         if options.itl_slo is not None:
             self.scheduler.chunk_keeper = ChunkKeeper.of(
-                options.itl_slo, (), profile.costs, self.scheduler.slots, most=options.max_num_batched_tokens,
-                chunk_step=1, patience=options.itl_slo_patience, share=options.fair_prefill_share,
-                clock=lambda: clock.now,
+                options.itl_slo, kept_percentiles(options.keeps), profile.costs, self.scheduler.slots,
+                most=options.max_num_batched_tokens, chunk_step=1, patience=options.itl_slo_patience,
+                share=options.fair_prefill_share, clock=lambda: clock.now,
             )  # fmt: skip
+        self._seat_keeper: SeatKeeper | None = None
+        if options.keeps:
+            pace = Pace(options.keeps, self.scheduler.slots, clock.now)
+            self._seat_keeper = SeatKeeper(self.scheduler, pace, SeatControl(options.max_num_seqs))
         self._ledger = PageLedger(pool.index)
         self._inbox: list[Asked] = []
         self._refused: list[int] = []
@@ -164,6 +179,8 @@ class SimulatedEngine:
             self._tell([], [], [], {})
         if batch is None and not self._launched:
             self._asleep = True
+            if self._seat_keeper is not None:
+                self._seat_keeper.rest(self._clock.now)
             return
         if batch is None:
             self._wait()
@@ -229,6 +246,8 @@ class SimulatedEngine:
             return
         iteration = self._launched.popleft()
         result = StepResult(iteration.batch, self._tokens(iteration.batch), None, (), iteration.seconds)
+        if self._seat_keeper is not None:
+            self._seat_keeper.committed(iteration.batch, self._clock.now)
         if self.scheduler.chunk_keeper is not None:
             self.scheduler.chunk_keeper.committed(result, first=False)
         events = self.scheduler.commit(result)

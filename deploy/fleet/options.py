@@ -26,7 +26,8 @@ def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
     fleet("--fail", metavar="ENGINE:AT:FOR", action="append", default=[],
         help="that engine ends at this time and is away for so long, such as 0:30s:20s; repeat it")  # fmt: skip
     engine = parser.add_argument_group("each engine").add_argument
-    engine("--max-num-seqs", metavar="LIST", help="[the profile's]")
+    engine("--max-num-seqs", metavar="LIST",
+        help="numbers; auto, auto:N: as many as keep the itl objectives of --slo [the profile's]")  # fmt: skip
     engine("--max-num-batched-tokens", metavar="LIST", help="[the profile's]")
     engine("--itl-slo", metavar="LIMIT", help="as weft serve has it: 50ms, p99:50ms [off]")
     engine("--num-pages", metavar="N", help="[the profile's]")

@@ -20,7 +20,7 @@ from weft.engine.config import expanded
 from weft.engine.errors import ConfigError
 from weft.engine.plans.document import read_document
 from weft.engine.runner.batch import Batch
-from weft.engine.runner.work import Costs
+from weft.engine.runner.work import GPU_TILE, Costs
 
 VERSION = 1
 SHIPPED = Path(__file__).with_name("profiles")
@@ -141,7 +141,8 @@ class IterationProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     def costs(self) -> Costs:
         """What an engine believes of its parts before it has measured any."""
         slope = (self.dense_ms[-1] - self.dense_ms[0]) / max(1.0, self.knots[-1] - self.knots[0])
-        return Costs(self.dense_ms[0], max(slope, 1e-6), self.context_ms, self.pair_ms, {None: 1})
+        tile = 1 if self.threads else GPU_TILE
+        return Costs(self.dense_ms[0], max(slope, 1e-6), self.context_ms, self.pair_ms, {None: 1}, tile)
 
     def joules(self, f: Features) -> float:
         """Beyond those at rest; 0 where nothing is known."""

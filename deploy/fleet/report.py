@@ -67,7 +67,7 @@ def too_short(points: Sequence[Point]) -> str | None:
 def _words(point: Point) -> str:
     c = point.configuration
     return (
-        f"{point.engines} engine{'s' * (point.engines > 1)}, --max-num-seqs {c.max_num_seqs} "
+        f"{point.engines} engine{'s' * (point.engines > 1)}, --max-num-seqs {c.seqs} "
         f"--max-num-batched-tokens {c.max_num_batched_tokens}; goodput {point.result.attainment.goodput:.2f}/s"
     )
 
@@ -79,7 +79,7 @@ def _row(point: Point) -> list[str]:
     tokens = sum(record.received_tokens for record in r.everything.records if record.ok)
     return [
         str(point.engines),
-        str(c.max_num_seqs),
+        c.seqs,
         str(c.max_num_batched_tokens),
         "" if r.offered_rate is None else f"{r.offered_rate:.3g}",
         f"{ttft.mean * 1e3:.0f} / {ttft.p99 * 1e3:.0f}",
@@ -125,7 +125,7 @@ def draw(path: Path, points: Sequence[Point], settings: Settings) -> None:
         own = [p for p in rated if (p.engines, p.configuration) == (engines, configuration)]
         label = f"{engines} engine{'s' * (engines > 1)}"
         if several:
-            label += f", {configuration.max_num_seqs} seqs, {configuration.max_num_batched_tokens} tokens"
+            label += f", {configuration.seqs} seqs, {configuration.max_num_batched_tokens} tokens"
         lines.plot(
             [_offered(p) for p in own], [p.result.attainment.goodput for p in own], marker="o", label=label,
             color=COLOURS[i % len(COLOURS)],

@@ -12,7 +12,7 @@ from weft.deploy.fleet.engine import EngineOptions
 from weft.deploy.fleet.front import FrontOptions
 from weft.deploy.fleet.profile import IterationProfile, load_profile
 from weft.deploy.fleet.simulation import Failure, Fleet
-from weft.engine.config import itl_objective
+from weft.engine import config as serving
 from weft.engine.errors import ConfigError
 from weft.loadgen import slo
 from weft.loadgen.errors import LoadError
@@ -70,6 +70,7 @@ def read(a: argparse.Namespace) -> Settings:
             raise LoadError("--rates does not go with --rate, --speed, closed or ramp arrivals")
         rates = tuple(number(part, "--rates", exclusive=True) for part in a.rates.split(","))
     objectives = tuple(objective for text in a.slo for objective in slo.parse(text))
+    keeps = tuple(serving.Objective.parse(str(o)) for o in objectives if o.measure == "itl")
     engines = () if a.engines is None else tuple(_list(a.engines, "--engines"))
     if not engines and not objectives:
         engines = (1,)
@@ -84,7 +85,7 @@ def read(a: argparse.Namespace) -> Settings:
         engines,
         whole(a.max_engines, "--max-engines"),
         rates,
-        tuple(_configurations(a, profile)),
+        tuple(_configurations(a, profile, keeps)),
         _front(a),
         _cores(a, profile),
         failures,
@@ -120,21 +121,36 @@ def _front(a: argparse.Namespace) -> FrontOptions:
     return front
 
 
-def _configurations(a: argparse.Namespace, profile: IterationProfile) -> Iterator[EngineOptions]:
+def _configurations(
+    a: argparse.Namespace, profile: IterationProfile, keeps: tuple[serving.Objective, ...]
+) -> Iterator[EngineOptions]:
+    """`keeps`: what a bound that adapts would keep."""
     limits = profile.limits
     pages = limits.num_pages if a.num_pages is None else whole(a.num_pages, "--num-pages", low=2)
     longest = limits.max_model_len if a.max_model_len is None else whole(a.max_model_len, "--max-model-len", low=2)
     longest = min(longest, (pages - 1) * limits.page_size)
-    seqs = _list(a.max_num_seqs or str(limits.max_num_seqs), "--max-num-seqs")
+    seqs = [_seqs(part, limits.max_num_seqs) for part in (a.max_num_seqs or str(limits.max_num_seqs)).split(",")]
+    if any(adapts for _, adapts in seqs) and not keeps:
+        raise LoadError("--max-num-seqs auto keeps an objective on the time between tokens: --slo itl:p99:50ms, say")
     budgets = _list(a.max_num_batched_tokens or str(limits.max_num_batched_tokens), "--max-num-batched-tokens")
     try:
-        objective = None if a.itl_slo is None else itl_objective(a.itl_slo)
+        objective = None if a.itl_slo is None else serving.itl_objective(a.itl_slo)
     except ConfigError as error:
         raise LoadError(f"--itl-slo: {error}") from None
-    for most, budget in product(list(seqs), list(budgets)):
+    shortest = min(serving.kept_percentiles(keeps), key=lambda o: o.limit, default=None)
+    for (most, adapts), budget in product(seqs, list(budgets)):
         yield EngineOptions(
-            limits.page_size, pages, most, budget, longest, prefix_caching=not a.no_prefix_caching, itl_slo=objective
+            limits.page_size, pages, most, budget, longest, prefix_caching=not a.no_prefix_caching,
+            itl_slo=objective or (shortest if adapts else None), keeps=keeps if adapts else (),
         )  # fmt: skip
+
+
+def _seqs(text: str, most: int) -> tuple[int, bool]:
+    """Requests at once, and whether they adapt up to so many."""
+    word, _, number = text.partition(":")
+    if word != "auto":
+        return whole(text, "--max-num-seqs"), False
+    return whole(number, "--max-num-seqs auto") if number else most, True
 
 
 def _failure(text: str) -> Failure:

@@ -127,6 +127,7 @@ class Result:
         return {
             "engines": self.fleet.engines,
             "max_num_seqs": engine.max_num_seqs,
+            "adapts_to": [str(objective) for objective in engine.keeps],
             "max_num_batched_tokens": engine.max_num_batched_tokens,
             "offered_rate": self.offered_rate,
             "requests": len(self.judged.records),

@@ -15,6 +15,8 @@ from weft.engine.runner.batch import Batch
 GPU_BALANCE = 150.0
 CPU_BALANCE = 20.0
 """operations of a matrix product that cost about as much as one byte of memory"""
+GPU_TILE = 128
+"""tokens that a product of more computes at once (`kernels/gemm.py`)"""
 
 
 class Costs(NamedTuple):
@@ -30,6 +32,8 @@ class Costs(NamedTuple):
     """of a prompt's token and a position of one layer that it attends to"""
     layers: Mapping[int | None, int]
     """how many layers see so many positions; None: all"""
+    tile: int = 1
+    """tokens that products compute at once: fewer take as long"""
 
     def seen(self, length: float) -> float:
         """Positions that a token sees in all layers, its own included, behind a context of this length."""
@@ -58,10 +62,11 @@ class Work:
         self._kv_bytes = float(kv_bytes)
         self._per_pair = 4.0 * spec.num_heads * spec.head_dim / self._balance
         self._layers = Counter(spec.windows)
+        self._tile = GPU_TILE if cuda else 1
 
     @property
     def costs(self) -> Costs:
-        return Costs(self._weight_bytes, self._per_token, self._kv_bytes, self._per_pair, self._layers)
+        return Costs(self._weight_bytes, self._per_token, self._kv_bytes, self._per_pair, self._layers, self._tile)
 
     def shares(self, batch: Batch) -> npt.NDArray[np.float64]:
         """`[R]`: of the whole iteration; they add up to one."""

@@ -139,12 +139,13 @@ class ChunkKeeper:
         """Of the time of an iteration that is not committed: what it would have taken with no more prompts than there
         are in any case. For who answers for the number of decodes."""
         formed = self._formed.get(step)
-        if formed is None or not formed.bound or not self.limit.cost.measured:
+        if formed is None or not self.limit.cost.measured:
             return 1.0
-        least = formed.decodes._replace(
-            tokens=formed.decodes.tokens + self.limit.least,
-            pairs=formed.load.pairs * min(1.0, self.limit.least / max(1, formed.load.tokens - formed.decodes.tokens)),
-            chunks=1,
+        prompts, least = formed.load.tokens - formed.decodes.tokens, self.limit.least
+        if prompts <= least:
+            return 1.0
+        few = formed.decodes._replace(
+            tokens=formed.decodes.tokens + least, pairs=formed.load.pairs * least / prompts, chunks=1
         )
         whole = self.limit.cost.seconds(formed.load)
-        return min(1.0, self.limit.cost.seconds(least) / whole) if np.isfinite(whole) and whole > 0 else 1.0
+        return min(1.0, self.limit.cost.seconds(few) / whole) if np.isfinite(whole) and whole > 0 else 1.0

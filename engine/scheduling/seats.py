@@ -38,8 +38,11 @@ REACH = 4.0
 """seats are not what makes it late where so many times fewer are about as late"""
 PATIENCE = 120
 """windows until that is tried again"""
-WORSE = 0.93
-"""throughput behind a raise, of that before: more seats did harm"""
+WORSE, SURE = 0.93, 2.0
+"""throughput behind a raise, of that before: more seats did harm. It is less by more than so many standard errors, too:
+requests that begin together end together, and a second of their prompts has few tokens"""
+JUDGED = 12
+"""windows behind a raise in which that is asked: later, the load may be another one"""
 
 REASONS = ("room", "late", "shift", "worse", "out_of_reach")
 """why the bound changed: there was room below the limit; the limit was passed; a bound does something else all at once;
@@ -94,6 +97,8 @@ class SeatControl:
         self._levels: dict[int, _Level] = {}
         self._variance = NOISE * NOISE
         self._samples = NOISE_WEIGHT
+        self._rate_variance, self._rate_samples = NOISE * NOISE, NOISE_WEIGHT
+        """of the logarithm of throughput, window by window"""
         self._settling = 1
         """windows to come that show how the bound changed, not what it does"""
         self._odd: list[float] = []
@@ -166,6 +171,9 @@ class SeatControl:
             self._samples = min(self._samples + 1, 2.0 * MEMORY)
             surprise = min((x - level.mean) ** 2, 9 * self._noise**2)
             self._variance += (surprise - self._variance) / self._samples
+        if rate > 0 and level.rate > 0:
+            self._rate_samples = min(self._rate_samples + 1, 2.0 * MEMORY)
+            self._rate_variance += (math.log(rate / level.rate) ** 2 - self._rate_variance) / self._rate_samples
         known = level.n >= 8
         step = level.add(x, rate)
         self._quiet += 1
@@ -198,12 +206,16 @@ class SeatControl:
         if late:
             return self.seats if self._resigned else self._fewer(level)
         before = self._levels.get(self._raised_from)
-        if 2 <= level.n <= 4 and before is not None and level.rate < WORSE * before.rate:
+        if before is not None and 2 <= level.n <= JUDGED and self._did_harm(level, before):
             level.barred = True
             return self._move(self._raised_from, "worse")
         if level.n >= 2 or (level.mean < target - FAR and before is None):
             return self._more(level)
         return self.seats
+
+    def _did_harm(self, level: _Level, before: _Level) -> bool:
+        error = math.sqrt(self._rate_variance * (1 / min(level.n, MEMORY) + 1 / min(before.n, MEMORY)))
+        return level.rate < before.rate * min(WORSE, math.exp(-SURE * error))
 
     def _more(self, level: _Level) -> int:
         """As many as the limit allows by what is known."""

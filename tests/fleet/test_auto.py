@@ -1,0 +1,131 @@
+"""`--max-num-seqs auto` in the simulator: requests of one length without end on the shipped profile of an H200, whose
+products compute tiles of 128 tokens. Requests that began together end together there, so seconds of prompts alternate
+with seconds of decodes alone, as they did on the real one (2026-11-24)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from weft.deploy.fleet.clock import Clock, Processor
+from weft.deploy.fleet.engine import Asked, EngineOptions, Heard, SimulatedEngine
+from weft.deploy.fleet.profile import load_profile
+from weft.engine.config import Objective
+from weft.engine.runner.work import GPU_TILE
+from weft.engine.scheduling.iteration_cost import Load
+from weft.engine.scheduling.pace import Pace
+from weft.server.daemon.cli import main
+
+OBJECTIVE = Objective.parse("itl:p99:40ms")
+
+
+@dataclass
+class Second:
+    value: float
+    """of the objective"""
+    tokens: int
+    """of answers"""
+
+
+class Endless:
+    """An engine with more requests of these lengths than it may run, each followed by the next."""
+
+    def __init__(self, lengths: tuple[int, int], seats: int, *, auto: bool) -> None:
+        self._lengths, self._handles = lengths, 0
+        self._rng = np.random.default_rng(0)
+        self.clock, profile = Clock(), load_profile("llama-3-8b-h200")
+        options = EngineOptions(
+            64, 14_000, seats, 2048, 8192, prefix_caching=False, itl_slo=OBJECTIVE, keeps=(OBJECTIVE,) if auto else ()
+        )
+        self.engine = SimulatedEngine(self.clock, Processor(self.clock), profile, options, self._heard)
+        self._pace = Pace([], self.engine.scheduler.slots, 0.0)
+        self._gaps: list[np.ndarray] = []
+        self._answered = 0
+        self.cut: list[int] = []
+        """tokens of iterations whose prompts were cut"""
+        keeper = self.engine.scheduler.chunk_keeper
+        assert keeper is not None
+        observe = keeper.limit.observe
+
+        def watched(load: Load, seconds: float, bound: str) -> None:
+            if bound == "slo":
+                self.cut.append(load.tokens)
+            observe(load, seconds, bound)
+
+        keeper.limit.observe = watched  # type: ignore[method-assign]
+        commit = self.engine._commit
+
+        def committed() -> None:
+            self._gaps.append(self._pace.committed(self.engine._launched[0].batch, self.clock.now))
+            commit()
+
+        self.engine._commit = committed  # type: ignore[method-assign]
+        for _ in range(seats + 32):
+            self._ask()
+
+    def _ask(self) -> None:
+        prompt, answer = self._lengths
+        self._handles += 1
+        self.engine.send(Asked(self._handles, self._rng.integers(0, 1000, prompt).astype(np.int32), answer, True))
+
+    def _heard(self, heard: Heard) -> None:
+        self._answered += sum(token >= 0 for token in heard.tokens)
+        for _ in filter(None, heard.finish):
+            self._ask()
+
+    def serve(self, seconds: int) -> list[Second]:
+        rows: list[Second] = []
+
+        def second() -> None:
+            rows.append(Second(OBJECTIVE.of(np.concatenate(self._gaps)), self._answered))
+            self._gaps, self._answered = [], 0
+            if len(rows) == seconds:
+                self.engine.kill()
+
+        for at in range(1, seconds + 1):
+            self.clock.at(float(at), second)
+        self.clock.run()
+        return rows
+
+
+def test_requests_that_end_together_cost_no_seats() -> None:
+    adapts, fixed = Endless((161, 200), 256, auto=True), Endless((161, 200), 256, auto=False)
+    rows, others = adapts.serve(70), fixed.serve(70)
+    assert adapts.engine.scheduler.slots.seats == 256
+    assert adapts.engine.scheduler.seat_changes["late"] == 0
+    assert sum(row.tokens for row in rows[20:]) >= 0.95 * sum(row.tokens for row in others[20:])
+    assert np.mean([row.value <= OBJECTIVE.limit for row in rows[10:]]) >= 0.99
+
+
+def test_prompts_fill_tiles_and_do_not_spill_into_the_next() -> None:
+    endless = Endless((1024, 512), 256, auto=True)
+    rows = endless.serve(60)
+    assert np.mean([row.value <= OBJECTIVE.limit for row in rows[15:]]) >= 0.99
+    whole = np.array(endless.cut[100:]) % GPU_TILE == 0
+    assert len(whole) > 300
+    assert whole.mean() > 0.9
+
+
+def test_the_command_takes_auto_beside_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    load = ["--users", "20", "--duration", "3s", "--input", "64", "--output", "32", "--engines", "1", "--quiet"]
+    assert main(["fleet", "--max-num-seqs", "auto:16,16", "--slo", "itl:p99:40ms", *load]) == 0
+    out = capsys.readouterr().out
+    assert "auto:16" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["--max-num-seqs", "auto"], "--slo itl:p99:50ms"),
+        (["--max-num-seqs", "auto", "--slo", "ttft:p99:1s"], "--slo itl:p99:50ms"),
+        (["--max-num-seqs", "auto:many", "--slo", "itl:p99:40ms"], "'many' is not a whole number"),
+        (["--max-num-seqs", "auto:0", "--slo", "itl:p99:40ms"], "at least 1"),
+    ],
+)
+def test_auto_that_means_nothing_is_one_line(flags: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fleet", "--rate", "10", "--quiet", *flags]) == 2
+    error = capsys.readouterr().err
+    assert why in error
+    assert error.count("\n") == 1
