@@ -16,7 +16,7 @@ from weft.engine.wire.child import held_back
 from weft.engine.wire.stacks import Stacks
 from weft.server.config import ServeConfig
 from weft.server.daemon.certificate import Certificate
-from weft.server.daemon.control import Channel, FromWorker, Start, ToWorker
+from weft.server.daemon.control import Channel, FromWorker, Start, Stop, ToWorker
 from weft.server.observe.board import Board
 
 START_SECONDS = 120.0
@@ -122,3 +122,12 @@ class ApiProcess:
         if self._process.returncode is None:
             self._why = self._why or why
             self._process.kill()
+
+    async def stop(self, timeout: float) -> None:
+        """End it: ask, kill after `timeout` seconds."""
+        self.send(Stop())
+        try:
+            await asyncio.wait_for(self.wait(), timeout)
+        except TimeoutError:
+            self.kill()
+            await self.wait()

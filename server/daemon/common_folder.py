@@ -13,6 +13,9 @@ import tempfile
 import weakref
 from pathlib import Path
 
+from weft.engine.errors import ConfigError
+from weft.server.config import ServeConfig
+
 PREFIX = "weft-responses-"
 """of folders that are locked already"""
 
@@ -34,6 +37,17 @@ class CommonFolder:
     def cleanup(self) -> None:
         """Idempotent."""
         self._end()
+
+
+def common_folder(config: ServeConfig) -> CommonFolder | None:
+    """For the responses that several API processes store, where no other folder is named. Raises `ConfigError`."""
+    if config.api_workers == 1 or config.responses_dir is not None or not config.responses_max_mib:
+        return None
+    try:
+        return CommonFolder()
+    except OSError as error:
+        why = f"API processes have no folder in common: {error.strerror or error}"
+        raise ConfigError(f"{why}; set TMPDIR to another directory, or --responses-dir") from None
 
 
 def _remove(name: str, lock: int) -> None:

@@ -20,7 +20,7 @@ import pytest
 from live import Daemon, command_line, patched, running, stopped
 
 from weft.engine.demo import MODEL_PATH
-from weft.server.daemon.daemon import SHORT_LIFE
+from weft.server.daemon.api_processes import SHORT_LIFE
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,231 @@
+"""`ApiProcesses`: the daemon's API processes: each one and the one after that, and what they report."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Iterator, Mapping
+from typing import Any, Protocol
+
+from weft.engine.wire.beat import Beats
+from weft.server.config import ServeConfig
+from weft.server.daemon.api_process import ApiProcess, Place
+from weft.server.daemon.control import (
+    Drain,
+    EngineDown,
+    Failed,
+    HandOver,
+    Idle,
+    Ready,
+    Renew,
+    Sleep,
+    Together,
+    ToWorker,
+    Wake,
+)
+from weft.server.daemon.engine_keeper import EngineKeeper
+from weft.server.daemon.front import Front
+from weft.server.daemon.introductions import Introductions
+from weft.server.daemon.restarts import Restarts
+from weft.server.daemon.watchman import Charge
+from weft.server.observe.board import Board
+from weft.server.observe.metrics import Metrics
+
+RESTART_SECONDS = (0.5, 5.0)
+"""from the end of an API process that lived less than SHORT_LIFE seconds to the next one's start: first, and most"""
+SHORT_LIFE = 5.0
+FRUITLESS_LIVES = 3
+"""so many API processes in a row that ended before they served: another one will not help"""
+
+logger = logging.getLogger("weft")
+
+
+class Owner(Protocol):
+    """What they want of the daemon."""
+
+    metrics: Metrics
+    beats: Beats
+    numbers: Iterator[int]
+    """of engines' clients, over all engines"""
+    announced: bool
+    """once everything has served"""
+    handed_over: bool
+    """another daemon has the port"""
+
+    @property
+    def ending(self) -> bool: ...
+
+    async def started(self, start: Coroutine[Any, Any, ApiProcess], /) -> ApiProcess:
+        """The process, known to the daemon until it is in `running`. Raises `OSError`."""
+        ...
+
+    def api_ready(self, *, chat: bool) -> None:
+        """One serves with one more engine. `chat`: the model has a chat template."""
+        ...
+
+    def asked(self, process: ApiProcess, question: Renew | Wake | Sleep) -> None:
+        """An `Answer` to it is to follow."""
+        ...
+
+    def fail(self, why: str) -> None:
+        """The daemon is to end."""
+        ...
+
+
+class ApiProcesses:
+    """Row i + 1 of the board is that of the i-th.
+
+    Attributes:
+    running: those that there are, by number.
+    idle: set once each of them has said `Idle` to what `end` told, or has ended.
+    """
+
+    def __init__(
+        self, owner: Owner, config: ServeConfig, front: Front, board: Board, engines: Mapping[int, EngineKeeper]
+    ) -> None:
+        self.running: dict[int, ApiProcess] = {}
+        self.idle = asyncio.Event()
+        self._owner = owner
+        self._config = config
+        self._front = front
+        self._board = board
+        self._engines = engines
+        self._introductions = Introductions(engines, self.running)
+        self._fruitless = [0] * config.api_workers
+        """by API process: how many in a row ended before they served"""
+        self._busy: set[int] = set()
+        """draining ones with open answers"""
+
+    async def keep(self, i: int) -> None:
+        """Run the i-th API process, and another one after it."""
+        owner = self._owner
+        restarts = Restarts(*RESTART_SECONDS)
+        while True:
+            begun = time.monotonic()
+            how = await self._run(i)
+            if owner.ending:
+                for listener in self._front.listeners[i]:
+                    listener.close()  # its connections are for the others now
+                return
+            if self._nobody_will_serve(i):
+                owner.fail(f"API processes end before they serve ({how})")
+                return
+            if time.monotonic() - begun < SHORT_LIFE:
+                pause = restarts.next_pause() or 0.0
+            else:
+                restarts.forget()
+                pause = 0.0
+            logger.error("API process %d ended (%s); another one starts in %g s", i, how, pause)
+            owner.metrics.api_restarts.inc()
+            await asyncio.sleep(pause)
+            if owner.handed_over:
+                return
+
+    def _nobody_will_serve(self, i: int) -> bool:
+        """The i-th API process has ended again, and no other one makes up for it."""
+        if not self._owner.announced:
+            return self._fruitless[i] >= FRUITLESS_LIVES
+        in_vain = self._some_engine_ready and not self.num_attached
+        return in_vain and all(count >= FRUITLESS_LIVES for count in self._fruitless)
+
+    @property
+    def _some_engine_ready(self) -> bool:
+        return any(keeper.ready is not None for keeper in self._engines.values())
+
+    async def _run(self, i: int) -> str:
+        """One API process from start to end; tells how it ended."""
+        owner, front = self._owner, self._front
+        fds = [keeper.socket.path_fd for keeper in self._engines.values()]
+        start = ApiProcess.start(
+            self._config,
+            front.keys,
+            Place(i + 1, self._board, owner.beats, self._beat_row(i), fds),
+            front.listeners[i],
+            certificate=front.certificate,
+            taking_over=front.taking_over,
+            hold=owner.announced and self._some_engine_ready,
+        )
+        try:
+            process = await owner.started(start)
+        except OSError as error:
+            self._fruitless[i] += 1
+            return f"cannot be started: {error.strerror or error}"
+        self.running[i] = process
+        self._fruitless[i] += 1
+        for engine in self._engines:
+            self._introductions.introduce(i, engine, next(owner.numbers))
+        if owner.ending:
+            process.send(HandOver() if owner.handed_over else Drain())
+        async for message in process.messages():
+            match message:
+                case Ready():
+                    self._introductions.attached(i, message.engine)
+                    self._fruitless[i] = 0
+                    if len(self.running) == self._config.api_workers and self.serves(message.engine):
+                        self.tell(Together(message.engine))
+                    owner.api_ready(chat=message.chat)
+                case Failed() if owner.announced:
+                    process.kill(message.message)
+                case Failed():
+                    owner.fail(message.message)
+                case Idle():
+                    self._no_longer_busy(i)
+                case Renew() | Wake() | Sleep():
+                    owner.asked(process, message)
+        how = await process.wait()
+        del self.running[i]
+        self._introductions.process_ended(i)
+        self._no_longer_busy(i)
+        owner.metrics.process_lost(int(self._board.load[i + 1, :, 0].sum()), int(self._board.http[i + 1]))
+        self._board.load[i + 1] = 0
+        self._board.http[i + 1] = 0
+        self._board.engine_load[i + 1] = 0
+        return how
+
+    def _beat_row(self, i: int) -> int:
+        return len(self._engines) + i
+
+    def charges(self) -> Iterator[Charge]:
+        """Those that must show life."""
+        for i, process in self.running.items():
+            hangs = self._owner.metrics.api_hangs.labels()
+            yield Charge(f"API process {i}", self._beat_row(i), process, self._config.api_hang_timeout, hangs)
+
+    @property
+    def num_attached(self) -> int:
+        """Pairs of an API process and an engine that serve."""
+        return self._introductions.num_attached
+
+    def serves(self, engine: int) -> bool:
+        """With every API process that there is."""
+        return self._introductions.serves(engine)
+
+    def tell(self, message: ToWorker) -> None:
+        for process in self.running.values():
+            process.send(message)
+
+    def engine_begins(self, engine: int) -> None:
+        for i in self.running:
+            self._introductions.introduce(i, engine, next(self._owner.numbers))
+
+    def engine_ready(self, engine: int) -> None:
+        for i in self.running:
+            self._introductions.expect(i, engine)
+
+    def engine_ended(self, engine: int, message: EngineDown) -> None:
+        self._introductions.engine_ended(engine)
+        self.tell(message)
+
+    def end(self, message: Drain | HandOver) -> None:
+        """Tell all; `Idle` is the answer."""
+        self._busy = set(self.running)
+        self.idle.clear()
+        self.tell(message)
+        if not self._busy:
+            self.idle.set()
+
+    def _no_longer_busy(self, i: int) -> None:
+        self._busy.discard(i)
+        if not self._busy:
+            self.idle.set()
