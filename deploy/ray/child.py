@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import re
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
+from functools import partial
 from typing import Any
 
 import yaml
 
 from weft.engine.errors import WeftError
+from weft.engine.wire.child import end_with_parent
 
 STOP_MARGIN = 15.0
 """seconds beyond its own --drain-timeout that a daemon gets to end"""
-PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
-
-
-def _end_with_parent() -> None:
-    """Whatever ends the worker (`ray.kill`, the memory monitor), its daemon ends too. Runs in the child: no imports."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Child:
@@ -54,7 +48,9 @@ class Child:
             os.write(file, yaml.safe_dump(options).encode())
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-P", "-m", "weft.server", "serve", "--config", f"/dev/fd/{file}", pass_fds=(file,),
-                stdin=DEVNULL, stdout=PIPE, env=environment, start_new_session=True, preexec_fn=_end_with_parent,
+                stdin=DEVNULL, stdout=PIPE, env=environment, start_new_session=True,
+                # whatever ends the worker: `ray.kill`, the memory monitor
+                preexec_fn=partial(end_with_parent, signum=signal.SIGTERM),
             )  # fmt: skip
         finally:
             os.close(file)

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)  # where a process is forked there is no time to look for it
 IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 """signals that would end a process, and mean nothing to those of a daemon"""
 ASKED = signal.SIGUSR2
@@ -33,6 +34,16 @@ def held_back() -> Iterator[None]:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [ASKED])
 
 
+def end_with_parent(parent: int | None = None, signum: int = signal.SIGKILL) -> None:
+    """In the child, also between fork and exec: the kernel sends it this signal when the thread that started it ends.
+
+    `parent`: process id. Ends the process when that one has gone already, which the kernel does not tell.
+    """
+    _libc.prctl(PR_SET_PDEATHSIG, signum)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
+
+
 def settle(parent: int | None) -> None:
     """In the child: it ends with its parent, even when it hangs; signals for the whole group are the daemon's to
     understand.
@@ -41,9 +52,7 @@ def settle(parent: int | None) -> None:
     end in another way.
     """
     if parent is not None:
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)  # it died before the kernel was told
+        end_with_parent(parent)
     for signum in (signal.SIGINT, *IGNORED):
         signal.signal(signum, signal.SIG_IGN)
     # Not SIG_IGN: that would be inherited by programs this process starts, which then could not be ended.

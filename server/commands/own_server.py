@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import select
@@ -11,22 +10,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import IO
 
 from rich.console import Console
 
 from weft.engine.errors import WeftError
 from weft.engine.model.hub import find_model
+from weft.engine.wire.child import end_with_parent
 
 STOP_SECONDS = 15.0
-PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
-
-
-def _end_with_parent() -> None:
-    """Whatever ends this process, its server drains and ends too. Runs in the child, so that nothing is imported."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @contextlib.contextmanager
@@ -50,7 +44,9 @@ def own_server(model: str, revision: str | None, notes: Console, names: Sequence
         # A group of its own: Ctrl-C ends an answer, not the server.
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True, text=True,
-            env=environment, preexec_fn=_end_with_parent,
+            env=environment,
+            # whatever ends this process, the server drains and ends too
+            preexec_fn=partial(end_with_parent, signum=signal.SIGTERM),
         )  # fmt: skip
         try:
             with notes.status(f"starting a server with {model}") as status:
@@ -65,8 +61,9 @@ def own_server(model: str, revision: str | None, notes: Console, names: Sequence
                 process.wait()
 
 
-def _ready(process: subprocess.Popen[str], log: IO[str], tell: object) -> str:
-    """Read the greeting. Raises `WeftError` when the process ends instead."""
+def _ready(process: subprocess.Popen[str], log: IO[str], tell: Callable[[str], None]) -> str:
+    """Read the greeting; `tell` gets the last line of the log meanwhile. Raises `WeftError` when the process ends
+    instead."""
     assert process.stdout is not None
     while True:
         if select.select([process.stdout], [], [], 0.5)[0]:
@@ -78,8 +75,7 @@ def _ready(process: subprocess.Popen[str], log: IO[str], tell: object) -> str:
                 log.seek(0)
                 said = [text for text in log.read().splitlines() if text.strip()] or ["the server ended without a word"]
                 raise WeftError(re.sub(r"^weft( serve)?: ", "", said[-1]))
-        last = _last_line(log)
-        if last and callable(tell):
+        if last := _last_line(log):
             tell(last)
 
 

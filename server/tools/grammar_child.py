@@ -7,7 +7,6 @@ it can fork: a child begins with the vocabulary read, and what it used up is gon
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import selectors
@@ -23,14 +22,13 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
+from weft.engine.wire.child import end_with_parent
 from weft.engine.wire.grammar_text import LIMITS, STACK_BYTES
 
 MAX_REASON = 300
 """characters"""
 
-_PR_SET_PDEATHSIG = 1
 _PAGE = resource.getpagesize()
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Vocabulary(msgspec.Struct):
@@ -76,7 +74,7 @@ class _Running(NamedTuple):
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _die_with_parent()
+    end_with_parent()
     lines = _Lines(0)
     vocabulary = msgspec.json.decode(lines.wait(), type=Vocabulary)
     try:
@@ -154,7 +152,7 @@ def _fork(job: Job, text: str, vocabulary: Vocabulary, tokenizer: LLTokenizer) -
         os.close(writer)
         return _Running(job.id, pid, result)
     try:
-        _die_with_parent(parent)
+        end_with_parent(parent)  # one that outlived it would hold its pipes: nobody would learn of its end
         os.nice(job.nice)
         with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")  # where memory is short, this is what may go
@@ -213,14 +211,6 @@ def _resident_bytes() -> int:
 def _statm() -> list[int]:
     with open("/proc/self/statm", "rb") as file:
         return [int(field) for field in file.read().split()]
-
-
-def _die_with_parent(parent: int | None = None) -> None:
-    """`parent`: its process id, where it may have died already: a child that outlived it would hold its pipes, and
-    whoever reads them would not learn of its end."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent is not None and os.getppid() != parent:
-        os._exit(1)
 
 
 if __name__ == "__main__":

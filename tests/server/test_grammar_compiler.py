@@ -219,13 +219,13 @@ async def test_a_child_whose_parent_died_before_it_could_say_so_ends() -> None:
     """It once went on, with the pipe that tells of the parent's end in its hands."""
     script = (
         "import os, time\n"
-        "from weft.server.tools.grammar_child import _die_with_parent\n"
+        "from weft.engine.wire.child import end_with_parent\n"
         "parent = os.getpid()\n"
         "if os.fork():\n"
         "    os._exit(0)\n"
         "while os.getppid() == parent:\n"
         "    time.sleep(0.005)\n"
-        "_die_with_parent(parent)\n"
+        "end_with_parent(parent)\n"
         "os.write(1, b'alive')\n"
     )
     process = await asyncio.create_subprocess_exec(sys.executable, "-P", "-c", script, stdout=asyncio.subprocess.PIPE)
