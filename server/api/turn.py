@@ -26,7 +26,7 @@ from weft.server.text.tokenizer import Tokenizer
 from weft.server.tools.lasting import lasting
 from weft.server.tools.reasoning import ReasoningFormat
 from weft.server.tools.stream import Call, StreamParser, Thought
-from weft.server.tools.structured import Writer, either
+from weft.server.tools.structured import Grammar, Writer, either
 from weft.server.tools.template import TemplateBody
 from weft.server.tools.tool_format import ToolFormat
 from weft.server.tools.tool_parsers import UNKNOWN, answer_parser, reasoning_format, tool_format
@@ -259,17 +259,12 @@ async def begin_turn(
     tools = offered(body)
     form = _tool_format(service, body) if tools else None
     forced = form is not None and body.tool_choice != "auto"
-    ids, text = await _prompt(body, tools, service, salt)
-    thoughts = thoughts_of(service, ids)
-    try:
-        grammar = await constrain(_constraint(body, tools, form, thoughts, loaded.tokenizer), request, service)
-    except ApiError as error:
-        # Strict tools alone: clients set that by themselves, and many tools are more than a grammar can be.
-        if error.code != "invalid_grammar" or forced or form is None or body.asks_for_structure:
-            raise
-        grammar = None
+    prompt = await _prompt(body, tools, service, salt)
+    thoughts = thoughts_of(service, prompt.ids)
+    writer = _constraint(body, tools, form, thoughts, loaded.tokenizer)
+    grammar = await _grammar(writer, request, service, needed=forced or form is None or body.asks_for_structure)
     params = body.sampling(
-        max_tokens=output_limit(service, body.output_limit, at_most, len(ids), "messages"),
+        max_tokens=output_limit(service, body.output_limit, at_most, len(prompt.ids), "messages"),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         grammar=grammar,
@@ -278,14 +273,13 @@ async def begin_turn(
         bound = thoughts.bound(budget, loaded.tokenizer, tools=form is not None)
         params = msgspec.structs.replace(params, thinking=bound)
     markers = (*(form.markers if form is not None else ()), *(thoughts.form.markers if thoughts is not None else ()))
-    marks = marks_of(body, by_key=keeps_by_key)
     promises: tuple[Promise, ...] = ()
-    if marks:
-        promises = await service.offload(lambda: promises_of(marks, body, text, ids, loaded.tokenizer))
+    if marks := marks_of(body, by_key=keeps_by_key):
+        promises = await service.offload(lambda: promises_of(marks, body, prompt.text, prompt.ids, loaded.tokenizer))
     generation = Generation(
         service,
         body,
-        [Prompt(ids, promises=promises)],
+        [Prompt(prompt.ids, promises=promises)],
         [params],
         request.scope,
         show=_marker_ids(markers, loaded.tokenizer),
@@ -327,6 +321,17 @@ async def _prompt(body: ChatBody, tools: list[Tool], service: Service, salt: str
     if not prompt.ids:
         raise bad_request("messages: nothing is left of them.", "truncate_prompt_tokens")
     return prompt
+
+
+async def _grammar(writer: Writer | None, request: Request, service: Service, *, needed: bool) -> Grammar | None:
+    """As `constrain`; None too where there can be none and the answer is not worthless without one (not `needed`):
+    clients call tools strict by themselves, and many tools are more than a grammar can be."""
+    try:
+        return await constrain(writer, request, service)
+    except ApiError as error:
+        if needed or error.code != "invalid_grammar":
+            raise
+        return None
 
 
 def _constraint(
