@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from weft.server.errors import ApiError, unavailable
-from weft.server.observe.board import Board
+from weft.server.observe.board import ENTERED, OPEN, PREFILL, Board
 from weft.server.observe.counters import Counter
 from weft.server.replicas.replicas import Replicas
 
@@ -40,20 +40,20 @@ class Admission:
         self._loads = board.load[:, model]
         self._max_requests = max_requests
         self._max_tokens = max_tokens
-        self._load[:2] = 0
+        self._load[:ENTERED] = 0
         replicas.on_open = self._set_open
 
     def _set_open(self, count: int) -> None:
-        self._load[0] = count
+        self._load[OPEN] = count
 
     @property
     def prefill_tokens(self) -> int:
         """Prompt tokens of this process's sequences that have no output yet; kept by the sequences' owners."""
-        return int(self._load[1])
+        return int(self._load[PREFILL])
 
     @prefill_tokens.setter
     def prefill_tokens(self, count: int) -> None:
-        self._load[1] = count
+        self._load[PREFILL] = count
 
     @contextmanager
     def admit(self, num_sequences: int, num_tokens: int) -> Iterator[None]:
@@ -66,7 +66,7 @@ class Admission:
 
     def refusal(self, num_sequences: int, num_tokens: int) -> ApiError | None:
         """Why work of this size is not taken now, or None."""
-        num_open, prefill_tokens = self._loads[:, :2].sum(axis=0).tolist()
+        num_open, prefill_tokens = self._loads[:, [OPEN, PREFILL]].sum(axis=0).tolist()
         if num_open == 0:
             return None
         # Behind a queue everything waits; without one, what exceeds the engines' seats will.

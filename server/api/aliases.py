@@ -14,7 +14,7 @@ from weft.server.api.routing import STREAMED, JsonRequest, JsonRoute, ServiceOf
 from weft.server.api.service import Phase
 from weft.server.api.turn import conversation
 from weft.server.errors import bad_request
-from weft.server.observe.board import Rest
+from weft.server.observe.board import OPEN, Rest
 
 PING = "/ping"
 INVOCATIONS = "/invocations"
@@ -116,7 +116,7 @@ async def server_info(service: ServiceOf) -> dict[str, Any]:
 
 @router.get("/load", summary="Sequences open, in vLLM's words")
 async def load(service: ServiceOf) -> dict[str, int]:
-    return {"server_load": int(service.board.load[:, :, 0].sum())}
+    return {"server_load": int(service.board.load[:, :, OPEN].sum())}
 
 
 @router.get("/props", summary="What is served, in llama.cpp's words")

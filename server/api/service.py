@@ -144,7 +144,7 @@ class Service:
         )
         self._loaded: LoadedModel | None = None
         self._grammars: GrammarCompiler | None = None
-        self.board.load[row, self.model, 2:] = 0
+        self.board.load[row, self.model, ENTERED:] = 0
         if lead is None:
             for _ in whole.each[1:]:
                 Service(whole, self.board, row, watch=watch, lead=self)

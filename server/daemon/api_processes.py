@@ -29,7 +29,7 @@ from weft.server.daemon.front import Front
 from weft.server.daemon.introductions import Introductions
 from weft.server.daemon.restarts import Restarts
 from weft.server.daemon.watchman import Charge
-from weft.server.observe.board import Board
+from weft.server.observe.board import OPEN, Board
 from weft.server.observe.metrics import Metrics
 
 RESTART_SECONDS = (0.5, 5.0)
@@ -177,10 +177,9 @@ class ApiProcesses:
         del self.running[i]
         self._introductions.process_ended(i)
         self._no_longer_busy(i)
-        owner.metrics.process_lost(int(self._board.load[i + 1, :, 0].sum()), int(self._board.http[i + 1]))
-        self._board.load[i + 1] = 0
-        self._board.http[i + 1] = 0
-        self._board.engine_load[i + 1] = 0
+        board, row = self._board, i + 1
+        owner.metrics.process_lost(int(board.load[row, :, OPEN].sum()), int(board.http[row]))
+        board.load[row] = board.http[row] = board.engine_load[row] = 0
         return how
 
     def _beat_row(self, i: int) -> int:

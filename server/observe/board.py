@@ -15,7 +15,7 @@ CELLS = 4096
 """float64 counts a row: what all metrics of a process take at most"""
 
 
-ENTERED, WAITING = 2, 3
+OPEN, PREFILL, ENTERED, WAITING = range(4)
 """columns of `Board.load`"""
 
 
@@ -41,8 +41,8 @@ class Board:
 
     Attributes:
         counts: [rows, CELLS] float64, laid out by `counters.Store`.
-        load: [rows, models, 4] int64, (open sequences, prompt tokens without a first output token, requests let in,
-            requests that wait for the model to wake).
+        load: [rows, models, 4] int64: OPEN sequences, prompt tokens without a first output token (PREFILL), requests
+            let in (ENTERED), requests WAITING for the model to wake.
         http: [rows] int64, open HTTP requests.
         rest: [models] int64, `Rest`; change it, and let requests in, under `lock()`.
         used: [models] float64, when a request was last let in, as `time.time()`.
