@@ -416,9 +416,13 @@ class EngineConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _patience_with_a_limit(self) -> EngineConfig:
+    def _late_only_where_ahead(self) -> EngineConfig:
         if self.late_launch and not self.async_scheduling:
             raise ValueError("late_launch needs async_scheduling, which launches ahead at all")
+        return self
+
+    @model_validator(mode="after")
+    def _patience_with_a_limit(self) -> EngineConfig:
         if self.itl_objective is None and self.itl_slo_patience != type(self).model_fields["itl_slo_patience"].default:
             raise ValueError(
                 "itl_slo_patience needs itl_slo, or max_num_seqs auto with a percentile: else no prompt is cut"

@@ -71,6 +71,10 @@ def _plain_type(annotation: Any) -> Any:
     return annotation
 
 
+def _is_list(field: FieldInfo) -> bool:
+    return typing.get_origin(_plain_type(field.annotation)) in (list, tuple)
+
+
 def _shown_default(field: FieldInfo) -> str:
     default = field.get_default(call_default_factory=True)
     if default is None or default == [] or default == "":
@@ -96,21 +100,20 @@ def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel], *, repeat
     for name, field in options_of(model).items():
         if name in titles:
             into = parser.add_argument_group(titles[name])
-        flag = "--" + name.replace("_", "-")
         kind = _plain_type(field.annotation)
         text = (field.description or "").replace("%", "%%") + _shown_default(field).replace("%", "%%")
         options: dict[str, Any] = {"dest": name, "default": None, "help": text}
         if name in repeated:
-            into.add_argument(flag, action="append", metavar=name.upper(), **options)
+            into.add_argument(as_flag(name), action="append", metavar=name.upper(), **options)
         elif kind is bool:
-            into.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
+            into.add_argument(as_flag(name), action=argparse.BooleanOptionalAction, **options)
         elif typing.get_origin(kind) is typing.Literal:
-            into.add_argument(flag, metavar="{" + ",".join(map(str, typing.get_args(kind))) + "}", **options)
-        elif typing.get_origin(kind) in (list, tuple):
-            into.add_argument(flag, nargs="+", action="extend", metavar="X", **options)
+            into.add_argument(as_flag(name), metavar="{" + ",".join(map(str, typing.get_args(kind))) + "}", **options)
+        elif _is_list(field):
+            into.add_argument(as_flag(name), nargs="+", action="extend", metavar="X", **options)
         else:
             metavar = {int: "N", float: "X"}.get(kind, name.rsplit("_", 1)[-1].upper())
-            into.add_argument(flag, metavar=metavar, **options)
+            into.add_argument(as_flag(name), metavar=metavar, **options)
 
 
 def read_yaml(path: Path, model: type[BaseModel]) -> dict[str, Any]:
@@ -131,8 +134,7 @@ def read_yaml(path: Path, model: type[BaseModel]) -> dict[str, Any]:
         if name not in options_of(model):
             hint = nearest(name.replace("_", "-"), [known.replace("_", "-") for known in options_of(model)])
             raise ConfigError(f"--config {path}: unknown option {key}{hint}")
-        is_list = typing.get_origin(_plain_type(model.model_fields[name].annotation)) in (list, tuple)
-        out[name] = [value] if is_list and isinstance(value, str) else value
+        out[name] = [value] if _is_list(model.model_fields[name]) and isinstance(value, str) else value
     return out
 
 
@@ -156,10 +158,9 @@ def _read_environment(model: type[BaseModel]) -> dict[str, Any]:
         variable = ENV_PREFIX + name.upper()
         value = os.environ.get(variable)
         if value is not None and not _kubernetes_noise(variable, value):
-            is_list = typing.get_origin(_plain_type(field.annotation)) in (list, tuple)
             # One empty entry where there is none: no keys, say, is not what somebody meant who sets WEFT_API_KEY.
             entries = [part.strip() for part in value.split(",") if part.strip()] or [""]
-            values[name] = entries if is_list else value
+            values[name] = entries if _is_list(field) else value
     return values
 
 
@@ -214,4 +215,4 @@ def _source(name: str, given: dict[str, Any], from_env: dict[str, Any], config_f
         return ENV_PREFIX + name.upper()
     if name not in given and config_file is not None:
         return f"{name.replace('_', '-')} in {config_file}"
-    return "--" + name.replace("_", "-")
+    return as_flag(name)

@@ -5,8 +5,6 @@ It loads nothing from elsewhere.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -15,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+
+from weft.server.api.ui import source_of
 
 PATH = "/docs"
 
@@ -40,17 +40,12 @@ _FOLDER = Path(__file__).parent
 _SCRIPT = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in ("ui_files/api.js", "docs_files/docs.js"))
 
 
-def _source(text: str) -> str:
-    """As a Content-Security-Policy names an inline style or script."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
 _HEADERS = {
     "content-type": "text/html; charset=utf-8",
     "content-security-policy": (
         "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; connect-src 'self'; "
         "require-trusted-types-for 'script'; trusted-types 'none'; "
-        f"style-src {_source(_STYLE)}; script-src {_source(_SCRIPT)}"
+        f"style-src {source_of(_STYLE)}; script-src {source_of(_SCRIPT)}"
     ),
     "cache-control": "no-cache",
     "referrer-policy": "no-referrer",

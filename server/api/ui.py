@@ -21,8 +21,8 @@ def _read(name: str) -> str:
     return (_FOLDER / name).read_text(encoding="utf-8")
 
 
-def _source(text: str) -> str:
-    """As a Content-Security-Policy names an inline style or script."""
+def source_of(text: str) -> str:
+    """An inline style or script, as a Content-Security-Policy names it."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -36,8 +36,8 @@ def _assemble() -> tuple[bytes, dict[str, str]]:
         page = f"{before}{opening}>{content}<{closing}{after}"
     policy = {
         "default-src": "'none'",
-        "script-src": _source(script),
-        "style-src": _source(style),
+        "script-src": source_of(script),
+        "style-src": source_of(style),
         "img-src": "data:",
         "connect-src": "'self'",
         "base-uri": "'none'",

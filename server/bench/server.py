@@ -86,6 +86,8 @@ class _Bench:
         self._board = Board(arguments.api_workers + 1)
         self._beats = Beats(arguments.api_workers + 1)
         self._metrics = Metrics(self._board, 0)
+        self._tokenized = 0
+        """long prompts that were answered"""
 
     async def run(self) -> dict[str, Any]:
         socket = PrivateSocket()
@@ -155,12 +157,10 @@ class _Bench:
         await asyncio.sleep(self._arguments.seconds)
         seconds, tokens = time.monotonic() - begun, watcher.stats.scheduler.generation_tokens - tokens
         cpu = _cpu_seconds(apis) - cpu
-        tokenized = 0
         if tokenizing is not None:
             tokenizing.cancel()
             with suppress(asyncio.CancelledError):
                 await tokenizing
-            tokenized = self._tokenized
         grown = [after - before for after, before in zip(lag.counts(), lags, strict=True)]
         scraping = await self._measure_scrapes(apis, cpu / seconds) if self._arguments.scrapes else {}
         return {
@@ -173,7 +173,7 @@ class _Bench:
             "api_cpu": cpu / seconds,
             "lag_p50_ms": _quantile(lag.bounds, grown, 0.5),
             "lag_p99_ms": _quantile(lag.bounds, grown, 0.99),
-            "tokenized": tokenized,
+            "tokenized": self._tokenized,
             **scraping,
             "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
         }
@@ -195,7 +195,6 @@ class _Bench:
 
     async def _tokenize(self) -> None:
         """Send long prompts, one after the other, each for one token."""
-        self._tokenized = 0
         request = http_request(*self._request(self._arguments.tokenize, 1, stream=False))
         host, port = self._listeners[0].getsockname()
         while True:

@@ -33,7 +33,6 @@ _ACTIONS = {"local_shell_call": "action", "shell_call": "action", "apply_patch_c
 """calls of tools that the client carries out, and the field with the arguments"""
 _CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
 _OUTPUTS = {f"{kind}_output" for kind in (*_CALLS, *_ACTIONS)}
-_OUTPUTS_OF_CUSTOM = "custom_tool_call_output"
 
 
 # -- checking
