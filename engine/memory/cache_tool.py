@@ -10,7 +10,7 @@ from rich.table import Table
 from weft.engine.config import expanded
 from weft.engine.errors import ConfigError
 from weft.engine.memory.extent import Record, checksum
-from weft.engine.memory.ssd_store import StoreFile, StoreUnavailable, reason_of
+from weft.engine.memory.store_file import StoreFile, StoreUnavailable, reason_of
 from weft.engine.memory.transfer import aligned
 from weft.engine.progress import for_stdout
 

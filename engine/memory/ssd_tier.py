@@ -17,7 +17,8 @@ from weft.engine.memory.block_allocator import BlockAllocator
 from weft.engine.memory.extent import Record
 from weft.engine.memory.loads import LoadSpeeds, PageLoad
 from weft.engine.memory.prefix_index import NOWHERE, PrefixEntry, PrefixIndex
-from weft.engine.memory.ssd_store import Job, Outcome, Store, StoreUnavailable, chains
+from weft.engine.memory.ssd_store import Job, Outcome, Store, chains
+from weft.engine.memory.store_file import StoreUnavailable
 from weft.engine.memory.transfer import PageSizes
 from weft.engine.wire.messages import TierStats
 

@@ -14,7 +14,8 @@ from weft.engine.memory.extent import Geometry
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.rests import SHARE, Rests
-from weft.engine.memory.ssd_store import SsdStore, Store, StoreFile, StoreUnavailable
+from weft.engine.memory.ssd_store import SsdStore, Store
+from weft.engine.memory.store_file import StoreFile, StoreUnavailable
 from weft.engine.memory.tiers import Tiers
 from weft.engine.memory.transfer import GIB, Bytes, CopyEngine, PageSizes, aligned
 from weft.engine.model.spec import Shard
@@ -30,8 +31,8 @@ def open_store(
     config: EngineConfig,
     layout: KvLayout,
     model_id: str,
-    shard: Shard = Shard(),  # noqa: B008 - a constant
-    packed: PackedPage | None = None,
+    shard: Shard,
+    packed: PackedPage | None,
 ) -> StoreFile | None:
     """The file of the SSD tier, or None when it is not asked for, or cannot be had (one line says why).
 
@@ -47,10 +48,8 @@ def open_store(
     if packed is not None:
         model_id = f"{model_id}|packed in 12 bits"
     owner = xxhash.xxh3_128_digest(model_id.encode())
-    stored, room = (
-        packed.nbytes if packed is not None else layout.page_bytes,
-        int(config.ssd_kv_gib * GIB / shard.ranks),
-    )
+    stored = packed.nbytes if packed is not None else layout.page_bytes
+    room = int(config.ssd_kv_gib * GIB / shard.ranks)
     geometry = Geometry.fitting(layout.page_size, stored, owner, room, layout.page_bytes - stored)
     if geometry.num_extents < 1:
         raise ConfigError(

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from weft.engine.memory.extent import Record
-from weft.engine.memory.ssd_store import Job, Outcome, SsdStore, StoreFile
+from weft.engine.memory.ssd_store import Job, Outcome, SsdStore
+from weft.engine.memory.store_file import StoreFile
 from weft.engine.memory.transfer import Copy, CopyEngine, Pairs
 from weft.engine.ranks.batches import batch_of
 from weft.engine.ranks.leader import BROKEN, DONE, LOST, PENDING, POLL_SECONDS

@@ -18,7 +18,8 @@ from weft.engine.config import EngineConfig
 from weft.engine.errors import RankLost
 from weft.engine.memory.extent import Record
 from weft.engine.memory.rests import Rests
-from weft.engine.memory.ssd_store import Job, Outcome, SsdStore, StoreFile
+from weft.engine.memory.ssd_store import Job, Outcome, SsdStore
+from weft.engine.memory.store_file import StoreFile
 from weft.engine.memory.transfer import Bytes, Copy, CopyEngine, Pairs
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
@@ -206,10 +207,6 @@ class LeadingJob(Job):
     @property
     def begun(self) -> float | None:  # type: ignore[override]
         return self._own.begun
-
-    @property
-    def seconds(self) -> float:  # type: ignore[override]
-        return self._own.seconds
 
     @property
     def raw(self) -> bool:  # type: ignore[override]

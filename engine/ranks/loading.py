@@ -13,7 +13,8 @@ from weft.engine.config import EngineConfig
 from weft.engine.errors import ModelError, OutOfMemory
 from weft.engine.memory.model_id import model_id
 from weft.engine.memory.rests import Rests
-from weft.engine.memory.ssd_store import SsdStore, Store, StoreFile
+from weft.engine.memory.ssd_store import SsdStore, Store
+from weft.engine.memory.store_file import StoreFile
 from weft.engine.memory.transfer import Bytes
 from weft.engine.model.implementation import choose_spec
 from weft.engine.model.weights import Weights

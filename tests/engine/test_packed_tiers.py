@@ -21,7 +21,8 @@ from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixEntry, PrefixIndex
 from weft.engine.memory.rests import Rests, rests_for
-from weft.engine.memory.ssd_store import Job, Outcome, SsdStore, StoreFile
+from weft.engine.memory.ssd_store import Job, Outcome, SsdStore
+from weft.engine.memory.store_file import StoreFile
 from weft.engine.memory.tiers import Tiers
 from weft.engine.memory.transfer import Copy
 from weft.engine.ranks.follower import _outcome

@@ -22,7 +22,7 @@ from tiny import save_tiny
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError, ModelError, RankLost
-from weft.engine.memory.ssd_store import StoreFile
+from weft.engine.memory.store_file import StoreFile
 from weft.engine.plans.plan import Plan, Target
 from weft.engine.ranks import batches, follower, group, runners
 from weft.engine.ranks import links as links_module

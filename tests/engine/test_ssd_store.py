@@ -22,7 +22,8 @@ from weft.engine.errors import ConfigError
 from weft.engine.memory import ssd_store
 from weft.engine.memory.extent import Geometry, Record, unpack_header
 from weft.engine.memory.prefix_index import PrefixIndex
-from weft.engine.memory.ssd_store import FILE_NAME, Job, Outcome, SsdStore, StoreFile, StoreUnavailable, chains
+from weft.engine.memory.ssd_store import Job, Outcome, SsdStore, chains
+from weft.engine.memory.store_file import FILE_NAME, StoreFile, StoreUnavailable
 from weft.engine.memory.transfer import aligned
 
 TOKENS, PAYLOAD, EXTENTS = 8, 5000, 12

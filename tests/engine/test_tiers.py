@@ -19,7 +19,7 @@ from weft.engine.demo import MODEL_PATH
 from weft.engine.demo.corpus import prompt_ids
 from weft.engine.demo.skills import held_out
 from weft.engine.errors import ConfigError
-from weft.engine.memory.ssd_store import FILE_NAME, StoreFile
+from weft.engine.memory.store_file import FILE_NAME, StoreFile
 from weft.engine.memory.tiers import Tiers
 
 PAGE = 16

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from test_ssd_store import EXTENTS, GEOMETRY, filled
 
-from weft.engine.memory.ssd_store import FILE_NAME, StoreFile
+from weft.engine.memory.store_file import FILE_NAME, StoreFile
 from weft.server.daemon.cli import main
 
 VERBS = pytest.mark.parametrize("verb", ["stats", "verify", "clear"])

@@ -24,7 +24,8 @@ from live import LOADS_ALL, Daemon, patched, running
 
 from weft.engine.memory.extent import Geometry
 from weft.engine.memory.prefix_index import PrefixIndex
-from weft.engine.memory.ssd_store import StoreFile, chains
+from weft.engine.memory.ssd_store import chains
+from weft.engine.memory.store_file import StoreFile
 from weft.server.daemon.cli import main
 
 pytestmark = pytest.mark.slow
