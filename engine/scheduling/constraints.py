@@ -37,9 +37,9 @@ def masks(s: SlotTable, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
 
 
 def _mask(request: Request) -> Mask:
-    mask = request.allowed if request.grammar is None else request.grammar.allowed()
-    if request.grammar is not None and request.allowed is not None:
-        mask = request.grammar.allowed() & request.allowed
+    mask = request.allowed
+    if request.grammar is not None:
+        mask = request.grammar.allowed() if mask is None else request.grammar.allowed() & mask
     if (bound := request.thinking) is not None and bound.mask is not None:
         forced = bound.mask if mask is None else bound.mask & mask
         if forced.any():

@@ -341,10 +341,7 @@ class Scheduler:
             self._finish(slot)
         for slot in spoilt_slots.tolist():
             self._give_up(slot)
-        # Prompts that are scored, or pooled (max_tokens 0), end with their prefill, without a token.
-        scored = slots[s.max_total_tokens.take(slots) == s.prompt_len.take(slots)]
-        if len(scored):
-            scored = scored[(s.confirmed[scored] >= s.target[scored]) & ~np.isin(scored, spoilt_slots)]
+        scored = self._scored(slots, spoilt_slots)
         ends, pooled = s.handle[scored], dict[int, bytes]()
         for slot in scored.tolist():
             started.append(self._start(slot))
@@ -360,6 +357,14 @@ class Scheduler:
             full = 2 * batch.num_tokens >= self.max_num_batched_tokens
             self.tiers.speeds.computed(batch.num_tokens, result.seconds, full)
         return self._with_aborts(events.ended(ends.tolist(), Finish.LENGTH))
+
+    def _scored(self, slots: I32, spoilt: I32) -> I32:
+        """Those whose prompt is scored, or pooled (max_tokens 0): they end with their prefill, without a token."""
+        s = self.slots
+        scored = slots[s.max_total_tokens.take(slots) == s.prompt_len.take(slots)]
+        if len(scored):
+            scored = scored[(s.confirmed[scored] >= s.target[scored]) & ~np.isin(scored, spoilt)]
+        return scored
 
     def _spoil(self, slots: I32, told: I32, scored_prompts: dict[int, Any], errors: dict[int, str]) -> list[int]:
         """The logits of these requests were no numbers: nothing of this iteration is kept or shown of them.
