@@ -240,8 +240,8 @@ def num_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """The command: progress on stderr, the report on stdout."""
+def _check(arguments: argparse.Namespace) -> None:
+    """What can be refused before minutes of search. Raises `ConfigError`."""
     if arguments.tensor_parallel_size < 1:
         raise ConfigError(f"--tensor-parallel-size {arguments.tensor_parallel_size}: must be at least 1")
     if arguments.gpu is not None and (arguments.profile is not None or arguments.full_profile):
@@ -258,7 +258,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--{option}-seconds {seconds:g}: must be more than 0")
     if arguments.tuning_seconds < 0:
         raise ConfigError(f"--tuning-seconds {arguments.tuning_seconds:g}: must be 0 or more")
-    for option in ("out", "svg", "stages"):  # before minutes of search
+    for option in ("out", "svg", "stages"):
         path = getattr(arguments, option)
         if path is None:
             continue
@@ -266,6 +266,11 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--{option} {path} is a folder: give a file")
         if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
             raise ConfigError(f"--{option} {path}: there is no folder {path.parent} that you may write in")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The command: progress on stderr, the report on stdout."""
+    _check(arguments)
     out: Path = arguments.out
     # a device, or what a link names, is written and not replaced
     ordinary = not os.path.lexists(out) or (out.is_file() and not out.is_symlink())

@@ -12,6 +12,8 @@ from weft.engine.plans.plan import Period
 LAYERS = 32
 Drag = Callable[[int, Collection[int]], float]
 """how many times slower an operation (its index) is while others (theirs) run beside it"""
+Node = tuple[int, int]
+"""(turn, operation)"""
 
 
 class Run(NamedTuple):
@@ -61,28 +63,10 @@ def play(
     of two that wait for SMs the one that was ready first starts first. Raises `ValueError` when nothing can proceed.
     """
     ops = period.operations
-    waits: list[list[tuple[int, int]]] = [[] for _ in ops]  # (before, periods away)
-    for edge in period.dependencies(spec):
-        waits[edge.after].append((edge.before, edge.distance))
-    lanes: dict[str, list[int]] = {}
-    for i, op in enumerate(ops):
-        lanes.setdefault(op.lane, []).append(i)
-    for members in lanes.values():
-        for place, i in enumerate(members):
-            waits[i].append((members[place - 1], 0 if place else -1))
-    # the first period holds only what belongs to the layer after it, the last one only what does not
-    runs = {(t, i) for t in range(layers + 1) for i, op in enumerate(ops) if op.next_layer or t}
-    runs -= {(layers, i) for i, op in enumerate(ops) if op.next_layer}
-    missing: dict[tuple[int, int], int] = {}
-    children: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for turn, i in runs:
-        parents = {(turn + d, j) for j, d in waits[i]} & runs
-        missing[turn, i] = len(parents)
-        for parent in parents:
-            children.setdefault(parent, []).append((turn, i))
+    missing, children = _graph(period, spec, layers)
     ready = [(0.0, turn, i) for (turn, i), count in missing.items() if not count]
     heapq.heapify(ready)
-    running: dict[tuple[int, int], _Progress] = {}
+    running: dict[Node, _Progress] = {}
     done: list[Run] = []
     now, free = 0.0, num_sms
     while ready or running:
@@ -109,9 +93,34 @@ def play(
                 missing[child] -= 1
                 if not missing[child]:
                     heapq.heappush(ready, (now, *child))
-    if len(done) != len(runs):
+    if len(done) != len(missing):
         raise ValueError("the nano-operations wait for each other")
     return done
+
+
+def _graph(period: Period, spec: ModelSpec, layers: int) -> tuple[dict[Node, int], dict[Node, list[Node]]]:
+    """Of every node of `layers` layers: how many others it waits for, and which wait for it."""
+    ops = period.operations
+    waits: list[list[tuple[int, int]]] = [[] for _ in ops]  # (before, periods away)
+    for edge in period.dependencies(spec):
+        waits[edge.after].append((edge.before, edge.distance))
+    lanes: dict[str, list[int]] = {}
+    for i, op in enumerate(ops):
+        lanes.setdefault(op.lane, []).append(i)
+    for members in lanes.values():
+        for place, i in enumerate(members):
+            waits[i].append((members[place - 1], 0 if place else -1))
+    # the first period holds only what belongs to the layer after it, the last one only what does not
+    runs = {(t, i) for t in range(layers + 1) for i, op in enumerate(ops) if op.next_layer or t}
+    runs -= {(layers, i) for i, op in enumerate(ops) if op.next_layer}
+    missing: dict[Node, int] = {}
+    children: dict[Node, list[Node]] = {}
+    for turn, i in runs:
+        parents = {(turn + d, j) for j, d in waits[i]} & runs
+        missing[turn, i] = len(parents)
+        for parent in parents:
+            children.setdefault(parent, []).append((turn, i))
+    return missing, children
 
 
 class _Progress:
