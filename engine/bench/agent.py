@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weft.engine.bench.offline import Figures, _report, machine
+from weft.engine.bench.offline import Figures, machine, report
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError
@@ -119,28 +119,32 @@ def run_agent(config: EngineConfig, arguments: argparse.Namespace) -> int:
     for tier in tiers:
         if tier == "ssd" and (engine.tiers is None or engine.tiers.ssd.store is None):
             break  # it said why
-        restored = []
-        for _ in range(arguments.restores):
-            _sink(engine, tier)
-            restored.append(agent.ask(new))
-        _sink(engine, tier)
-        agent.announce()
-        announced = agent.ask(new)
-        restored.append(announced)
-        before = agent.turns[-len(restored) - 1 : -1]
-        seen = sum(turn.prompt + len(turn.output) for turn in before)
-        figures[f"{tier}_found_share_of_tokens_seen"] = sum(turn.cached for turn in restored) / seen
-        figures[f"{tier}_ttft_ms_first"] = 1e3 * restored[0].ttft
-        figures[f"{tier}_ttft_ms_median"] = 1e3 * float(np.median([turn.ttft for turn in restored[:-1]]))
-        figures[f"{tier}_ttft_ms_announced"] = 1e3 * announced.ttft
-        figures[f"{tier}_pages_fetched_ahead"] = engine.stats().scheduler.tiers[tier].prefetched
+        figures |= _restored(agent, tier, arguments.restores, new)
     if engine.tiers is not None:
         figures |= {
             f"{tier}_gb_per_second": speed / 1e9 for tier, speed in engine.tiers.speeds.bytes_per_second.items()
         }
     engine.close()
-    _report("weft bench agent", {**figures, **machine()}, arguments.json)
+    report("weft bench agent", {**figures, **machine()}, arguments.json)
     return 0
+
+
+def _restored(agent: _Agent, tier: str, turns: int, new_tokens: int) -> Figures:
+    """Of turns that find their prefix in this tier alone, and of one more that was announced."""
+    restored = []
+    for _ in range(turns):
+        _sink(agent.engine, tier)
+        restored.append(agent.ask(new_tokens))
+    _sink(agent.engine, tier)
+    agent.announce()
+    announced = agent.ask(new_tokens)
+    return {
+        f"{tier}_found_share_of_tokens_seen": found_share(agent.turns[-turns - 2 :]),
+        f"{tier}_ttft_ms_first": 1e3 * restored[0].ttft,
+        f"{tier}_ttft_ms_median": 1e3 * float(np.median([turn.ttft for turn in restored])),
+        f"{tier}_ttft_ms_announced": 1e3 * announced.ttft,
+        f"{tier}_pages_fetched_ahead": agent.engine.stats().scheduler.tiers[tier].prefetched,
+    }
 
 
 def _sink(engine: Engine, tier: str) -> None:

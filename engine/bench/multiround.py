@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 
-from weft.engine.bench.offline import Figures, _report, machine
+from weft.engine.bench.offline import Figures, machine, report
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError
@@ -204,5 +204,5 @@ def run_multiround(config: EngineConfig, arguments: argparse.Namespace) -> int:
         del engine, driver
     if "plain_seconds" in figures:
         figures["ratio_to_plain"] = figures["plain_seconds"] / figures["tiers_seconds"]
-    _report("weft bench multiround", {**figures, **machine()}, arguments.json)
+    report("weft bench multiround", {**figures, **machine()}, arguments.json)
     return 0

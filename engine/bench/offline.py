@@ -55,7 +55,7 @@ def machine() -> Figures:
     }
 
 
-def _report(title: str, figures: Figures, file: Path | None) -> None:
+def report(title: str, figures: Figures, file: Path | None) -> None:
     table = Table(title=title, show_header=False)
     for key, value in figures.items():
         for name, part in value.items() if isinstance(value, dict) else (("", value),):
@@ -266,33 +266,28 @@ def run_offline(config: EngineConfig, arguments: argparse.Namespace) -> int:
         figures["ratio_to_transformers"] = (
             figures["total_tokens_per_second"] / figures["transformers_total_tokens_per_second"]
         )
-    _report("weft bench offline", {**figures, **machine()}, arguments.json)
+    report("weft bench offline", {**figures, **machine()}, arguments.json)
     return 0
 
 
-def run_scheduler(arguments: argparse.Namespace) -> int:
-    """Schedule, build inputs and commit for many running decodes; no model runs."""
-    running, page_size = arguments.running, arguments.page_size
-    if not 1 <= running <= 4096:
-        print(f"weft bench scheduler: --running must be 1 to 4096, not {running}", file=sys.stderr)
-        return 2
+def _loaded_scheduler(requests: int, page_size: int, output_tokens: int, rng: np.random.Generator) -> Scheduler:
+    """With room for all of these requests, which come at once."""
     length = 1024
-    max_len = length + arguments.iterations + running + 64
-    pages = running * (-(-max_len // page_size)) + 1
+    max_len = length + output_tokens
+    pages = requests * (-(-max_len // page_size)) + 1
     scheduler = Scheduler(
-        SlotTable(running, max_len, page_size),
+        SlotTable(requests, max_len, page_size),
         PagePool(pages, page_size, PrefixIndex("bench")),
-        max_num_batched_tokens=max(running, 2048),
+        max_num_batched_tokens=max(requests, 2048),
         prefix_caching=True,
     )
-    rng = np.random.default_rng(0)
-    for i in range(running):
+    for i in range(requests):
         scheduler.add(
             Request(
                 handle=i,
                 token_ids=rng.integers(0, 1000, length).astype(np.int32),
                 prompt_len=length,
-                params=SamplingParams(max_tokens=max_len - length),
+                params=SamplingParams(max_tokens=output_tokens),
                 max_total_tokens=max_len,
                 priority=0,
                 order=i,
@@ -302,6 +297,17 @@ def run_scheduler(arguments: argparse.Namespace) -> int:
                 seed=i,
             )
         )
+    return scheduler
+
+
+def run_scheduler(arguments: argparse.Namespace) -> int:
+    """Schedule, build inputs and commit for many running decodes; no model runs."""
+    running, page_size = arguments.running, arguments.page_size
+    if not 1 <= running <= 4096:
+        print(f"weft bench scheduler: --running must be 1 to 4096, not {running}", file=sys.stderr)
+        return 2
+    rng = np.random.default_rng(0)
+    scheduler = _loaded_scheduler(running, page_size, arguments.iterations + running + 64, rng)
     step = 0
     pending: Batch | None = None
     samples = rng.integers(2, 1000, running).astype(np.int32)
@@ -327,5 +333,5 @@ def run_scheduler(arguments: argparse.Namespace) -> int:
         "ms_p99": float(ordered[int(0.99 * len(ordered))]),
         "ms_max": float(ordered[-1]),
     }
-    _report("weft bench scheduler", {**figures, **machine()}, arguments.json)
+    report("weft bench scheduler", {**figures, **machine()}, arguments.json)
     return 0
