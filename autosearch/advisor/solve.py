@@ -78,8 +78,9 @@ def solve(
         B_opt = argmax T(B)  subject to  L(B) <= SLO  and  T(B) / (B T(1)) > epsilon
 
     B is the batch that really ran, not its bound; T(1) is measured, per request that ran. Of points within `tie` of the
-    best the smallest is taken: they differ by noise. `energy`: the least joules an output token under the same
-    conditions. Raises `ConfigError` where batch 1 is missing, or joules are asked for and nobody counted them.
+    best the smallest is taken: they differ by noise. With the `aim` energy it is the one of the least joules an
+    output token, under the same conditions. Raises `ConfigError` where batch 1 is missing, or joules are asked for and
+    nobody counted them.
     """
     verdicts = judge(curve, objectives, epsilon)
     most = max(verdicts, key=lambda v: v.throughput)

@@ -5,7 +5,7 @@ A page is one contiguous extent on both sides, so a copy is one DMA. Two impleme
 
 Who starts a copy guarantees that what it reads is complete and what it overwrites has no reader left. The scheduler
 does: it copies only pages of committed iterations, whose end event the host has awaited, and allocates only pages
-behind their fence (docs/pitfalls.md 19). Until `done()`, both sides belong to the copy.
+behind their fence (docs/pitfalls.md 21). Until `done()`, both sides belong to the copy.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 RUNTIME_BYTES = 560 << 20
 """of a process on a CPU: interpreter, libraries, threads, and what oneDNN keeps of compiled products (see
-`wire.spawn.PRIMITIVE_CACHES`)"""
+`wire.blank.PRIMITIVE_CACHES`)"""
 
 
 def memory_budget(

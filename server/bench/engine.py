@@ -1,6 +1,7 @@
 """An engine of nothing but messages, for `weft bench server`: a token a tick for every open request.
 
-Started as `python -m weft.server.bench.engine ADDRESS TICKS_PER_SECOND VOCAB_SIZE`; ends when stdin closes.
+Started as `python -m weft.server.bench.engine LISTENER TICKS_PER_SECOND VOCAB_SIZE`, the first being
+the descriptor of a socket that listens (`PrivateSocket`); ends when stdin closes.
 """
 
 from __future__ import annotations
