@@ -466,7 +466,9 @@ class EngineConfig(BaseModel):
     @property
     def itl_objective(self) -> Objective | None:
         """What prompts computed beside decodes must leave them. A percentile that the bound on running requests keeps
-        is kept by prompts, too: however few run, a whole dense batch of prompts makes the next token late."""
+        is kept by prompts, too: however few run, a whole dense batch of prompts makes the next token late.
+
+        None: nothing is asked of them."""
         if self.itl_slo is not None:
             return itl_objective(self.itl_slo)
         return min(self.kept_percentiles, key=lambda o: o.limit, default=None)

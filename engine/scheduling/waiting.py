@@ -118,11 +118,11 @@ class WaitingQueue:
         self.num_requests += 1
 
     def head(self) -> Request | None:
-        """Whose turn it is."""
+        """Whose turn it is; None: nobody waits."""
         return self._ranks[self._priorities[0]].head() if self._priorities else None
 
     def shortest(self) -> Request | None:
-        """The shortest of the best priority."""
+        """The shortest of the best priority; None: nobody waits."""
         return self._ranks[self._priorities[0]].shortest.first() if self._priorities else None
 
     def num_beside(self, request: Request) -> int:

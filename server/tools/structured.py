@@ -140,7 +140,7 @@ Writer = tuple[str, Callable[[], str]]
 
 
 def of_response_format(asked: ResponseFormat, marker: Marker) -> Writer | None:
-    """`marker`: how grammars for the model name marks."""
+    """None for plain text. `marker`: how grammars for the model name marks."""
     if asked.type == "text":
         return None
     if asked.type == "structural_tag":
