@@ -29,7 +29,8 @@ _NO_IDS = "a prompt of token ids must be a list, an array or a tensor of 32-bit 
 
 
 class Completion(NamedTuple):
-    """What one prompt brought. `finish_reason` is 'stop' or 'length'."""
+    """What one prompt brought. `finish_reason` is 'stop' or 'length', or tells what went wrong: 'nonfinite' where the
+    model computed no numbers, 'refused' where its constraints left no token."""
 
     text: str
     token_ids: list[int]

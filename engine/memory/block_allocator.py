@@ -40,7 +40,7 @@ class BlockAllocator:
 
     @property
     def num_cached(self) -> int:
-        """BlockAllocator that are an entry's, held ones among them."""
+        """Places that are an entry's, held ones among them."""
         return len(self._entries)
 
     @property

@@ -33,7 +33,7 @@ class PageLoad:
 class Loading:
     """A request's wait for loads, its own and those that others started."""
 
-    __slots__ = ("cached_by_tier", "entries", "failed", "remaining", "slot")
+    __slots__ = ("entries", "failed", "remaining", "slot")
 
     def __init__(self, slot: int, entries: list[PrefixEntry]) -> None:
         self.slot = slot
