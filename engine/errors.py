@@ -44,6 +44,11 @@ class RankLost(WeftError):
     """A process of tensor parallelism has ended or could not start; the others cannot go on. The message names it."""
 
 
+def one_line(error: BaseException, most: int = 200) -> str:
+    """What another library's error says, in a line of so many characters at most; its type where it says nothing."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
+
+
 def refuse_pointer(file: Path) -> None:
     """Raises `ModelError` when `file` is what Git LFS leaves in place of a large file that was not downloaded."""
     with suppress(OSError), file.open("rb") as f:

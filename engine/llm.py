@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.errors import ConfigError, ModelError, RequestError
+from weft.engine.errors import ConfigError, ModelError, RequestError, one_line
 from weft.engine.model.hub import find_model
 from weft.engine.progress import ProgressBar
 from weft.engine.wire.messages import AddRequest, Finish, TokenLogprobs
@@ -98,8 +98,7 @@ class LLM:
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path)
         except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ModelError(f"{config.tokenizer_path} has no usable tokenizer: {reason}") from None
+            raise ModelError(f"{config.tokenizer_path} has no usable tokenizer: {one_line(error)}") from None
         self._next_handle = 0
 
     def generate(

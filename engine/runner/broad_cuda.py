@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from weft.engine.errors import one_line
 from weft.engine.model.broad.hook import attending
 from weft.engine.model.broad.module import BroadModule
-from weft.engine.model.broad.reading import one_line
 from weft.engine.model.broad.spec import BroadSpec
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.runner.broad_attention import PagedCalls

@@ -12,7 +12,8 @@ from weft import install_hint
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, WeftError
 from weft.engine.progress import ProgressBar
-from weft.engine.runner.compile_job import COMPILING, cores
+from weft.engine.runner.compile_job import COMPILING
+from weft.engine.wire.cores import cores
 from weft.kernels.gpu import KNOWN, Gpu, gpu
 
 

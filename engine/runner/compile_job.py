@@ -135,11 +135,6 @@ class CompileJob:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
 
-def cores() -> int:
-    """that this process may use"""
-    return len(os.sched_getaffinity(0))
-
-
 def has_gpu() -> bool:
     """Whether an NVIDIA driver is there, as far as files tell."""
     return Path("/dev/nvidiactl").exists()

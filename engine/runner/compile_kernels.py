@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import WeftError
-from weft.engine.runner.compile_job import PIPELINE, SERIAL, cores, is_compiled, stamp_file, use_cache, write_stamp
+from weft.engine.runner.compile_job import PIPELINE, SERIAL, is_compiled, stamp_file, use_cache, write_stamp
+from weft.engine.wire.cores import cores
 from weft.kernels import early
 from weft.kernels.gpu import Gpu, gpu
 

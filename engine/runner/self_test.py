@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from weft.engine.errors import ModelError
+from weft.engine.errors import ModelError, one_line
 from weft.engine.model.broad.hook import NAME
 from weft.engine.model.broad.module import BroadModule
-from weft.engine.model.broad.reading import one_line, quiet
+from weft.engine.model.broad.reading import quiet
 from weft.engine.model.broad.spec import BroadSpec
 from weft.engine.runner.batch import Batch, SamplingInputs
 from weft.engine.wire.sampling import COLUMNS, SamplingParams

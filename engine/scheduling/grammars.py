@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-from weft.engine.errors import RequestError
+from weft.engine.errors import RequestError, one_line
 from weft.engine.scheduling.bad_words import BadWords, Vocabulary
 from weft.engine.scheduling.grammar import Compiled, Grammar
 from weft.engine.scheduling.request import Request
@@ -251,5 +251,4 @@ def load_tokenizer(path: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) 
             source = AutoTokenizer.from_pretrained(str(path), local_files_only=True).backend_tokenizer.to_str()
         return LLTokenizer(source, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
     except Exception as error:  # every library on the way has types of its own
-        reason = " ".join(str(error).split())[:150]
-        raise RequestError(f"grammars need the model's tokenizer: {reason}", "grammar") from error
+        raise RequestError(f"grammars need the model's tokenizer: {one_line(error, 150)}", "grammar") from error

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from weft import __version__, install_hint
-from weft.engine.errors import ConfigError
+from weft.engine.errors import ConfigError, one_line
 from weft.engine.wire.private_socket import PrivateSocket
 from weft.server.config import ServeConfig
 from weft.server.options import load
@@ -110,7 +110,7 @@ def gpu(_: argparse.Namespace) -> Iterator[Finding]:
     try:
         import torch
     except (ImportError, OSError) as error:
-        yield Finding("torch", "bad", f"cannot be imported: {_line(error)}", "pip install . -c constraints.txt")
+        yield Finding("torch", "bad", f"cannot be imported: {one_line(error)}", "pip install . -c constraints.txt")
         return
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
     said = f"{torch.__version__}, built for {build}"
@@ -165,7 +165,7 @@ def _kernel() -> Finding:
         return Finding("kernels", "bad", f"{error.name} is not installed", install_hint("gpu"))
     except Exception as error:  # of the compiler, the driver, the linker: each says its own
         return Finding(
-            "kernels", "bad", f"Triton cannot compile or run one: {_line(error)}",
+            "kernels", "bad", f"Triton cannot compile or run one: {one_line(error)}",
             "a C compiler (apt-get install gcc) and a driver that fits are needed",
         )  # fmt: skip
     if not right:
@@ -195,12 +195,12 @@ def caches(_: argparse.Namespace) -> Iterator[Finding]:
     try:
         config = load(ServeConfig, {}, None)
     except ConfigError as error:
-        yield Finding("options", "bad", _line(error), "change or unset the variable")
+        yield Finding("options", "bad", one_line(error), "change or unset the variable")
         return
     try:
         tuned = config.cache_path
     except ConfigError as error:
-        yield Finding("tuned kernels", "bad", _line(error), "set HOME or XDG_CACHE_HOME to a folder")
+        yield Finding("tuned kernels", "bad", one_line(error), "set HOME or XDG_CACHE_HOME to a folder")
         return
     triton = Path(os.environ.get("TRITON_CACHE_DIR") or tuned / "triton")
     for name, path in (("tuned kernels", tuned), ("compiled kernels", triton)):
@@ -229,13 +229,13 @@ def temporary(_: argparse.Namespace) -> Iterator[Finding]:
     try:
         folder = tempfile.gettempdir()
     except OSError as error:
-        yield Finding("sockets", "bad", _line(error), "set TMPDIR to a folder that can be written to")
+        yield Finding("sockets", "bad", one_line(error), "set TMPDIR to a folder that can be written to")
     else:
         try:
             PrivateSocket().close()
             yield Finding("sockets", "ok", f"in {folder}")
         except ConfigError as error:
-            yield Finding("sockets", "bad", _line(error), "set TMPDIR to another folder")
+            yield Finding("sockets", "bad", one_line(error), "set TMPDIR to another folder")
     try:
         fd = os.memfd_create("weft-doctor")
         os.ftruncate(fd, 1 << 20)
@@ -247,7 +247,7 @@ def temporary(_: argparse.Namespace) -> Iterator[Finding]:
         yield Finding(
             "shared memory",
             "bad",
-            _line(error),
+            one_line(error),
             "the container forbids memfd_create, eventfd or pidfd_open",
         )
 
@@ -284,7 +284,7 @@ def port(arguments: argparse.Namespace) -> Iterator[Finding]:
                 "port", "warn", f"{where} is taken", "something serves there already: give --port another one"
             )
         else:
-            yield Finding("port", "bad", f"{where}: {_line(error)}", "give --host and --port others")
+            yield Finding("port", "bad", f"{where}: {one_line(error)}", "give --host and --port others")
     else:
         yield Finding("port", "ok", f"{where} is free")
 
@@ -295,7 +295,7 @@ def disk(_: argparse.Namespace) -> Iterator[Finding]:
     try:
         folder = cache_dir()
     except ConfigError as error:
-        yield Finding("disk", "warn", _line(error), "weft pull needs it: set HF_HOME to a folder")
+        yield Finding("disk", "warn", one_line(error), "weft pull needs it: set HF_HOME to a folder")
         return
     if (why := _unwritable(folder)) is not None:
         yield Finding("disk", "warn", f"{folder}: {why}", "weft pull needs it: set HF_HOME to a folder")
@@ -329,7 +329,7 @@ def hub(_: argparse.Namespace) -> Iterator[Finding]:
     except urllib.error.HTTPError as error:
         yield Finding("hub", "warn", f"{where} answers with status {error.code}", later)
     except (OSError, ValueError) as error:
-        yield Finding("hub", "warn", f"{where} cannot be reached: {_line(error)}", later)
+        yield Finding("hub", "warn", f"{where} cannot be reached: {one_line(error)}", later)
 
 
 LOOKS: tuple[Callable[[argparse.Namespace], Iterator[Finding]], ...] = (
@@ -343,7 +343,7 @@ def look(arguments: argparse.Namespace) -> Iterator[Finding]:
         try:
             yield from each(arguments)
         except Exception as error:  # a doctor must not faint
-            yield Finding(each.__name__, "warn", f"could not be looked at: {_line(error)}")
+            yield Finding(each.__name__, "warn", f"could not be looked at: {one_line(error)}")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -368,7 +368,3 @@ def run(arguments: argparse.Namespace) -> int:
         said = f"{bad} bad, {warn} to look at" if bad or warn else "everything is well"
         print(said)
     return 1 if bad else 0
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

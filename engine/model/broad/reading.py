@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from weft.engine.errors import ModelError
+from weft.engine.errors import ModelError, one_line
 from weft.engine.model.broad.hook import NAME
 from weft.engine.model.broad.module import BroadModule
 from weft.engine.model.broad.spec import AttentionCall, BroadSpec
@@ -46,11 +46,6 @@ def quiet() -> Iterator[None]:
         log.set_verbosity(before)
         if bars:
             log.enable_progress_bar()
-
-
-def one_line(error: BaseException) -> str:
-    """What another library's error says, short enough for a line."""
-    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def read_broad(path: Path, raw: dict[str, Any], eos_token_ids: tuple[int, ...], *, trusted: bool = False) -> BroadSpec:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from weft.engine.errors import ModelError
+from weft.engine.errors import ModelError, one_line
 from weft.engine.model.broad.hook import NAME
 from weft.engine.model.broad.module import BroadModule, pin_rope
-from weft.engine.model.broad.reading import build, one_line, quiet
+from weft.engine.model.broad.reading import build, quiet
 from weft.engine.model.broad.spec import BroadSpec
 from weft.engine.model.checkpoint import Checkpoint
 from weft.engine.model.finite import FiniteCheck

@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 
 from weft.engine.config import cache_home
-from weft.engine.errors import ModelError
+from weft.engine.errors import ModelError, one_line
 from weft.engine.model.gguf.config import OFFSET_NORMS, to_config
 from weft.engine.model.gguf.file import INDEX, GgufFile, name_of, parts_of
 
@@ -121,7 +121,7 @@ def _write_tokenizer(file: GgufFile, first: Path, to: Path) -> None:
     try:
         hf = PreTrainedTokenizerFast.from_pretrained(str(first.parent), gguf_file=first.name, local_files_only=True)
     except Exception as error:  # transformers raises all kinds for metadata that it cannot use
-        reason = " ".join(str(error).split())[:160]
+        reason = one_line(error, 160)
         raise ModelError(f"no tokenizer can be made of the metadata of {file.path}: {reason}") from None
     begin = file.get("tokenizer.ggml.bos_token_id")
     ignore = byte_level and split in _IGNORE_MERGES

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from weft.engine.errors import ModelError, refuse_pointer
+from weft.engine.errors import ModelError, one_line, refuse_pointer
 
 INDEX = "gguf.json"
 """in the directory that stands for a file: which files, and what lies where in them"""
@@ -98,7 +98,7 @@ def _read(path: Path) -> Any:
         return GGUFReader(path)
     # The library reads what stands there; a damaged length or offset becomes any of these.
     except (ValueError, KeyError, IndexError, OverflowError, MemoryError, TypeError, OSError) as error:
-        reason = " ".join(str(error).split())[:120] or type(error).__name__
+        reason = one_line(error, 120)
         raise ModelError(
             f"{path} is no whole GGUF file ({path.stat().st_size:,} bytes; {reason}): download it again"
         ) from None
