@@ -22,12 +22,11 @@ class Finish(IntEnum):
     STOP = 1
     LENGTH = 2
     ABORT = 3
-    ERROR = 4
-    REFUSED = 5
+    REFUSED = 4
     """the request itself cannot be served: the fault is the client's"""
-    NONFINITE = 6
+    NONFINITE = 5
     """the model computed logits that are no numbers (NaN, inf): there is nothing to sample from"""
-    BUSY = 7
+    BUSY = 6
     """not now: nothing was done, and the same request may be served later"""
 
 
@@ -354,7 +353,7 @@ class Outputs(msgspec.Struct, tag="outputs", frozen=True, kw_only=True):
     pooled: dict[int, bytes] = {}
     """by handle, with the terminal event of requests for hidden states: float32, as many as a state has"""
     errors: dict[int, str] = {}
-    """by handle, for `Finish.ERROR`, `Finish.REFUSED`, `Finish.NONFINITE` and `Finish.BUSY`"""
+    """by handle, for `Finish.REFUSED`, `Finish.NONFINITE` and `Finish.BUSY`"""
     joules: dict[int, float] = {}
     """by handle, for the requests that asked: charged since they began"""
     stats: EngineStats

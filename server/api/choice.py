@@ -106,7 +106,7 @@ class Choice:
             raise ApiError(500, why, code="nonfinite_logits")
         if delta.finish is Finish.BUSY:
             raise unavailable(clip(delta.error or "The engine is busy."), "engine_busy", BUSY_RETRY_AFTER)
-        if delta.finish in (Finish.ERROR, Finish.ABORT):
+        if delta.finish is Finish.ABORT:
             raise ApiError(500, delta.error or "The engine ended this request.", code="engine_error")
         if delta.started is not None:
             self.cached_tokens = delta.started.cached_tokens

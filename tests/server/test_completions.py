@@ -285,9 +285,9 @@ async def test_bursts_come_as_one_event_to_who_cannot_keep_up(server: Server, mo
 
 
 async def test_engine_error_is_a_500_before_the_first_byte(server: Server) -> None:
-    server.engine.script = Script(finish=Finish.ERROR, error="out of pages")
+    server.engine.script = Script(finish=Finish.ABORT, error="out of pages")
     for stream in (False, True):
-        server.engine.script = Script("a", burst=2, finish=Finish.ERROR, error="out of pages")
+        server.engine.script = Script("a", burst=2, finish=Finish.ABORT, error="out of pages")
         response = await server.post("/v1/completions", {"prompt": "hi", "stream": stream})
         assert response.status_code == 500
         assert response.json()["error"]["message"] == "out of pages"
@@ -311,14 +311,14 @@ async def test_logits_that_are_not_finite_later_end_a_stream_with_an_error_event
 
 
 async def test_engine_error_in_a_stream_is_an_error_event_without_done(server: Server) -> None:
-    server.engine.script = Script("abc", delay=0.001, finish=Finish.ERROR, error="out of pages")
+    server.engine.script = Script("abc", delay=0.001, finish=Finish.ABORT, error="out of pages")
     got = await events(server)
     assert got[-1]["error"]["message"] == "out of pages"
     assert got[0]["choices"][0]["text"] == "a"
 
 
 async def test_behind_an_error_event_the_connection_closes(server: Server) -> None:
-    server.engine.script = Script("abc", delay=0.001, finish=Finish.ERROR, error="out of pages")
+    server.engine.script = Script("abc", delay=0.001, finish=Finish.ABORT, error="out of pages")
     host, port = server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     body = json.dumps({"prompt": "hi", "stream": True})

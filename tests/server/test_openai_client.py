@@ -83,7 +83,7 @@ async def test_a_broken_stream_raises(server: Server) -> None:
     server.engine.script = Script("abc", delay=0.001, error="lost")
     from weft.engine.wire.messages import Finish
 
-    server.engine.script.finish = Finish.ERROR
+    server.engine.script.finish = Finish.ABORT
 
     def call() -> None:
         with client(server) as api, pytest.raises(openai.APIError, match="lost"):

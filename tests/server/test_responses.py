@@ -458,7 +458,7 @@ async def test_a_stream_in_the_background_goes_on_when_its_client_leaves(server:
 
 
 async def test_a_failure_in_the_background_is_told_to_who_asks(server: Server) -> None:
-    server.engine.script = Script("a", finish=Finish.ERROR, error="it broke")
+    server.engine.script = Script("a", finish=Finish.ABORT, error="it broke")
     for fields in ({}, {"stream": True}):
         if fields:
             id = (await stream(server, background=True, **fields))[-1]["response"]["id"]

@@ -74,7 +74,7 @@ async def test_errors_are_shown_and_the_question_is_given_back(server: Server, p
 
 @in_browser
 async def test_an_error_in_a_stream_is_shown_below_what_came(server: Server, page: Page) -> None:
-    server.engine.script = Script("partial", finish=Finish.ERROR, error="broke", delay=0.01)
+    server.engine.script = Script("partial", finish=Finish.ABORT, error="broke", delay=0.01)
     await show(page, server)
     await ask(page, "hi")
     await page.until("document.querySelector('[role=alert]') !== null")
@@ -233,7 +233,7 @@ async def test_errors_come_into_view_also_in_a_long_conversation(page: Page) -> 
         await ask(page, "long")
         await page.until(SEND_SHOWN)
         await page.run("document.querySelector('#log').scrollTop = 0")
-        server.engine.script = Script("partial", finish=Finish.ERROR, error="broke", delay=0.01)
+        server.engine.script = Script("partial", finish=Finish.ABORT, error="broke", delay=0.01)
         await ask(page, "hi")
         await page.until("document.querySelector('#log [role=alert]') !== null")
         assert await page.run(in_view)
