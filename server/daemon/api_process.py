@@ -39,8 +39,9 @@ class Place(NamedTuple):
 class ApiProcess:
     """A running API process. Create with `await ApiProcess.start(...)`."""
 
-    def __init__(self, process: Process, channel: Channel[FromWorker], stacks: Stacks) -> None:
+    def __init__(self, process: Process, channel: Channel[FromWorker], stacks: Stacks, place: Place) -> None:
         self.stacks = stacks
+        self._place = place
         self._process = process
         self._channel = channel
         self._why = ""
@@ -96,11 +97,16 @@ class ApiProcess:
                 hold=hold,
             )
         )
-        return cls(process, channel, stacks)
+        return cls(process, channel, stacks, place)
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def takes_messages(self) -> bool:
+        """It has imported what it needs, and may have taken connections."""
+        return not self._place.beats.allowed(self._place.beat_row)
 
     def send(self, message: ToWorker) -> None:
         self._channel.send(message)
@@ -126,6 +132,8 @@ class ApiProcess:
     async def stop(self, timeout: float) -> None:
         """End it: ask, kill after `timeout` seconds."""
         self.send(Stop())
+        if not self.takes_messages:
+            self.kill()  # seconds may pass before it does, and it has nothing to end
         try:
             await asyncio.wait_for(self.wait(), timeout)
         except TimeoutError:

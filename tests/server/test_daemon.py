@@ -19,7 +19,9 @@ from typing import Any
 import httpx
 import pytest
 from free_port import free_port
-from live import Daemon, running, stopped
+from live import Daemon, patched, running, stopped
+
+from weft.engine.wire.stacks import threads
 
 pytestmark = pytest.mark.slow
 
@@ -224,6 +226,29 @@ def test_sigint_while_loading_ends_quietly(tmp_path: Path) -> None:
             daemon.process.send_signal(signal.SIGINT)
             assert daemon.process.wait(240) == 0
         assert daemon.stderr() == ""
+    finally:
+        daemon.end()
+
+
+def test_an_api_process_that_has_not_begun_keeps_no_daemon(tmp_path: Path) -> None:
+    code = """
+import os, signal
+from weft.server.daemon import daemon
+daemon.STOP_SECONDS = 10_000
+start = daemon.ApiProcess.start
+async def stopped(*arguments, **options):
+    process = await start(*arguments, **options)
+    os.kill(process.pid, signal.SIGSTOP)
+    return process
+daemon.ApiProcess.start = stopped
+"""
+    daemon = Daemon(tmp_path / "stderr", env=patched(tmp_path / "site", code, of="weft.server"))
+    try:
+        while not any(" T " in threads(pid) for pid in daemon.children("weft.server.daemon.worker")):
+            assert daemon.process.poll() is None
+            time.sleep(0.02)
+        daemon.process.terminate()
+        assert daemon.process.wait(60) == 0
     finally:
         daemon.end()
 
