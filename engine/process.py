@@ -122,7 +122,7 @@ class _Loop:
             # ahead of what takes long here, for it takes as long there
             ranks = Ranks.begin(config, self._beats, self._row, stacks_fd, pin=True)
             compiling = CompileJob.begin(config if ranks is None else ranks.config)
-            self._headstart.wait()
+            self._headstart.wait(ranks.check if ranks is not None else lambda: None)
             from weft.engine.engine import Engine  # what cannot be imported is told here, in the reach of EngineFailed
 
             progress = _AnnouncedProgress(self._beat, self._beats.start_timeout)

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 
 from weft.engine.config import EngineConfig
 from weft.engine.runner.compile_job import has_gpu
 from weft.kernels import early
+
+LOOK_SECONDS = 0.1
+"""between two looks at whether there is still something to wait for"""
 
 
 class Headstart:
@@ -32,9 +35,11 @@ class Headstart:
         if config.device != "cpu" and has_gpu():
             early.open_gpu()
 
-    def wait(self) -> None:
-        """Until everything is imported that can be."""
-        self._importing.join()
+    def wait(self, check: Callable[[], None]) -> None:
+        """Until everything is imported that can be. check: called meanwhile; what it raises ends the wait."""
+        while self._importing.is_alive():
+            self._importing.join(LOOK_SECONDS)
+            check()
         gc.enable()
         gc.freeze()  # what is there now stays: later collections need not look at it
 

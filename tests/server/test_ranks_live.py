@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from live import Daemon, command_line, running, stopped
+from live import Daemon, command_line, patched, running, stopped
 from test_supervision import begin, client, codes, ended, until, until_metric, until_status
 
 pytestmark = pytest.mark.slow
@@ -77,3 +77,18 @@ async def test_a_rank_that_stops_is_named_and_ended(tmp_path: Path, ranks: int) 
             rank = await until(lambda: rank_of(daemon, last))
             daemon.process.kill()
             await until(lambda: gone(rank))
+
+
+async def test_a_rank_killed_while_rank_0_imports_ends_the_start_at_once(tmp_path: Path) -> None:
+    code = """
+import time
+from weft.engine.runner import headstart
+headstart._import = lambda *_: time.sleep(10_000)
+"""
+    daemon = Daemon(tmp_path / "stderr", *options(2), env=patched(tmp_path / "site", code))
+    try:
+        os.kill(await until(lambda: rank_of(daemon, 1)), signal.SIGKILL)
+        assert await ended(daemon, 60) == 1
+        assert daemon.stderr().splitlines()[-1] == "weft: rank 1: its process ended (signal SIGKILL)"
+    finally:
+        daemon.end()
