@@ -121,12 +121,16 @@ class _Loop:
         try:
             # ahead of what takes long here, for it takes as long there
             ranks = Ranks.begin(config, self._beats, self._row, stacks_fd, pin=True)
+            if ranks is not None:
+                ranks.links.moved = self._beat.still  # it is not this one that hangs while it waits for another
             compiling = CompileJob.begin(config if ranks is None else ranks.config)
             self._headstart.wait(ranks.check if ranks is not None else lambda: None)
             from weft.engine.engine import Engine  # what cannot be imported is told here, in the reach of EngineFailed
 
             progress = _AnnouncedProgress(self._beat, self._beats.start_timeout)
             engine = Engine(config, progress, compiling, ranks, shelf)
+            if ranks is not None:
+                ranks.links.moved = lambda: None  # from now on a thread beside the loop adds up
         except RankLost:
             raise
         except WeftError as error:

@@ -81,7 +81,7 @@ class Ranks:
 
     def _begin(self, rank: int, beats: Beats, row: int, stacks_fd: int, cpus: set[int]) -> None:
         beat = beats.rank(row, rank)
-        beat.begin(beats.start_timeout)
+        beat.begin("starting", beats.start_timeout)
         # The kernel ends a child with the thread that made it.
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
         arguments = map(str, (rank, parent, beats.fd, row, stacks_fd))
@@ -94,7 +94,7 @@ class Ranks:
                 env={**environment(), **sees(self.config, rank)},
             )
         self._ends[rank] = os.pidfd_open(process.pid)
-        beat.begin(beats.start_timeout, process.pid)
+        beat.begin("starting", beats.start_timeout, process.pid)
         if cpus:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(process.pid, cpus)

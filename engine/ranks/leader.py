@@ -77,6 +77,8 @@ def lead(
 
     Raises `RankLost`, `ConfigError` or `OutOfMemory`.
     """
+    if progress is not None:
+        progress("waiting for the other ranks", 0, len(links.peers))
     collectives = SharedCollectives(links)
     config, stores = agree(collectives, config, model, store=store)
     if store and not stores:

@@ -15,9 +15,10 @@ import traceback
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import WeftError
+from weft.engine.progress import how_far
 from weft.engine.ranks.links import Descriptors, Links
 from weft.engine.runner.compile_job import use_cache
-from weft.engine.wire.beat import Beats, RankBeat
+from weft.engine.wire.beat import Beat, Beats
 from weft.engine.wire.child import settle
 from weft.engine.wire.log_sink import install, last_lines
 from weft.engine.wire.stacks import write_stacks_to
@@ -29,9 +30,12 @@ def _end_with_stdin() -> None:
     os._exit(0)
 
 
-def _serve(config: EngineConfig, links: Links, beat: RankBeat, start_timeout: float) -> None:
-    beat.stage(start_timeout)
+def _serve(config: EngineConfig, links: Links, beat: Beat, start_timeout: float) -> None:
+    beat.stage("importing", start_timeout)
     use_cache(config)
+
+    def told(phase: str, done: int, total: int) -> None:
+        beat.stage(how_far(phase, done, total), start_timeout)
 
     from weft.engine.memory.model_id import model_id
     from weft.engine.memory.tier_setup import open_store
@@ -50,14 +54,15 @@ def _serve(config: EngineConfig, links: Links, beat: RankBeat, start_timeout: fl
     model = model_id(config, resolved.kv, spec, resolved.compute_dtype, resolved.max_model_len)
     file = open_store(config, resolved.kv, model, spec.shard_of, resolved.packed)
     prepare(resolved)
-    weights = read_weights(spec, config, resolved, lambda _phase, _done, _total: beat.stage(start_timeout))
+    weights = read_weights(spec, config, resolved, told)
+    beat.stage("waiting for the other ranks", start_timeout)
     links.moved = beat.still
     collectives = SharedCollectives(links)
     resolved, stores = agree(collectives, resolved, model, store=file is not None)
     if file is not None and not stores:
         file.close()
         file = None
-    runner = rank_runner(links, spec, weights, config, resolved, collectives)
+    runner = rank_runner(links, spec, weights, config, resolved, collectives, told)
     links.moved = beat
     Follower(links, runner, collectives, file, resolved.cpu_threads).run(beat)
 

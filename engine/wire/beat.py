@@ -28,7 +28,8 @@ _RANKS_AT, _RANK_CELLS = 16, 3
 _CELLS = _RANKS_AT + _MAX_RANKS * _RANK_CELLS
 _TEXT_AT = 8 * _CELLS
 _TEXT_BYTES = 127
-_ROW = _TEXT_AT + 1 + _TEXT_BYTES
+_TEXT = 1 + _TEXT_BYTES
+_ROW = _TEXT_AT + _MAX_RANKS * _TEXT
 _AT, _ALLOWED, _PID, _STEP, _REQUESTS, _TOKENS, _DECODES, _NANO_BATCHES, _GIVEN_UP = range(9)
 _STEP_TIMEOUT, _START_TIMEOUT = range(2)
 
@@ -71,8 +72,9 @@ class Beats:
     def _cells(self, row: int) -> memoryview[float]:
         return self._map[(row + 1) * _ROW : (row + 1) * _ROW + _TEXT_AT].cast("d")
 
-    def _text(self, row: int) -> memoryview[int]:
-        return self._map[(row + 1) * _ROW + _TEXT_AT : (row + 2) * _ROW]
+    def _text(self, row: int, rank: int = 0) -> memoryview[int]:
+        begin = (row + 1) * _ROW + _TEXT_AT + rank * _TEXT
+        return self._map[begin : begin + _TEXT]
 
     @property
     def step_timeout(self) -> float:
@@ -88,10 +90,10 @@ class Beats:
         """For the process that the row belongs to, or the daemon before that one runs."""
         return Beat(self._cells(row), self._text(row))
 
-    def rank(self, row: int, rank: int) -> RankBeat:
+    def rank(self, row: int, rank: int) -> Beat:
         """Of a rank of the engine in this row, but the first, whose beats are the engine's."""
         begin = _RANKS_AT + rank * _RANK_CELLS
-        return RankBeat(self._cells(row)[begin : begin + _RANK_CELLS])
+        return Beat(self._cells(row)[begin : begin + _RANK_CELLS], self._text(row, rank))
 
     def ranks(self, row: int) -> list[int]:
         """The ranks beside the first that the engine in this row has started."""
@@ -113,9 +115,9 @@ class Beats:
         """The daemon is about to end the process."""
         return bool(self._cells(row)[_GIVEN_UP])
 
-    def stage(self, row: int) -> str:
+    def stage(self, row: int, rank: int = 0) -> str:
         """The long work under way, in words; empty while the process does its usual work."""
-        text = self._text(row)
+        text = self._text(row, rank)
         return bytes(text[1 : 1 + text[0]]).decode("utf-8", "replace")
 
     def last_step(self, row: int) -> LastStep | None:
@@ -125,7 +127,7 @@ class Beats:
 
 
 class Beat:
-    """A process's own row."""
+    """A process's own row, or a rank's part of its engine's row: the first cells alone."""
 
     def __init__(self, cells: memoryview[float], text: memoryview[int]) -> None:
         self._cells = cells
@@ -162,36 +164,10 @@ class Beat:
 
     def begin(self, stage: str, seconds: float, pid: int = 0) -> None:
         """A new process: its row is its predecessor's no more."""
-        for cell in range(_PID, _CELLS):
+        for cell in range(_PID, len(self._cells)):
             self._cells[cell] = 0.0
         self._cells[_PID] = pid
         self.stage(stage, seconds)
-
-
-class RankBeat:
-    """The beats of another rank of an engine, in the engine's row."""
-
-    def __init__(self, cells: memoryview[float]) -> None:
-        self._cells = cells
-
-    def __call__(self) -> None:
-        """Its loop goes round."""
-        self._cells[_ALLOWED] = 0.0
-        self._cells[_AT] = time.monotonic()
-
-    def still(self) -> None:
-        """What was announced goes on."""
-        self._cells[_AT] = time.monotonic()
-
-    def stage(self, seconds: float) -> None:
-        """Something long begins, or has come a step further: the next beat may be so many seconds away."""
-        self._cells[_ALLOWED] = seconds
-        self._cells[_AT] = time.monotonic()
-
-    def begin(self, seconds: float, pid: int = 0) -> None:
-        """Another process: these are its predecessor's no more."""
-        self._cells[_PID] = pid
-        self.stage(seconds)
 
     @property
     def at(self) -> float:

@@ -62,11 +62,12 @@ class Watchman:
         if has_ended(process.pid):
             return  # its keeper is about to know
         beats = self._watch.beats
-        doing = f" at {stage!r}" if (stage := beats.stage(row)) else ""
         last = f"; last batch: {step}" if steps and (step := beats.last_step(row)) is not None else ""
-        pid = process.pid
+        rank, pid = 0, process.pid
         if (silent := self._watch.silent_rank(row, charge.bound)) is not None:
-            name, pid = f"{name} (rank {silent[0]})", beats.rank(row, silent[0]).pid
+            rank, age = silent
+            name, pid = f"{name} (rank {rank})", beats.rank(row, rank).pid
+        doing = f" at {stage!r}" if (stage := beats.stage(row, rank)) else ""
         # An API process that went on for a moment would take connections and die.
         beats.of(row).give_up()
         stacks = await process.stacks.last_words(pid, wake=steps)

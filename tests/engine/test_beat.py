@@ -98,6 +98,18 @@ def test_another_process_reads_the_same() -> None:
     assert theirs.pid(ENGINE) == 0
 
 
+def test_a_rank_has_a_stage_of_its_own(clock: Clock) -> None:
+    watch = Watch(beats := Beats(2), clock)
+    beats.of(ENGINE).begin("starting", 100)
+    rank = beats.rank(ENGINE, 7)
+    rank.begin("importing", 50, os.getpid())
+    assert (beats.stage(ENGINE), beats.stage(ENGINE, 7), beats.stage(1)) == ("starting", "importing", "")
+    clock.pass_by(watch, 60)
+    assert watch.silent_rank(ENGINE, 5) == (7, 60)
+    rank()
+    assert (beats.stage(ENGINE), beats.stage(ENGINE, 7)) == ("starting", "")
+
+
 def test_a_process_that_is_about_to_be_ended_is_late_whatever_it_shows(clock: Clock) -> None:
     watch = Watch(beats := Beats(), clock)
     beats.of(ENGINE)()

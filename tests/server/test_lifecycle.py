@@ -132,7 +132,7 @@ async def test_an_engine_without_progress_is_told_to_probes_until_it_goes_on(mon
         assert (await server.http.get("/ready")).status_code == 200
         assert "rank" not in text
         rank = beats.rank(ENGINE, 1)
-        rank.begin(0.0, os.getpid())
+        rank.begin("", 0.0, os.getpid())
         now[0] = rank.at + 0.2
         watch.look()
         for _ in range(9):

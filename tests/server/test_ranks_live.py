@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from pathlib import Path
 
+import httpx
 import pytest
+from free_port import free_port
 from live import Daemon, command_line, patched, running, stopped
-from test_supervision import begin, client, codes, ended, until, until_metric, until_status
+from test_supervision import begin, client, codes, ended, metric, until, until_metric, until_status
+
+from weft.engine.wire.stacks import threads
 
 pytestmark = pytest.mark.slow
 
@@ -90,5 +95,40 @@ headstart._import = lambda *_: time.sleep(10_000)
         os.kill(await until(lambda: rank_of(daemon, 1)), signal.SIGKILL)
         assert await ended(daemon, 60) == 1
         assert daemon.stderr().splitlines()[-1] == "weft: rank 1: its process ended (signal SIGKILL)"
+    finally:
+        daemon.end()
+
+
+async def test_a_rank_that_hangs_at_a_start_is_named_with_its_own_stage(tmp_path: Path) -> None:
+    code = """
+import os, signal
+from weft.engine.ranks import follower, runners
+from weft.engine.runner import load
+from weft.engine.wire.beat import Beat
+stage = Beat.stage
+def read(spec, config, resolved, progress):
+    os.kill(os.getpid(), signal.SIGSTOP)
+    Beat.stage = lambda self, text, seconds: stage(self, text, 0.0)  # what bounds it is --hang-timeout
+    progress("reading", 1, 2)
+    while True:
+        signal.pause()
+load.read_weights = read
+"""
+    port = free_port()
+    env = patched(tmp_path / "site", code, of=RANK)
+    daemon = Daemon(tmp_path / "stderr", *options(2), "--port", str(port), env=env)
+    try:
+        rank = await until(lambda: rank_of(daemon, 1))
+        await until(lambda: " T " in threads(rank))
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=240) as http, asyncio.timeout(240):
+            while (await http.get("/health")).json()["stage"] != "waiting for the other ranks, 0 of 1":
+                await asyncio.sleep(0.1)
+            await asyncio.sleep(2)
+            while await metric(http, 'weft_engine_last_beat_seconds{engine="0"}') > 1.5:  # it is not rank 0 that hangs
+                await asyncio.sleep(0.1)
+        os.kill(rank, signal.SIGCONT)
+        assert await ended(daemon) == 1
+        told = "weft: the engine (rank 1) hung at 'reading, 1 of 2': no progress for "
+        assert daemon.stderr().splitlines()[-1].startswith(told)
     finally:
         daemon.end()
