@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from weft.autosearch.ranks_bench import RanksBench
 from weft.autosearch.refine import serial_for
 from weft.autosearch.ways import WAYS
 from weft.autosearch.workload import workload_load
-from weft.engine.config import PRESETS, EngineConfig
+from weft.engine.config import MAX_BATCHED_TOKENS, PRESETS, EngineConfig
 from weft.engine.errors import ConfigError, WeftError
 from weft.engine.model.directory import read_spec
 from weft.engine.model.hub import find_model
@@ -28,6 +29,7 @@ from weft.engine.model.operations import Resource
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.plan import TOKEN_STEP, Lane, NanoOperation, Period
 from weft.engine.progress import for_stdout
+from weft.engine.ranks.links import MAX_RANKS
 
 ATTENTION_SMS, SUM_SMS = 32, 16
 """of the pipeline of two nano-batches, beside products that have the others"""
@@ -189,10 +191,12 @@ def run(arguments: argparse.Namespace) -> int:
     ranks, ways = arguments.tensor_parallel_size, arguments.ways.split(",")
     if unknown := [name for name in ways if name not in WAYS]:
         raise ConfigError(f"--ways: there is no {', '.join(unknown)}; there are {', '.join(WAYS)}")
-    if ranks < 2:
-        raise ConfigError("--tensor-parallel-size must be 2 or more: one rank adds up nothing")
-    if min(arguments.tokens) < 1 or arguments.rounds < 1 or arguments.seconds <= 0:
-        raise ConfigError("--tokens, --rounds and --seconds must be more than 0")
+    if not 2 <= ranks <= MAX_RANKS:
+        raise ConfigError(f"--tensor-parallel-size must be 2 to {MAX_RANKS}; one rank adds up nothing")
+    if arguments.rounds < 1 or not 0 < arguments.seconds < math.inf or not 0 <= arguments.tuning_seconds < math.inf:
+        raise ConfigError("--rounds and --seconds must be more than 0, --tuning-seconds 0 or more")
+    if not 1 <= min(arguments.tokens) <= max(arguments.tokens) <= MAX_BATCHED_TOKENS:
+        raise ConfigError(f"--tokens must be 1 to {MAX_BATCHED_TOKENS}")
     for file in (arguments.json, arguments.trace):
         if file is not None:
             check_writable(file)
@@ -205,7 +209,9 @@ def run(arguments: argparse.Namespace) -> int:
         import torch
 
         if (here := torch.cuda.device_count()) < ranks:
-            raise ConfigError(f"{ranks} ranks need as many GPUs, and there are {here} here: lower it, or --device cpu")
+            lower = "lower it, or " if here > 1 else ""
+            why = f"--tensor-parallel-size {ranks}: a rank has a GPU, and there are {here} here"
+            raise ConfigError(f"{why}; {lower}use --device cpu")
         compile_first(spec, model, most, arguments.tuning_seconds, _tell)
     with tempfile.TemporaryDirectory() as folder:
         bench = RanksBench(

@@ -13,19 +13,21 @@ from torch import Tensor
 from weft.autosearch.bench_protocol import Load, Timing
 from weft.autosearch.iteration import batch_of
 from weft.autosearch.ways import Vendor, Way, way_of
-from weft.engine.config import EngineConfig
-from weft.engine.errors import ConfigError
+from weft.engine.errors import ConfigError, OutOfMemory
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import load_weights
 from weft.engine.plans.plan import NanoOperation, Period
+from weft.engine.progress import GIB
 from weft.engine.runner.collectives import Collectives
 from weft.engine.runner.cpu_executor import CpuExecutor
-from weft.engine.runner.resolve import resolve
-from weft.kernels.attention_backends import make_host_attention
+from weft.engine.runner.footprint import memory_bytes
+from weft.kernels.attention import AttentionShape
+from weft.kernels.attention_torch import TorchAttention
 
 LAYERS = 4
 PAGE_SIZE = 16
+SHORTER = "give a workload of shorter requests or a smaller --tokens"
 
 
 class _Sums:
@@ -59,16 +61,29 @@ class CpuBench:
         self.seconds = seconds
         self.spec = replace(spec, num_layers=min(LAYERS, spec.num_layers))
         self._host, self._sums = host, _Sums(host)
-        options = {"device": "cpu", "dtype": "float32", "page_size": PAGE_SIZE, "cpu_threads": 1}
-        config = resolve(EngineConfig.model_validate(options), self.spec)
+        device, positions = torch.device("cpu"), max(max_tokens, max_context)
+        self._weight_bytes = self.spec.weight_bytes(4)
+        self._check_fits(f"the weights of {self.spec.num_layers} layers", 0, "use a smaller model")
+        self._check_fits(f"a context of {positions} tokens", positions * 4 * self.spec.head_dim, SHORTER)
         weights = load_weights(
-            self.spec, Path(), device=torch.device("cpu"), dtype=torch.float32,
-            max_positions=max(max_tokens, max_context), dummy_seed=0,
+            self.spec, Path(), device=device, dtype=torch.float32, max_positions=positions, dummy_seed=0
         )  # fmt: skip
         self._layout = KvLayout.of(self.spec, PAGE_SIZE, torch.float32)
-        attention = make_host_attention(config.attention, config.attention_shape(self.spec), batch_invariant=False)
+        attention = TorchAttention(
+            AttentionShape(
+                spec.num_heads, spec.num_kv_heads, spec.head_dim, PAGE_SIZE, torch.float32, device, None, spec.windows,
+                spec.attention_scale, spec.attention_softcap, spec.sinks,
+            )
+        )  # fmt: skip
         none = torch.zeros(self._layout.shape(1))
         self._executor = CpuExecutor(self.spec, weights, none, attention, collectives=self._sums)
+
+    def _check_fits(self, what: str, num_bytes: int, instead: str) -> None:
+        """Beside the weights, on all ranks, which share the memory of a machine. Raises `OutOfMemory`."""
+        needed, there = self._host.ranks * (self._weight_bytes + num_bytes), memory_bytes(torch.device("cpu"))
+        if needed > there:
+            takes = f"{needed / GIB:.1f} GiB on {self._host.ranks} ranks, and the machine has {there / GIB:.1f}"
+            raise OutOfMemory(f"{what} would take {takes}: {instead}")
 
     def close(self) -> None:
         """Idempotent."""
@@ -91,7 +106,9 @@ class CpuBench:
     @torch.inference_mode()
     def period(self, period: Period, load: Load) -> Timing:  # noqa: ARG002
         batch = batch_of(load, PAGE_SIZE)
-        self._executor.kv = torch.zeros(self._layout.shape(int(batch.page_table.max()) + 1))
+        pages = int(batch.page_table.max()) + 1
+        self._check_fits(f"{pages} KV pages", pages * self._layout.page_bytes, SHORTER)
+        self._executor.kv = torch.zeros(self._layout.shape(pages))
         inputs = self._executor.inputs(batch, torch.from_numpy(batch.token_ids).long())
 
         def iteration() -> float:

@@ -27,6 +27,8 @@ NO_OPTION: dict[str, JsonValue] = {"option": False}
 """marks a field that is no option: a daemon tells it to its engines"""
 PRESETS = Path(__file__).parent / "model" / "presets"
 """configurations of known models, a folder each"""
+MAX_BATCHED_TOKENS = 65536
+"""of an iteration"""
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model",
 )  # fmt: skip
@@ -236,8 +238,9 @@ class EngineConfig(BaseModel):
         "than fits, all that the dense batch holds at twice as many",
     )
     max_num_batched_tokens: int | None = Field(
-        None, ge=1, le=65536, description="the dense batch: tokens per iteration at most [CPU 512, GPU 2048]"
-    )
+        None, ge=1, le=MAX_BATCHED_TOKENS,
+        description="the dense batch: tokens per iteration at most [CPU 512, GPU 2048]",
+    )  # fmt: skip
     page_size: int = Field(64, ge=1, le=1024, description="tokens per KV page")
     kv_cache_gib: float | None = Field(
         None,

@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from weft.autosearch import ablation, cpu_bench
 from weft.autosearch.ablation import Ablation, Row, figures, nano_batches
 from weft.autosearch.bench_protocol import Load, Timing
+from weft.autosearch.options import OneLineParser
 from weft.autosearch.ways import WAYS
 from weft.engine.config import PRESETS
-from weft.engine.errors import ConfigError
+from weft.engine.demo import MODEL_PATH
+from weft.engine.errors import ConfigError, OutOfMemory
 from weft.engine.model.directory import read_spec
 from weft.engine.runner.collectives import Steps
 from weft.server.daemon import cli
+
+
+def flags_of(text: str) -> set[str]:
+    return set(re.findall(r"--[a-z-]+", text))
+
+
+def flags() -> set[str]:
+    """Of the command."""
+    parser = OneLineParser("weft bench ranks", None)
+    ablation._flags(parser)
+    return flags_of(parser.format_help())
 
 
 @pytest.mark.slow
@@ -116,28 +132,50 @@ def test_what_cannot_be_gone_with_few_tokens_can_with_more(tmp_path: Path) -> No
             return Timing(1.0, 0.0, 0.0)
 
     bench: Any = Bench()
-    ablation = Ablation(bench, read_spec(PRESETS / "llama-3-70b").shard(0, 2), tmp_path)
+    ways = Ablation(bench, read_spec(PRESETS / "llama-3-70b").shard(0, 2), tmp_path)
     found = [
-        [row.way for row in ablation.run(("none", "vendor", "nano"), Load(tokens, tokens // 2, 1024, 512), 2)]
+        [row.way for row in ways.run(("none", "vendor", "nano"), Load(tokens, tokens // 2, 1024, 512), 2)]
         for tokens in (128, 512)
     ]
     assert found == [["none"], ["none", "nano"]]
-    assert list(ablation.left_out) == [("vendor", 0), ("nano", 128)]
+    assert list(ways.left_out) == [("vendor", 0), ("nano", 128)]
 
 
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        (["--tensor-parallel-size", "1"], "2 or more"),
+        (["--tensor-parallel-size", "1"], "2 to 8"),
+        (["--tensor-parallel-size", "16"], "2 to 8"),
         (["--ways", "one,three"], "there is no three"),
         (["--tensor-parallel-size", "3"], "4 attention heads cannot be split over 3 ranks"),
-        (["--tokens", "0"], "more than 0"),
+        (["--tokens", "0"], "--tokens must be 1 to 65536"),
+        (["--tokens", "64", "65537"], "--tokens must be 1 to 65536"),
+        (["--seconds", "nan"], "--seconds must be more than 0"),
+        (["--tuning-seconds", "-1"], "--tuning-seconds 0 or more"),
+        (["--workload", "9999999999:9"], "a context of 20000000008 tokens would take"),
+        (["--device", "cuda", "--tensor-parallel-size", "4"], "--tensor-parallel-size 4: a rank has a GPU, and there "),
         (["--json", "/nowhere/ranks.json"], "there is no folder /nowhere"),
         (["--trace", "/nowhere/trace"], "there is no folder /nowhere"),
         (["--json", "/"], "cannot write /: it is a folder"),
     ],
 )
-def test_what_cannot_be_is_one_line(options: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_is_one_line(
+    options: list[str], what: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert cli.main(["bench", "ranks", "--model", "demo", "--device", "cpu", *options]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert what in line
+    assert flags_of(line) <= flags()
+
+
+@pytest.mark.parametrize("memory", [1000, 10**8])
+def test_what_does_not_fit_a_machine_is_told_with_options_of_the_command(
+    memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_bench, "memory_bytes", lambda _: memory)
+    host: Any = SimpleNamespace(rank=0, ranks=2)
+    spec = read_spec(MODEL_PATH).shard(0, 2)
+    with pytest.raises(OutOfMemory, match="GiB on 2 ranks, and the machine has") as raised:
+        cpu_bench.CpuBench(spec, host, max_tokens=64, max_context=10**6, seconds=0.01)
+    assert flags_of(str(raised.value)) <= flags()
