@@ -1,7 +1,7 @@
 """The engine process: a thin loop around `Engine`, between its clients and the next iteration.
 
-Started as `python -m weft.engine.process DAEMON` (a process id) with a socket as stdin, on which an `EngineProcess`
-sends an `EngineConfig` and descriptors (see `wire.blank`). It ends when stdin closes, and with the daemon.
+Started by `wire.child` with a socket as stdin, on which an `EngineProcess` sends an `EngineConfig` and descriptors (see
+`wire.blank`). It ends when stdin closes, and with the daemon.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from weft.engine.runner.compile_job import CompileJob
 from weft.engine.runner.headstart import Headstart
 from weft.engine.wire.beat import BEAT_SECONDS, ENGINE, Beat, Beats, LastStep
 from weft.engine.wire.blank import told
-from weft.engine.wire.child import keep_to, settle
+from weft.engine.wire.child import keep_to
 from weft.engine.wire.engine_socket import Clients
 from weft.engine.wire.log_sink import install, last_lines
 from weft.engine.wire.messages import (
@@ -303,7 +303,6 @@ def _announce_compiles(beat: Beat) -> None:
 
 def main() -> int:
     install()
-    settle(int(sys.argv[1]))
     headstart = Headstart(ENGINE_MODULES, GPU_MODULES)
     line, fds = told(socket.socket(fileno=os.dup(0)), 3 + SHELF_FDS)
     if not line:

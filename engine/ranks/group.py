@@ -19,7 +19,7 @@ from weft.engine.ranks.links import Descriptors, Links
 from weft.engine.runner.compile_job import has_gpu
 from weft.engine.wire.beat import ENGINE, Beats
 from weft.engine.wire.blank import VISIBLE, environment, gpus
-from weft.engine.wire.child import held_back
+from weft.engine.wire.child import command, held_back
 from weft.engine.wire.cores import cores, nodes_here, shares, threads
 from weft.engine.wire.stacks import Stacks
 
@@ -84,10 +84,10 @@ class Ranks:
         beat.begin("starting", beats.start_timeout)
         # The kernel ends a child with the thread that made it.
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
-        arguments = map(str, (rank, parent, beats.fd, row, stacks_fd))
+        arguments = (rank, beats.fd, row, stacks_fd)
         with held_back():
             process = self._processes[rank] = subprocess.Popen(
-                (sys.executable, "-P", "-m", "weft.engine.ranks.process", *arguments),
+                command(parent, "weft.engine.ranks.process", *arguments),
                 stdin=subprocess.PIPE,
                 pass_fds=(*self._shared.fds, beats.fd, stacks_fd),
                 start_new_session=True,  # Ctrl-C reaches rank 0 alone

@@ -1,8 +1,8 @@
-"""The process of a rank but the first: `python -m weft.engine.ranks.process RANK PARENT BEATS ROW STACKS`.
+"""The process of a rank but the first: `wire.child` runs it with the arguments RANK BEATS ROW STACKS.
 
-PARENT is the process of rank 0, or 0 where the thread that starts ranks does not live as long as that; BEATS, ROW and
-STACKS say where it shows that it lives, and writes its stacks. On stdin come two lines of JSON: an `EngineConfig`, and
-`Descriptors`. It ends with stdin, with its parent, and when rank 0 says so; what goes wrong it writes down for rank 0.
+BEATS, ROW and STACKS say where it shows that it lives, and writes its stacks. On stdin come two lines of JSON: an
+`EngineConfig`, and `Descriptors`. It ends with stdin, with its parent, and when rank 0 says so; what goes wrong it
+writes down for rank 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from weft.engine.progress import how_far
 from weft.engine.ranks.links import Descriptors, Links
 from weft.engine.runner.compile_job import use_cache
 from weft.engine.wire.beat import Beat, Beats
-from weft.engine.wire.child import settle
 from weft.engine.wire.log_sink import install, last_lines
 from weft.engine.wire.stacks import write_stacks_to
 
@@ -70,8 +69,7 @@ def _serve(config: EngineConfig, links: Links, beat: Beat, start_timeout: float)
 def main() -> int:
     install()
     logging.getLogger("weft.engine").setLevel(logging.ERROR)  # what configuration and plan come to, rank 0 tells
-    rank, parent, beats_fd, row, stacks_fd = map(int, sys.argv[1:6])
-    settle(parent or None)
+    rank, beats_fd, row, stacks_fd = map(int, sys.argv[1:5])
     write_stacks_to(stacks_fd)
     config = EngineConfig.model_validate_json(sys.stdin.buffer.readline())
     links = Links(rank, Descriptors.load(sys.stdin.buffer.readline().decode()))

@@ -9,12 +9,11 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from weft.engine.wire.child import held_back
+from weft.engine.wire.child import command, held_back
 
 PRIMITIVE_CACHES = {"LRU_CACHE_CAPACITY": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 """On a CPU ideep and oneDNN keep a compiled primitive for each shape they have met, a thousand each if let: hundreds of
@@ -52,7 +51,7 @@ class Blank:
             try:
                 with held_back():
                     self.process = subprocess.Popen(
-                        (sys.executable, "-P", "-m", "weft.engine.process", str(os.getpid())),
+                        command(os.getpid(), "weft.engine.process"),
                         stdin=theirs.fileno(),
                         start_new_session=True,  # Ctrl-C reaches the daemon alone, which then drains
                         env={**environment(), **({VISIBLE: gpu} if gpu else {})},

@@ -1,10 +1,15 @@
-"""A child process of the daemon: what it does before anything else, and whether it has ended."""
+"""A child process of the daemon: what it does before anything else, and whether it has ended.
+
+Run as `python -m weft.engine.wire.child PARENT MODULE ARGUMENTS` it settles before it imports what MODULE needs: that
+takes seconds, in which a process that is stopped would be left behind by a parent that ends.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import faulthandler
 import os
+import runpy
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -44,6 +49,11 @@ def end_with_parent(parent: int | None = None, signum: int = signal.SIGKILL) -> 
         os._exit(1)
 
 
+def command(parent: int, module: str, *arguments: object) -> tuple[str, ...]:
+    """Of a child that settles first. parent: as of `settle`; 0 for None."""
+    return (sys.executable, "-P", "-m", "weft.engine.wire.child", *map(str, (parent, module, *arguments)))
+
+
 def settle(parent: int | None) -> None:
     """In the child: it ends with its parent, even when it hangs; signals for the whole group are the daemon's to
     understand.
@@ -79,3 +89,14 @@ def has_ended(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
         return True
+
+
+def main() -> None:
+    parent, module, *arguments = sys.argv[1:]
+    settle(int(parent) or None)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

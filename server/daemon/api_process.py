@@ -6,13 +6,12 @@ import asyncio
 import os
 import signal
 import socket
-import sys
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
 from weft.engine.wire.beat import Beats
-from weft.engine.wire.child import held_back
+from weft.engine.wire.child import command, held_back
 from weft.engine.wire.stacks import Stacks
 from weft.server.config import ServeConfig
 from weft.server.daemon.certificate import Certificate
@@ -68,12 +67,7 @@ class ApiProcess:
         ours, theirs = socket.socketpair()
         with theirs, held_back():
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-P",
-                "-m",
-                "weft.server.daemon.worker",
-                str(os.getpid()),
-                str(stacks.fd),
+                *command(os.getpid(), "weft.server.daemon.worker", stacks.fd),
                 stdin=theirs.fileno(),
                 pass_fds=(board.fd, beats.fd, stacks.fd, *engine_fds, *fds, *tls_fds),
                 start_new_session=True,  # Ctrl-C reaches the daemon alone, which then drains

@@ -1,6 +1,6 @@
-"""An API process: answers HTTP on its listener, from a connection of its own to the engine. Started by the daemon as
-`python -m weft.server.daemon.worker DAEMON STACKS` (a process id and a file descriptor) with a socket to it on file
-descriptor 0; ends when that socket closes, and with the daemon."""
+"""An API process: answers HTTP on its listener, from a connection of its own to the engine. Started by `wire.child`
+with a file descriptor for its stacks, and a socket to the daemon on file descriptor 0; ends when that socket closes,
+and with the daemon."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import uvloop
 
 from weft.engine.errors import WeftError
 from weft.engine.wire.beat import BEAT_SECONDS, ENGINE, Beats, Watch
-from weft.engine.wire.child import has_ended, settle
+from weft.engine.wire.child import has_ended
 from weft.engine.wire.client import EngineClient
 from weft.engine.wire.log_sink import last_lines
 from weft.engine.wire.stacks import write_stacks_to
@@ -278,9 +278,7 @@ async def _run(sock: socket.socket) -> None:
 
 
 def main() -> None:
-    daemon, stacks_fd = map(int, sys.argv[1:3])
-    settle(daemon)
-    write_stacks_to(stacks_fd)
+    write_stacks_to(int(sys.argv[1]))
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a connection is a file descriptor

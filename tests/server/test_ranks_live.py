@@ -99,6 +99,28 @@ headstart._import = lambda *_: time.sleep(10_000)
         daemon.end()
 
 
+async def test_a_rank_that_is_stopped_while_it_imports_ends_with_the_daemon(tmp_path: Path) -> None:
+    code = """
+import os, signal
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "weft.engine.ranks.links":
+            os.kill(os.getpid(), signal.SIGSTOP)
+sys.meta_path.insert(0, Finder())
+"""
+    daemon = Daemon(tmp_path / "stderr", *options(2), env=patched(tmp_path / "site", code, of=RANK))
+    rank = 0
+    try:
+        rank = await until(lambda: rank_of(daemon, 1))
+        await until(lambda: " T " in threads(rank))
+        daemon.process.kill()
+        await until(lambda: gone(rank), 60)
+    finally:
+        daemon.end()
+        if rank and not gone(rank):
+            os.kill(rank, signal.SIGKILL)
+
+
 async def test_a_rank_that_hangs_at_a_start_is_named_with_its_own_stage(tmp_path: Path) -> None:
     code = """
 import os, signal
