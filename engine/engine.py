@@ -127,10 +127,25 @@ class Engine:
         self.energy, self._why_unmetered = self._metered()
         self.scheduler.chunk_keeper = self._chunk_keeper()
         self._seat_keeper = SeatKeeper.of(config, self.scheduler) if config.adapts else None
+        self._arrivals = Arrivals(
+            pool,
+            max_model_len=longest,
+            vocab_size=self.spec.vocab_size,
+            eos_token_ids=self.spec.eos_token_ids,
+            seed=config.seed,
+        )
+        self._begin_iterating()
+        phases.end()
+        self.start_seconds = phases.seconds
+        """of each phase of the start that reports progress"""
+        self.load_seconds = time.perf_counter() - begin
+
+    def _begin_iterating(self) -> None:
+        """What is kept from one iteration to the next."""
         self._told_at_rest = 0.0
-        self._depth = 1 if config.async_scheduling else 0
+        self._depth = 1 if self.config.async_scheduling else 0
         self._in_flight: deque[InFlight] = deque()
-        self._late = LateLaunch(self._work.costs) if config.late_launch else None
+        self._late = LateLaunch(self._work.costs) if self.config.late_launch else None
         self._held = False
         """`launch_at` was waited for since the last launch"""
         self._left_waiting = 0
@@ -142,22 +157,11 @@ class Engine:
         self.on_wait: Callable[[InFlight], None] | None = None
         """called before an iteration's end is waited for"""
         self._step = 0
-        self._arrivals = Arrivals(
-            pool,
-            max_model_len=longest,
-            vocab_size=self.spec.vocab_size,
-            eos_token_ids=self.spec.eos_token_ids,
-            seed=config.seed,
-        )
         self._notices = Notices(self.tiers, plan_moved=self.pause is not None)
         self._totals = IterationTotals()
         self._page_ledger: PageLedger | None = None
         self._warned_nonfinite = 0
         self._quiet_until = 0.0
-        phases.end()
-        self.start_seconds = phases.seconds
-        """of each phase of the start that reports progress"""
-        self.load_seconds = time.perf_counter() - begin
 
     def _scheduler_of(self, pool: PagePool) -> Scheduler:
         config, resolved = self.config, self.resolved
