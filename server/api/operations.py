@@ -108,9 +108,9 @@ def _engines(service: Service, *, failures: bool = False) -> list[dict[str, Any]
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready", summary="200 when new work is taken")
 async def ready(service: ServiceOf) -> dict[str, Any]:
-    starting = [each.unready for each in service.models if each.starts]
-    if starting and starting[0] is not None:
-        raise starting[0]
+    for each in service.models:
+        if each.starts and (reason := each.unready) is not None:
+            raise reason
     reasons = [each.unready for each in service.models]
     if all(reasons) and reasons[0] is not None:
         raise reasons[0]

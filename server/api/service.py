@@ -143,15 +143,30 @@ class Service:
             model=self.model,
         )
         self._loaded: LoadedModel | None = None
+        self._served = False
+        """by every API process, at least once"""
         self._grammars: GrammarCompiler | None = None
         self.board.load[row, self.model, ENTERED:] = 0
         if lead is None:
             for _ in whole.each[1:]:
                 Service(whole, self.board, row, watch=watch, lead=self)
 
-    def attach(self, client: Streams, ready: EngineReady, tokenizer: Tokenizer, engine: int | None = None) -> None:
-        """An engine, the first by default, has loaded the model: serve it."""
+    def attach(
+        self,
+        client: Streams,
+        ready: EngineReady,
+        tokenizer: Tokenizer,
+        engine: int | None = None,
+        *,
+        alone: bool = False,
+    ) -> None:
+        """An engine, the first by default, has loaded the model: serve it. `alone`: until `together`, other API
+        processes may not."""
         engine = self.engines[0] if engine is None else engine
+        if alone:
+            self.alone_with.add(engine)
+        else:
+            self._served = True
         figures = self.metrics.engines[engine]
         self.replicas.attach(engine, client, ready, figures.hear)
         self._coming.add(engine)
@@ -166,6 +181,11 @@ class Service:
         self.lead.body_bounds = BodyBounds.of(self.config.max_body_mib, longest)
         if self.phase is Phase.LOADING:
             self.phase = Phase.SERVING
+
+    def together(self, engine: int) -> None:
+        """Every API process serves with this engine."""
+        self.alone_with.discard(engine)
+        self._served = True
 
     def engine_died(self, engine: int | None = None, *, restarting: bool = False) -> None:
         """There is no such engine any more. `restarting`: another one is on its way."""
@@ -350,8 +370,8 @@ class Service:
 
     @property
     def starts(self) -> bool:
-        """The model is to be awake and has not been loaded yet: nobody is sent here before it is."""
-        return self.state == "loading" and self._loaded is None
+        """The model is to be awake, and has not been served in every API process yet: nobody is sent here before."""
+        return self.state in ("loading", "awake") and not self._served
 
     @property
     def unready(self) -> ApiError | None:

@@ -55,7 +55,7 @@ class ApiProcess:
         *,
         certificate: Certificate | None = None,
         taking_over: bool = False,
-        hold: bool = False,
+        hold: Sequence[int] = (),
     ) -> ApiProcess:
         """`keys`: digests. `taking_over`, `hold`: as in `Start`."""
         row, board, beats, beat_row, engine_fds = place
@@ -88,7 +88,7 @@ class ApiProcess:
                 beats_fd=beats.fd,
                 listener_fds=fds,
                 taking_over=taking_over,
-                hold=hold,
+                hold=list(hold),
             )
         )
         return cls(process, channel, stacks, place)

@@ -126,12 +126,14 @@ class ApiProcesses:
         """The i-th API process has ended again, and no other one makes up for it."""
         if not self._owner.announced:
             return self._fruitless[i] >= FRUITLESS_LIVES
-        in_vain = self._some_engine_ready and not self.num_attached
-        return in_vain and all(count >= FRUITLESS_LIVES for count in self._fruitless)
+        in_vain = self._models_ready and not self.num_attached
+        return bool(in_vain) and all(count >= FRUITLESS_LIVES for count in self._fruitless)
 
     @property
-    def _some_engine_ready(self) -> bool:
-        return any(keeper.ready is not None for keeper in self._engines.values())
+    def _models_ready(self) -> list[int]:
+        """Those that have an engine which is."""
+        ready = {engine for engine, keeper in self._engines.items() if keeper.ready is not None}
+        return [model for model, engines in enumerate(self._config.engine_numbers) if not ready.isdisjoint(engines)]
 
     async def _run(self, i: int) -> str:
         """One API process from start to end; tells how it ended."""
@@ -144,7 +146,7 @@ class ApiProcesses:
             front.listeners[i],
             certificate=front.certificate,
             taking_over=front.taking_over,
-            hold=owner.announced and self._some_engine_ready,
+            hold=self._models_ready if owner.announced else (),
         )
         try:
             process = await owner.started(start)

@@ -34,9 +34,11 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
     beats_fd: int
     listener_fds: list[int]
     taking_over: bool
-    """Another daemon has these listeners too and serves: take connections once this process does."""
-    hold: bool
-    """The engine is ready, and so are others: leave connections in the listener's queue until this one is too."""
+    """Another daemon has these listeners too and serves: take connections once this process does, with all models that
+    are to be awake."""
+    hold: list[int]
+    """Models whose engines are ready, and so are others: leave connections in the listener's queue until this one is
+    too."""
 
 
 class Failure(msgspec.Struct, frozen=True):

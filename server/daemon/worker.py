@@ -47,7 +47,7 @@ from weft.server.daemon.control import (
 )
 from weft.server.errors import ApiError
 from weft.server.logs import configure, count_dropped
-from weft.server.observe.board import Board
+from weft.server.observe.board import Board, Rest
 from weft.server.text.tokenizer import Tokenizer
 
 IDLE_TICK = 0.02
@@ -83,7 +83,8 @@ class Worker:
         self._server = make_server(self._service)
         self._serving: asyncio.Task[None] | None = None
         self._taking_over = start.taking_over
-        self._hold = start.hold
+        self._held = set(start.hold)
+        """models without which no connection is taken"""
         self._listeners = [socket.socket(fileno=fd) for fd in start.listener_fds]
         self._of_engine = {engine: each for each in self._service.models for engine in each.engines}
         """the model's service by engine"""
@@ -101,10 +102,8 @@ class Worker:
 
     async def run(self) -> None:
         self._begin(self._show_life())
-        if self._hold:
-            asyncio.get_running_loop().call_later(HOLD_SECONDS, self._accept)
-        else:
-            self._accept()
+        self._accept()
+        asyncio.get_running_loop().call_later(HOLD_SECONDS, self._hold_no_longer)
         self._tokenizers = [asyncio.create_task(self._load_tokenizer(each)) for each in self._service.models]
         async for message in self._channel.messages():
             if isinstance(message, Stop):
@@ -123,10 +122,16 @@ class Worker:
         self._service.close()
 
     def _accept(self) -> None:
-        """Take connections, unless another daemon serves them. Idempotent."""
-        elsewhere = self._taking_over and all(each.phase is not Phase.SERVING for each in self._service.models)
-        if self._serving is None and not elsewhere and not self._service.handed_over:
+        """Take connections, unless others serve what this process does not serve yet. Idempotent."""
+        models = self._service.models
+        lacking = {each.model for each in models if each.phase is Phase.LOADING and each.rest is Rest.AWAKE}
+        elsewhere = self._taking_over and (lacking or all(each.phase is not Phase.SERVING for each in models))
+        if not (self._serving or elsewhere or lacking & self._held or self._service.handed_over):
             self._serving = asyncio.create_task(self._server.serve(sockets=self._listeners))
+
+    def _hold_no_longer(self) -> None:
+        self._held.clear()
+        self._accept()
 
     async def _show_life(self) -> None:
         """Beat from the event loop; and give up engines that nobody else would give up, should the daemon hang too."""
@@ -155,7 +160,7 @@ class Worker:
             case EngineDown():
                 self._engine_down(message)
             case Together():
-                self._of_engine[message.engine].alone_with.discard(message.engine)
+                self._of_engine[message.engine].together(message.engine)
             case Drain():
                 for each in service.models:
                     if each.phase is not Phase.DEAD:
@@ -219,10 +224,10 @@ class Worker:
             self._tells_faults.discard(service.model)
             for fault in tokenizer.faults(ready.vocab_size):
                 logger.warning("%s", fault)
-        # One that takes no connections yet has not told anybody to wait; who comes meanwhile stays in its queue.
-        if self._serving is not None and service.config.api_workers > 1:
-            service.alone_with.add(engine.engine)
-        service.attach(client, ready, tokenizer, engine.engine)
+        # One that takes no connections yet has not told anybody to wait; who comes meanwhile stays in its queue. And
+        # nobody gets at a model that wakes before all processes serve it.
+        alone = self._serving is not None and service.config.api_workers > 1 and service.rest is Rest.AWAKE
+        service.attach(client, ready, tokenizer, engine.engine, alone=alone)
         gc.collect()
         gc.freeze()  # what is there now stays: later collections need not look at it
         self._accept()
@@ -236,6 +241,7 @@ class Worker:
     def _engine_down(self, message: EngineDown) -> None:
         self._note(message)
         self._of_engine[message.engine].engine_died(message.engine, restarting=message.restarting)
+        self._held.discard(self._of_engine[message.engine].model)
         self._accept()  # to say so
         if (client := self._clients.pop(message.engine, None)) is not None:
             client.mark_dead(message.why)

@@ -97,6 +97,17 @@ LoadSpeeds.worthwhile = lambda self, entries, *_: len(entries)
 """for `patched`: pages are loaded however slow this machine's disk is beside its processor"""
 
 
+TELLS_OF_MODELS = """
+from weft.server.api.service import Service
+attach = Service.attach
+def told(self, *args, **others):
+    attach(self, *args, **others)
+    print(f"serves {self.config.model_names[0]}", file=sys.stderr, flush=True)
+Service.attach = told
+"""
+"""for `patched`: an API process tells the log which model it serves from now on"""
+
+
 def command_line(pid: int | str) -> str:
     """Of a process; empty once it has ended."""
     try:

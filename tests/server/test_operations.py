@@ -50,7 +50,7 @@ async def test_ready_waits_until_other_processes_serve_with_one_of_the_engines()
         server.service.alone_with |= {0, 1}
         assert await code() == "loading"
         assert (await server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})).status_code == 200
-        server.service.alone_with.discard(1)
+        server.service.together(1)
         assert await code() is None
         server.service.engine_died(1, restarting=True)
         assert await code() == "loading"

@@ -68,6 +68,30 @@ async def text_of(server: Server, model: str | None) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
+async def test_ready_waits_until_other_processes_serve_each_model_for_the_first_time() -> None:
+    async with serving(models=MODELS, attach=False) as server:
+        a, b = server.service.models
+
+        async def code() -> Any:
+            return (await server.http.get("/ready")).json().get("error", {}).get("code")
+
+        async def attach(service: Service, engine: int) -> None:
+            stub = server.engines[engine]
+            service.attach(stub, stub.describe(), Tokenizer(wrapped(byte_level())), engine, alone=True)
+
+        await attach(a, 0)
+        a.together(0)
+        await attach(b, 1)
+        assert await code() == "loading", "another process may refuse b"
+        b.engine_died(1, restarting=True)
+        assert await code() == "loading", "it has been served nowhere else"
+        await attach(b, 1)
+        b.together(1)
+        assert await code() is None
+        b.engine_died(1, restarting=True)
+        assert await code() is None, "one model is enough from then on"
+
+
 @pytest.mark.parametrize(("asked", "name"), [("first", "a"), ("b", "b"), (None, "a")])
 async def test_a_request_is_answered_by_the_model_it_names(server: Server, asked: str | None, name: str) -> None:
     assert await text_of(server, asked) == f"I am {name}"

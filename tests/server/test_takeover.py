@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from free_port import free_port
-from live import Daemon
+from live import TELLS_OF_MODELS, Daemon, patched, stop
 
 pytestmark = pytest.mark.slow
 
@@ -128,6 +128,35 @@ async def test_no_request_fails_while_a_daemon_takes_over(tmp_path: Path, before
         assert "Traceback" not in old.stderr() + new.stderr()
         new.process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(new.process.wait, 240) == 0
+    finally:
+        old.end()
+        if new is not None:
+            new.end()
+
+
+async def test_a_successor_takes_connections_once_it_serves_all_models(tmp_path: Path) -> None:
+    models = ("--model", "demo served_model_name=a", "--model", "demo served_model_name=b")
+    options = ("--port", str(free_port()), "--handover", f"{tmp_path}/handover", "--cpu-threads", "1", *models)
+    old, new = Daemon(tmp_path / "old", *options), None
+    try:
+        await ready(old)
+        site = patched(tmp_path / "site", TELLS_OF_MODELS, of="weft.server.daemon.worker")
+        new = Daemon(tmp_path / "new", *options, env=site)
+        while len(engines := new.children("weft.engine.process")) < 2:
+            assert new.process.poll() is None
+            await asyncio.sleep(0.005)
+        stop(engines[1])
+        await asyncio.to_thread(new.told, "serves a")
+        async with httpx.AsyncClient(base_url=old.url, timeout=240) as http:
+            for model in "ab" * 16:  # each on a connection of its own
+                answer = await http.post(
+                    "/v1/completions", json={**QUESTION, "model": model}, headers={"Connection": "close"}
+                )
+                assert answer.status_code == 200, answer.text
+            os.kill(engines[1], signal.SIGCONT)
+            await ready(new)
+            assert await asyncio.to_thread(old.process.wait, 240) == 0
+            assert (await http.post("/v1/completions", json={**QUESTION, "model": "b"})).status_code == 200
     finally:
         old.end()
         if new is not None:

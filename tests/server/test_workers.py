@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from free_port import free_port
-from live import Daemon, command_line, running, stop
+from live import TELLS_OF_MODELS, Daemon, command_line, patched, running, stop, stopped
 
 from weft.engine.demo import MODEL_PATH
 from weft.server.daemon.control import Channel, Drain, Idle
@@ -329,6 +329,70 @@ async def test_none_says_that_it_is_ready_while_another_one_is_not(tmp_path: Pat
         assert [answer.status_code for answer in answers] == [200] * 8
     finally:
         daemon.end()
+
+
+async def test_none_says_that_it_is_ready_while_another_one_lacks_a_model(tmp_path: Path) -> None:
+    port = free_port()
+    models = ("--model", "demo served_model_name=a", "--model", "demo served_model_name=b")
+    options = ("--device", "cpu", "--cpu-threads", "1", "--api-workers", "2", "--port", str(port), *models)
+    daemon = Daemon(tmp_path / "log", *options)
+    daemon.url = f"http://127.0.0.1:{port}"
+
+    async def answers(model: str) -> bool:
+        async with httpx.AsyncClient(base_url=daemon.url, timeout=1, limits=EACH_ITS_OWN) as http:
+            with contextlib.suppress(httpx.TransportError):
+                return (await http.post("/v1/completions", json={**SHORT, "model": model})).status_code == 200
+        return False
+
+    try:
+        while len(workers := daemon.children("weft.server.daemon.worker")) < 2:
+            assert daemon.process.poll() is None
+            await asyncio.sleep(0.005)
+        while len(engines := daemon.children("weft.engine.process")) < 2:
+            assert daemon.process.poll() is None
+            await asyncio.sleep(0.005)
+        stop(engines[1])
+        in_a_row = 0
+        while in_a_row < 16:  # from both processes
+            in_a_row = in_a_row + 1 if await answers("a") else 0
+            await asyncio.sleep(0.02)
+        stop(late := workers[1])
+        os.kill(engines[1], signal.SIGCONT)
+        while not await answers("b"):
+            await asyncio.sleep(0.05)
+        seen = 0
+        while seen < 3:  # in what answers: the other's connections wait
+            async with httpx.AsyncClient(base_url=daemon.url, timeout=1, limits=EACH_ITS_OWN) as http:
+                with contextlib.suppress(httpx.TransportError):
+                    assert (await http.get("/ready")).json()["error"]["code"] == "loading"
+                    seen += 1
+        os.kill(late, signal.SIGCONT)
+        async with client(daemon) as http, asyncio.timeout(240):
+            while (await http.get("/ready")).status_code != 200:
+                await asyncio.sleep(0.01)
+            bodies = [{**SHORT, "model": model} for model in "ab" * 4]
+            asked = await asyncio.gather(*(http.post("/v1/completions", json=body) for body in bodies))
+        assert [answer.status_code for answer in asked] == [200] * 8
+    finally:
+        daemon.end()
+
+
+async def test_a_process_that_follows_another_one_serves_all_its_models_before_it_takes_connections(
+    tmp_path: Path,
+) -> None:
+    models = ("--model", "demo served_model_name=a", "--model", "demo served_model_name=b")
+    site = patched(tmp_path / "site", TELLS_OF_MODELS, of="weft.server.daemon.worker")
+    body = {**SHORT, "model": "b"}
+    with running(tmp_path, "--device", "cpu", "--cpu-threads", "1", *models, env=site) as daemon:
+        (worker,) = daemon.children("weft.server.daemon.worker")
+        engines = daemon.children("weft.engine.process")
+        async with client(daemon) as http:
+            with stopped(engines[1]):  # its answer to who is new takes a while
+                os.kill(worker, signal.SIGKILL)
+                await asyncio.to_thread(daemon.told, "serves a", 2)
+                with pytest.raises(httpx.ReadTimeout):
+                    await http.post("/v1/completions", json=body, timeout=0.5)
+            assert (await http.post("/v1/completions", json=body)).status_code == 200
 
 
 async def test_sigterm_under_load_loses_nothing(tmp_path: Path) -> None:
