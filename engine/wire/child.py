@@ -17,6 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+from weft.engine.wire.open_files import raise_limit
+
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)  # where a process is forked there is no time to look for it
 IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
@@ -56,13 +58,14 @@ def command(parent: int, module: str, *arguments: object) -> tuple[str, ...]:
 
 def settle(parent: int | None) -> None:
     """In the child: it ends with its parent, even when it hangs; signals for the whole group are the daemon's to
-    understand.
+    understand; it may open as many files as it can be allowed, for a connection is one.
 
     `parent`: process id of the daemon. Ends the process when that one has gone already. None: it learns of its parent's
     end in another way.
     """
     if parent is not None:
         end_with_parent(parent)
+    raise_limit()
     for signum in (signal.SIGINT, *IGNORED):
         signal.signal(signum, signal.SIG_IGN)
     # Not SIG_IGN: that would be inherited by programs this process starts, which then could not be ended.

@@ -21,14 +21,13 @@ from typing import Literal, NamedTuple
 
 from weft import __version__, install_hint
 from weft.engine.errors import ConfigError, one_line
+from weft.engine.wire.open_files import ENOUGH, HOW, needed
 from weft.engine.wire.private_socket import PrivateSocket
 from weft.server.config import ServeConfig
 from weft.server.options import load
 
 GIB = 2**30
 PYTHON = ((3, 11), (3, 14))
-FEW_FILES = 4096
-"""a connection is a file descriptor"""
 LITTLE_DISK = 20 * GIB
 HUB_SECONDS = 4.0
 MAX_PORT = 65535
@@ -255,13 +254,9 @@ def temporary(_: argparse.Namespace) -> Iterator[Finding]:
 def files(_: argparse.Namespace) -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = "no limit" if hard == resource.RLIM_INFINITY else f"{hard:,} at most"
-    if hard != resource.RLIM_INFINITY and hard < FEW_FILES:
-        yield Finding(
-            "open files",
-            "warn",
-            most,
-            f"a connection takes one: raise the hard limit (ulimit -Hn, LimitNOFILE) to {FEW_FILES} or more",
-        )
+    if hard != resource.RLIM_INFINITY and hard < ENOUGH:
+        how = f"a connection takes one: raise the hard limit ({HOW})"
+        yield Finding("open files", "bad" if hard < needed() else "warn", most, how)
     else:
         yield Finding("open files", "ok", f"{most}; {soft:,} now, which the server raises")
 

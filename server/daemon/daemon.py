@@ -17,6 +17,7 @@ from weft.engine.wire.beat import Beats, Watch
 from weft.engine.wire.blank import gpus
 from weft.engine.wire.child import has_ended
 from weft.engine.wire.cores import nodes_here
+from weft.engine.wire.open_files import HOW, needed, raise_limit
 from weft.engine.wire.shelf import Shelf
 from weft.engine.wire.spawn import EngineProcess
 from weft.engine.wire.stacks import own_stacks
@@ -51,10 +52,22 @@ def run(config: ServeConfig) -> int:
     """Serve until a signal or the engine's end. Returns the exit code: 0 after a signal, 2 for a bad option, else 1."""
     configure(config)
     try:
+        _check_open_files(config)
         return asyncio.run(_run(config))
     except WeftError as error:
         print(f"weft: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+
+
+def _check_open_files(config: ServeConfig) -> None:
+    """Raise the limit, here as in each process of the daemon. Raises `ConfigError` where it stays too low for them."""
+    allowed = raise_limit()
+    ranks = sum(len(e) * m.tensor_parallel_size for e, m in zip(config.engine_numbers, config.each, strict=True))
+    if allowed < (least := needed(ranks, config.api_workers)):
+        raise ConfigError(
+            f"only {allowed:g} files may be open at a time, and this daemon needs {least} beside connections: "
+            f"raise the hard limit ({HOW})"
+        )
 
 
 async def _run(config: ServeConfig) -> int:

@@ -8,11 +8,9 @@ import asyncio
 import gc
 import logging
 import os
-import resource
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 
 import uvloop
 
@@ -285,9 +283,6 @@ async def _run(sock: socket.socket) -> None:
 
 def main() -> None:
     write_stacks_to(int(sys.argv[1]))
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a connection is a file descriptor
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_run(socket.socket(fileno=0)))
 

@@ -26,9 +26,9 @@ KEPT = httpx.Limits(keepalive_expiry=None)
 
 
 @asynccontextmanager
-async def serving(tmp_path: Path, *options: str, files: int | None = None) -> AsyncIterator[str]:
-    """A daemon's URL, with so many file descriptors."""
-    limit = f"ulimit -n {files}; " if files else ""
+async def serving(tmp_path: Path, *options: str, files: str = "") -> AsyncIterator[str]:
+    """A daemon's URL. `files`: bounds its file descriptors, as options of ulimit."""
+    limit = f"ulimit {files}; " if files else ""
     port = str(free_port())
     command = [sys.executable, "-P", "-m", "weft.server.daemon.cli", "serve", "--port", port, *options]
     with (tmp_path / "stderr").open("wb") as log:
@@ -84,7 +84,7 @@ async def test_a_client_that_does_not_read_is_cut(tmp_path: Path, tls: bool) -> 
 
 
 async def test_connections_beyond_the_files_are_refused_and_told(tmp_path: Path) -> None:
-    async with serving(tmp_path, files=160) as url:
+    async with serving(tmp_path, files="-n 160") as url:
         host, port = "127.0.0.1", int(url.rsplit(":", 1)[1])
         async with httpx.AsyncClient(base_url=url, timeout=240, limits=KEPT) as http:
             assert (await http.get("/ready")).status_code == 200  # on a connection that it keeps
@@ -107,3 +107,21 @@ async def test_connections_beyond_the_files_are_refused_and_told(tmp_path: Path)
                     continue
                 assert response.status_code == 200
                 break
+
+
+async def test_few_files_are_made_more_where_the_hard_limit_lets(tmp_path: Path) -> None:
+    async with serving(tmp_path, files="-Sn 20") as url, httpx.AsyncClient(base_url=url, timeout=240) as http:
+        asked = [http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 2}) for _ in range(8)]
+        assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200] * 8
+
+
+@pytest.mark.parametrize("files", [10, 40])
+def test_a_daemon_that_may_open_too_few_files_ends_with_what_it_needs(files: int) -> None:
+    command = [sys.executable, "-P", "-m", "weft.server.daemon.cli", "serve", "--port", "0", "--api-workers", "2"]
+    ended = subprocess.run(
+        ["bash", "-c", f'ulimit -n {files}; exec "$@"', "bash", *command], capture_output=True, text=True, timeout=240
+    )
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(f"weft: only {files} files may be open at a time, and this daemon needs 160 beside ")
+    assert "raise the hard limit (ulimit -Hn 4096" in line
