@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from weft.autosearch import gantt
 from weft.autosearch.options import OneLineParser
-from weft.engine.errors import ConfigError, WeftError
-from weft.engine.plans.plan import load_plan
+from weft.engine.config import PRESETS
+from weft.engine.errors import ConfigError, ModelError, WeftError
+from weft.engine.model.directory import read_spec
+from weft.engine.model.hub import find_model
+from weft.engine.model.spec import ModelSpec
+from weft.engine.plans.plan import Plan, load_plan, model_key
 from weft.engine.progress import for_stdout
 
 
@@ -20,14 +26,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--svg", metavar="FILE", type=Path, help="draw it here as well; several pipelines: FILE-2.svg …"
     )
+    parser.add_argument(
+        "--model", metavar="MODEL",
+        help="the model that the plan is for: 'demo', a model directory or ORG/NAME [a preset of its shapes]",
+    )  # fmt: skip
     arguments = parser.parse_args(argv)
     try:
         plan = load_plan(arguments.file)
+        checked = _check(plan, arguments.file, arguments.model)
         console = for_stdout()
         t = plan.target
         console.print(f"{arguments.file}: {gantt.summary(plan)}", highlight=False, soft_wrap=True)
         console.print(f"for {t.gpu} ({t.sms} SMs), {t.model}, {t.dtype}, kernels {t.kernels}", highlight=False)
         console.print(f"workload {plan.workload}" + (f"; made {plan.made}" if plan.made else ""), highlight=False)
+        if not checked:
+            console.print("not checked, for weft has no preset of these shapes: --model MODEL says which it is")
         for i, period in enumerate(plan.periods):
             gantt.draw(period, console, f"pipeline {i + 1} of {len(plan.periods)}")
             if arguments.svg is not None:
@@ -42,6 +55,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _check(plan: Plan, file: Path, name: str | None) -> bool:
+    """Hold the pipelines against the model, as an engine does. `name`: of the model; None: a preset of these shapes.
+
+    False where there is none. Raises `ConfigError` for a plan that no such model can run.
+    """
+    ranks = int(found[1]) if (found := re.search(r" ranks=(\d+)$", plan.target.model)) else 1
+    wrong: ConfigError | None = None
+    for spec in _specs(name, ranks):
+        if (key := model_key(spec)) != plan.target.model:
+            if name is not None:
+                raise ConfigError(f"{file} is a plan of another model ({plan.target.model}), not {key}")
+            continue
+        try:
+            bound = plan.spec_of(spec)
+            for period in plan.periods:
+                period.check(bound, plan.target.sms)
+        except ConfigError as error:
+            wrong = ConfigError(f"{file} is not a plan that works: {error}")
+        else:
+            return True
+    if wrong is not None:
+        raise wrong
+    return False
+
+
+def _specs(name: str | None, ranks: int) -> Iterator[ModelSpec]:
+    """One rank's part of the model, or of each preset."""
+    if name is not None:
+        yield read_spec(find_model(name, weights=False)).shard(0, ranks)
+        return
+    for folder in sorted(PRESETS.iterdir()):
+        with suppress(ModelError):  # it cannot be divided so
+            yield read_spec(folder).shard(0, ranks)
 
 
 if __name__ == "__main__":

@@ -444,6 +444,35 @@ def test_a_picture_that_there_is_nothing_to_draw_for_is_told(
     assert not svg.exists()
 
 
+def test_show_refuses_a_plan_that_lacks_an_operation_of_its_model(
+    plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, lacking = tmp_path / "plan.json", []
+    for period in plan.periods:
+        rest = tuple(op for op in period.operations if op.operation != "down")
+        lacking.append(msgspec.structs.replace(period, operations=rest, waits=()))
+    msgspec.structs.replace(plan, periods=tuple(lacking)).save(file)
+    assert show.main([str(file)]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert re.fullmatch(
+        rf"weft plan show: {file} is not a plan that works: a plan must compute down once .*\n", told.err
+    )
+
+
+def test_show_says_of_which_model_it_knows_nothing(
+    plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, target = tmp_path / "plan.json", plan.target
+    plan.save(file)
+    assert show.main([str(file), "--model", "demo"]) == 2
+    assert "is a plan of another model" in capsys.readouterr().err
+    elsewhere = msgspec.structs.replace(target, model=target.model.replace("layers=32", "layers=33"))
+    msgspec.structs.replace(plan, target=elsewhere).save(file)
+    assert show.main([str(file)]) == 0
+    assert capsys.readouterr().out.count("not checked, for weft has no preset of these shapes") == 1
+
+
 @pytest.mark.parametrize("arguments", [["/nowhere.json"], [], ["--sgv", "x", "y"]])
 def test_show_refuses_in_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     try:
