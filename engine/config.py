@@ -34,6 +34,8 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 """a model that has a tokenizer has one of these"""
 _AUTO = r"^auto(:[1-9]\d{0,2}|:[1-3]\d{3}|:40[0-8]\d|:409[0-6])?$"
+_SEATS = Field(pattern=_AUTO, title="auto or auto:N")
+_ADDRESS = "tcp://ADDRESS:PORT or ipc://PATH"
 _SNAPSHOT = re.compile(r"models--(.+?)--(.+)/snapshots/[0-9a-f]{40}$")
 """a directory of the hub's cache"""
 
@@ -214,7 +216,7 @@ class EngineConfig(BaseModel):
     max_model_len: int | None = Field(
         None, ge=2, description="prompt and output tokens per request at most [the model's own limit]"
     )
-    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] | Annotated[str, Field(pattern=_AUTO)] | None = Field(
+    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] | Annotated[str, _SEATS] | None = Field(
         None,
         description="requests running at once; 'auto' (auto:N: N at most) as many as keep --slo at the time "
         "[CPU 256, GPU 1024]",
@@ -280,11 +282,13 @@ class EngineConfig(BaseModel):
     kv_events_endpoint: str | None = Field(
         None,
         pattern=r"^(tcp://.+:(\d+|\*)|ipc://.+)$",
+        title=_ADDRESS,
         description="ZeroMQ address, tcp://*:5557 say, that tells routers of KV pages and their tokens [off]",
     )
     kv_events_replay_endpoint: str | None = Field(
         None,
         pattern=r"^(tcp://.+:(\d+|\*)|ipc://.+)$",
+        title=_ADDRESS,
         description="address that sends them again, tcp://*:5558 say [off]",
     )
     kv_events_topic: str | None = Field(

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.errors import ConfigError, ModelError, RequestError, one_line
+from weft.engine.errors import ConfigError, ModelError, RequestError, one_line, wrong_option
 from weft.engine.model.hub import find_model
 from weft.engine.progress import ProgressBar
 from weft.engine.wire.messages import AddRequest, Finish, TokenLogprobs
@@ -87,9 +87,7 @@ class LLM:
         try:
             config = EngineConfig(model=model, **options)
         except ValidationError as error:
-            first = error.errors()[0]
-            reason = first["msg"].removeprefix("Value error, ")
-            raise ConfigError(": ".join([*map(str, first["loc"]), reason])) from None
+            raise ConfigError(": ".join(filter(None, wrong_option(error, EngineConfig)))) from None
         if model != "demo":
             there = find_model(model, config.revision, weights=config.load_format != "dummy")
             config = config.model_copy(update={"model": str(there)})

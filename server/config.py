@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
 from weft.engine.config import NO_OPTION, EngineConfig
+from weft.engine.errors import wrong_option
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 ToolParserName = Literal[
@@ -146,6 +147,7 @@ class ServeConfig(EngineConfig):
     )
     models: list[dict[str, JsonValue]] = Field(
         [],
+        title="a list of models, each a text or a mapping with a model",
         description="several models, which requests choose among by name: each a text, the model and its own options, "
         "as 'ORG/NAME memory_share=0.4 max_num_seqs=64'; --model given several times says the same",
     )
@@ -287,11 +289,8 @@ class ServeConfig(EngineConfig):
             try:
                 found.append(ServeConfig.model_validate({**common, **entry, **lists}))
             except ValidationError as error:
-                first = error.errors()[0]
-                where = f"{first['loc'][0]}: " if first["loc"] else ""
-                raise ValueError(
-                    f"models, number {i + 1}: {where}{first['msg'].removeprefix('Value error, ')}"
-                ) from None
+                name, reason = wrong_option(error, ServeConfig)
+                raise ValueError(f"models, number {i + 1}: {name}{': ' if name else ''}{reason}") from None
         return found
 
     @property

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from weft.engine.config import NO_OPTION
-from weft.engine.errors import ConfigError
+from weft.engine.errors import ConfigError, wrong_option
 
 ENV_PREFIX = "WEFT_"
 HELP_COLUMNS = 110
@@ -188,16 +188,13 @@ def load(model: type[M], flags: dict[str, Any], config_file: Path | None) -> M:
     try:
         return model(**{**from_file, **from_env, **given})
     except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0]) if first["loc"] else ""
+        name, reason = wrong_option(error, model)
         source = _source(name, given, from_env, config_file)
-        reason = first["msg"].removeprefix("Value error, ")
-        shown = "" if first["type"] == "value_error" else f", not {str(first['input'])[:80]!r}"
         # What concerns several options names them as fields.
         spelt = re.sub(
             r"\b[a-z]+(?:_[a-z]+)+\b", lambda m: as_flag(m[0]) if m[0] in model.model_fields else m[0], reason
         )
-        raise ConfigError(f"{source}: {spelt[0].lower()}{spelt[1:]}{shown}" if name else spelt) from None
+        raise ConfigError(f"{source}: {spelt[0].lower()}{spelt[1:]}" if name else spelt) from None
 
 
 def _is_text(value: Any) -> bool:

@@ -26,7 +26,7 @@ from weft.autosearch.advisor.curve import Curve
 from weft.autosearch.advisor.paper_table import markdown, table_iv
 from weft.autosearch.options import OneLineParser
 from weft.engine.config import EngineConfig
-from weft.engine.errors import ConfigError, WeftError
+from weft.engine.errors import ConfigError, WeftError, wrong_option
 
 MODELS = ("opt-1.3b", "opt-2.7b", "llama-2-7b", "llama-2-13b")
 
@@ -42,7 +42,7 @@ def config_of(name: str, device: str, max_num_seqs: int | None) -> EngineConfig:
             {**model, "device": device, "prefix_caching": False, "max_num_seqs": max_num_seqs}
         )
     except ValidationError as error:
-        raise ConfigError(str(error.errors()[0]["msg"])) from None
+        raise ConfigError(": ".join(filter(None, wrong_option(error, EngineConfig)))) from None
 
 
 def points_file(out: Path, name: str) -> Path:

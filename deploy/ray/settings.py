@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from weft.engine.errors import ConfigError
+from weft.engine.errors import ConfigError, wrong_option
 from weft.server.config import ServeConfig
 
 OWN_OPTIONS = ("host", "port", "handover", "tls_cert", "tls_key", "model", "served_model_name")
@@ -60,8 +60,8 @@ class Model(_Part):
         try:
             self.serve_config()
         except ValidationError as error:
-            first = error.errors()[0]
-            raise ValueError(f"options.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+            name, reason = wrong_option(error, ServeConfig)
+            raise ValueError(f"options.{name}: {reason}" if name else f"options: {reason}") from None
         return self
 
     def serve_options(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from weft.engine.errors import ConfigError
+from weft.engine.errors import ConfigError, what_it_takes
 from weft.server.config import ServeConfig
 from weft.server.daemon.cli import main
 from weft.server.options import add_flags, load, options_of, unknown_variables
@@ -136,6 +137,69 @@ def test_a_bad_value_names_where_it_came_from(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("WEFT_PAGE_SIZE", "0")
     with pytest.raises(ConfigError, match=r"^WEFT_PAGE_SIZE: "):
         load(ServeConfig, {}, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("max_num_seqs", "abc", "must be a whole number from 1 to 4096, auto or auto:N, not 'abc'"),
+        ("port", "x", "must be a whole number from 0 to 65535, not 'x'"),
+        ("num_pages", "1.5", "must be a whole number from 2 to 2147483647, not '1.5'"),
+        ("kv_cache_gib", "-1", "must be a number above 0, not '-1'"),
+        ("gpu_memory_utilization", "2", "must be a number above 0, 0.98 at most, not '2'"),
+        ("drain_timeout", "nan", "must be a finite number of 0 or more, not 'nan'"),
+        ("ui", "maybe", "must be true or false, not 'maybe'"),
+        ("log_format", "xml", "must be 'text' or 'json', not 'xml'"),
+        ("kv_events_endpoint", "here", "must be tcp://ADDRESS:PORT or ipc://PATH, not 'here'"),
+        ("kv_events_topic", "x" * 256, f"must be a text of 255 characters at most, not '{'x' * 78}…"),
+        ("files_dir", "", "must not be empty"),
+    ],
+)
+def test_a_value_that_cannot_be_is_told_with_what_the_option_takes(
+    name: str, value: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "weft.yaml"
+    file.write_text(f"{name}: {value!r}")
+    flag = name.replace("_", "-")
+    with pytest.raises(ConfigError, match=re.escape(f"{flag} in {file}: {message}") + "$"):
+        load(ServeConfig, {}, file)
+    monkeypatch.setenv(f"WEFT_{name.upper()}", value)
+    with pytest.raises(ConfigError, match=f"^WEFT_{name.upper()}: {re.escape(message)}$"):
+        load(ServeConfig, {}, None)
+    with pytest.raises(ConfigError, match=f"^--{flag}: {re.escape(message)}$"):
+        load(ServeConfig, {name: value}, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("port: [1]", "port in FILE: must be a whole number from 0 to 65535, not [1]"),
+        ("port:", "port in FILE: must be a whole number from 0 to 65535, not null"),
+        ("cors-origin: [a, 1]", "cors-origin in FILE: must be a list of texts, but number 2 is 1"),
+        ("api_key: {secret: 1}", "api-key in FILE: must be a list of texts"),
+        (
+            "models: [5]",
+            "models in FILE: must be a list of models, each a text or a mapping with a model, but number 1 is 5",
+        ),
+        ("models: [demo port=1]", "models: port is no option of one model"),
+        (
+            "models: [demo max-model-len=x]",
+            "models, number 1: --max-model-len: must be a whole number of 2 or more, not 'x'",
+        ),
+    ],
+)
+def test_a_value_of_another_kind_in_a_file_is_told_as_it_stands_there(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "weft.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load(ServeConfig, {}, file)
+    assert str(error.value).replace(str(file), "FILE") == message
+
+
+def test_no_option_is_told_in_the_words_of_a_library() -> None:
+    for name, field in options_of(ServeConfig).items():
+        takes = what_it_takes(field)
+        assert takes.startswith(("a ", "'", "true", "tcp://")), f"{name}: {takes}"
 
 
 @pytest.mark.parametrize(
