@@ -9,6 +9,8 @@ Offline use::
 
 from __future__ import annotations
 
+import argparse
+import os
 import re
 from importlib import import_module
 from pathlib import Path
@@ -42,6 +44,31 @@ def install_hint(extra: str) -> str:
     if not needed:
         return f"install weft's extra {extra}"
     return "pip install " + " ".join(f"'{requirement}'" for requirement in needed)
+
+
+def output_file(text: str, *, beside: bool = False) -> Path:
+    """A file that a command is to write, as the `type` of its flag: looked at before the work whose result it gets.
+
+    beside: another file is written in its folder first, and takes its place. Raises `argparse.ArgumentTypeError`.
+    """
+    file = Path(text)
+    there = file.exists()
+    if not file.absolute().parent.is_dir():
+        why = f"there is no folder {file.parent}"
+    elif file.is_dir():
+        why = "it is a folder"
+    elif not os.access(file if there else file.absolute().parent, os.W_OK):
+        why = "this user may not" if there else f"this user may not write in the folder {file.absolute().parent}"
+    elif beside and (file.is_file() or not there) and not os.access(file.absolute().parent, os.W_OK):
+        why = f"this user may not write in the folder {file.absolute().parent}"
+    else:
+        return file
+    raise argparse.ArgumentTypeError(f"cannot write {file}: {why}")
+
+
+def unwritable(file: str | Path, error: OSError) -> str:
+    """A line about what went wrong while the file was written, a full disk, say. The error itself may name none."""
+    return f"cannot write {file}: {error.strerror or error}"
 
 
 def __getattr__(name: str) -> Any:

@@ -13,9 +13,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from weft import output_file, unwritable
 from weft.autosearch.bench_protocol import Load, Timing
 from weft.autosearch.compiled import compile_first
-from weft.autosearch.options import OneLineParser, check_writable
+from weft.autosearch.options import OneLineParser
 from weft.autosearch.profile import kv_capacity
 from weft.autosearch.ranks_bench import RanksBench
 from weft.autosearch.refine import serial_for
@@ -177,9 +178,9 @@ def _flags(parser: argparse.ArgumentParser) -> None:
         "--tuning-seconds", metavar="S", type=float, default=MODEL_SECONDS, help="for tiles of products [60]"
     )
     parser.add_argument(
-        "--trace", metavar="FILE", type=Path, help="at the end, a trace of rank 0: the last way, most tokens"
+        "--trace", metavar="FILE", type=output_file, help="at the end, a trace of rank 0: the last way, most tokens"
     )
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures here as well")
+    parser.add_argument("--json", metavar="FILE", type=output_file, help="write the figures here as well")
 
 
 def _tell(text: str) -> None:
@@ -197,9 +198,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--rounds and --seconds must be more than 0, --tuning-seconds 0 or more")
     if not 1 <= min(arguments.tokens) <= max(arguments.tokens) <= MAX_BATCHED_TOKENS:
         raise ConfigError(f"--tokens must be 1 to {MAX_BATCHED_TOKENS}")
-    for file in (arguments.json, arguments.trace):
-        if file is not None:
-            check_writable(file)
     name = str(arguments.model_preset or arguments.model)
     model = PRESETS / EngineConfig.known_preset(name) if arguments.model_preset else find_model(name, weights=False)
     spec = read_spec(model).shard(0, ranks)
@@ -230,7 +228,10 @@ def run(arguments: argparse.Namespace) -> int:
                 kept += found
                 if arguments.json is not None:
                     told = {"model": name, "ranks": ranks, "load": [load._asdict() for load in loads], "rows": kept}
-                    arguments.json.write_text(json.dumps(told, indent=1) + "\n")
+                    try:
+                        arguments.json.write_text(json.dumps(told, indent=1) + "\n")
+                    except OSError as error:
+                        raise WeftError(unwritable(arguments.json, error)) from None
             for (way, _), why in ablation.left_out.items():
                 print(f"left out: {WAYS[way].label}: {why}")
             largest = max(loads, key=lambda load: load.tokens)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from weft import unwritable
 from weft.autosearch import breakeven, gantt, limits
 from weft.autosearch.accelerators import accelerator
 from weft.autosearch.alternatives import compare
@@ -258,14 +259,6 @@ def _check(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--{option}-seconds {seconds:g}: must be more than 0")
     if arguments.tuning_seconds < 0:
         raise ConfigError(f"--tuning-seconds {arguments.tuning_seconds:g}: must be 0 or more")
-    for option in ("out", "svg", "stages"):
-        path = getattr(arguments, option)
-        if path is None:
-            continue
-        if path.is_dir():
-            raise ConfigError(f"--{option} {path} is a folder: give a file")
-        if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
-            raise ConfigError(f"--{option} {path}: there is no folder {path.parent} that you may write in")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -286,15 +279,21 @@ def run(arguments: argparse.Namespace) -> int:
 
     with SearchBar(arguments.budget_seconds) as bar:
         result = search(arguments, bar, lambda: bar.ended, keep)
-        result.plan.save(partial)
-        if partial != out:
-            partial.replace(out)
+        try:
+            result.plan.save(partial)
+            if partial != out:
+                partial.replace(out)
+        except OSError as error:
+            raise WeftError(unwritable(out, error)) from None
     if not bar.ended:  # else the same command goes on from there
         for file in result.unfinished:
             file.unlink(missing_ok=True)
     if arguments.svg is not None and result.plan.periods:
         shown = max(result.plan.periods, key=lambda p: p.figures["gain"])
-        arguments.svg.write_text(gantt.svg(shown, f"{result.plan.target.gpu}, {result.plan.workload}"))
+        try:
+            arguments.svg.write_text(gantt.svg(shown, f"{result.plan.target.gpu}, {result.plan.workload}"))
+        except OSError as error:
+            raise WeftError(unwritable(arguments.svg, error)) from None
     console = for_stdout()
     report(result, console)
     for i, period in enumerate(result.plan.periods):

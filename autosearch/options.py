@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import errno
-import os
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from weft.engine.errors import ConfigError
+from weft import output_file
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -18,18 +17,7 @@ class OneLineParser(argparse.ArgumentParser):
         super().__init__(prog=prog, description=description, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def check_writable(file: Path) -> None:
-    """Before minutes of measuring. Raises `ConfigError`."""
-    folder = file.absolute().parent
-    if not folder.is_dir():
-        raise ConfigError(f"cannot write {file}: there is no folder {file.parent}")
-    if file.is_dir():
-        raise ConfigError(f"cannot write {file}: it is a folder")
-    if not os.access(file if file.exists() else folder, os.W_OK):
-        raise ConfigError(f"cannot write {file}: {os.strerror(errno.EACCES)}")
+        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}\n")
 
 
 def add_search_flags(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +42,8 @@ def add_search_flags(parser: argparse.ArgumentParser) -> None:
         help="search for the model as an engine with this option serves it; checkpoints in FP8 need it not",
     )  # fmt: skip
     parser.add_argument(
-        "--out", metavar="FILE", type=Path, required=True, help="the plan file to write; it grows in FILE.partial"
+        "--out", metavar="FILE", type=partial(output_file, beside=True), required=True,
+        help="the plan file to write; it grows in FILE.partial"
     )  # fmt: skip
     parser.add_argument("--tokens", metavar="N", type=int, default=2048, help="the dense batch [2048]")
     parser.add_argument("--max-num-seqs", metavar="N", type=int, default=1024, help="requests running at once [1024]")
@@ -83,7 +72,7 @@ def add_search_flags(parser: argparse.ArgumentParser) -> None:
         help="time that tuning matrix shapes never seen before may take, as at a start [60]",
     )  # fmt: skip
     parser.add_argument(
-        "--stages", metavar="FILE", type=Path,
+        "--stages", metavar="FILE", type=partial(output_file, beside=True),
         help="keep what the solver found here; where the file exists, go on from it (no solver needed)",
     )  # fmt: skip
     parser.add_argument(
@@ -92,4 +81,4 @@ def add_search_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fresh", action="store_true", help="forget what an interrupted search of the same had measured and solved"
     )
-    parser.add_argument("--svg", metavar="FILE", type=Path, help="draw the pipeline here")
+    parser.add_argument("--svg", metavar="FILE", type=output_file, help="draw the pipeline here")

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from weft import output_file, unwritable
 from weft.autosearch import gantt
 from weft.autosearch.options import OneLineParser
 from weft.engine.config import PRESETS
@@ -24,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = OneLineParser(prog="weft plan show", description=main.__doc__)
     parser.add_argument("file", metavar="FILE", type=Path, help="a plan of `weft search`")
     parser.add_argument(
-        "--svg", metavar="FILE", type=Path, help="draw it here as well; several pipelines: FILE-2.svg …"
+        "--svg", metavar="FILE", type=output_file, help="draw it here as well; several pipelines: FILE-2.svg …"
     )
     parser.add_argument(
         "--model", metavar="MODEL",
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 try:
                     name.write_text(gantt.svg(period, f"{t.gpu}, {plan.workload}"))
                 except OSError as error:
-                    raise ConfigError(f"cannot write --svg {name}: {error.strerror}") from None
+                    raise ConfigError(unwritable(name, error)) from None
         if arguments.svg is not None and not plan.periods:
             console.print(f"{arguments.svg}: not written, for there is no pipeline to draw", highlight=False)
     except WeftError as error:

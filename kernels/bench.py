@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from weft import output_file
 from weft.kernels import bench_fp8, tuned
 from weft.kernels.bench_calls import (
     LLAMA_1B,
@@ -109,8 +110,10 @@ def main(argv: list[str], parser_class: type[argparse.ArgumentParser], cache: Ca
         help=f"comma-separated parts; there are {', '.join(bench_fp8.PARTS)} as well",
     )  # fmt: skip
     parser.add_argument("--seconds", type=float, default=2.5, help="of every sustained measurement")
-    parser.add_argument("--json", help="write the rows here")
-    parser.add_argument("--tune", metavar="FILE", help="measure tile configurations instead and write their table")
+    parser.add_argument("--json", type=output_file, help="write the rows here")
+    parser.add_argument(
+        "--tune", metavar="FILE", type=output_file, help="measure tile configurations instead and write their table"
+    )
     parser.add_argument("--tokens", default="16,32,64,128,256,512,1024,2048,4096", help="token counts to tune for")
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile")
     parser.add_argument("--budget", type=float, default=480, help="seconds that tuning may take")

@@ -52,8 +52,6 @@ def _run(options: Settings) -> int:
         status = 0 if all(_good(run) for run in runs) else 1
     try:
         files.write(options.files, runs, sweeps, _description(options), options.row)
-    except OSError as error:
-        raise LoadError(f"cannot write {error.filename}: {error.strerror}") from None
     finally:  # after the files: whoever reads this may have gone, as `head` does
         if sweeps:
             print_sweeps(sweeps, options.run.objectives)

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import orjson
 
+from weft import unwritable
 from weft.loadgen import inferencex
+from weft.loadgen.errors import LoadError
 from weft.loadgen.measures import FORMULAS, PER_REQUEST
 from weft.loadgen.run import Run
 from weft.loadgen.slo import RULES
@@ -27,21 +29,26 @@ def write(
     paths: dict[str, Path], runs: Sequence[Run], sweeps: Sequence[Sweep], description: dict[str, Any],
     row: dict[str, Any] | None = None,
 ) -> None:  # fmt: skip
-    """Write each kind of report that has a path: `json`, `csv`, `record`, `html`. Raises `OSError`.
+    """Write each kind of report that has a path: `json`, `csv`, `record`, `html`. Raises `LoadError`.
 
     row: JSON as InferenceX has it instead of ours, with these fields (see `inferencex.row`).
     """
-    if path := paths.get("json"):
-        data: Any = report(runs, sweeps, description) if row is None else [inferencex.row(run, row) for run in runs]
-        path.write_bytes(orjson.dumps(data, option=orjson.OPT_INDENT_2))
-    if path := paths.get("csv"):
-        _write_csv(path, runs)
-    if path := paths.get("record"):
-        _write_record(path, runs)
-    if path := paths.get("html"):
-        from weft.loadgen.page import page
+    for kind, path in paths.items():
+        try:
+            match kind:
+                case "json":
+                    data: Any = [inferencex.row(run, row) for run in runs] if row else report(runs, sweeps, description)
+                    path.write_bytes(orjson.dumps(data, option=orjson.OPT_INDENT_2))
+                case "csv":
+                    _write_csv(path, runs)
+                case "record":
+                    _write_record(path, runs)
+                case "html":
+                    from weft.loadgen.page import page
 
-        path.write_text(page(runs, sweeps, description), encoding="utf-8")
+                    path.write_text(page(runs, sweeps, description), encoding="utf-8")
+        except OSError as error:
+            raise LoadError(unwritable(path, error)) from None
 
 
 def report(runs: Sequence[Run], sweeps: Sequence[Sweep], description: dict[str, Any]) -> dict[str, Any]:

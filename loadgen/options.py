@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from weft import output_file
+
 EPILOG = (
     "Exit status: 0 measured, and every objective met; 1 an objective missed, or nothing answered; "
     "2 bad input, or no server to measure."
@@ -119,16 +121,19 @@ def _sweep_flags(group: argparse._ArgumentGroup) -> None:
 
 def _report_flags(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--html", metavar="FILE", help="one self-contained page with plots")
-    add("--json", metavar="FILE", help="all figures")
+    add("--html", metavar="FILE", type=output_file, help="one self-contained page with plots")
+    add("--json", metavar="FILE", type=output_file, help="all figures")
     add("--format", choices=["weft", "inferencex"], default="weft",
         help="of --json; inferencex: rows with the fields of the public InferenceX results, which are of a fixed "
         "concurrency (--users) and fixed lengths [weft]")  # fmt: skip
     add("--row", metavar="FIELD=VALUE", action="append", default=[],
         help="--format inferencex: what the server does not tell, such as hw=h200, precision=fp8, tp=2; repeat it",
     )  # fmt: skip
-    add("--csv", metavar="FILE", help="one row a request")
+    add("--csv", metavar="FILE", type=output_file, help="one row a request")
     add(
-        "--record", metavar="FILE", help="JSON lines, one a request, with every token gap; can be replayed with --trace"
+        "--record",
+        metavar="FILE",
+        type=output_file,
+        help="JSON lines, one a request, with every token gap; can be replayed with --trace",
     )
     add("--quiet", action="store_true", help="no progress; only the result")

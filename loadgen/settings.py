@@ -261,12 +261,4 @@ def read_maker(a: argparse.Namespace, kind: Kind) -> PromptMaker:
 
 
 def _files(a: argparse.Namespace) -> dict[str, Path]:
-    files = {kind: Path(value) for kind in ("html", "json", "csv", "record") if (value := getattr(a, kind)) is not None}
-    for kind, path in files.items():
-        if not path.parent.is_dir():
-            raise LoadError(f"--{kind} {path}: there is no directory {path.parent}")
-        if path.is_dir():
-            raise LoadError(f"--{kind} {path} is a directory")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise LoadError(f"--{kind} {path}: cannot be written")
-    return files
+    return {kind: path for kind in ("html", "json", "csv", "record") if (path := getattr(a, kind)) is not None}

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
+from weft import unwritable
 from weft.autosearch.advisor.curve import Curve, check_measures
 from weft.autosearch.advisor.rate import predicted_rate
 from weft.autosearch.advisor.rate_search import MORE, MeasuredRate, knee, measured
@@ -114,4 +115,4 @@ def write(text: str, path: Path) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+        raise ConfigError(unwritable(path, error)) from None

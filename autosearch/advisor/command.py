@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from weft import install_hint
+from weft import install_hint, unwritable
 from weft.autosearch.advisor import curve as curves
 from weft.autosearch.advisor.advice import Advice, advise, configuration, write
 from weft.autosearch.advisor.curve import Curve, RateRun, check_measures
@@ -27,7 +27,6 @@ from weft.autosearch.advisor.sweep import Sweep
 from weft.autosearch.advisor.terminal import show
 from weft.autosearch.bar import SearchBar
 from weft.autosearch.budget import Budget
-from weft.autosearch.options import check_writable
 from weft.engine.bench.options import Lengths, read_lengths
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, WeftError
@@ -61,9 +60,6 @@ def run(config: EngineConfig, arguments: argparse.Namespace) -> int:
         raise ConfigError("name a file to write: --out weft.yaml, --html, --png or --points")
     if (arguments.html or arguments.png) and find_spec("matplotlib") is None:
         raise ConfigError(f"--html and --png need matplotlib: {install_hint('loadgen')}")
-    for file in (arguments.out, arguments.html, arguments.png, arguments.points):
-        if file is not None:
-            check_writable(file)
     if config.adapts:
         raise ConfigError("--max-num-seqs is the largest bound that is tried here: a number, not auto")
     if not (arguments.budget_seconds > 0 and 0 < arguments.point_seconds < math.inf):
@@ -109,7 +105,7 @@ def report(advice: Advice, given: dict[str, Any], arguments: argparse.Namespace)
         try:
             arguments.png.write_bytes(plots.png(plots.figure(advice)))
         except OSError as error:
-            raise ConfigError(f"cannot write {arguments.png}: {error.strerror}") from None
+            raise ConfigError(unwritable(arguments.png, error)) from None
     return 0 if found else 1
 
 

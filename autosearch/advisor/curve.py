@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from weft import unwritable
 from weft.engine.config import Objective
 from weft.engine.errors import ConfigError
 
@@ -182,7 +183,7 @@ def save(curve: Curve, path: Path) -> None:
         beside.write_bytes(msgspec.json.format(msgspec.json.encode(curve), indent=1) + b"\n")
         os.replace(beside, path)
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+        raise ConfigError(unwritable(path, error)) from None
 
 
 def load(path: Path) -> Curve:

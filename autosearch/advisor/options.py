@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
+
+from weft import output_file
 
 EPILOG = (
     "Exit status: 0 a bound was found; 1 none keeps the objectives; 2 bad input. --slo takes itl and ttft here. "
@@ -27,11 +30,11 @@ def add_advise_flags(parser: argparse.ArgumentParser) -> None:
         "--objective", choices=["throughput", "energy"], default="throughput",
         help="the most tokens a second, or the fewest joules a token [throughput]",
     )  # fmt: skip
-    add("--out", metavar="FILE", type=Path, help="the configuration to write, for weft serve --config")
-    add("--html", metavar="FILE", type=Path, help="one self-contained page")
-    add("--png", metavar="FILE", type=Path, help="the curves as a picture")
+    add("--out", metavar="FILE", type=output_file, help="the configuration to write, for weft serve --config")
+    add("--html", metavar="FILE", type=output_file, help="one self-contained page")
+    add("--png", metavar="FILE", type=output_file, help="the curves as a picture")
     add(
-        "--points", metavar="FILE", type=Path,
+        "--points", metavar="FILE", type=partial(output_file, beside=True),
         help="keep what was measured here; where the file exists, go on from it",
     )  # fmt: skip
     add("--curves", metavar="FILE", type=Path, help="measure nothing: advise on the points of this file")

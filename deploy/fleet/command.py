@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from weft import install_hint
+from weft import install_hint, unwritable
 from weft.deploy.fleet import report, settings
 from weft.deploy.fleet.engine import EngineOptions
 from weft.deploy.fleet.search import Point, best, explore
@@ -49,12 +49,11 @@ def _run(options: Settings) -> int:
 
         for point in explore(options, on_begin):
             points.append(point)
-    try:
-        if options.json is not None:
-            report.write_json(options.json, points, options)
-        if options.png is not None:
-            report.draw(options.png, points, options)
-    except OSError as error:
-        raise LoadError(f"cannot write {error.filename}: {error.strerror}") from None
+    for file, write in ((options.json, report.write_json), (options.png, report.draw)):
+        if file is not None:
+            try:
+                write(file, points, options)
+            except OSError as error:
+                raise LoadError(unwritable(file, error)) from None
     report.print_points(points, options)
     return 1 if options.objectives and any(point is None for point in best(points).values()) else 0

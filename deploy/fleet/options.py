@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
+from weft import output_file
 from weft.loadgen.options import add_arrival_flags, add_content_flags
 
 EPILOG = (
@@ -44,14 +44,14 @@ def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
         help="a mean is missed when more than this share of requests failed [0.01]")  # fmt: skip
     judging("--warmup", metavar="TIME", default="0s", help="requests of this time are not judged [0s]")
     report = parser.add_argument_group("reports").add_argument
-    report("--json", metavar="FILE", help="all figures")
-    report("--png", metavar="FILE", help="goodput over rates and engines, as a picture")
+    report("--json", metavar="FILE", type=output_file, help="all figures")
+    report("--png", metavar="FILE", type=output_file, help="goodput over rates and engines, as a picture")
     report("--quiet", action="store_true", help="no progress; only the result")
 
 
 def add_iterations_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("recording").add_argument
-    group("--out", metavar="FILE", type=Path, required=True, help="the profile, for weft fleet --profile")
+    group("--out", metavar="FILE", type=output_file, required=True, help="the profile, for weft fleet --profile")
     group("--seconds", metavar="S", type=float, default=60.0, help="that recording may take, about [60]")
     group("--processor-time", action="store_true",
         help="on a CPU with one thread: its processor time, where other work would disturb the clock's")  # fmt: skip

@@ -16,11 +16,12 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
+from weft import unwritable
 from weft.deploy.fleet.profile import Energy, Features, IterationProfile, Limits, fit, knots_for, nonnegative
 from weft.engine.bench.offline import machine
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.errors import ConfigError
+from weft.engine.errors import ConfigError, WeftError
 from weft.engine.progress import ProgressBar
 from weft.engine.runner.batch import Batch, StepResult
 from weft.engine.runner.energy_meter import EnergyMeter, energy_counter
@@ -126,8 +127,6 @@ def in_processor_time(run: Callable[[Batch], StepResult]) -> Callable[[Batch], S
 
 def run(config: EngineConfig, arguments: argparse.Namespace) -> int:
     """Record, fit, write, tell how far the fit is off."""
-    if not arguments.out.parent.is_dir():
-        raise ConfigError(f"--out {arguments.out}: there is no directory {arguments.out.parent}")
     config = config.model_copy(update={"prefix_caching": False})
     with ProgressBar() as bar:
         engine = Engine(config.for_measuring(), bar)
@@ -159,7 +158,10 @@ def run(config: EngineConfig, arguments: argparse.Namespace) -> int:
         from weft.deploy.fleet.around import measure
 
         profile = measure(arguments.server, profile).put_into(profile)
-    profile.save(arguments.out)
+    try:
+        profile.save(arguments.out)
+    except OSError as error:
+        raise WeftError(unwritable(arguments.out, error)) from None
     e = profile.error
     assert e is not None
     print(

@@ -95,8 +95,8 @@ def read(a: argparse.Namespace) -> Settings:
         objectives,
         fraction(a.max_failures, "--max-failures"),
         seconds(a.warmup, "--warmup"),
-        _file(a.json, "--json"),
-        _file(a.png, "--png"),
+        a.json,
+        a.png,
         a.quiet,
     )
 
@@ -167,12 +167,3 @@ def _check_order(failures: tuple[Failure, ...]) -> None:
         if failure.at <= free.get(failure.engine, -1.0):
             raise LoadError(f"--fail: engine {failure.engine} is still away at {failure.at:g}s")
         free[failure.engine] = failure.at + failure.away
-
-
-def _file(text: str | None, option: str) -> Path | None:
-    if text is None:
-        return None
-    path = Path(text)
-    if not path.parent.is_dir() or path.is_dir():
-        raise LoadError(f"{option} {path}: there is no directory {path.parent}, or this is one")
-    return path

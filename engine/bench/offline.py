@@ -17,12 +17,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from weft import unwritable
 from weft.engine.bench.gpu_monitor import PowerMonitor, PowerUse, sustained_flops
 from weft.engine.bench.options import Lengths, read_lengths
 from weft.engine.bench.trace import Recorder, TraceFigures
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.errors import ConfigError
+from weft.engine.errors import ConfigError, WeftError
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
 from weft.engine.progress import ProgressBar, for_stdout
@@ -63,7 +64,15 @@ def report(title: str, figures: Figures, file: Path | None) -> None:
             table.add_row(label.replace("_", " "), f"{part:,.2f}" if isinstance(part, float) else str(part))
     for_stdout().print(table)
     if file is not None:
+        _write(figures, file)
+
+
+def _write(figures: Figures, file: Path) -> None:
+    """Raises `WeftError`."""
+    try:
         file.write_text(json.dumps(figures, indent=1) + "\n")
+    except OSError as error:
+        raise WeftError(unwritable(file, error)) from None
 
 
 def _prompts(lengths: Lengths, vocab_size: int, seed: int) -> list[np.ndarray]:
@@ -256,7 +265,7 @@ def run_offline(config: EngineConfig, arguments: argparse.Namespace) -> int:
     begun = len(lengths)
     for i, (spec, more) in enumerate(further):
         if arguments.json is not None:  # what is known, in case that this is as far as it comes
-            arguments.json.write_text(json.dumps({**figures, **machine()}, indent=1) + "\n")
+            _write({**figures, **machine()}, arguments.json)
         figures[f"then {spec}"] = _then(engine, more, config.seed + 1 + i, first_handle=begun)
         begun += len(more)
     engine.close()

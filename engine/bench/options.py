@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+from weft import output_file
 from weft.engine.errors import ConfigError
 
 Lengths = list[tuple[int, int]]
@@ -33,7 +34,9 @@ def add_offline_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument("--baseline", choices=["transformers"], help="run the same requests through it, for the ratio")
     group.add_argument("--baseline-batch", metavar="N", type=int, default=64, help="batch of the baseline [64]")
-    group.add_argument("--trace", metavar="FILE", type=Path, help="write a Chrome trace of the traced iterations here")
+    group.add_argument(
+        "--trace", metavar="FILE", type=output_file, help="write a Chrome trace of the traced iterations here"
+    )
     group.add_argument(
         "--trace-iterations",
         metavar="N",
@@ -41,7 +44,7 @@ def add_offline_flags(parser: argparse.ArgumentParser) -> None:
         default=6,
         help="iterations in mid-run whose kernels are timed, on a GPU; 0 for none [6]",
     )
-    group.add_argument("--json", metavar="FILE", type=Path, help="write the figures here as well")
+    group.add_argument("--json", metavar="FILE", type=output_file, help="write the figures here as well")
 
 
 def add_scheduler_flags(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +52,7 @@ def add_scheduler_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--running", metavar="N", type=int, default=1024, help="requests running at once [1024]")
     group.add_argument("--iterations", metavar="N", type=int, default=300, help="iterations to time [300]")
     group.add_argument("--page-size", metavar="N", type=int, default=64, help="tokens per page [64]")
-    group.add_argument("--json", metavar="FILE", type=Path, help="write the figures here as well")
+    group.add_argument("--json", metavar="FILE", type=output_file, help="write the figures here as well")
 
 
 def add_multiround_flags(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +66,7 @@ def add_multiround_flags(parser: argparse.ArgumentParser) -> None:
         help="also time the first token after a history of so many tokens, restored and computed; 0 for not [6144]",
     )  # fmt: skip
     group.add_argument("--no-baseline", action="store_true", help="leave out the run without tiers")
-    group.add_argument("--json", metavar="FILE", type=Path, help="write the figures here as well")
+    group.add_argument("--json", metavar="FILE", type=output_file, help="write the figures here as well")
 
 
 def add_agent_flags(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +80,7 @@ def add_agent_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--restores", metavar="N", type=int, default=3, help="further turns with the prefix in each lower tier [3]"
     )
-    group.add_argument("--json", metavar="FILE", type=Path, help="write the figures here as well")
+    group.add_argument("--json", metavar="FILE", type=output_file, help="write the figures here as well")
 
 
 def read_lengths(workload: str, file: Path | None, seed: int) -> Lengths:

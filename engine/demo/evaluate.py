@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from weft import output_file, unwritable
+
 from . import MODEL_PATH
 from .example import Example
 from .questions import Question, questions
@@ -210,7 +212,7 @@ def main(argv: list[str] | None = None, parser_class: type[argparse.ArgumentPars
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 ...")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="type to compute in")
     parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="questions answered at once")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the scores to this file")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the scores to this file")
     args = parser.parse_args(argv)
     if args.limit < 1 or args.batch_size < 1:
         parser.error("--limit and --batch-size must be at least 1")
@@ -226,7 +228,11 @@ def main(argv: list[str] | None = None, parser_class: type[argparse.ArgumentPars
         scores = evaluate(answerer, tasks, args.limit, args.batch_size)
         if args.json:
             rows = [asdict(score) | {"passed": score.passed} for score in scores]
-            args.json.write_text(json.dumps({"dtype": args.dtype, "scores": rows}, indent=2) + "\n", encoding="utf-8")
+            text = json.dumps({"dtype": args.dtype, "scores": rows}, indent=2) + "\n"
+            try:
+                args.json.write_text(text, encoding="utf-8")
+            except OSError as error:
+                raise RuntimeError(unwritable(args.json, error)) from None
     except (ImportError, OSError, RuntimeError, AssertionError, ValueError) as error:
         print(f"error: {str(error).splitlines()[0] if str(error) else type(error).__name__}", file=sys.stderr)
         return 2

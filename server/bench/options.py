@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from weft import output_file
+
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--streams", type=int, default=640, metavar="N", help="streams open at once [640]")
@@ -26,4 +28,4 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         "--scrapes", type=float, default=0, metavar="X",
         help="afterwards, for as long, with X scrapes of /metrics a second; --streams 1 --rate 1 lets them dominate",
     )  # fmt: skip
-    parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
+    parser.add_argument("--json", metavar="FILE", type=output_file, help="also write the figures to this file")

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from weft import unwritable
 from weft.engine.errors import ConfigError, WeftError
 from weft.engine.wire.beat import Beats
 from weft.engine.wire.client import EngineClient
@@ -52,8 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.scrapes:
         share = 100 * figures["scrape_cpu"]
         print(f"{figures['us_per_scrape']:.0f} us of CPU per scrape of /metrics, {share:.2f} % of a core")
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(figures, indent=1) + "\n")
+    if arguments.json is not None:
+        try:
+            arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+        except OSError as error:
+            raise WeftError(unwritable(arguments.json, error)) from None
     return 0
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from weft import unwritable
 from weft.engine.errors import ConfigError, WeftError
 from weft.server.batches.answers import AnswerFile, NoAnswers
 from weft.server.batches.lines import LineError
@@ -70,7 +71,7 @@ def open_answers(path: Path, requests: RequestFile) -> AnswerFile:
     try:
         answers = AnswerFile(path)
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+        raise ConfigError(unwritable(path, error)) from None
     except NoAnswers as error:
         raise ConfigError(f"{path}: {error}") from None
     if strange := answers.done - requests.ids:
@@ -121,4 +122,4 @@ def _ask(arguments: argparse.Namespace, url: str, requests: RequestFile, answers
         except LineError as error:
             raise WeftError(f"{arguments.requests} was changed meanwhile: a line {error}") from None
         except OSError as error:
-            raise WeftError(f"cannot write {arguments.answers}: {error.strerror}") from None
+            raise WeftError(unwritable(arguments.answers, error)) from None

@@ -6,6 +6,8 @@ import argparse
 import os
 from pathlib import Path
 
+from weft import output_file
+
 URL = "http://127.0.0.1:8000"
 
 
@@ -40,7 +42,7 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "answers",
         metavar="OUT.jsonl",
-        type=Path,
+        type=output_file,
         help="answers, appended as they come; what it has is not asked again",
     )
     parser.add_argument("--url", metavar="URL", help=f"a server that runs already, of weft or any other [{URL}]")

@@ -210,14 +210,6 @@ def test_bad_input_is_one_line_that_names_the_flag(arguments: list[str], named: 
     assert named in one_line(capsys)
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("weft.loadgen.settings.os.access", lambda *_: False)
-    assert _load(("--json", str(tmp_path / "x.json"))) == 2
-    assert "x.json: cannot be written" in one_line(capsys)
-
-
 async def test_an_objective_missed_is_status_1() -> None:
     async with serving(ttft=0.05) as stub:
         assert await load("--server", stub.url, "--rate", "50", "--requests", "3", "--slo", "ttft:mean:1ms") == 1
