@@ -8,6 +8,8 @@ import signal
 import sys
 from typing import Any
 
+from weft.engine.wire.log_sink import open_standard_files
+
 
 def main() -> int:
     """Run the command line; returns the exit status."""
@@ -31,11 +33,11 @@ def main() -> int:
 
 
 def _open_streams() -> None:
-    """Whatever stdin, stdout and stderr are here, commands may use them."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        stream = getattr(sys, name)
-        if stream is None:  # closed: the next socket would take its place
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    """Whatever stdin, stdout and stderr are here, commands and the processes that they start may use them."""
+    open_standard_files()
+    for fd, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:  # it was closed; its descriptor stays, whatever takes its place in `sys`
+            setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115
     out = sys.stdout
     if isinstance(out, io.TextIOWrapper) and out is sys.__stdout__:
         sys.stdout = io.TextIOWrapper(

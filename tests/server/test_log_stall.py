@@ -19,7 +19,7 @@ from weft.server.api.routing import LOGGED_BODY
 
 pytestmark = pytest.mark.slow
 
-SERVE = [sys.executable, "-P", "-m", "weft.server.daemon.cli", "serve", "--port"]
+SERVE = [sys.executable, "-P", "-m", "weft.server", "serve", "--port"]
 
 
 @pytest.fixture
@@ -101,7 +101,8 @@ def test_lines_come_again_when_the_reader_does(port: int, started: list[subproce
     "redirections",
     [
         "2>/dev/full",
-        *(pytest.param(each, marks=pytest.mark.nightly) for each in ("<&- >&- 2>&-", "2>&-", ">/dev/full", ">&-")),
+        "2>&-",
+        *(pytest.param(each, marks=pytest.mark.nightly) for each in ("<&- >&- 2>&-", ">/dev/full", ">&-")),
     ],
 )
 def test_streams_that_take_nothing_are_served_without(
