@@ -9,7 +9,7 @@ clock and no I/O. Iterations with prompts and those without are remembered apart
 not make it forget the other.
 
 Products compute tokens by tiles, and as many tiles at once as the device has room for: one tile more may take nothing,
-or a fifth of the iteration (an 8B on an H200: 31.9 ms for 1,024 tokens, 39 for 1,029), which no line tells. So tokens
+or a fifth of the iteration (an 8B on an H200: 32 ms for 1,020 tokens, 39 for 1,030), which no line tells. So tokens
 count as whole tiles, and what iterations of so many tiles with prompts are off by is foreseen too.
 """
 
