@@ -52,15 +52,19 @@ def output_file(text: str, *, beside: bool = False) -> Path:
     beside: another file is written in its folder first, and takes its place. Raises `argparse.ArgumentTypeError`.
     """
     file = Path(text)
-    there = file.exists()
-    if not file.absolute().parent.is_dir():
+    folder = file.absolute().parent
+    try:
+        there, is_folder = file.exists(), file.is_dir()
+    except OSError as error:  # a folder that this user may not look into, a name that is too long
+        raise argparse.ArgumentTypeError(unwritable(file, error)) from None
+    if not folder.is_dir():
         why = f"there is no folder {file.parent}"
-    elif file.is_dir():
+    elif is_folder:
         why = "it is a folder"
-    elif not os.access(file if there else file.absolute().parent, os.W_OK):
-        why = "this user may not" if there else f"this user may not write in the folder {file.absolute().parent}"
-    elif beside and (file.is_file() or not there) and not os.access(file.absolute().parent, os.W_OK):
-        why = f"this user may not write in the folder {file.absolute().parent}"
+    elif there and not os.access(file, os.W_OK):
+        why = "this user may not"
+    elif (not there or (beside and file.is_file())) and not os.access(folder, os.W_OK):
+        why = f"this user may not write in the folder {folder}"
     else:
         return file
     raise argparse.ArgumentTypeError(f"cannot write {file}: {why}")
