@@ -300,8 +300,8 @@ class EngineConfig(BaseModel):
     pod: Pod = Field(
         "off",
         description="attention of decodes and of prompts' chunks in one launch (POD-Attention; Hopper GPUs, the serial "
-        "plan): 'auto' shares out the SMs as measured batches (weft bench attention --keep) or a rule say, 'on' always "
-        "the same way; experimental",
+        "plan): 'auto' in the way that measured batches (weft bench attention --keep) or a rule say, 'on' always with "
+        "both on every SM at the same time; experimental",
     )
     tensor_parallel_size: int = Field(
         1,

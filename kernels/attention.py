@@ -114,8 +114,11 @@ class AttentionBackend(Protocol[Held]):
         """The same step where an iteration has so many tokens at most."""
         return step
 
-    def attend(self, q: Tensor, kv: Tensor, layer: int, step: Held, *, out: Tensor) -> Tensor:
-        """Decodes, then chunks."""
+    def attend(
+        self, q: Tensor, kv: Tensor, layer: int, step: Held, *, out: Tensor,
+        together: bool = False,  # noqa: ARG002 (likewise)
+    ) -> Tensor:  # fmt: skip
+        """Decodes, then chunks. together: at the same time on every SM, where a back end can."""
         self.decode(q, kv, layer, step, out=out)
         return self.prefill(q, kv, layer, step, out=out)
 

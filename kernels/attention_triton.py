@@ -141,16 +141,18 @@ class TritonAttention(AttentionBackend[TritonStep]):
 
     def attend(
         self, q: Tensor, kv: Tensor, layer: int, step: TritonStep, *, out: Out, num_sms: int | None = None,
-        sinks: Tensor | None = None,
+        sinks: Tensor | None = None, together: bool = False,
     ) -> Out:  # fmt: skip
-        """Decodes and chunks: in one launch where tiles are cut, else one after the other."""
+        """Decodes and chunks: in one launch where tiles are cut, else one after the other. together: both on every SM
+        at the same time, where it is one launch."""
         if step.parts is None:
             self.decode(q, kv, layer, step, out=out, num_sms=num_sms, sinks=sinks)
             return self.prefill(q, kv, layer, step, out=out, num_sms=num_sms, sinks=sinks)
         from weft.kernels.pod_hopper import PodWork, launch_pod
+        from weft.kernels.pod_together import launch_together
 
         items, count = step.decodes[None]
-        return launch_pod(
+        return (launch_together if together else launch_pod)(
             q, kv, layer, step.page_table,
             PodWork(items, count, step.prefill_items, step.prefill_count, step.parts.decoders), out=out,
             num_sms=num_sms or self._num_sms, decodes=step.space, prefills=step.parts.space,

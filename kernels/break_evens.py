@@ -27,14 +27,15 @@ from weft.kernels.source_digest import source_digest
 
 SOURCES = ("decode_*.py", "prefill_*.py", "pod_*.py", "work_lists.py")
 """what a timing depends on"""
-WAYS = ("whole", "all", "few", "half", "share", "tiles")
+WAYS = ("whole", "all", "few", "half", "share", "tiles", "together")
 """of one launch. All programs begin with decodes, so that both lists are done in turn: "whole" with tiles whole, "all"
 with tiles cut along their keys. Or some begin with decodes and the others with tiles that are cut: `FIRST_DECODERS` of
-them, half of them, as many as decodes' share of the work. Or decodes are tiles of one query in the chunks' list"""
+them, half of them, as many as decodes' share of the work. Or decodes are tiles of one query in the chunks' list; or
+every program does both lists at the same time ("together")"""
 IN_TURN = 2
 """of `WAYS`: so many do both lists in turn"""
 NEEDED = {"whole", "cut", "pod all", "pod few", "pod half"}
-"""timings without which a batch of the sweep tells nothing; those of "pod share" and "pod tiles" may be missing"""
+"""timings without which a batch of the sweep tells nothing; those of other ways may be missing"""
 MARGIN = 1.02
 """a row leaves "all" for another way that is so much quicker, and does not mix for less"""
 NEIGHBOURS = 4
@@ -145,7 +146,7 @@ def learn(rows: Iterable[Mapping[str, Any]], sms: int) -> list[Even]:
         mixed = IN_TURN + int(mean[IN_TURN:].argmax())
         if mean[mixed] > mean[way] + math.log(MARGIN):
             way = mixed
-        programs = sms if way < IN_TURN else int(row["plan"][WAYS[way]])
+        programs = sms if way < IN_TURN or WAYS[way] == "together" else int(row["plan"][WAYS[way]])
         found.append(Even(row["chunk"], row["context"], row["decodes"], row["length"], WAYS[way], programs))
     return found
 

@@ -195,12 +195,12 @@ def _table_eight(rows: list[Row]) -> str:
 
 
 def _policies(rows: list[Row]) -> str:
-    names = ("pod rule", "pod half", "pod share", "pod all", "pod few", "pod tiles")
+    names = ("pod rule", "pod half", "pod share", "pod all", "pod few", "pod tiles", "pod together")
     body = []
     for row in rows:
         if row["part"] == "figure 14":
             body.append([row["model"], str(row["decodes"]), *(f"{row['us'].get(n, np.nan):.0f}" for n in names)])
-    head = ["model", "decodes", "rule", "50:50", "proportional", "all decode first", "40 do", "decodes as tiles"]
+    head = ["model", "decodes", "rule", "50:50", "proportional", "all decode", "40 do", "as tiles", "together"]
     return _table("Figure 14: who begins with decodes, chunk 1024, contexts of 8K; us", head, body)
 
 

@@ -14,7 +14,7 @@ from weft.kernels.measure import Meter, Sustained
 
 ROUNDS = 3
 """of a batch, each way once in each: what drifts drifts for all; a row has medians"""
-SUSTAINED_WAYS = ("whole", "cut", "pod rule")
+SUSTAINED_WAYS = ("whole", "cut", "pod rule", "pod together")
 Row = dict[str, Any]
 """of the file: `part`, the batch's fields, `regime` ("burst" or "sustained"), `us` by way, what was planned, clock and
 watts; bursts `same` (one launch has its halves' bits) and `load_ms` (host time before the first launch), sustained

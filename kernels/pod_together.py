@@ -117,15 +117,14 @@ def together_kernel(
 def launch_together(
     q: Tensor, kv: Tensor, layer: int, page_table: Tensor, work: PodWork, *, out: Out, num_sms: int,
     decodes: DecodeWorkspace, prefills: PrefillWorkspace, scale: float | None = None, window: int | None = None,
-    softcap: float = 0.0, sinks: Tensor | None = None, registers: tuple[int, int, int] = REGISTERS,
+    softcap: float = 0.0, sinks: Tensor | None = None,
 ) -> Out:  # fmt: skip
-    """As `pod_hopper.launch_pod`; who begins with decodes is not asked (`work.first_decoders`). registers: for who
-    measures."""
+    """As `pod_hopper.launch_pod`; who begins with decodes is not asked (`work.first_decoders`)."""
     width = head_block(kv.shape[5])
     blocks = Blocks(32, _RING // (CONSUMERS * 32 * width * 2), 64, 2)
     given, options = arguments(
         q, kv, layer, page_table, work, out, decodes, prefills, scale, window, softcap, sinks, blocks
     )
-    tile, decode, produce = registers
+    tile, decode, produce = REGISTERS
     together_kernel[(num_sms,)](*given, R_TILE=tile, R_DECODE=decode, R_PRODUCE=produce, **options)
     return out

@@ -34,6 +34,9 @@ TWO_LISTS_US = (0.0133, 24.2)
 ONE_LIST_US = (0.0112, 3.9, 9.1, 1.9e-5)
 """microseconds on an H200, within 12 % for 363 batches of chunks of 128 to 512. Decodes and tiles as two lists: a key,
 a batch. Decodes as tiles of a query in one list: a key, a batch, a wave of tasks, a key of a head that decodes read"""
+TOGETHER_US = (0.0130, 0.0101, 25.0)
+"""microseconds on an H200, within 15 % for 37 batches. Both lists on every SM at the same time: a key of a tile, a key
+that decodes read, each of one head and by one program's even share; a batch"""
 TILES_MARGIN = 0.95
 """decodes become tiles for less than so much of the time"""
 _TASK_KEYS = 160
@@ -192,6 +195,8 @@ class OneLaunch(NamedTuple):
     parts: NDArray[np.int32]
     programs: int
     """that begin with decodes"""
+    together: bool = False
+    """every program does both lists at the same time"""
 
 
 def with_decodes(
@@ -213,27 +218,34 @@ def one_launch(
 ) -> OneLaunch:  # fmt: skip
     """How one launch does decode items `[items, 8]` and prefill items `[items, 4]`; both: makes `with_decodes`.
 
-    way: "tiles": decodes are tiles, in one list with the chunks', which is cut evenly: everybody reads and multiplies
-    at once. "whole": two lists, tiles whole; others: tiles cut. By rule (None) decodes are tiles where that promises to
-    end sooner than two lists do: where chunks are short, and decodes few.
+    way: "together": both lists at the same time on every SM. "tiles": decodes are tiles, in one list with the chunks',
+    which is cut evenly: everybody reads and multiplies at once. "whole": two lists, tiles whole; others: tiles cut. By
+    rule (None) what promises to end soonest: decodes are tiles where chunks are short, and decodes few.
     """
     options = {"num_kv_heads": num_kv_heads, "num_programs": num_programs}
     parts = prefill_parts(tiles, max_slots=max_slots, part_keys=0 if way == "whole" else None, **options)
     programs, keys = first_decoders(decodes, parts, **options)
-    two_lists = OneLaunch(decodes, parts, programs)
-    if way not in (None, "tiles") or not len(decodes) or not len(tiles):
-        return two_lists
+    best = OneLaunch(decodes, parts, programs)
+    if way not in (None, "tiles", "together") or not len(decodes) or not len(tiles):
+        return best
+    both_at_once = OneLaunch(decodes, parts, num_programs, together=True)
+    if way == "together":
+        return both_at_once
     reading = int((decodes[:, 3] - decodes[:, 2]).sum(dtype=np.int64)) * num_kv_heads
-    limit = TILES_MARGIN * (TWO_LISTS_US[0] * keys + TWO_LISTS_US[1])
+    limit = TWO_LISTS_US[0] * keys + TWO_LISTS_US[1]
+    at_once = _time_together(parts, reading, num_kv_heads, num_programs)
+    if way is None and at_once < limit:
+        best, limit = both_at_once, at_once
+    limit *= TILES_MARGIN
     if way is None:  # most batches are told apart without making the list
         if len(parts) * num_kv_heads > 4 * num_programs:
-            return two_lists
+            return best
         least = reading + int((tiles[:, 1] + tiles[:, 2]).sum(dtype=np.int64)) * num_kv_heads
         if ONE_LIST_US[0] * least / num_programs + ONE_LIST_US[3] * reading > limit:
-            return two_lists
+            return best
     alike = prefill_parts(both(), max_slots=max_slots, **options)
     if way is None and _time_of_one_list(alike, reading, num_kv_heads, num_programs) > limit:
-        return two_lists
+        return best
     return OneLaunch(decodes[:0], alike, 0)
 
 
@@ -242,6 +254,13 @@ def _time_of_one_list(parts: NDArray[np.int32], reading: int, num_kv_heads: int,
     key, batch, wave, read = ONE_LIST_US
     busiest = _time(parts[:, 5] - parts[:, 4], num_kv_heads, num_programs, 0)
     return key * busiest + batch + wave * -(-len(parts) * num_kv_heads // num_programs) + read * reading
+
+
+def _time_together(parts: NDArray[np.int32], reading: int, num_kv_heads: int, num_programs: int) -> float:
+    """The same of both lists at the same time on every SM."""
+    keys = int((parts[:, 5] - parts[:, 4]).sum(dtype=np.int64)) * num_kv_heads
+    tile, read, batch = TOGETHER_US
+    return (tile * keys + read * reading) / num_programs + batch
 
 
 def _best_part(keys: NDArray[np.int64], heads: int, programs: int, max_slots: int) -> int:

@@ -13,7 +13,6 @@ from weft.engine.runner.input_layout import DECODE, LEFT, LEFT_PREFILL, PREFILL,
 from weft.engine.runner.nano import NanoBatch
 from weft.kernels.break_evens import BreakEvens, Even
 from weft.kernels.work_lists import (
-    FIRST_DECODERS,
     ITEM_FIELDS,
     PART_FIELDS,
     PART_KEYS,
@@ -55,7 +54,7 @@ class AttentionLists:
         self._layout, self._grid, self._batch, self._host = layout, grid, batch, host
         self._fused, self._break_evens = fused, break_evens
         self._left: npt.NDArray[np.int64] | None = None
-        self.splits_decodes = self.cuts_chunks = self.as_tiles = False
+        self.splits_decodes = self.cuts_chunks = self.as_tiles = self.together = False
 
     def leave(self, places: npt.NDArray[np.int64]) -> None:
         """Only rows at these places are read behind the last layer: lists of tiles with one of them are made, too."""
@@ -68,7 +67,7 @@ class AttentionLists:
         decode, at = self._decodes(k, nano, sms)
         prefill, wide = self._prefill(k, nano)
         if self._layout.prefill_slots:
-            decode, prefill, self.as_tiles = self._one_launch(k, nano, decode, prefill, sms)
+            decode, prefill = self._one_launch(k, nano, decode, prefill, sms)
             self._host["counts"][DECODE + at] = len(decode)
             self.cuts_chunks |= bool(((prefill[:, 7] & 65535) > 1).any())
         self._write("prefill_items", prefill, k)
@@ -102,25 +101,26 @@ class AttentionLists:
             self._host["counts"][DECODE + at] = len(decode)
         return decode, at
 
-    def _one_launch(self, k: int, nano: NanoBatch, decode: Items, tiles: Items, sms: int) -> tuple[Items, Items, bool]:
-        """Items of both lists of the k-th nano-batch where tiles may be cut, and whether decodes are tiles. Who begins
-        with decodes, where both are one launch, is written."""
-        batch, decoders = self._batch, self._host["decoders"]
+    def _one_launch(self, k: int, nano: NanoBatch, decode: Items, tiles: Items, sms: int) -> tuple[Items, Items]:
+        """Items of both lists of the k-th nano-batch where tiles may be cut. Who begins with decodes, where both are
+        one launch, is written, and whether decodes are tiles or both lists are done at the same time is kept."""
+        batch, pod = self._batch, self._layout.pod if self._fused else "off"
         options = {
             "num_kv_heads": self._grid.num_kv_heads, "num_programs": sms, "max_slots": self._layout.prefill_slots
         }  # fmt: skip
-        by_rule = self._fused and self._layout.pod == "auto"
-        decoders[k] = sms if by_rule else min(FIRST_DECODERS, sms)
+        self._host["decoders"][k] = sms
         if not len(tiles):
-            return decode, NO_PARTS, False
-        if not by_rule:
-            return decode, whole_tiles(tiles) if _too_short(tiles) else prefill_parts(tiles, **options), False
+            return decode, NO_PARTS
+        if pod == "off":
+            return decode, whole_tiles(tiles) if _too_short(tiles) else prefill_parts(tiles, **options)
         even = self._measured(nano)
         lengths, slots = batch.kv_len[nano.decodes], batch.slots[nano.decodes]
         both = partial(with_decodes, tiles, nano.first_decode, lengths, slots, group=self._grid.group)
-        found = one_launch(decode, tiles, both, way=None if even is None else even.way, **options)
-        decoders[k] = found.programs if even is None else min(even.programs, sms)
-        return found.decodes, found.parts, len(found.decodes) < len(decode)
+        way = "together" if pod == "on" else None if even is None else even.way
+        found = one_launch(decode, tiles, both, way=way, **options)
+        self._host["decoders"][k] = found.programs if even is None else min(even.programs, sms)
+        self.as_tiles, self.together = len(found.decodes) < len(decode), found.together
+        return found.decodes, found.parts
 
     def _measured(self, nano: NanoBatch) -> Even | None:
         """What was measured to be the quickest way for decodes and chunks of this nano-batch, if anything was."""

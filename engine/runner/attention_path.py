@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-PATHS = ("decodes", "chunks", "serial", "pod", "pod_in_turn", "pod_tiles", "pipeline")
+PATHS = ("decodes", "chunks", "serial", "pod", "pod_in_turn", "pod_tiles", "pod_together", "pipeline")
 """decodes alone; prompts' chunks alone; decodes, then chunks; both in one launch, some programs beginning with chunks;
-in one launch, all beginning with decodes; in one launch and one list, decodes as tiles of one query; a plan's pipeline,
-where each has its share of the SMs"""
+in one launch, all beginning with decodes; in one launch and one list, decodes as tiles of one query; in one launch,
+both at the same time on every SM; a plan's pipeline, where each has its share of the SMs"""
 PARTS = ("split_decodes", "cut_chunks")
 """in iterations of any path: requests whose decode is cut along its context; tiles of chunks that are cut along their
 keys"""
@@ -22,17 +22,18 @@ class AttentionPath(NamedTuple):
     @classmethod
     def of(
         cls, decodes: int, chunks: int, *, lanes: int = 1, fused: bool = False, in_turn: bool = False,
-        as_tiles: bool = False, split_decodes: bool = False, cut_chunks: bool = False,
+        as_tiles: bool = False, together: bool = False, split_decodes: bool = False, cut_chunks: bool = False,
     ) -> AttentionPath:  # fmt: skip
         """`lanes`: of the pipeline; `fused`: decodes and chunks are one launch; `in_turn`: all its programs begin with
-        decodes; `as_tiles`: decodes are tiles among the chunks'."""
+        decodes; `as_tiles`: decodes are tiles among the chunks'; `together`: both are done at the same time."""
         path = "serial"
         if lanes > 1:
             path = "pipeline"
         elif not chunks or not decodes:
             path = "decodes" if decodes else "chunks"
         elif fused:
-            path = "pod_tiles" if as_tiles else "pod_in_turn" if in_turn else "pod"
+            others = "pod_tiles" if as_tiles else "pod_in_turn" if in_turn else "pod"
+            path = "pod_together" if together else others
         return cls(path, split_decodes, cut_chunks)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.engine.model.operations import Role
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import Edge, NanoOperation
 from weft.engine.runner.collectives import Graph
@@ -87,11 +88,11 @@ class CudaExecutor:
         """See `CudaLayers.fill`."""
         self._layers.fill(x)
 
-    def forward(self, pipeline: Pipeline, kv: Tensor, num_rows: int) -> None:
-        """From the slab to `logits[:num_rows]` of the rows that sample."""
+    def forward(self, pipeline: Pipeline, kv: Tensor, num_rows: int, *, together: bool = False) -> None:
+        """From the slab to `logits[:num_rows]` of the rows that sample. together: see `Launch`, of a fused one."""
         with self._inside(Graph.MODEL):
             self._embed(pipeline)
-            parts = self.layers(pipeline, kv, leaving=True)
+            parts = self.layers(pipeline, kv, leaving=True, together=together)
             if pipeline.behind:
                 parts = one_part(pipeline)
             for launch in self._behind(pipeline, kv, parts):
@@ -116,14 +117,16 @@ class CudaExecutor:
             # left an operand.
             parts, last = one_part(pipeline), pipeline.num_layers - 1
 
-            def launch_one(layer: int, i: int) -> None:
+            def launch_one(layer: int, i: int, together: bool = False) -> None:
                 with dependent_launch(len(pipeline.lanes) == 1):
-                    launch = self._layers.launch_of(pipeline, i, layer, kv, parts)._replace(fused=fused)
-                    self._layers.launch(launch)
+                    launch = self._layers.launch_of(pipeline, i, layer, kv, parts)
+                    self._layers.launch(launch._replace(fused=fused, together=together))
 
             for layer, i in pipeline.unrolled():
                 if layer < 2 or layer == last or not pipeline.alike:
                     yield partial(launch_one, layer, i)
+                    if fused and pipeline.operations[i][1].role is Role.DECODE_ATTENTION:
+                        yield partial(launch_one, layer, i, together=True)
             left_parts = one_part(pipeline) if pipeline.behind else parts
             yield from self._behind(pipeline, kv, left_parts)
             yield partial(self._head, left_parts, pipeline, num_rows)
@@ -221,13 +224,14 @@ class CudaExecutor:
         return reference.final_norm(picked, sums, w.norm, norm.eps, norm_bias=w.norm_bias, centred=norm.centred)
 
     def layers(
-        self, pipeline: Pipeline, kv: Tensor, only: Collection[NanoOperation] | None = None, *, leaving: bool = False
-    ) -> list[int]:
+        self, pipeline: Pipeline, kv: Tensor, only: Collection[NanoOperation] | None = None, *, leaving: bool = False,
+        together: bool = False,
+    ) -> list[int]:  # fmt: skip
         """All layers on `x[: pipeline.tokens]`; returns, by block of tokens, how many partial sums of squares they
         leave.
 
         only: launch these operations of the period and no others, to time them. leaving: not what of the last layer is
-        behind its attention, where rows leave; see `_behind`.
+        behind its attention, where rows leave; see `_behind`. together: see `forward`.
         """
         main = torch.cuda.current_stream()
         operations = pipeline.period.operations
@@ -243,7 +247,7 @@ class CudaExecutor:
         fused = only is None and self.inputs.fuses(pipeline)
         events: dict[tuple[int, int], torch.cuda.Event] = {}
         for layer, i in pipeline.unrolled():
-            launch = self._layers.launch_of(pipeline, i, layer, kv, parts)._replace(fused=fused)
+            launch = self._layers.launch_of(pipeline, i, layer, kv, parts)._replace(fused=fused, together=together)
             nano = launch.nano
             if only is not None and nano not in only:
                 continue

@@ -176,6 +176,7 @@ class DeviceInputs:
             lists.add(k, nano, sms)
         return AttentionPath.of(
             batch.num_decodes, batch.num_chunks, lanes=len(pipeline.lanes), fused=fused, as_tiles=lists.as_tiles,
+            together=lists.together,
             in_turn=int(host["decoders"][0]) >= pipeline.decode_sms[0], split_decodes=lists.splits_decodes,
             cut_chunks=lists.cuts_chunks,
         )  # fmt: skip

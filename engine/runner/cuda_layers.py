@@ -6,6 +6,7 @@ Everything launched has a fixed grid and reads counts and work lists from device
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -235,7 +236,8 @@ class CudaLayers:
             qkv_project(x, sums, w.weight, w.bias, eps, *heads, out=out, raw=raw, **self._common(it))
 
     def _decode(self, it: Launch) -> None:
-        self._attend(self.attention.attend if it.fused else self.attention.decode, it)
+        attend = partial(self.attention.attend, together=True) if it.together else self.attention.attend
+        self._attend(attend if it.fused else self.attention.decode, it)
 
     def _prefill(self, it: Launch) -> None:
         if not it.fused:

@@ -66,6 +66,12 @@ class _Graphs(NamedTuple):
     model: torch.cuda.CUDAGraph
     """empty with an attention back end that plans on the host: the model then runs as ordinary launches"""
     sample: torch.cuda.CUDAGraph
+    together: torch.cuda.CUDAGraph | None = None
+    """the model, with attention of decodes and chunks at the same time on every SM; where it is one launch at all"""
+
+    @classmethod
+    def empty(cls, *, fused: bool) -> _Graphs:
+        return cls(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph() if fused else None)
 
 
 class CudaInFlight:
@@ -293,12 +299,15 @@ class CudaRunner:
         self._graph_memory = torch.cuda.graph_pool_handle()
 
     def _capture(self, pipeline: Pipeline) -> _Graphs:
-        graphs = _Graphs(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph())
+        graphs = _Graphs.empty(fused=not self._eager and self._inputs.fuses(pipeline))
         if not self._eager:
             # `transformers`' code allocates; these graphs run one after another, so they share that memory.
             memory = None if self.spec.native else self._graph_memory
             with torch.cuda.graph(graphs.model, memory, stream=self.stream):
                 self._model(pipeline)
+        if graphs.together is not None:
+            with torch.cuda.graph(graphs.together, stream=self.stream):
+                self._model(pipeline, together=True)
         with torch.cuda.graph(graphs.sample, stream=self.stream):
             self._executor.sample(self._rows(pipeline))
         return graphs
@@ -307,7 +316,7 @@ class CudaRunner:
 
     def _work(self, pipeline: Pipeline) -> Work:
         rows = self._rows(pipeline)
-        graphs = _Graphs(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph())
+        graphs = _Graphs.empty(fused=not self._eager and self._inputs.fuses(pipeline))
 
         def load() -> Iterator[Step]:
             for launch in self._executor.touches(pipeline, self.kv, rows):
@@ -316,6 +325,8 @@ class CudaRunner:
 
         def capture() -> Iterator[Step]:
             yield partial(self._capture_beside, graphs.model, partial(self._model, pipeline))
+            if graphs.together is not None:
+                yield partial(self._capture_beside, graphs.together, partial(self._model, pipeline, together=True))
             yield partial(self._capture_beside, graphs.sample, partial(self._executor.sample, rows))
 
         def enable() -> None:
@@ -346,8 +357,8 @@ class CudaRunner:
         """that sample, at most"""
         return min(pipeline.tokens, self.config.max_num_seqs)
 
-    def _model(self, pipeline: Pipeline) -> None:
-        self._executor.forward(pipeline, self.kv, self._rows(pipeline))
+    def _model(self, pipeline: Pipeline, **how: bool) -> None:
+        self._executor.forward(pipeline, self.kv, self._rows(pipeline), **how)
 
     def launch(self, batch: Batch) -> CudaInFlight:
         pipeline = self._pipelines.of(batch)
@@ -360,7 +371,9 @@ class CudaRunner:
             assigned = self._inputs.send(batch, pipeline, self._grid)
             in_flight.attention = None if self._host_attention is not None else self._inputs.attention
             if not self._eager:
-                graphs.model.replay()
+                path = in_flight.attention
+                together = graphs.together if path is not None and path.path == "pod_together" else None
+                (together or graphs.model).replay()
             else:
                 if self._host_attention is not None:
                     self._executor.steps = [self._host_attention.prepare(batch)]

@@ -50,6 +50,8 @@ class Launch(NamedTuple):
     """behind this layer's attention rows leave that nobody reads"""
     fused: bool = False
     """attention of decodes and of chunks is one launch, that of the decodes"""
+    together: bool = False
+    """in which every SM does both at the same time"""
 
     @property
     def x(self) -> Tensor:

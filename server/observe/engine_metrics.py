@@ -25,7 +25,7 @@ SEAT_REASONS = ("room", "late", "shift", "worse", "out_of_reach")
 """why --max-num-seqs auto changes the bound (docs/advisor.md)"""
 CUTS = ("slo", "least", "waited")
 """what decides how far --itl-slo cuts prompts (`engine.scheduling.chunk_limit.BOUNDS`)"""
-ATTENTION = ("decodes", "chunks", "serial", "pod", "pod_in_turn", "pod_tiles", "pipeline")
+ATTENTION = ("decodes", "chunks", "serial", "pod", "pod_in_turn", "pod_tiles", "pod_together", "pipeline")
 ATTENTION_PARTS = ("split_decodes", "cut_chunks")
 """which way attention goes, and what of it is cut (`engine.runner.attention_path`)"""
 _QUEUE = ("slots", "pages", "tokens", "sibling", "grammar", "load")

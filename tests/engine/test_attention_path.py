@@ -40,6 +40,7 @@ def test_metrics_have_a_label_for_each() -> None:
         (3, 2, {}, "serial"),
         (3, 2, {"fused": True}, "pod"),
         (3, 2, {"fused": True, "in_turn": True}, "pod_in_turn"),
+        (3, 2, {"fused": True, "in_turn": True, "together": True}, "pod_together"),
         (3, 0, {"fused": True}, "decodes"),
         (0, 2, {"fused": True, "in_turn": True}, "chunks"),
         (3, 2, {"lanes": 2}, "pipeline"),
@@ -57,6 +58,7 @@ def test_paths_and_pieces_are_counted() -> None:
     assert counts.iterations == {"pod": 2, "decodes": 1, "split_decodes": 2, "cut_chunks": 1}
 
 
+TOGETHER = AttentionPath("pod_together", split_decodes=True, cut_chunks=True)
 NEAR, ELSEWHERE = (32, 2000, 1, 2000), (4096, 20000, 64, 20000)
 
 
@@ -65,15 +67,16 @@ NEAR, ELSEWHERE = (32, 2000, 1, 2000), (4096, 20000, 64, 20000)
     [
         (0, "off", None, AttentionPath("serial", split_decodes=True)),
         (64, "off", None, AttentionPath("serial", split_decodes=True, cut_chunks=True)),
-        (64, "on", None, AttentionPath("pod", split_decodes=True, cut_chunks=True)),
+        (64, "on", None, TOGETHER),
         (64, "auto", None, AttentionPath("pod_tiles", split_decodes=True, cut_chunks=True)),
         (64, "auto", Even(*NEAR, "half", 66), AttentionPath("pod", split_decodes=True, cut_chunks=True)),
         (64, "auto", Even(*NEAR, "all", 132), AttentionPath("pod_in_turn", split_decodes=True, cut_chunks=True)),
         (64, "auto", Even(*NEAR, "whole", 132), AttentionPath("pod_in_turn", split_decodes=True)),
         (64, "auto", Even(*NEAR, "tiles", 0), AttentionPath("pod_tiles", split_decodes=True, cut_chunks=True)),
         (64, "auto", Even(*ELSEWHERE, "half", 66), AttentionPath("pod_tiles", split_decodes=True, cut_chunks=True)),
-        (64, "on", Even(*NEAR, "tiles", 0), AttentionPath("pod", split_decodes=True, cut_chunks=True)),
-        (64, "on", Even(*NEAR, "whole", 132), AttentionPath("pod", split_decodes=True, cut_chunks=True)),
+        (64, "auto", Even(*NEAR, "together", 132), TOGETHER),
+        (64, "on", Even(*NEAR, "tiles", 0), TOGETHER),
+        (64, "on", Even(*NEAR, "whole", 132), TOGETHER),
         (64, "off", Even(*NEAR, "whole", 132), AttentionPath("serial", split_decodes=True, cut_chunks=True)),
         (0, "auto", Even(*NEAR, "half", 66), AttentionPath("serial", split_decodes=True)),
     ],

@@ -48,7 +48,8 @@ def pool(
     total = sum(counts) + 2
     kv = torch.full((total, LAYERS, 2, page, kv_heads, d), float("nan"), dtype=dtype, device=device)
     ids = (torch.randperm(total - 1)[: sum(counts)] + 1).tolist()
-    table = torch.zeros(len(lengths), max(counts, default=0) + 1, dtype=torch.int32)
+    # a row at least, as an engine's has: kernels look into it before they know whether there is work
+    table = torch.zeros(max(1, len(lengths)), max(counts, default=0) + 1, dtype=torch.int32)
     for i, (n, c) in enumerate(zip(lengths, counts, strict=True)):
         mine = [ids.pop() for _ in range(c)]
         table[i, :c] = torch.tensor(mine, dtype=torch.int32)

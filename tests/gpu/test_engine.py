@@ -14,6 +14,7 @@ from weft.engine.demo import MODEL_PATH
 from weft.engine.demo.corpus import prompt_ids
 from weft.engine.demo.skills import held_out
 from weft.engine.wire.messages import Finish
+from weft.kernels.gpu import is_hopper
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SMALL = {"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 64, "max_num_batched_tokens": 256}
@@ -123,3 +124,20 @@ def test_logits_without_numbers_end_their_requests_and_no_later_one(tokenizer: T
         norm.copy_(kept)
         torch.cuda.synchronize()
     assert _answers(harness, tokenizer, examples) == right
+
+
+@pytest.mark.parametrize("pod", ["auto", "on"])
+def test_attention_in_one_launch_gives_the_same_answers(tokenizer: Tokenizer, pod: str) -> None:
+    if not is_hopper():
+        pytest.skip("needs a Hopper GPU")
+    examples = [e for skill in ("add", "sort", "reverse") for e in held_out(skill, 12, 5)]
+    examples += held_out("recall", 12, 5, context_tokens=1500)
+    harness = Harness("demo", page_size=64, num_pages=1000, pod=pod, **SMALL)
+    harness.poison_pages()
+    answers = _answers(harness, tokenizer, examples)
+    assert sum(a == e.answer for a, e in zip(answers, examples, strict=True)) >= len(examples) - 1
+    paths = harness.engine.stats().scheduler.attention
+    assert paths.get("serial", 0) == 0
+    assert sum(paths.get(path, 0) for path in ("pod", "pod_in_turn", "pod_tiles", "pod_together")) > 0
+    if pod == "on":
+        assert paths["pod_together"] > 0

@@ -19,7 +19,7 @@ from weft.kernels.break_evens import FAR, WAYS, BreakEvens, Even, Made, file_of,
 
 H200 = Made("NVIDIA H200", 132, 32, 8, 128, 64, "3.6.0", "abc")
 SIZES = [(c, k, d) for c in (128, 256, 512, 1024, 2048) for k in (4096, 8192, 16384) for d in (8, 32, 128)]
-PLAN = {"parts": 1, "rule": 132, "all": 132, "few": 40, "half": 66, "share": 50, "tiles": 0}
+PLAN = {"parts": 1, "rule": 132, "all": 132, "few": 40, "half": 66, "share": 50, "tiles": 0, "together": -1}
 
 
 def row(size: tuple[int, int, int], us: Mapping[str, float], model: str = "llama-3-8b") -> dict[str, Any]:
@@ -50,6 +50,7 @@ def measured(card: Callable[[tuple[int, int, int]], Mapping[str, float]]) -> lis
         ({"cut": 90.0}, "all", 132),  # whole tiles are slower; one launch was not
         ({"pod few": 90.0, "pod share": math.nan}, "few", 40),
         ({"pod few": 90.0, "pod tiles": 80.0}, "tiles", 0),
+        ({"pod few": 90.0, "pod together": 80.0}, "together", 132),
     ],
 )
 def test_a_row_leaves_one_list_behind_the_other_for_what_gains(us: dict[str, float], way: str, programs: int) -> None:

@@ -76,7 +76,7 @@ def check(
     if window is not None:
         return
     lengths = np.array(decodes, int)
-    for way in (None, "tiles", "whole"):
+    for way in (None, "tiles", "whole", "together"):
         found = one_launch(
             items, whole, lambda: with_decodes(whole, 0, lengths, np.arange(count), group=group), way=way,
             num_kv_heads=kv_heads, num_programs=programs, max_slots=SLOTS,
@@ -84,6 +84,7 @@ def check(
         if way == "tiles" and decodes and chunks:
             assert not len(found.decodes)
             assert found.programs == 0
+        assert found.together == bool(way == "together" and decodes and chunks) or way is None
         out = empty_out(it)
         played = Played(out, group * kv_heads, SLOTS, np.random.default_rng(seed), how)
         played.decodes(it.q, it.kv, LAYER, table, found.decodes)
@@ -150,6 +151,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> hybrid_calls.HybridCalls:
     monkeypatch.setattr(hybrid_calls, "decode_attention", partial(play, "decodes"))
     monkeypatch.setattr(hybrid_calls, "prefill_attention", partial(play, "tiles"))
     monkeypatch.setattr("weft.kernels.pod_hopper.launch_pod", pod)
+    monkeypatch.setattr("weft.kernels.pod_together.launch_together", pod)
     monkeypatch.setattr(hybrid_calls, "capture", capture)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     made = hybrid_calls.HybridCalls("llama-3-8b", "cpu", sms=12, pages=40, largest=(4, 16, 512))
@@ -177,7 +179,7 @@ def test_every_way_of_a_batch_is_its_attention(
     plan = calls.load(SMALL)
     assert plan["parts"] >= 1
     names = calls.names(every=True)
-    assert {"whole", "cut", "batched", "decode", "prefill", "pod rule", "pod share"} < set(names)
+    assert {"whole", "cut", "batched", "decode", "prefill", "pod rule", "pod share", "pod together"} < set(names)
     assert plan["tiles"] == 0 < plan["share"]
     assert sum(name.startswith("streams") for name in names) == 2
     rows, want = SMALL.decodes + SMALL.chunk, None
@@ -207,8 +209,10 @@ def test_ways_compile_for_hopper_without_one(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(compilation, "compile_all", lambda kernels, _: (found.extend(kernels), []))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     assert hybrid_calls.compile_ways(["yi-6b"], 1) == 0
-    assert sorted({kernel.name for kernel in found}) == ["decode_kernel", "pod_kernel", "prefill_kernel"]
-    assert len(found) == 4  # tiles whole, and cut
+    assert sorted({kernel.name for kernel in found}) == [
+        "decode_kernel", "pod_kernel", "prefill_kernel", "together_kernel",
+    ]  # fmt: skip
+    assert len(found) == 5  # tiles whole, and cut
 
 
 def test_a_package_that_cannot_be_loaded_is_left_out(

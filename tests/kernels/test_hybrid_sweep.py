@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from weft.kernels.bench_attention import run
 from weft.kernels.break_evens import Made, keep, read
 from weft.kernels.hybrid_batches import KV_HEADS, Hybrid, balanced, best_splits, figures, paper, split_us, sweep
-from weft.kernels.hybrid_calls import plan_lists
+from weft.kernels.hybrid_calls import TOGETHER, plan_lists
 from weft.kernels.hybrid_report import floor_lines, summary
 from weft.kernels.measure import Meter, Sustained
 
@@ -111,7 +111,7 @@ def test_the_paper_has_more_than_a_thousand_batches_and_each_half_counts() -> No
 def test_a_batchs_lists_do_all_of_it_in_every_way(planned: Any) -> None:
     batch = planned.batch
     plan, lists = plan_lists(batch, 132, 512 // batch.kv_heads)
-    assert 0 <= plan["rule"] <= 132
+    assert plan["rule"] == TOGETHER or 0 <= plan["rule"] <= 132
     decode, whole = lists["decode"], lists["whole"]
     assert (decode[:, 3] - decode[:, 2]).sum() == batch.decodes * batch.length
     assert whole[:, 1].sum() == batch.chunk

@@ -11,4 +11,4 @@
 # The figures: "Attention of hybrid batches on one H200" and docs/benchmarking.md say what was not compared yet.
 python -c "from weft.kernels.hybrid_calls import compile_apart; compile_apart(['llama-3-8b', 'yi-6b'], 16, 100)"
 python tests/gpu/jobs/each.py "$OUT" --seconds 110 --processes 14 --together '\[(\d+-)+(?=[a-z_]+\])' --once random_hybrid \
-    tests/gpu/test_hybrid_calls.py tests/gpu/test_pod.py tests/gpu/test_mid.py
+    ${POD_FILES:-tests/gpu/test_hybrid_calls.py tests/gpu/test_pod.py tests/gpu/test_mid.py}

@@ -4,6 +4,8 @@
     python tests/gpu/jobs/slo.py OUT long --serve "…" --num-pages 12000 --way "off=--pod off" --way "auto=--pod auto"
 
 online: one daemon after the other, each with all of the memory; Poisson arrivals at each rate in turn, by `weft load`.
+Prompts of 246 +- 547 and answers of 322 +- 244 tokens, log-normal and no longer than `LONGEST`, drawn so that their
+means are the distribution's (a random sample of so few had 1.3 times as many tokens); no two rates share a prompt.
 
 long: one daemon after the other, each with all of the memory. Prompts and answers of 16.5K tokens together, a P:D of 8
 to 24. The first daemon tells what a prompt and a step take, of which follows a capacity: a request is Tp of prefill and
@@ -29,6 +31,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -36,6 +39,9 @@ import numpy as np
 READY_SECONDS = 180.0
 TOKENS = 16_500
 """of a prompt and its answer"""
+SHAREGPT = ((246.0, 547.0), (322.0, 244.0))
+"""means and deviations of prompts and answers, in tokens"""
+LONGEST = (4000, 2000)
 RATIOS = (8.0, 24.0)
 """tokens of a prompt for one of its answer"""
 
@@ -113,24 +119,52 @@ def paths(before: dict[str, float], after: dict[str, float]) -> dict[str, int]:
     return {name: int(count - before.get(name, 0)) for name, count in after.items() if count > before.get(name, 0)}
 
 
+def sharegpt(rate: float, seconds: float, seed: int) -> list[dict[str, float]]:
+    """Requests of `SHAREGPT`: of each length as many as the distribution has, in random order."""
+    rng = np.random.default_rng(seed)
+    count = round(rate * seconds)
+    at = np.cumsum(rng.exponential(1 / rate, count))
+    lengths = []
+    for (mean, deviation), longest in zip(SHAREGPT, LONGEST, strict=True):
+        spread = np.log1p((deviation / mean) ** 2)
+        normal = NormalDist(np.log(mean) - spread / 2, np.sqrt(spread))
+        found = np.exp([normal.inv_cdf((i + 0.5) / count) for i in range(count)])
+        lengths.append(rng.permutation(np.clip(np.rint(found), 1, longest)))
+    return [
+        {"at": float(t), "input_tokens": int(prompt), "output_tokens": int(answer)}
+        for t, prompt, answer in zip(at, *lengths, strict=True)
+    ]
+
+
 def online(given: argparse.Namespace, rows: Rows) -> None:
     for way in given.way:
         name, options = way.split("=", 1)
         begun = time.monotonic()
         with _daemon(name, given, options, rows.out) as daemon:
-            load(daemon, f"warm-{name}", rows.out, *shlex.split(given.load), "--rate", given.rates.split(",")[0],
-                 "--duration", "2s", "--seed", "9", "--drain", "20s")  # fmt: skip
-            for rate in given.rates.split(","):
-                _online(daemon, rate, given, rows)
+            rates = given.rates.split(",")
+            _send(daemon, f"warm-{name}", float(rates[0]), 2.0, len(rates), given, rows)
+            for seed, rate in enumerate(rates):
+                _online(daemon, rate, seed, given, rows)
         rows.add(f"{name}: {time.monotonic() - begun:.0f} s", way=name)
 
 
-def _online(daemon: Daemon, rate: str, given: argparse.Namespace, rows: Rows) -> None:
-    before, since = daemon.counts(), daemon.totals()
+def _send(
+    daemon: Daemon, name: str, rate: float, seconds: float, seed: int, given: argparse.Namespace, rows: Rows
+) -> dict[str, Any]:  # fmt: skip
+    trace = rows.out / f"trace-{name}.jsonl"
+    trace.write_text("".join(json.dumps(row) + "\n" for row in sharegpt(rate, seconds, seed)))
+    warmup = given.warmup if seconds > given.warmup else 0
     run = load(
-        daemon, f"{daemon.name}-{rate}", rows.out, *shlex.split(given.load), "--rate", rate, "--seed", "1",
-        "--duration", f"{given.seconds}s", "--warmup", f"{given.warmup}s", "--drain", f"{given.drain}s",
+        daemon, name, rows.out, *shlex.split(given.load), "--trace", str(trace), "--seed", str(seed), "--warmup",
+        f"{warmup}s", "--drain", f"{given.drain}s",
     )  # fmt: skip
+    trace.unlink()
+    return run
+
+
+def _online(daemon: Daemon, rate: str, seed: int, given: argparse.Namespace, rows: Rows) -> None:
+    before, since = daemon.counts(), daemon.totals()
+    run = _send(daemon, f"{daemon.name}-{rate}", float(rate), given.seconds, seed, given, rows)
     went, totals = paths(before, daemon.counts()), daemon.totals()
     # What the engine says of it: a step here and a gap at the client differ by what is between them.
     grown = {name: value - since.get(name, 0.0) for name, value in totals.items() if value != since.get(name, 0.0)}
@@ -141,7 +175,7 @@ def _online(daemon: Daemon, rate: str, given: argparse.Namespace, rows: Rows) ->
         f"{rate:>5}/s {daemon.name:8} TTFT mean {ms['ttft']['mean']:7.1f} p50 {ms['ttft']['p50']:7.1f} "
         f"p99 {ms['ttft']['p99']:7.1f} | TPOT mean {ms['tpot']['mean']:6.2f} p50 {ms['tpot']['p50']:6.2f} | "
         f"ITL mean {ms['itl']['mean']:6.2f} p50 {ms['itl']['p50']:6.2f} p99 {ms['itl']['p99']:6.1f} ms | "
-        f"{run['outcomes']} {went}",
+        f"{run['outcomes']} {went} {run['tokens']['prompt_cached']} tokens of prompts cached",
         rate=float(rate), way=daemon.name, ms=ms, paths=went, outcomes=run["outcomes"],
     )  # fmt: skip
 
@@ -305,7 +339,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=18200, help="of the first")
     parser.add_argument("--seconds", type=float, default=22, help="of arrivals at a rate; long: that are judged")
     parser.add_argument("--rates", default="29.2,38.6,14.4", help="requests a second")
-    parser.add_argument("--load", default="--preset sharegpt --processes 2", help="options of weft load")
+    parser.add_argument("--load", default="--processes 2", help="options of weft load")
     parser.add_argument("--warmup", type=float, default=5)
     parser.add_argument("--drain", type=float, default=12)
     parser.add_argument("--num-pages", type=int, help="of each daemon; long: 12,000 unless told otherwise")
