@@ -337,11 +337,6 @@ class EngineConfig(BaseModel):
         description="schedule the next iteration shortly before the one that runs ends, so that requests that come "
         "meanwhile are in it; experimental",
     )
-    whole_tiles: bool = Field(
-        False,
-        description="on a GPU: prompts beside decodes end at a whole tile of the products (128 tokens), and leave what "
-        "would spill over for the next iteration: less time between tokens, the first one later; experimental",
-    )
     plan: str = Field(
         "auto",
         description="pipeline of nano-batches: a file that `weft search` wrote, 'serial' for none, "

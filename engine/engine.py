@@ -28,7 +28,7 @@ from weft.engine.runner.compile_job import CompileJob
 from weft.engine.runner.energy_meter import EnergyMeter, energy_counter
 from weft.engine.runner.iteration_totals import IterationTotals
 from weft.engine.runner.runner import InFlight
-from weft.engine.runner.work import GPU_TILE, Work
+from weft.engine.runner.work import Work
 from weft.engine.scheduling.arrivals import Arrivals
 from weft.engine.scheduling.chunk_keeper import ChunkKeeper
 from weft.engine.scheduling.energy_ledger import EnergyLedger
@@ -172,7 +172,6 @@ class Engine:
             prefix_caching=config.prefix_caching,
             tiers=self.tiers,
             chunk_step=resolved.chunk_step(self.spec),
-            tile=GPU_TILE if config.whole_tiles and resolved.device.type == "cuda" else 1,
             fairness=Fairness(config.fair_prefill_share, preempt=config.priority_preemption),
         )
 

@@ -54,8 +54,6 @@ class EngineOptions(NamedTuple):
     itl_slo: Objective | None = None
     """what prompts computed beside decodes must leave them"""
     itl_slo_patience: float = 5.0
-    whole_tiles: bool = False
-    """prompts beside decodes end with a whole tile of the products, where the profile's device has any"""
     keeps: tuple[Objective, ...] = ()
     """what the bound on running requests adapts to; none: it is fixed"""
 
@@ -119,7 +117,6 @@ class SimulatedEngine:
             pool,
             max_num_batched_tokens=options.max_num_batched_tokens,
             prefix_caching=options.prefix_caching,
-            tile=profile.costs.tile if options.whole_tiles else 1,
             fairness=Fairness(options.fair_prefill_share),
         )
         if options.itl_slo is not None:

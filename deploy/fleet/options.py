@@ -30,7 +30,6 @@ def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
         help="numbers; auto, auto:N: as many as keep the itl objectives of --slo [the profile's]")  # fmt: skip
     engine("--max-num-batched-tokens", metavar="LIST", help="[the profile's]")
     engine("--itl-slo", metavar="LIMIT", help="as weft serve has it: 50ms, p99:50ms [off]")
-    engine("--whole-tiles", action="store_true", help="as weft serve has it")
     engine("--num-pages", metavar="N", help="[the profile's]")
     engine("--max-model-len", metavar="N", help="[the profile's]")
     engine("--no-prefix-caching", action="store_true", help="find no prefix again")

@@ -142,7 +142,6 @@ def _configurations(
         yield EngineOptions(
             limits.page_size, pages, most, budget, longest, prefix_caching=not a.no_prefix_caching,
             itl_slo=objective or (shortest if adapts else None), keeps=keeps if adapts else (),
-            whole_tiles=a.whole_tiles,
         )  # fmt: skip
 
 

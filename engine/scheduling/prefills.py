@@ -13,8 +13,6 @@ from weft.engine.scheduling.slots import SlotTable
 from weft.engine.scheduling.waiting import WaitingQueue
 
 SORT_KEY = attrgetter("sort_key")
-WORTH_A_TILE = 8
-"""decodes beside which a prompt waits for an iteration more rather than that all of them wait for another tile"""
 
 
 class Prefills:
@@ -25,18 +23,13 @@ class Prefills:
         fairness: Fairness,
         admit: Callable[[Request], int | None],
         chunk_step: int,
-        tile: int,
     ) -> None:
-        """`admit` gives a waiting request a slot, or says None. Prompts are cut at multiples of `chunk_step`. `tile`:
-        tokens, decodes included, that the device computes at once: fewer take as long, so an iteration ends with a
-        whole one where that costs its prompts little; 1: it makes no difference.
-        """
+        """`admit` gives a waiting request a slot, or says None. Prompts are cut at multiples of `chunk_step`."""
         self._slots = slots
         self._waiting = waiting
         self._fairness = fairness
         self._admit = admit
         self._chunk_step = chunk_step
-        self._tile = tile
         self._chunks: dict[int, int] = {}
         """tokens by slot, of the iteration that is being formed"""
         self._cut: Cut | None = None
@@ -48,10 +41,10 @@ class Prefills:
         head = self._waiting.head()
         return [r for r in going if not r.early] or [r for r in going if head is None or r.sort_key < head.sort_key]
 
-    def schedule(self, decodes: int, budget: int, cut: Cut | None = None) -> list[Chunk]:
-        """(slot, tokens) chunks beside so many decodes, until `budget` tokens are used up, or `cut` gives no more: a
-        share of it for the shortest prompts, then running prefills, then new requests, among which those that began
-        before their turn have theirs.
+    def schedule(self, budget: int, cut: Cut | None = None) -> list[Chunk]:
+        """(slot, tokens) chunks until `budget` tokens are used up, or `cut` gives no more: a share of it for the
+        shortest prompts, then running prefills, then new requests, among which those that began before their turn have
+        theirs.
         """
         s, queue = self._slots, self._waiting
         self._chunks, self._cut = {}, cut
@@ -83,22 +76,7 @@ class Prefills:
                 length = self._take(admitted.slot, budget)
                 budget = budget - length if length else 0
         queue.blocked = "slots" if not s.num_open else "pages" if stuck else "tokens"
-        if decodes >= WORTH_A_TILE and self._chunks:
-            self._end_with_a_tile(decodes)
         return list(self._chunks.items())
-
-    def _end_with_a_tile(self, decodes: int) -> None:
-        """Leave what spills over into another tile for the next iteration: of the last chunk half at most, so that no
-        prompt is kept for long."""
-        tokens = decodes + sum(self._chunks.values())
-        spill = tokens % self._tile
-        slot, length = next(reversed(self._chunks.items()))
-        if tokens < self._tile or not 0 < spill <= length // 2:
-            return
-        done = int(self._slots.scheduled[slot])
-        whole = (done + length - spill) // self._chunk_step * self._chunk_step - done
-        if whole > 0:
-            self._chunks[slot] = whole
 
     def _shortest_first(self, going: list[int], share: int) -> int:
         """Give at most `share` tokens to the shortest prompts of the best priority; returns how many.

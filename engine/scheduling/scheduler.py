@@ -50,10 +50,8 @@ class Scheduler:
         prefix_caching: bool,
         tiers: Tiers | None = None,
         chunk_step: int = 1,
-        tile: int = 1,
         fairness: Fairness | None = None,
     ) -> None:
-        """`chunk_step`, `tile`: as of `Prefills`."""
         self.slots = slots
         self.pool = pool
         self.tiers = tiers
@@ -62,7 +60,7 @@ class Scheduler:
         self.output_lengths = OutputLengths()
         self.fairness = fairness or Fairness()
         self._waiting = WaitingQueue()
-        self._prefills = Prefills(slots, self._waiting, self.fairness, self._admit, chunk_step, tile)
+        self._prefills = Prefills(slots, self._waiting, self.fairness, self._admit, chunk_step)
         self._requests: dict[int, Request] = {}
         self.fences = Fences(slots, pool)
         self.prefixes = Prefixes(slots, pool, self.fences, tiers, enabled=prefix_caching)
@@ -149,7 +147,7 @@ class Scheduler:
         decodes = self._schedule_decodes()
         budget, keeper = self.max_num_batched_tokens - len(decodes), self.chunk_keeper
         cut = None if keeper is None else keeper.cut(decodes, self._prefills.in_turn())
-        chunks = self._prefills.schedule(len(decodes), budget, cut)
+        chunks = self._prefills.schedule(budget, cut)
         self._fetch_for_head()
         if not len(decodes) and not chunks:
             return None

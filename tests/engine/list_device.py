@@ -97,7 +97,6 @@ class ListEngine:
         index: PrefixIndex | None = None,
         prefix_caching: bool = True,
         chunk_step: int = 1,
-        tile: int = 1,
         fairness: Fairness | None = None,
     ) -> None:
         self.pool = PagePool(capacity + 1, page_size, PrefixIndex("m") if index is None else index)
@@ -108,7 +107,6 @@ class ListEngine:
             max_num_batched_tokens=budget,
             prefix_caching=prefix_caching,
             chunk_step=chunk_step,
-            tile=tile,
             fairness=fairness,
         )
         self.scheduler.output_lengths = OutputLengths(mean=0.0, weight=1e30)

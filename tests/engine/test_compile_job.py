@@ -91,8 +91,7 @@ def test_of_every_option_it_is_decided_whether_it_matters() -> None:
         "itl_slo_patience", "kv_cache_gib", "gpu_memory_utilization", "num_pages", "prefix_caching",
         "pinned_cache_share", "host_kv_gib", "idle_spill_seconds", "ssd_kv_path", "tier_kv_format", "ssd_kv_gib",
         "kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_topic", "cache_dir", "fair_prefill_share",
-        "priority_preemption", "async_scheduling", "late_launch", "whole_tiles", "wait_for_plan", "cpu_threads", "seed",
-        "share",
+        "priority_preemption", "async_scheduling", "late_launch", "wait_for_plan", "cpu_threads", "seed", "share",
     }  # fmt: skip
     assert set(EngineConfig.model_fields) == decided
 

@@ -130,7 +130,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert 0 < batch.num_tokens <= self.scheduler.max_num_batched_tokens
             self.launched.append(batch)
 
-    def _schedule_prefills(self, decodes: int, budget: int, _cut: None) -> list[Chunk]:
+    def _schedule_prefills(self, budget: int, _cut: None) -> list[Chunk]:
         """As the scheduler does it. Then what room the iteration has left over, nobody could have used.
 
         Seen before the counters advance: with each token that a request has made the predicted peak of memory is lower,
@@ -138,7 +138,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """
         scheduler = self.scheduler
         s, queue = scheduler.slots, scheduler._waiting
-        chunks = self.prefills.schedule(decodes, budget)
+        chunks = self.prefills.schedule(budget)
         of_slot = dict(chunks)
         assert len(of_slot) == len(chunks), "two chunks of a prompt"
         if sum(of_slot.values()) == budget:
