@@ -147,9 +147,7 @@ class Engine:
         self._in_flight: deque[InFlight] = deque()
         self._late = LateLaunch(self._work.costs) if self.config.late_launch else None
         self._held = False
-        """`launch_at` was waited for since the last launch"""
-        self._left_waiting = 0
-        """requests that the last batch had no room for"""
+        """the launch to come waits for what `launch_at` said"""
         self.on_commit: Callable[[Batch, float], None] | None = None
         """called with each iteration that is done and not committed yet, and `time.monotonic()`"""
         if self._seat_keeper is not None:
@@ -345,7 +343,6 @@ class Engine:
         busy = time.perf_counter() - begin
         if self._late is not None and batch is not None:
             self._late.launched(batch, busy, late=self._held)
-            self._held, self._left_waiting = False, self.scheduler.num_waiting
         if not self._in_flight or (batch is not None and len(self._in_flight) <= self._depth):
             due = self._notices.due()
             if due or self.scheduler.has_events():
@@ -378,10 +375,11 @@ class Engine:
     def launch_at(self) -> float:
         """`time.monotonic()` before which `step` need not be called, whoever comes meanwhile; 0: at once.
 
-        While requests wait for room nothing is gained by waiting with them. Whoever asks waits: the next launch counts
+        Where there is no room for anybody else nothing is gained by waiting. Whoever asks waits: the next launch counts
         as one that was late on purpose.
         """
-        if self._late is None or len(self._in_flight) != self._depth or self._left_waiting:
+        self._held = False
+        if self._late is None or len(self._in_flight) != self._depth or not self.scheduler.has_room:
             return 0.0
         at = self._late.at(self._in_flight[0].batch)
         self._held = at > time.monotonic()

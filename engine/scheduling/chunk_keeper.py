@@ -135,6 +135,11 @@ class ChunkKeeper:
         seconds = result.seconds + (0.0 if first else result.idle_seconds)
         self.limit.observe(formed.load, seconds, formed.bound)
 
+    @property
+    def cuts(self) -> bool:
+        """The prompts of the iteration formed last were cut short: the next one is theirs."""
+        return self._cut is not None and bool(self._cut.bound)
+
     def part_of_decodes(self, step: int) -> float:
         """Of the time of an iteration that is not committed: what it would have taken with no more prompts than there
         are in any case. For who answers for the number of decodes."""

@@ -124,6 +124,18 @@ class Scheduler:
         """Somebody waits for a seat and for nothing else."""
         return self.num_waiting > 0 and self._waiting.blocked == "slots"
 
+    @property
+    def has_room(self) -> bool:
+        """The next iteration has a seat and tokens for one who comes now, behind all who run and wait."""
+        s, queue = self.slots, self._waiting
+        if s.num_open <= len(queue) or (len(queue) and queue.blocked == "pages"):
+            return False
+        if self.chunk_keeper is not None and self.chunk_keeper.cuts:
+            return False
+        going = s.prefilling()
+        prompts = int((s.target[going] - s.scheduled[going]).sum()) + queue.num_tokens
+        return len(s.decoding()) + prompts < self.max_num_batched_tokens
+
     def limit_running(self, seats: int) -> None:
         """So many requests may run at once from now on. Nobody is preempted for it: seats that are given back stay
         empty until fewer run.
@@ -167,8 +179,7 @@ class Scheduler:
     def _schedule_decodes(self) -> I32:
         """Slots that decode one token each, their pages grown; preempts when memory is short."""
         s, page_size = self.slots, self.pool.page_size
-        # scheduled + 1 tokens exist once all launched steps are done: at the limit the request needs no more.
-        ready = np.flatnonzero((s.phase == Phase.DECODE) & (s.scheduled + 1 < s.max_total_tokens)).astype(np.int32)
+        ready = s.decoding().astype(np.int32)
         ready = ready[constraints.may_decode(s, ready)]
         if len(ready) > self.max_num_batched_tokens:
             first = np.lexsort((s.order[ready], s.priority[ready]))[: self.max_num_batched_tokens]

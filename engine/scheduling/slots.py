@@ -108,6 +108,11 @@ class SlotTable:
         """Slots with prompt tokens still to be scheduled."""
         return np.flatnonzero((self.phase == Phase.PREFILL) & (self.scheduled < self.target))
 
+    def decoding(self) -> np.ndarray:
+        """Slots that want another token. scheduled + 1 tokens exist once all launched steps are done: at the limit the
+        request needs no more."""
+        return np.flatnonzero((self.phase == Phase.DECODE) & (self.scheduled + 1 < self.max_total_tokens))
+
     def occupy(self, request: Request, cached_pages: np.ndarray, cached_tokens: int) -> int:
         """Give the request a row; its first `cached_tokens` positions are confirmed already."""
         slot = self._free.pop()

@@ -91,6 +91,8 @@ class WaitingQueue:
         self.num_requests = 0
         """held ones included"""
         self.num_held = 0
+        self.num_tokens = 0
+        """to compute for them, if nothing is cached; without held ones"""
         self.blocked: Blocked = "tokens"
         """what the head lacked when it was last looked at: a slot, pages, or room in the iteration"""
 
@@ -103,6 +105,7 @@ class WaitingQueue:
 
     def _enter(self, request: Request) -> None:
         self._tickets += 1
+        self.num_tokens += len(request.token_ids)
         request.ticket = self._tickets
         rank = self._ranks.get(request.priority)
         if rank is None:
@@ -154,6 +157,7 @@ class WaitingQueue:
 
     def _remove(self, request: Request) -> None:
         request.ticket = 0
+        self.num_tokens -= len(request.token_ids)
         rank = self._ranks[request.priority]
         rank.remove(request)
         if not rank.shortest.size:

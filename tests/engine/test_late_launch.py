@@ -9,11 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 from harness import GREEDY, Harness
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from list_device import ListEngine
 from pydantic import ValidationError
 
 from weft.engine.config import EngineConfig
 from weft.engine.demo import MODEL_PATH
+from weft.engine.llm import LLM
 from weft.engine.runner.work import Costs
+from weft.engine.scheduling.fairness import Fairness
 from weft.engine.scheduling.late_launch import KNOWN, MARGINS, LateLaunch
 
 COSTS = Costs(16e9, 16e9 / 150, 4096.0, 109.0, {None: 32})
@@ -139,6 +144,100 @@ def test_an_engine_says_until_when_it_may_wait_and_answers_the_same(monkeypatch:
         assert second is None or len(harness.tokens[second]) == 5
     assert texts[0] == texts[1]
     assert waited > 5
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next iteration might always wait."""
+    monkeypatch.setattr(LateLaunch, "at", lambda *_: time.monotonic() + 1e3)
+
+
+def seen(harness: Harness, steps: int) -> list[bool]:
+    """Of each of the steps to come: might it wait."""
+    waits = []
+    for _ in range(steps):
+        waits.append(harness.engine.launch_at() > 0)
+        harness.step()
+    return waits
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize(
+    ("seats", "requests", "waits"), [(3, 2, True), (2, 2, False), (2, 5, False)], ids=["room", "seats", "queue"]
+)
+def test_an_engine_waits_for_nobody_who_would_find_no_seat(seats: int, requests: int, waits: bool) -> None:
+    harness = Harness(MODEL_PATH, page_size=16, num_pages=100, late_launch=True, max_num_seqs=seats)
+    for _ in range(requests):
+        harness.add(list(range(5, 15)), max_tokens=20, ignore_eos=True, **GREEDY)
+    harness.step()
+    assert seen(harness, 15) == [waits] * 15
+    harness.run()
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize(("slo", "full"), [({}, 6), ({"itl_slo": "1us", "itl_slo_patience": 3600}, 100)])
+def test_an_engine_does_not_wait_while_prompts_fill_its_iterations(slo: dict[str, Any], full: int) -> None:
+    """An objective leaves them 2 tokens an iteration of 32."""
+    options = {"late_launch": True, "max_num_batched_tokens": 32, "fair_prefill_share": 0, **slo}
+    harness = Harness(MODEL_PATH, page_size=16, num_pages=100, **options)
+    harness.add([5], max_tokens=150, ignore_eos=True, **GREEDY)
+    harness.step()
+    assert seen(harness, 5) == [True] * 5
+    harness.add(list(range(5, 205)), max_tokens=5, ignore_eos=True, **GREEDY)
+    assert seen(harness, full + 5) == [False] * full + [True] * 5
+
+
+@pytest.mark.usefixtures("patient")
+def test_requests_that_wait_for_pages_are_not_waited_with() -> None:
+    harness = Harness(MODEL_PATH, page_size=16, num_pages=8, late_launch=True, prefix_caching=False)
+    for _ in range(2):
+        harness.add(list(range(5, 55)), max_tokens=40, ignore_eos=True, **GREEDY)
+    harness.step()
+    assert harness.engine.stats().scheduler.queue["pages"] == 1
+    assert seen(harness, 10) == [False] * 10
+    harness.run()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.one_of(st.none(), st.tuples(st.integers(1, 40), st.integers(1, 6))), max_size=20), st.integers(1, 5),
+    st.sampled_from([6, 12, 24]), st.booleans(),
+)  # fmt: skip
+def test_there_is_room_where_one_who_comes_is_in_the_next_iteration(
+    events: list[tuple[int, int] | None], slots: int, budget: int, ahead: bool
+) -> None:
+    """Requests (prompt, output) come between iterations (None)."""
+    engine = ListEngine(2000, slots=slots, budget=budget, prefix_caching=False, fairness=Fairness(0.0))
+    for event in events:
+        if event is not None:
+            engine.add([3] * event[0], event[1])
+            continue
+        engine.launch()
+        while len(engine.launched) > ahead:
+            engine.complete()
+    room = engine.scheduler.has_room
+    assert room == (engine.add([7], 1).handle in engine.launch())
+
+
+@pytest.mark.usefixtures("patient")
+def test_an_iteration_behind_a_rest_is_not_one_that_was_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device was idle because nobody was there."""
+    late: list[bool] = []
+    monkeypatch.setattr(LateLaunch, "launched", lambda *_, **named: late.append(named["late"]))
+    harness = Harness(MODEL_PATH, page_size=16, num_pages=100, late_launch=True)
+    for _ in range(2):
+        harness.add([5], max_tokens=4, ignore_eos=True, **GREEDY)
+        while harness.engine.has_work:
+            seen(harness, 1)
+    assert late == 2 * [False, True, True, True]
+
+
+def test_an_engine_without_a_process_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(LateLaunch, "at", lambda *_: asked.append(_) or 0.0)
+    llm = LLM("demo", progress=False, late_launch=True, page_size=16, num_pages=100)
+    assert len(llm.generate(["1 2 3"] * 3, progress=False)) == 3
+    assert not asked
 
 
 def test_without_a_launch_ahead_there_is_none_to_be_late() -> None:

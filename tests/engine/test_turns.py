@@ -196,6 +196,7 @@ def test_a_queue_finds_what_a_search_finds(steps: list[Step], several: bool) -> 
                 gone.append(taken)
                 served[taken.priority, taken.tenant] = 1
         assert (len(queue), queue.num_requests) == (len(waiting), len(waiting))
+        assert queue.num_tokens == sum(len(r.token_ids) for r in waiting)
         if not waiting:
             assert queue.head() is queue.shortest() is None
             continue
