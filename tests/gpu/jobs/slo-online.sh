@@ -1,7 +1,7 @@
 # seconds 240
 # gpus 1
 # asks: is the 8B's time to the first token and between tokens at 14, 29 and 38 requests/s what it has to be, and what
-#   --late-launch changes, over HTTP and (offline-*.json) where nobody comes
+#   --late-launch changes
 #
 # Llama-3-8B shape in bf16, ShareGPT-like lengths (no prompt beyond 4,000 tokens, no answer beyond 2,000, their means those
 # of the distribution; no prefix cache), Poisson; two daemons one after the other: `off` and `late` (--late-launch).
@@ -23,11 +23,3 @@ mkdir -p "$CACHE"
 python tests/gpu/jobs/slo.py "$OUT" online --rates 29.2,38.6,14.4 --seconds 22 \
     --serve "--model-preset llama-3-8b --load-format dummy --max-num-seqs 512 --max-model-len 6000
         --no-prefix-caching" --way "off=--pod off" --way "late=--late-launch"
-for late in off late; do
-    [ $((SECONDS_LEFT - SECONDS)) -lt 30 ] && exit 0
-    options=
-    [ $late = late ] && options=--late-launch
-    python -m weft.server bench offline --load-format dummy --model-preset llama-3-8b --no-prefix-caching --plan serial \
-        --workload 1024:512:200 --trace-iterations 0 $options --json "$OUT/offline-$late.json" > "$OUT/offline-$late.txt" 2>&1
-    tail -n 2 "$OUT/offline-$late.txt"
-done
