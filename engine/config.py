@@ -332,10 +332,10 @@ class EngineConfig(BaseModel):
         True, description="when all seats are taken, a better priority takes that of a worse one, which resumes later"
     )
     async_scheduling: bool = Field(True, description="schedule the next iteration while this one runs")
-    late_launch: bool = Field(
-        False,
+    late_launch: bool | None = Field(
+        None,
         description="schedule the next iteration shortly before the one that runs ends, so that requests that come "
-        "meanwhile are in it; experimental",
+        "meanwhile are in it [on for one GPU an engine]",
     )
     plan: str = Field(
         "auto",

@@ -145,7 +145,7 @@ class Engine:
         self._told_at_rest = 0.0
         self._depth = 1 if self.config.async_scheduling else 0
         self._in_flight: deque[InFlight] = deque()
-        self._late = LateLaunch(self._work.costs) if self.config.late_launch else None
+        self._late = LateLaunch(self._work.costs) if self._launches_late() else None
         self._held = False
         """the launch to come waits for what `launch_at` said"""
         self.on_commit: Callable[[Batch, float], None] | None = None
@@ -160,6 +160,13 @@ class Engine:
         self._page_ledger: PageLedger | None = None
         self._warned_nonfinite = 0
         self._quiet_until = 0.0
+
+    def _launches_late(self) -> bool:
+        """By default where it was measured: not on CPUs, whose iterations vary more, nor with several ranks."""
+        config = self.config
+        if config.late_launch is not None:
+            return config.late_launch
+        return config.async_scheduling and self.resolved.device.type == "cuda" and config.tensor_parallel_size == 1
 
     def _scheduler_of(self, pool: PagePool) -> Scheduler:
         config, resolved = self.config, self.resolved
