@@ -18,11 +18,12 @@ from weft.deploy.fleet.profile import Energy, IterationProfile, Limits
 PRODUCTS = ("qkv", "o", "gate_up", "down")
 FEW_TOKENS_US = {1: 116.5, 8: 116, 16: 117, 32: 121, 64: 133}
 """BENCHMARKS.md, kernels, run A: a layer's four products"""
-SOME_TOKENS_US = {128: 152.5, 256: 224.7, 384: 287.4, 512: 387.8}
-"""BENCHMARKS.md, products of 64 to 512 tokens: the same with the table, sustained; of 384 the recorded time,
-less what was won in bursts"""
+SOME_TOKENS_US = {128: 153.4, 192: 191.5, 256: 224.7, 384: 311.9, 512: 386.4, 640: 477.8, 1280: 915.1}
+"""BENCHMARKS.md, products of 64 to 512 tokens: the same with the table, sustained"""
 TILE = 128
 """tokens: one of them takes as long as all"""
+STEPS = sorted({192, *range(TILE, 2049, TILE)})
+"""tokens behind which iterations take longer"""
 ATTENTION_MS = 0.0077
 """a layer's attention beside what grows with the context (the recorded points' intercept; 8 us of one request)"""
 HEAD_MS = 0.25
@@ -38,7 +39,7 @@ def derived() -> IterationProfile:
     curves, sms = Curves(recorded), recorded.target.sms
     layers, parameters, kv_bytes = 32, 8.03e9, 131_072
     points = {float(tokens): us / 1e3 for tokens, us in FEW_TOKENS_US.items()}
-    for tokens in range(TILE, 2049, TILE):
+    for tokens in STEPS:
         products_us = SOME_TOKENS_US.get(tokens)
         ms = sum(curves.ms(name, tokens, sms, serial=True) for name in PRODUCTS)
         ms = ms if products_us is None else products_us / 1e3

@@ -24,4 +24,4 @@ def test_some_figures_of_the_benchmarks() -> None:
 
 @pytest.mark.nightly
 def test_all_figures_of_the_benchmarks() -> None:
-    assert not [row for row in offline() if abs(row.error) > 0.1]
+    assert not [row for row in (*offline(), *online()) if abs(row.error) > 0.1]

@@ -4,8 +4,8 @@
     python tests/gpu/jobs/slo.py OUT long --serve "…" --num-pages 12000 --way "off=--pod off" --way "auto=--pod auto"
 
 online: one daemon after the other, each with all of the memory; Poisson arrivals at each rate in turn, by `weft load`.
-Prompts of 246 +- 547 and answers of 322 +- 244 tokens, log-normal and no longer than `LONGEST`, drawn so that their
-means are the distribution's (a random sample of so few had 1.3 times as many tokens); no two rates share a prompt.
+Prompts of 246 +- 547 and answers of 322 +- 244 tokens, log-normal and no longer than `sharegpt.LONGEST`, drawn so that
+their means are the distribution's (a random sample of so few had 1.3 times as many tokens); no two rates share a prompt.
 
 long: one daemon after the other, each with all of the memory. Prompts and answers of 16.5K tokens together, a P:D of 8
 to 24. The first daemon tells what a prompt and a step take, of which follows a capacity: a request is Tp of prefill and
@@ -31,17 +31,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
+from sharegpt import sharegpt
 
 READY_SECONDS = 180.0
 TOKENS = 16_500
 """of a prompt and its answer"""
-SHAREGPT = ((246.0, 547.0), (322.0, 244.0))
-"""means and deviations of prompts and answers, in tokens"""
-LONGEST = (4000, 2000)
 RATIOS = (8.0, 24.0)
 """tokens of a prompt for one of its answer"""
 
@@ -117,23 +114,6 @@ def load(daemon: Daemon, name: str, out: Path, *options: str) -> dict[str, Any]:
 
 def paths(before: dict[str, float], after: dict[str, float]) -> dict[str, int]:
     return {name: int(count - before.get(name, 0)) for name, count in after.items() if count > before.get(name, 0)}
-
-
-def sharegpt(rate: float, seconds: float, seed: int) -> list[dict[str, float]]:
-    """Requests of `SHAREGPT`: of each length as many as the distribution has, in random order."""
-    rng = np.random.default_rng(seed)
-    count = round(rate * seconds)
-    at = np.cumsum(rng.exponential(1 / rate, count))
-    lengths = []
-    for (mean, deviation), longest in zip(SHAREGPT, LONGEST, strict=True):
-        spread = np.log1p((deviation / mean) ** 2)
-        normal = NormalDist(np.log(mean) - spread / 2, np.sqrt(spread))
-        found = np.exp([normal.inv_cdf((i + 0.5) / count) for i in range(count)])
-        lengths.append(rng.permutation(np.clip(np.rint(found), 1, longest)))
-    return [
-        {"at": float(t), "input_tokens": int(prompt), "output_tokens": int(answer)}
-        for t, prompt, answer in zip(at, *lengths, strict=True)
-    ]
 
 
 def online(given: argparse.Namespace, rows: Rows) -> None:
