@@ -335,7 +335,7 @@ class EngineConfig(BaseModel):
     late_launch: bool | None = Field(
         None,
         description="schedule the next iteration shortly before the one that runs ends, so that requests that come "
-        "meanwhile are in it [on for one GPU an engine]",
+        "meanwhile are in it [on where an engine has one GPU for itself]",
     )
     plan: str = Field(
         "auto",

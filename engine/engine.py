@@ -162,11 +162,12 @@ class Engine:
         self._quiet_until = 0.0
 
     def _launches_late(self) -> bool:
-        """By default where it was measured: not on CPUs, whose iterations vary more, nor with several ranks."""
+        """By default where it was measured: not on CPUs or shared GPUs, where iterations vary, nor with several ranks."""
         config = self.config
         if config.late_launch is not None:
             return config.late_launch
-        return config.async_scheduling and self.resolved.device.type == "cuda" and config.tensor_parallel_size == 1
+        alone = config.share.sharers == 1 and config.tensor_parallel_size == 1
+        return alone and config.async_scheduling and self.resolved.device.type == "cuda"
 
     def _scheduler_of(self, pool: PagePool) -> Scheduler:
         config, resolved = self.config, self.resolved
