@@ -162,7 +162,7 @@ class Engine:
         self._quiet_until = 0.0
 
     def _launches_late(self) -> bool:
-        """By default where it was measured: not on CPUs or shared GPUs, where iterations vary, nor with several ranks."""
+        """By default where it was measured: not on CPUs or shared GPUs, whose iterations vary, nor on several."""
         config = self.config
         if config.late_launch is not None:
             return config.late_launch

@@ -5,7 +5,7 @@
 
 online: one daemon after the other, each with all of the memory; Poisson arrivals at each rate in turn, by `weft load`.
 Prompts of 246 +- 547 and answers of 322 +- 244 tokens, log-normal and no longer than `sharegpt.LONGEST`, drawn so that
-their means are the distribution's (a random sample of so few had 1.3 times as many tokens); no two rates share a prompt.
+their means are the distribution's (a random sample of so few had 1.3 times the tokens); no two rates share a prompt.
 
 long: one daemon after the other, each with all of the memory. Prompts and answers of 16.5K tokens together, a P:D of 8
 to 24. The first daemon tells what a prompt and a step take, of which follows a capacity: a request is Tp of prefill and
