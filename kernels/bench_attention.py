@@ -1,10 +1,10 @@
 """Attention of hybrid batches, a chunk beside decodes, each way there is: `weft bench attention`.
 
 The ways: decodes and whole tiles one after the other; decodes and tiles that are cut along their keys; one launch for
-both (`pod_hopper`), by how many programs begin with decodes; two streams with shares of the SMs; everything as tiles
-of the prefill kernel; flash-attn and torch's own attention where they can. In bursts (the card is below its power
-limit, as an online server's is) and sustained, with joules. `--sweep paper`: the batches of the paper on
-POD-Attention.
+both, on every SM at the same time (`pod_together`) or by how many programs begin with decodes (`pod_hopper`); two
+streams with shares of the SMs; everything as tiles of the prefill kernel; flash-attn and torch's own attention where
+they can. In bursts (the card is below its power limit, as an online server's is) and sustained, with joules. `--sweep
+paper`: the batches of the paper on POD-Attention.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ NAMES = ("flash-attn", "flash-attn streams", "sdpa")
 LEFT_OUT = {
     "cudnn": "torch gives it neither pages nor a causal mask that ends with the keys; it plans each shape for long",
     "flashinfer": "not built here; 'batched' is its way (decodes as tiles of the prefill kernel) with our kernel",
-    "hfuse": "warps of both halves in one program do not fit: tiles want 164 KB of shared memory, decodes 214, of 227",
-    "cta-parallel": "a static split of programs is what 'streams' runs: each half takes an SM's shared memory whole",
+    "hfuse": "warps of both halves in one program are 'pod together', with blocks that are small enough for both",
+    "cta-parallel": "a static split of programs is what 'streams' runs: each kernel takes an SM's shared memory whole",
 }
 """what is not measured beside us, and why"""
 
