@@ -93,12 +93,8 @@ def _consume_tiles(
 
 
 @gluon.jit
-def _do_tiles(
-    q, kv, out, table, stride_table, items, tasks, partial, arrived, tickets, layer, layers, scale, sinks,
-    HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr,
-    BOX: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
-    FIELDS: gl.constexpr,
-):  # fmt: skip
+def tile_memory(DTYPE: gl.constexpr, DP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):
+    """Shared memory of a program that does tiles, and its barriers as they are before any arrival."""
     shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     bar: gl.constexpr = mbarrier.MBarrierLayout()
@@ -120,6 +116,39 @@ def _do_tiles(
     for place in gl.static_range(2):
         mbarrier.init(told.index(place), count=1)
         mbarrier.init(heard.index(place), count=2)
+    return q_smem, k_smem, v_smem, task_smem, k_full, k_empty, v_full, v_empty, told, heard
+
+
+@gluon.jit
+def decode_memory(
+    DTYPE: gl.constexpr, DP: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
+    """The same of one that does so many decodes at once."""
+    shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    ring = gl.allocate_shared_memory(DTYPE, [C * SLOTS, BN, DP], shared)
+    q_smem = gl.allocate_shared_memory(DTYPE, [C * ((SLOTS + 1) // 2), GP, DP], shared)
+    task_smem = gl.allocate_shared_memory(gl.int32, [C * SLOTS, 1], word)
+    tokens_smem = gl.allocate_shared_memory(gl.int32, [C * SLOTS, 1], word)
+    full = gl.allocate_shared_memory(gl.int64, [C * SLOTS, 1], bar)
+    empty = gl.allocate_shared_memory(gl.int64, [C * SLOTS, 1], bar)
+    for slot in gl.static_range(C * SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=1)
+    return ring, q_smem, task_smem, tokens_smem, full, empty
+
+
+@gluon.jit
+def _do_tiles(
+    q, kv, out, table, stride_table, items, tasks, partial, arrived, tickets, layer, layers, scale, sinks,
+    HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr,
+    BOX: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
+    FIELDS: gl.constexpr,
+):  # fmt: skip
+    (q_smem, k_smem, v_smem, task_smem, k_full, k_empty, v_full, v_empty, told, heard) = tile_memory(
+        DTYPE, DP, BN, STAGES
+    )
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -154,18 +183,7 @@ def _do_decodes(
     SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     C: gl.constexpr = 4
-    shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
-    ring = gl.allocate_shared_memory(DTYPE, [C * SLOTS, BN, DP], shared)
-    q_smem = gl.allocate_shared_memory(DTYPE, [C * ((SLOTS + 1) // 2), GP, DP], shared)
-    task_smem = gl.allocate_shared_memory(gl.int32, [C * SLOTS, 1], word)
-    tokens_smem = gl.allocate_shared_memory(gl.int32, [C * SLOTS, 1], word)
-    full = gl.allocate_shared_memory(gl.int64, [C * SLOTS, 1], bar)
-    empty = gl.allocate_shared_memory(gl.int64, [C * SLOTS, 1], bar)
-    for slot in gl.static_range(C * SLOTS):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=1)
+    ring, q_smem, task_smem, tokens_smem, full, empty = decode_memory(DTYPE, DP, GP, BN, SLOTS, C)
     fence_async_shared()
     source = (q, kv, q_smem, ring, full, empty, task_smem, tokens_smem, table, stride_table, items, tasks, tickets,
               layer, layers)  # fmt: skip

@@ -18,14 +18,22 @@ from __future__ import annotations
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from weft.kernels.attention_output import Out
 from weft.kernels.decode_hopper import _consume as consume_decodes
 from weft.kernels.decode_hopper import _idle
 from weft.kernels.decode_hopper import _produce as produce_decodes
 from weft.kernels.decode_workspace import DecodeWorkspace, head_block
-from weft.kernels.pod_hopper import Blocks, PodWork, _consume_tiles, _produce_tiles, arguments
+from weft.kernels.pod_hopper import (
+    Blocks,
+    PodWork,
+    _consume_tiles,
+    _produce_tiles,
+    arguments,
+    decode_memory,
+    tile_memory,
+)
 from weft.kernels.prefill_attention import PrefillWorkspace
 
 CONSUMERS = 3
@@ -47,36 +55,10 @@ def together_kernel(
     R_TILE: gl.constexpr, R_DECODE: gl.constexpr, R_PRODUCE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     C: gl.constexpr = 3
-    shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
-    q_smem = gl.allocate_shared_memory(DTYPE, [2, 64, DP], shared)
-    k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, DP], shared)
-    v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, DP], shared)
-    tile_smem = gl.allocate_shared_memory(gl.int32, [2, 1], word)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    told = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    heard = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    ring = gl.allocate_shared_memory(DTYPE, [C * SLOTS, DECODE_BN, DP], shared)
-    query_smem = gl.allocate_shared_memory(DTYPE, [C * ((SLOTS + 1) // 2), GP, DP], shared)
-    task_smem = gl.allocate_shared_memory(gl.int32, [C * SLOTS, 1], word)
-    tokens_smem = gl.allocate_shared_memory(gl.int32, [C * SLOTS, 1], word)
-    full = gl.allocate_shared_memory(gl.int64, [C * SLOTS, 1], bar)
-    empty = gl.allocate_shared_memory(gl.int64, [C * SLOTS, 1], bar)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=2)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_empty.index(stage), count=2)
-    for place in gl.static_range(2):
-        mbarrier.init(told.index(place), count=1)
-        mbarrier.init(heard.index(place), count=2)
-    for slot in gl.static_range(C * SLOTS):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=1)
+    (q_smem, k_smem, v_smem, tile_smem, k_full, k_empty, v_full, v_empty, told, heard) = tile_memory(
+        DTYPE, DP, BN, STAGES
+    )
+    ring, query_smem, task_smem, tokens_smem, full, empty = decode_memory(DTYPE, DP, GP, DECODE_BN, SLOTS, C)
     fence_async_shared()
     if PDL:
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
