@@ -25,7 +25,6 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.choose import target_of
 from weft.engine.plans.plan import Lane, NanoOperation, Period, Plan
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 OPTIONS = {
     "dtype": "bfloat16", "max_num_seqs": 64, "max_num_batched_tokens": 512, "num_pages": 1000, "tuning_seconds": 0,
     "host_kv_gib": 0.1,
@@ -41,9 +40,16 @@ ASKED = (
 )
 
 
+RANKS = [n for n in (2, 4) if n <= torch.cuda.device_count()]
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.parametrize("ranks", RANKS, ids=[f"{n}_ranks" for n in RANKS], scope="module"),
+]
+
+
 @pytest.fixture(scope="module")
-def two() -> Iterator[Harness]:
-    harness = Harness("demo", tensor_parallel_size=2, **OPTIONS)
+def several(ranks: int) -> Iterator[Harness]:
+    harness = Harness("demo", tensor_parallel_size=ranks, **OPTIONS)
     yield harness
     harness.engine.close()
 
@@ -57,24 +63,29 @@ def served(harness: Harness) -> list[list[int]]:
     return [harness.tokens[handle] for handle in handles]
 
 
-def test_the_demo_model_answers(two: Harness) -> None:
+def test_the_demo_model_answers_as_on_one_gpu(several: Harness) -> None:
     tokenizer = Tokenizer.from_file(str(MODEL_PATH / "tokenizer.json"))
     examples = [e for skill in ("add", "subtract", "sort", "reverse", "count") for e in held_out(skill, 20, 5)]
-    handles = [two.add(prompt_ids(tokenizer, e), max_tokens=60, **GREEDY) for e in examples]
-    two.run()
-    answers = [tokenizer.decode(two.tokens[h], skip_special_tokens=True) for h in handles]
-    assert sum(a == e.answer for a, e in zip(answers, examples, strict=True)) >= len(examples) - 1
+    one = Harness("demo", **OPTIONS)
+    answers = []
+    for harness in (several, one):
+        handles = [harness.add(prompt_ids(tokenizer, e), max_tokens=60, **GREEDY) for e in examples]
+        harness.run()
+        answers.append([tokenizer.decode(harness.tokens[h], skip_special_tokens=True) for h in handles])
+    one.engine.close()
+    assert answers[0] == answers[1]
+    assert sum(a == e.answer for a, e in zip(answers[0], examples, strict=True)) >= len(examples) - 1
 
 
-def test_a_run_repeats_itself(two: Harness) -> None:
-    two.engine.reset_prefix_cache()
-    first = served(two)
-    two.engine.reset_prefix_cache()
-    assert served(two) == first
+def test_a_run_repeats_itself(several: Harness) -> None:
+    several.engine.reset_prefix_cache()
+    first = served(several)
+    several.engine.reset_prefix_cache()
+    assert served(several) == first
 
 
-def test_a_pipeline_gives_the_serial_plans_tokens(tmp_path: Path) -> None:
-    spec = read_spec(MODEL_PATH).shard(0, 2)
+def test_a_pipeline_gives_the_serial_plans_tokens(tmp_path: Path, ranks: int) -> None:
+    spec = read_spec(MODEL_PATH).shard(0, ranks)
     target = target_of(spec, torch.device("cuda", 0), torch.bfloat16)
     periods = tuple(two_nano_batches(spec, tokens, target.sms) for tokens in (512, 256))
     for period in periods:
@@ -82,7 +93,7 @@ def test_a_pipeline_gives_the_serial_plans_tokens(tmp_path: Path) -> None:
     Plan(target, "test", periods).save(tmp_path / "plan.json")
     answers = []
     for plan in ("serial", str(tmp_path / "plan.json")):
-        harness = Harness("demo", tensor_parallel_size=2, plan=plan, **OPTIONS)
+        harness = Harness("demo", tensor_parallel_size=ranks, plan=plan, **OPTIONS)
         assert (harness.engine.resolved.plan is not None) == (plan != "serial")
         rng = np.random.default_rng(3)
         prompts = [rng.integers(6, 2000, n) for n in rng.integers(1, 300, 60)]
@@ -110,14 +121,14 @@ def two_nano_batches(spec: ModelSpec, tokens: int, sms: int) -> Period:
     return Period(tokens, tuple(op for both in zip(own, other, strict=True) for op in both))
 
 
-def test_pages_leave_and_return_beside_iterations_of_a_rank_that_is_behind() -> None:
+def test_pages_leave_and_return_beside_iterations_of_a_rank_that_is_behind(ranks: int) -> None:
     """Rank 0 may ask for copies of what rank 1, whose GPU somebody else keeps busy, has yet to compute."""
     rng = np.random.default_rng(11)
     prompts = [rng.integers(6, 2000, 700) for _ in range(24)]
     answers: list[list[list[int]]] = []
     for few in (False, True):
         pages = {"num_pages": 60, "host_kv_gib": 0.2, "max_num_seqs": 6} if few else {"num_pages": 2000}
-        harness = Harness("demo", tensor_parallel_size=2, **{**OPTIONS, "page_size": 64, **pages})
+        harness = Harness("demo", tensor_parallel_size=ranks, **{**OPTIONS, "page_size": 64, **pages})
         stop = threading.Event()
         busy = threading.Thread(target=_keep_busy, args=(1, stop))
         if few:
@@ -147,16 +158,16 @@ def _keep_busy(device: int, stop: threading.Event) -> None:
         torch.cuda.synchronize(device)
 
 
-def test_a_rank_that_is_killed_ends_the_engine_at_once() -> None:
-    harness = Harness("demo", tensor_parallel_size=2, **OPTIONS)
+def test_a_rank_that_is_killed_ends_the_engine_at_once(ranks: int) -> None:
+    harness = Harness("demo", tensor_parallel_size=ranks, **OPTIONS)
     for prompt in PROMPTS:
         harness.add(prompt, max_tokens=1700, ignore_eos=True, **GREEDY)
     for _ in range(20):
         harness.step()
     assert harness.engine.ranks is not None
-    os.kill(harness.engine.ranks._processes[1].pid, signal.SIGKILL)
+    os.kill(harness.engine.ranks._processes[ranks - 1].pid, signal.SIGKILL)
     begun = time.monotonic()
-    with pytest.raises(RankLost, match="rank 1: its process ended"):
+    with pytest.raises(RankLost, match=f"rank {ranks - 1}: its process ended"):
         _to_the_end(harness)
     assert time.monotonic() - begun < 10
 

@@ -6,6 +6,7 @@
 #   answer too, and then docs/tensor-parallel.md says that the search finds none. tp-plan runs the plan.
 #   What it has measured, solved and tuned is written to kept/ as it goes. If it is cut off, the next run goes on when
 #   KEPT names that folder, on another machine too; the log then says with how many measurements.
+#   RANKS: on so many GPUs instead of two.
 set -u
 export COLUMNS=140
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/weft
@@ -23,7 +24,7 @@ cp -n "$OUT"/kept/gemm-*.json "$OUT"/kept/sums-*.json "$cache" 2>/dev/null
 begun=$SECONDS
 # The first signal ends a search with the best so far.
 timeout --foreground -s INT $((SECONDS_LEFT > 80 ? SECONDS_LEFT - 40 : 40)) python -m weft.server search --model-preset qwen2.5-72b \
-    --tensor-parallel-size 2 --workload 1024:512 --budget-seconds 220 --measure-seconds 0.3 --tuning-seconds 20 \
+    --tensor-parallel-size ${RANKS:-2} --workload 1024:512 --budget-seconds 220 --measure-seconds 0.3 --tuning-seconds 20 \
     --out "$OUT/plan.json" --svg "$OUT/plan.svg"
 status=$?
 echo "exit status $status after $((SECONDS - begun)) s"
