@@ -26,7 +26,7 @@ from weft.kernels.collectives import _SPIN, _TYPES, WAVES, Peers, _common, _meet
 from weft.kernels.dependent_launch import begin, release
 from weft.kernels.gemm_config import GemmConfig
 from weft.kernels.gemm_launch import Launch, Workspace, check_operands, check_workspace, launch_of
-from weft.kernels.gemm_tiles import accumulate, ahead, columns, live_tokens, meet, tile_of
+from weft.kernels.gemm_tiles import accumulate, columns, live_tokens, meet, prefetch, tile_of
 
 SPECIAL_ROWS = 64
 """of a flag of the warp-specialised kernel: each of its two warpgroups sets its own"""
@@ -68,6 +68,20 @@ def flags_of(launch: Launch, tokens: int, hidden: int) -> tuple[int, int, int]:
     return -(-tokens // rows) * -(-hidden // config.features), rows, config.features
 
 
+def first_tile(peers: Peers, tiles: int, steps: int) -> int:
+    """Of `tiles` feature tiles the one that this rank begins with: those of the rank behind it first, its own last. So
+    at any time all ranks write to different ones, and a link takes one stream, not that of all others while the rest
+    are idle; and behind the last tile there is nothing left to send. In one step every tile goes to all: 0.
+    """
+    return (peers.rank + 1) % peers.ranks * tiles // peers.ranks if steps == 2 else 0
+
+
+@triton.jit
+def _turned(unit, tiles_m, tiles_n, turn, GROUP: tl.constexpr):
+    tile_m, tile_n = tile_of(unit, tiles_m, tiles_n, GROUP)
+    return tile_m, (tile_n + turn) % tiles_n
+
+
 @triton.jit
 def _send(y, addresses, peer, inbox, rows, col, first, W, mask, OUT: tl.constexpr):
     # from a table comes no alignment
@@ -81,9 +95,9 @@ def _flag(addresses, peer, flags, at, number):
     tl.atomic_xchg(flag, number, sem="release", scope="sys")
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "turn"])
 def push_kernel(
-    a, w, weights, partial, arrived, count, M, N, K, W, bias, addresses, number, flags, inbox,
+    a, w, weights, partial, arrived, count, M, N, K, W, bias, addresses, number, flags, inbox, turn,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, SWAP: tl.constexpr,
     SLICES: tl.constexpr, OUT: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr, ONCE: tl.constexpr,
     R: tl.constexpr, STEPS: tl.constexpr,
@@ -93,7 +107,9 @@ def push_kernel(
     steps = tl.cdiv(K, BK)
     share = tl.cdiv(steps, SPLIT)
     if AHEAD > 0:
-        ahead(weights, M, N, K, share, BM, BN, BK, GROUP, SPLIT, AHEAD)
+        unit = tl.program_id(0)
+        _, tile_n = _turned(unit // SPLIT, tl.cdiv(M, BM), tiles_n, turn, GROUP)
+        prefetch(weights, tile_n * BN, unit % SPLIT * share * BK, N, K, BN, AHEAD * BK)
     begin(PDL)
     now = tl.load(number)
     live = live_tokens(count, M)
@@ -102,7 +118,7 @@ def push_kernel(
     for unit in tl.range(tl.program_id(0), tiles_m * tiles_n * SPLIT, tl.num_programs(0)):
         tile = unit // SPLIT
         part = unit % SPLIT
-        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP)
+        tile_m, tile_n = _turned(tile, tiles_m, tiles_n, turn, GROUP)
         first = part * share
         acc = accumulate(a, w, tile_m * BM, tile_n * BN, first, tl.minimum(first + share, steps), BM, BN, BK, SWAP)
         done = True
@@ -226,18 +242,20 @@ def push_project(
         return None
     flags = inbox.flags + 4 * peers.rank * inbox.room
     partial = inbox.partial + peers.rank * inbox.rows * width * a.element_size()
+    turn = first_tile(peers, -(-hidden // features), steps)
     if launch.config.special:
         from weft.kernels import pushed_hopper
 
         pushed_hopper.launch_push(
-            peers, number, launch, a, weight, bias, num_tokens, width=width, flags=flags, partial=partial, steps=steps
-        )
+            peers, number, launch, a, weight, bias, num_tokens, width=width, flags=flags, partial=partial, turn=turn,
+            steps=steps,
+        )  # fmt: skip
         return Pushed(inbox, steps, rows, features)
     c, ws = launch.config, check_workspace(space, launch, tokens, hidden)
     push_kernel[launch.grid](
         TensorDescriptor.from_tensor(a, [c.tokens, c.depth]), TensorDescriptor.from_tensor(weight, [features, c.depth]),
         weight, ws.partial if ws else None, ws.arrived if ws else None, num_tokens, tokens, hidden, depth, width, bias,
-        peers.addresses, number, flags, partial, BM=c.tokens, BN=features, BK=c.depth, GROUP=c.group,
+        peers.addresses, number, flags, partial, turn, BM=c.tokens, BN=features, BK=c.depth, GROUP=c.group,
         SPLIT=launch.split, SWAP=c.swap, SLICES=c.slices, OUT=_TYPES[a.dtype], R=peers.ranks, STEPS=steps,
         **launch.options,
     )  # fmt: skip

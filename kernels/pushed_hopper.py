@@ -27,15 +27,39 @@ from weft.kernels.gemm_hopper import (
     BLOCK_FEATURES,
     BLOCK_TOKENS,
     _multiply,
-    _produce,
     _tile_of,
     _with_bias,
+    load_tile,
     store_tile,
 )
 from weft.kernels.gemm_launch import Launch
 
 MAX_RANKS = 8
 STAGES = 3
+
+
+@gluon.jit
+def _turned(tile, tiles_m, tiles_n, turn, GROUP: gl.constexpr):
+    """As `_tile_of`, the feature tiles from `turn` on first: see `pushed.first_tile`."""
+    tile_m, tile_n = _tile_of(tile, tiles_m, tiles_n, GROUP)
+    return tile_m, (tile_n + turn) % tiles_n
+
+
+@gluon.jit
+def _produce(
+    a, w, a_smem, w_smem, full, empty, tiles_m, tiles_n, steps, turn, BN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    count = 0
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        tile_m, tile_n = _turned(tile, tiles_m, tiles_n, turn, GROUP)
+        for step in range(steps):
+            stage = count % STAGES
+            mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(stage), (128 + BN) * BK * 2)
+            load_tile(a, [tile_m * 128, step * BK], full.index(stage), a_smem.index(stage))
+            load_tile(w, [tile_n * BN, step * BK], full.index(stage), w_smem.index(stage))
+            count += 1
 
 
 @gluon.jit
@@ -64,7 +88,7 @@ def _send(out, io, row, col, W, OWNER: gl.constexpr, STEPS: gl.constexpr):
 @gluon.jit
 def _consume(
     o0, o1, o2, o3, o4, o5, o6, o7, a_smem, w_smem, io_smem, full, empty, tiles_m, tiles_n, steps, N, W, bias,
-    addresses, number, flags, WG: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    addresses, number, flags, turn, WG: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     HAS_BIAS: gl.constexpr, DTYPE: gl.constexpr, R: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -73,7 +97,7 @@ def _consume(
     before = -1
     owner = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        tile_m, tile_n = _tile_of(tile, tiles_m, tiles_n, GROUP)
+        tile_m, tile_n = _turned(tile, tiles_m, tiles_n, turn, GROUP)
         row0 = tile_m * 128 + WG * 64
         col0 = tile_n * BN
         acc, count = _multiply(a_smem, w_smem, full, empty, count, steps, WG, BN, ACC, BN, STAGES)
@@ -101,9 +125,9 @@ def _consume(
         _told(addresses, flags, before, number, owner, R, STEPS)
 
 
-@gluon.jit(do_not_specialize=["M"])
+@gluon.jit(do_not_specialize=["M", "turn"])
 def push_kernel(
-    a, w, o0, o1, o2, o3, o4, o5, o6, o7, num_tokens, M, N, K, W, bias, addresses, epoch, flags,
+    a, w, o0, o1, o2, o3, o4, o5, o6, o7, num_tokens, M, N, K, W, bias, addresses, epoch, flags, turn,
     STAGES: gl.constexpr, GROUP: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_COUNT: gl.constexpr, DTYPE: gl.constexpr,
     R: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -133,11 +157,10 @@ def push_kernel(
     gl.warp_specialize(
         [
             (_consume, (o0, o1, o2, o3, o4, o5, o6, o7, a_smem, w_smem, io_smem, full, empty, tiles_m, tiles_n, steps,
-                        N, W, bias, addresses, number, flags, 0, BN, STAGES, GROUP, HAS_BIAS, DTYPE, R, STEPS)),
+                        N, W, bias, addresses, number, flags, turn, 0, BN, STAGES, GROUP, HAS_BIAS, DTYPE, R, STEPS)),
             (_consume, (o0, o1, o2, o3, o4, o5, o6, o7, a_smem, w_smem, io_smem, full, empty, tiles_m, tiles_n, steps,
-                        N, W, bias, addresses, number, flags, 1, BN, STAGES, GROUP, HAS_BIAS, DTYPE, R, STEPS)),
-            (_produce, (a, w, None, None, a_smem, w_smem, io_smem, full, empty, full, empty, tiles_m, tiles_n, steps,
-                        "plain", BN, BK, STAGES, GROUP)),
+                        N, W, bias, addresses, number, flags, turn, 1, BN, STAGES, GROUP, HAS_BIAS, DTYPE, R, STEPS)),
+            (_produce, (a, w, a_smem, w_smem, full, empty, tiles_m, tiles_n, steps, turn, BN, BK, STAGES, GROUP)),
         ],
         [4, 1],
         [240, 24],
@@ -156,7 +179,7 @@ class _There(NamedTuple):
 
 def launch_push(
     peers: Peers, number: Tensor, launch: Launch, a: Tensor, weight: Tensor, bias: Tensor | None,
-    num_tokens: Tensor | None, *, width: int, flags: int, partial: int, steps: int,
+    num_tokens: Tensor | None, *, width: int, flags: int, partial: int, turn: int, steps: int,
 ) -> None:  # fmt: skip
     """partial, flags: of what this rank sends, offsets into the arenas in bytes. See `pushed.push_project`."""
 
@@ -170,7 +193,7 @@ def launch_push(
     places = [*there, *[None] * (MAX_RANKS - len(there))]
     push_kernel[launch.grid](
         tiles(a, BLOCK_TOKENS, BLOCK_DEPTH), tiles(weight, BLOCK_FEATURES, BLOCK_DEPTH), *places, num_tokens,
-        a.shape[0], weight.shape[0], a.shape[1], width, bias, peers.addresses, number, flags, STAGES=STAGES,
+        a.shape[0], weight.shape[0], a.shape[1], width, bias, peers.addresses, number, flags, turn, STAGES=STAGES,
         GROUP=launch.config.group, HAS_BIAS=bias is not None, HAS_COUNT=num_tokens is not None,
         DTYPE={torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[a.dtype], R=peers.ranks, STEPS=steps,
         num_warps=4, PDL=launch.options["PDL"], **({"launch_pdl": True} if launch.options["PDL"] else {}),
