@@ -30,17 +30,20 @@ class Unavailable(Exception):
     """It cannot run here; why."""
 
 
-def call(name: str, batch: Hybrid, q: Tensor, pool: Tensor, table: Tensor) -> Callable[[int], None]:
+def call(name: str, batch: Hybrid, q: Tensor, pool: Tensor, table: Tensor) -> Callable[[int], tuple[Tensor, Tensor]]:
     """A batch's attention in a layer of `pool [pages, layers, 2, page, Hkv, D]`, whose memory is read in other shapes.
 
-    q `[T, Hq, D]`: decodes first. Raises `Unavailable`.
+    q `[T, Hq, D]`: decodes first. Returns of decodes `[d, 1, Hq, D]` and of the chunk `[1, chunk, Hq, D]`; "sdpa" in
+    its own shapes, of other numbers. A graph of it reads what it holds: keep it as long. Raises `Unavailable`.
     """
     if name == "sdpa":
         return _sdpa(batch, q, pool)
     return _flash(batch, q, pool, table, beside=name.endswith("streams"))
 
 
-def _flash(batch: Hybrid, q: Tensor, pool: Tensor, table: Tensor, *, beside: bool) -> Callable[[int], None]:
+def _flash(
+    batch: Hybrid, q: Tensor, pool: Tensor, table: Tensor, *, beside: bool
+) -> Callable[[int], tuple[Tensor, Tensor]]:
     if importlib.util.find_spec("flash_attn") is None:
         raise Unavailable("the package flash-attn is not installed")
     attend: Any = importlib.import_module("flash_attn").flash_attn_with_kvcache
@@ -54,33 +57,35 @@ def _flash(batch: Hybrid, q: Tensor, pool: Tensor, table: Tensor, *, beside: boo
     chunk_table = ids[d : d + 1, : -(-(batch.context + chunk) // FLASH_PAGE)].contiguous()
     side = torch.cuda.Stream() if beside else None
 
-    def decode(layer: int) -> None:
-        attend(
+    def decode(layer: int) -> Tensor:
+        attended: Tensor = attend(
             q[:d, None], wide[:, layer, 0], wide[:, layer, 1], cache_seqlens=lengths, block_table=decode_table,
             causal=True,
         )  # fmt: skip
+        return attended
 
-    def prefill(layer: int) -> None:  # with a cache, so that it may split the keys
-        attend(
+    def prefill(layer: int) -> Tensor:  # with a cache, so that it may split the keys
+        attended: Tensor = attend(
             q[None, d : d + chunk], wide[:, layer, 0], wide[:, layer, 1], cache_seqlens=behind,
             block_table=chunk_table, causal=True,
         )  # fmt: skip
+        return attended
 
-    def both(layer: int) -> None:
+    def both(layer: int) -> tuple[Tensor, Tensor]:
         if side is None:
-            decode(layer)
-            return prefill(layer)
+            return decode(layer), prefill(layer)
         here = torch.cuda.current_stream()
         side.wait_stream(here)
         with torch.cuda.stream(side):
-            decode(layer)
-        prefill(layer)
-        return here.wait_stream(side)
+            decodes = decode(layer)
+        chunk = prefill(layer)
+        here.wait_stream(side)
+        return decodes, chunk
 
     return both
 
 
-def _sdpa(batch: Hybrid, q: Tensor, pool: Tensor) -> Callable[[int], None]:
+def _sdpa(batch: Hybrid, q: Tensor, pool: Tensor) -> Callable[[int], tuple[Tensor, Tensor]]:
     heads, dim, d, chunk = pool.shape[4], pool.shape[5], batch.decodes, batch.chunk
     rows = pool.view(-1, heads, dim)
     keys, wanted = batch.context + chunk, d * batch.length
@@ -91,16 +96,17 @@ def _sdpa(batch: Hybrid, q: Tensor, pool: Tensor) -> Callable[[int], None]:
     begins = torch.tensor([0, chunk], dtype=torch.int32, device=q.device)
     ends = torch.tensor([0, keys], dtype=torch.int32, device=q.device)
 
-    def both(layer: int) -> None:
+    def both(layer: int) -> tuple[Tensor, Tensor]:
         k, v = (rows[at + layer * shift :][:wanted].view(d, batch.length, heads, dim) for at in (0, half))
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            F.scaled_dot_product_attention(
+            decodes = F.scaled_dot_product_attention(
                 q[:d, None].transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), enable_gqa=True
             )
         # varlen, because its causal mask ends with the keys
         k, v = (rows[at + layer * shift :][:keys] for at in (0, half))
-        torch.ops.aten._flash_attention_forward(
+        attended = torch.ops.aten._flash_attention_forward(
             q[d : d + chunk], k, v, begins, ends, chunk, keys, 0.0, True, False
         )  # fmt: skip
+        return decodes, attended[0]
 
     return both

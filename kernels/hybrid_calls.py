@@ -66,6 +66,17 @@ class Section(NamedTuple):
     fields: int
 
 
+class Foreign(NamedTuple):
+    """A way of another package, captured for one batch."""
+
+    graph: tuple[Any, int]
+    call: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+    """kept: it holds lengths and tables that the graph reads. Once they were given to others, which left chunks of no
+    keys: ten times as quick, and nothing was attended to"""
+    attended: tuple[torch.Tensor, torch.Tensor]
+    """of the last layer: decodes, the chunk"""
+
+
 class HybridCalls:
     """Ways to attend, by name; `load` a batch, then time them. Lists are planned as an engine plans them.
 
@@ -115,7 +126,7 @@ class HybridCalls:
         self.left_out: dict[str, str] = {}
         """ways that cannot run here, and why"""
         self._graphs: dict[str, tuple[Any, int]] = {}
-        self._foreign: dict[str, tuple[Any, int]] = {}
+        self._foreign: dict[str, Foreign] = {}
         self._settings: dict[str, int] = {}
         self._batch: Hybrid | None = None
 
@@ -231,7 +242,9 @@ class HybridCalls:
         assert self._batch is not None
         try:
             call = foreign_attention.call(name, self._batch, self.q, self.pool, self.table)
-            self._foreign[name] = capture([partial(call, layer) for layer in range(LAYERS)])
+            attended: list[tuple[torch.Tensor, torch.Tensor]] = []
+            captured = capture([lambda at=layer: attended.append(call(at)) for layer in range(LAYERS)])  # type: ignore[misc]
+            self._foreign[name] = Foreign(captured, call, attended[-1])
         except (foreign_attention.Unavailable, ImportError, RuntimeError, TypeError, ValueError) as error:
             self.left_out[name] = str(error).splitlines()[0] or type(error).__name__
             return False
@@ -242,7 +255,12 @@ class HybridCalls:
             programs = self._settings[name[4:]]
             self._decoders.fill_(programs)
             return self._graphs[{AS_TILES: "pod tiles", TOGETHER: "pod together"}.get(programs, "pod")]
-        return self._foreign[name] if name in foreign_attention.NAMES else self._graphs[name]
+        return self._foreign[name].graph if name in foreign_attention.NAMES else self._graphs[name]
+
+    def attended(self, name: str) -> torch.Tensor:
+        """`[T, Hq * D]` that a way of `foreign_attention` left for the last layer, when it ran last."""
+        decodes, chunk = self._foreign[name].attended
+        return torch.cat((decodes.flatten(0, 1).flatten(1), chunk.flatten(0, -3).flatten(1)))
 
     def burst(self, name: str, expected_us: float) -> float:
         """Microseconds of a call, behind a pause. expected_us: about as long as it takes."""

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from weft.kernels.foreign_attention import NAMES
+from weft.kernels.foreign_attention import FLASH_PAGE, NAMES
 from weft.kernels.gpu import is_hopper, on_gpu
 from weft.kernels.hybrid_batches import Hybrid
-from weft.kernels.hybrid_calls import HybridCalls
+from weft.kernels.hybrid_calls import LAYERS, HybridCalls
 
 
 @pytest.mark.parametrize("model", ["llama-3-8b", "yi-6b"])
@@ -32,5 +32,30 @@ def test_every_way_attends_to_the_same(model: str, device: str) -> None:
             want = got if want is None else want
             assert float((got - want).norm() / want.norm()) < 6e-3, name
         assert calls.same_bits()
-        for name in NAMES:  # where they are installed, they run
-            assert not calls.prepare(name) or calls.burst(name, 500.0) > 0
+        prepared = [name for name in NAMES if calls.prepare(name)]  # where they are installed, they run
+        for name in prepared:
+            assert calls.burst(name, 500.0) > 0
+        for name in prepared:  # behind all others' captures, whose memory would be the first one's if it were not kept
+            if name.startswith("flash"):
+                calls.burst(name, 500.0)
+                want, got = over_wide_pages(calls, batch), calls.attended(name).float()
+                assert float((got - want).norm() / want.norm()) < 6e-3, name
+
+
+def over_wide_pages(calls: HybridCalls, batch: Hybrid) -> torch.Tensor:
+    """What flash-attn should come to in the last layer: the same memory in pages of its size. `[T, Hq * D]` float32."""
+    heads, dim = calls.pool.shape[4:]
+    wide = calls.pool.view(-1, LAYERS, 2, FLASH_PAGE, heads, dim)
+    ids = calls.table.long() % len(wide)
+
+    def attend(q: torch.Tensor, row: int, keys: int) -> torch.Tensor:
+        pages = wide[ids[row, : -(-keys // FLASH_PAGE)], LAYERS - 1].float()
+        k, v = (pages[:, i].reshape(-1, heads, dim)[:keys] for i in range(2))
+        scores = torch.einsum("qhgd,khd->hgqk", q.float().unflatten(1, (heads, -1)), k) * dim**-0.5
+        visible = torch.arange(keys - len(q), keys, device=q.device)[:, None] >= torch.arange(keys, device=q.device)
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        return torch.einsum("hgqk,khd->qhgd", weights, v).flatten(1)
+
+    q, d = calls.q, batch.decodes
+    decodes = [attend(q[i : i + 1], i, batch.length) for i in range(d)]
+    return torch.cat((*decodes, attend(q[d : d + batch.chunk], d, batch.context + batch.chunk)))
