@@ -136,8 +136,12 @@ def _reduce_kernel(
 
 
 @triton.jit(do_not_specialize=["rank"])
-def _meet_kernel(addresses, rank, abort, number, flags, R: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr):
+def _meet_kernel(
+    addresses, rank, abort, number, flags, ticket, R: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     begin(PDL)
+    if ticket is not None:  # of the sum before it, for the next one
+        tl.store(ticket, 0)
     now = tl.load(number)
     _tell(addresses, rank, flags, 0, now, R)
     _hear(addresses, rank, flags, 0, now, abort, R, KIND)
@@ -241,8 +245,9 @@ def reduce(
     )  # fmt: skip
     if shots == 2:
         _meet_kernel[(1,)](
-            peers.addresses, peers.rank, peers.abort, number, flags + 4 * peers.ranks, num_warps=1, **_common(peers)
-        )
+            peers.addresses, peers.rank, peers.abort, number, flags + 4 * peers.ranks, None, num_warps=1,
+            **_common(peers),
+        )  # fmt: skip
 
 
 def gather_programs(words: int) -> int:

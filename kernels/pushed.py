@@ -164,19 +164,34 @@ def _await(flag, number, abort, KIND: tl.constexpr):
     tl.debug_barrier()
 
 
+@triton.jit
+def _next(item, ticket, STEPS: tl.constexpr):
+    """Of this program: every so many in one step, whatever comes next in two. -1: its first."""
+    if STEPS == 2:
+        return tl.atomic_add(ticket, 1, sem="relaxed")
+    else:
+        return tl.where(item < 0, tl.program_id(0), item + tl.num_programs(0))
+
+
 @triton.jit(do_not_specialize=["rank", "stride_sumsq", "T"])
 def _reduce_pushed_kernel(
-    addresses, rank, abort, number, flags, room, inbox, source, x, sumsq, stride_sumsq, live, T, H, W, R: tl.constexpr,
-    ADD: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr,
+    addresses, rank, abort, number, flags, room, inbox, source, x, sumsq, stride_sumsq, live, ticket, T, H, W,
+    R: tl.constexpr, ADD: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr,
     BLOCK: tl.constexpr, TYPE: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(PDL)
+    # In two steps flags alone say what may be read: programs that find room beside the product's, which have all begun
+    # when these may, add up its first rows and write them to all while it multiplies the others. The product itself has
+    # waited for whatever came before it.
+    if STEPS == 1:
+        begin(PDL)
     release(PDL)
-    now = tl.load(number)
+    now = tl.load(number, cache_modifier=".cg")
     parts = R if STEPS == 1 else 1
     own = tl.load(addresses + rank)
     mine = tl.multiple_of((own + x).to(tl.pointer_type(TYPE)), 16)
-    for item in range(tl.program_id(0), tl.minimum(tl.load(live), T) * parts, tl.num_programs(0)):
+    items = tl.minimum(tl.load(live, cache_modifier=".cg"), T) * parts
+    item = _next(-1, ticket, STEPS)
+    while item < items:
         row = (item // parts).to(tl.int64)
         part = item % parts if STEPS == 1 else rank
         tile = part * W // BN
@@ -196,7 +211,7 @@ def _reduce_pushed_kernel(
                 came = tl.multiple_of((own + inbox + peer * source).to(tl.pointer_type(TYPE)), 16)
                 total += tl.load(came + there, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
             if ADD:
-                total += tl.load(mine + row * H + at, mask=mask, other=0.0).to(tl.float32)
+                total += tl.load(mine + row * H + at, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
             value = total.to(TYPE)
             squares += tl.where(mask, value.to(tl.float32) * value.to(tl.float32), 0.0)
             if STEPS == 1:
@@ -212,6 +227,9 @@ def _reduce_pushed_kernel(
         else:
             for peer in tl.static_range(R):
                 tl.store((tl.load(addresses + peer) + sumsq).to(tl.pointer_type(tl.float32)) + place, total_squares)
+        item = _next(item, ticket, STEPS)
+    if STEPS == 2:
+        begin(PDL)  # so that whoever waits for this kernel has waited for the product, too
 
 
 def push_project(
@@ -271,13 +289,17 @@ def reduce_pushed(
     sumsq: int,
     stride_sumsq: int,
     live: Tensor,
+    ticket: Tensor,
     tokens: int,
     hidden: int,
     dtype: torch.dtype,
     add: bool,
     num_sms: int,
 ) -> None:
-    """As `collectives.reduce`, of what products have sent."""
+    """As `collectives.reduce`, of what products have sent. Launched right behind that product: see the kernel.
+
+    ticket `[1]` int32: 0, and 0 again behind it.
+    """
     inbox, steps, ranks = pushed.inbox, pushed.steps, peers.ranks
     width = part_width(hidden, ranks)
     items = tokens * (ranks if steps == 1 else 1)
@@ -285,9 +307,11 @@ def reduce_pushed(
     source = inbox.rows * width_of(hidden, ranks, steps) * dtype.itemsize
     _reduce_pushed_kernel[(max(1, min(items, WAVES * num_sms)),)](
         peers.addresses, peers.rank, peers.abort, number, inbox.flags, inbox.room, inbox.partial, source, x, sumsq,
-        stride_sumsq, live, tokens, hidden, width, ADD=add, STEPS=steps, BM=pushed.rows, BN=pushed.features,
+        stride_sumsq, live, ticket, tokens, hidden, width, ADD=add, STEPS=steps, BM=pushed.rows, BN=pushed.features,
         TILES=triton.next_power_of_2(-(-width // pushed.features) + 1), BLOCK=block, TYPE=_TYPES[dtype],
         num_warps=max(1, min(8, block // 256)), **_common(peers),
     )  # fmt: skip
     if steps == 2:
-        _meet_kernel[(1,)](peers.addresses, peers.rank, peers.abort, number, inbox.meet, num_warps=1, **_common(peers))
+        _meet_kernel[(1,)](
+            peers.addresses, peers.rank, peers.abort, number, inbox.meet, ticket, num_warps=1, **_common(peers)
+        )

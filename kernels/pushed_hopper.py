@@ -191,10 +191,15 @@ def launch_push(
         TensorDescriptor(_There(base + partial, a.dtype), shape, [width, 1], block, _SHARED) for base in peers.bases
     ]
     places = [*there, *[None] * (MAX_RANKS - len(there))]
-    push_kernel[launch.grid](
+    # Rows come to their end one group after the other, and SMs that no wave needs are left to those who add them up.
+    tiles_m = -(-a.shape[0] // BLOCK_TOKENS)
+    count = tiles_m * -(-weight.shape[0] // BLOCK_FEATURES)
+    programs = -(-count // -(-count // launch.grid[0]))
+    group = min(launch.config.group, max(1, tiles_m // 2))
+    push_kernel[(programs,)](
         tiles(a, BLOCK_TOKENS, BLOCK_DEPTH), tiles(weight, BLOCK_FEATURES, BLOCK_DEPTH), *places, num_tokens,
         a.shape[0], weight.shape[0], a.shape[1], width, bias, peers.addresses, number, flags, turn, STAGES=STAGES,
-        GROUP=launch.config.group, HAS_BIAS=bias is not None, HAS_COUNT=num_tokens is not None,
+        GROUP=group, HAS_BIAS=bias is not None, HAS_COUNT=num_tokens is not None,
         DTYPE={torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[a.dtype], R=peers.ranks, STEPS=steps,
         num_warps=4, PDL=launch.options["PDL"], **({"launch_pdl": True} if launch.options["PDL"] else {}),
     )  # fmt: skip

@@ -110,6 +110,8 @@ class PeerCollectives:
         self._pushes = 0
         self._pushed: Pushed | None = None
         """the product whose sum is to follow"""
+        self._ticket = torch.zeros(1, dtype=torch.int32, device=device)
+        """of such a sum"""
         self._turn = 0
         if device.type == "cuda":
             self._beside = torch.cuda.Stream(device)
@@ -226,7 +228,7 @@ class PeerCollectives:
         if pushed is not None:
             reduce_pushed(
                 self._peers, number, pushed, x=self._place(x), sumsq=self._place(sumsq), stride_sumsq=sumsq.stride(0),
-                live=live, tokens=tokens, hidden=hidden, dtype=x.dtype, add=add, num_sms=num_sms,
+                live=live, ticket=self._ticket, tokens=tokens, hidden=hidden, dtype=x.dtype, add=add, num_sms=num_sms,
             )  # fmt: skip
         else:
             kernels.reduce(

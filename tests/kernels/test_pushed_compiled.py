@@ -28,8 +28,8 @@ def work():
         inbox = pushed.Inbox(1 << 20, 2048, 1 << 12, 1 << 13, 1 << 10)
         sent = pushed.push_project(peers, one(), inbox, meta(tokens, 4096), meta(8192, 4096), None, steps=steps,
             num_sms=132, space=space, num_tokens=one())
-        pushed.reduce_pushed(peers, one(), sent, x=1 << 20, sumsq=1 << 18, stride_sumsq=2048, live=one(), tokens=tokens,
-            hidden=8192, dtype=torch.bfloat16, add=True, num_sms=132)
+        pushed.reduce_pushed(peers, one(), sent, x=1 << 20, sumsq=1 << 18, stride_sumsq=2048, live=one(), ticket=one(),
+            tokens=tokens, hidden=8192, dtype=torch.bfloat16, add=True, num_sms=132)
 """
 
 
@@ -59,3 +59,8 @@ def test_flags_are_set_behind_the_end_of_the_writes_that_they_tell_of(tmp_path: 
     sums = [text for name, text in found.items() if name.startswith("_reduce_pushed")]
     assert sums
     assert all("ld.acquire.sys.global" in text and "ld.global.cg.v4" in text for text in sums)
+    in_two = [text for text in sums if re.search(r"atom\S*\.add", text)]
+    assert len(in_two) == 2
+    for text in in_two:  # beside the product: its flags alone are waited for, and its end only in the end
+        assert text.count("griddepcontrol.wait") == 1
+        assert text.index("griddepcontrol.wait") > text.rindex("st.global")
