@@ -30,19 +30,15 @@ DECODE_KEYS = 110
 head's size: 4.25 TB/s beside 4.9 TFLOP/s, on an H200"""
 LEAST_KEYS = 17500
 """below this (230 microseconds, heads of 128 numbers) one list behind the other was as quick as any mixture"""
-TWO_LISTS_US = (0.0133, 24.2)
-ONE_LIST_US = (0.0112, 3.9, 9.1, 1.9e-5)
-"""microseconds on an H200, within 12 % for 363 batches of chunks of 128 to 512. Decodes and tiles as two lists: a key,
-a batch. Decodes as tiles of a query in one list: a key, a batch, a wave of tasks, a key of a head that decodes read"""
-TOGETHER_US = (0.00741, 0.00728, 0.00655, 0.00605, 28.4)
-"""microseconds on an H200, within 4 % on the mean and 15 % at worst for 985 batches. Both lists on every SM at the same
-time: a key of a tile, a key that decodes read, each of one head and of a program's even share; the same once more of
-the half that takes longer; a batch"""
-LEAST_READING = 0.3
-"""keys that decodes read for a key of whole tiles, below which both at the same time are no quicker than one after the
-other, and slower at the power limit"""
-TILES_MARGIN = 0.95
-"""decodes become tiles for less than so much of the time of two lists"""
+TWO_LISTS_US = (0.0117, 0.0152, 3.7, 20.9)
+ONE_LIST_US = (0.0112, 0.00304, 9.6, 6.1)
+TOGETHER_US = (0.00436, 0.00766, 0.00816, 0.00653, 0.0247, 1.9, 17.9)
+"""microseconds of three ways of one launch, fitted to 1,393 batches of the paper's sweep on an H200, 2026-11-26. All: a
+key of tiles, of the program that has most; a key that decodes read, of one head and a program's even share; a part of a
+tile more than one. Decodes and tiles as two lists (timed for 142 of the batches; 1 % off on the mean, 7 % at worst):
+last a batch. Decodes as tiles of a query in one list (139; 1.6 %, 10 %): last a wave of tasks. Both lists on every SM
+at the same time (all; 1.8 %, one in twenty by more than 5 %): behind a key read both once more, for the half that takes
+longer; then a key of the chunks' own, which each wave of tiles fetches anew; last a batch"""
 _TASK_KEYS = 160
 """what a prefill task costs beside its keys, and as a part once more, in keys"""
 
@@ -164,22 +160,21 @@ def prefill_parts(
 
 def first_decoders(
     decodes: NDArray[np.int32], parts: NDArray[np.int32], *, num_kv_heads: int, num_programs: int
-) -> tuple[int, float]:
-    """Programs of a hybrid batch that begin with decode items `[items, 8]`, the others with parts `[parts, 8]`; and how
-    long both lists then take, in keys.
+) -> int:
+    """Programs of a hybrid batch that begin with decode items `[items, 8]`, the others with parts `[parts, 8]`.
 
     All of them, which is one list behind the other without a pause, unless some `FIRST_DECODERS` promise to end a tenth
     sooner and there is enough work for that to be seen. What was measured on an H200: `DECODE_KEYS`, and that decodes
     beside tiles are as quick as alone.
     """
     if not len(parts) or not len(decodes):
-        return (num_programs if len(decodes) else 0), 0.0
+        return num_programs if len(decodes) else 0
     keys = (parts[:, 5] - parts[:, 4]).astype(np.int64)
     tasks, tile = len(parts) * num_kv_heads, float(keys.mean())
     reading = float((decodes[:, 3] - decodes[:, 2]).sum(dtype=np.int64)) * num_kv_heads / DECODE_KEYS
     in_turn = reading + -(-tasks // num_programs) * tile
     if num_programs <= 2 * FIRST_DECODERS or in_turn < LEAST_KEYS:
-        return num_programs, in_turn
+        return num_programs
     others = num_programs - FIRST_DECODERS
     done, at, wave, late = 0, 0.0, 0, 0
     while done < tasks:  # whole waves of the others, and behind the decodes of all
@@ -188,8 +183,7 @@ def first_decoders(
             wave, at, done = wave + 1, (wave + 1) * tile, done + others
         else:
             late, at, done = late + 1, behind, done + FIRST_DECODERS
-    mixed = max(at, reading)
-    return (FIRST_DECODERS, mixed) if 1.1 * mixed < in_turn else (num_programs, in_turn)
+    return FIRST_DECODERS if 1.1 * max(at, reading) < in_turn else num_programs
 
 
 class OneLaunch(NamedTuple):
@@ -224,45 +218,79 @@ def one_launch(
 
     way: "together": both lists at the same time on every SM. "tiles": decodes are tiles, in one list with the chunks',
     which is cut evenly: everybody reads and multiplies at once. "whole": two lists, tiles whole; others: tiles cut. By
-    rule (None) what promises to end soonest: decodes are tiles where chunks are short, and decodes few.
+    rule (None) what promises to end soonest: two lists where there is little to read beside many tiles, decodes as
+    tiles where those fill whole waves of programs, else together.
     """
     options = {"num_kv_heads": num_kv_heads, "num_programs": num_programs}
     parts = prefill_parts(tiles, max_slots=max_slots, part_keys=0 if way == "whole" else None, **options)
-    programs, keys = first_decoders(decodes, parts, **options)
-    best = OneLaunch(decodes, parts, programs)
+    in_turn = OneLaunch(decodes, parts, first_decoders(decodes, parts, **options))
     if way not in (None, "tiles", "together") or not len(decodes) or not len(tiles):
-        return best
+        return in_turn
     both_at_once = OneLaunch(decodes, parts, num_programs, together=True)
     if way == "together":
         return both_at_once
-    reading = int((decodes[:, 3] - decodes[:, 2]).sum(dtype=np.int64)) * num_kv_heads
-    multiplied = int((parts[:, 5] - parts[:, 4]).sum(dtype=np.int64)) * num_kv_heads
-    limit = TILES_MARGIN * (TWO_LISTS_US[0] * keys + TWO_LISTS_US[1])
-    if way is None and (reading > LEAST_READING * multiplied or len(parts) > len(tiles)):
-        best, limit = both_at_once, _time_together(multiplied / num_programs, reading / num_programs)
-    if way is None:  # most batches are told apart without making the list
-        if len(parts) * num_kv_heads > 4 * num_programs:
-            return best
-        least = reading + int((tiles[:, 1] + tiles[:, 2]).sum(dtype=np.int64)) * num_kv_heads
-        if ONE_LIST_US[0] * least / num_programs + ONE_LIST_US[3] * reading > limit:
-            return best
+    if way == "tiles":
+        return OneLaunch(decodes[:0], prefill_parts(both(), max_slots=max_slots, **options), 0)
+    read = int((decodes[:, 3] - decodes[:, 2]).sum(dtype=np.int64)) * num_kv_heads / num_programs
+    busiest, further = _busiest(parts, **options)
+    best, limit = in_turn, _time_in_turn(busiest, read, further)
+    time = _time_together(busiest, read, _own_keys(tiles, **options), further)
+    if time < limit:
+        best, limit = both_at_once, time
+    if len(parts) * num_kv_heads > 4 * num_programs or _least_of_one_list(decodes, tiles, read, **options) >= limit:
+        return best  # most batches are told apart without making the list
     alike = prefill_parts(both(), max_slots=max_slots, **options)
-    if way is None and _time_of_one_list(alike, reading, num_kv_heads, num_programs) > limit:
-        return best
-    return OneLaunch(decodes[:0], alike, 0)
+    waves = -(-len(alike) * num_kv_heads // num_programs)
+    busiest, further = _busiest(alike, **options)
+    return OneLaunch(decodes[:0], alike, 0) if _time_of_one_list(busiest, read, further, waves) < limit else best
 
 
-def _time_of_one_list(parts: NDArray[np.int32], reading: int, num_kv_heads: int, num_programs: int) -> float:
-    """Microseconds, where decodes read so many keys of one head."""
-    key, batch, wave, read = ONE_LIST_US
-    busiest = _time(parts[:, 5] - parts[:, 4], num_kv_heads, num_programs, 0)
-    return key * busiest + batch + wave * -(-len(parts) * num_kv_heads // num_programs) + read * reading
+def _time_in_turn(busiest: float, read: float, further: int) -> float:
+    """Microseconds of two lists: `TWO_LISTS_US`."""
+    key, key_read, part, batch = TWO_LISTS_US
+    return key * busiest + key_read * read + part * further + batch
 
 
-def _time_together(keys: float, reading: float) -> float:
-    """The same of both lists at the same time on every SM, where a program has so many keys of tiles and of decodes."""
-    tile, read, more_tile, more_read, batch = TOGETHER_US
-    return tile * keys + read * reading + max(more_tile * keys, more_read * reading) + batch
+def _time_of_one_list(busiest: float, read: float, further: int, waves: int) -> float:
+    """The same of decodes as tiles: `ONE_LIST_US`."""
+    key, key_read, part, wave = ONE_LIST_US
+    return key * busiest + key_read * read + part * further + wave * waves
+
+
+def _least_of_one_list(
+    decodes: NDArray[np.int32], tiles: NDArray[np.int32], read: float, num_kv_heads: int, num_programs: int
+) -> float:
+    """No more than the same, without the list: either nothing in it is cut, or all programs have as many keys."""
+    lengths = np.bincount(decodes[:, 0], weights=decodes[:, 3] - decodes[:, 2])
+    keys = np.concatenate((tiles[:, 1] + tiles[:, 2], lengths[lengths > 0]))
+    waves = -(-len(keys) * num_kv_heads // num_programs)
+    even = float(keys.sum()) * num_kv_heads / num_programs + waves * _TASK_KEYS
+    whole = _time(keys, num_kv_heads, num_programs, 0)
+    return min(_time_of_one_list(whole, read, 0, waves), _time_of_one_list(even, read, 1, waves))
+
+
+def _time_together(busiest: float, read: float, own: float, further: int) -> float:
+    """The same of both lists at the same time: `TOGETHER_US`."""
+    key, key_read, more_key, more_read, key_own, part, batch = TOGETHER_US
+    longer = max(more_key * busiest, more_read * read)
+    return key * busiest + key_read * read + longer + key_own * own + part * further + batch
+
+
+def _busiest(parts: NDArray[np.int32], num_kv_heads: int, num_programs: int) -> tuple[float, int]:
+    """Keys of the program that has most of parts `[parts, 8]`, and parts more than one of the tile that has most."""
+    keys = _time(parts[:, 5] - parts[:, 4], num_kv_heads, num_programs, 0)
+    return keys, int((parts[:, 7] & 65535).max()) - 1
+
+
+def _own_keys(tiles: NDArray[np.int32], num_kv_heads: int, num_programs: int) -> float:
+    """Keys of all heads that tiles `[tiles, 4]`, longest first, fetch from memory, a program's share: a request's once
+    for each wave that its tiles fill. A quarter of what they read at most, for more was not measured."""
+    rows, ends = tiles[:, 3], tiles[:, 1] + tiles[:, 2]
+    count = np.bincount(rows)
+    longest = np.zeros(len(count), np.int64)
+    longest[rows[::-1]] = ends[::-1]  # of the same place the last value stays
+    fetched = float((longest * -(-count * num_kv_heads // num_programs)).sum())
+    return min(fetched, 0.25 * float(ends.sum(dtype=np.int64))) * num_kv_heads / num_programs
 
 
 def _best_part(keys: NDArray[np.int64], heads: int, programs: int, max_slots: int) -> int:

@@ -69,7 +69,7 @@ def check(
     whole = tiles
     if window is None:  # with one, tiles stay whole
         tiles = prefill_parts(tiles, num_kv_heads=kv_heads, num_programs=programs, max_slots=SLOTS, part_keys=part)
-        assert 0 <= first_decoders(items, tiles, num_kv_heads=kv_heads, num_programs=programs)[0] <= programs
+        assert 0 <= first_decoders(items, tiles, num_kv_heads=kv_heads, num_programs=programs) <= programs
     played.decodes(it.q, it.kv, LAYER, table, items)
     played.tiles(it.q, it.kv, LAYER, table, tiles)
     assert_attention(out, it, 1e-5, window=window, scale=how.scale, softcap=how.softcap, sinks=how.sinks)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
+from weft.kernels import work_lists
 from weft.kernels.work_lists import (
     TILE_ROWS,
     decode_items,
@@ -151,7 +155,7 @@ def test_programs_begin_with_decodes_where_that_ends_sooner() -> None:
         items = decode_items(np.full(decodes, context), num_kv_heads=8, num_programs=528, max_slots=1024)
         tiles = prefill_items(np.array([0]), np.array([chunk]), np.array([context]), np.array([0]), group=4)
         parts = prefill_parts(tiles, num_kv_heads=8, num_programs=132, max_slots=64)
-        return first_decoders(items, parts if chunk else parts[:0], num_kv_heads=8, num_programs=132)[0]
+        return first_decoders(items, parts if chunk else parts[:0], num_kv_heads=8, num_programs=132)
 
     assert decoders(1024, 16384, 32) == 40
     assert decoders(512, 16384, 8) == 132  # one wave of tiles on all SMs, two on fewer
@@ -160,23 +164,71 @@ def test_programs_begin_with_decodes_where_that_ends_sooner() -> None:
     assert decoders(512, 16384, 0) == 0
 
 
+def planned(
+    chunk: int, context: int, decodes: int, *, kv_heads: int = 8, group: int = 4, length: int | None = None
+) -> tuple[str, bool]:
+    """What the rule takes on an H200 for decodes of `length` tokens (as many as the context), and whether it made the
+    list of both."""
+    lengths = np.full(decodes, context if length is None else length)
+    items = decode_items(lengths, num_kv_heads=kv_heads, num_programs=528, max_slots=1024)
+    tiles = prefill_items(np.array([decodes]), np.array([chunk]), np.array([context]), np.array([decodes]), group=group)
+    made = []
+
+    def both() -> NDArray[np.int32]:
+        made.append(True)
+        return with_decodes(tiles, 0, lengths, np.arange(decodes), group=group)
+
+    found = one_launch(items, tiles, both, num_kv_heads=kv_heads, num_programs=132, max_slots=512 // kv_heads)
+    assert not found.together or (len(found.decodes) and found.programs == 132)
+    return "together" if found.together else "two lists" if len(found.decodes) else "tiles", bool(made)
+
+
 def test_the_rule_does_both_at_once_unless_one_half_is_small() -> None:
     """What an H200 showed to be quickest, of 8 heads and groups of 4."""
+    assert planned(1024, 8192, 96)[0] == "together"
+    assert planned(512, 16384, 32)[0] == "together"
+    assert planned(256, 16384, 8)[0] == "together"
+    assert planned(128, 4096, 12)[0] == "tiles"
+    assert planned(1024, 12288, 8)[0] == "two lists"  # nothing to read beside so many tiles
+    assert planned(512, 8192, 4)[0] == "two lists"
+    assert planned(1024, 12288, 0)[0] == "tiles"  # none of either
 
-    def way(chunk: int, context: int, decodes: int) -> str:
-        items = decode_items(np.full(decodes, context), num_kv_heads=8, num_programs=528, max_slots=1024)
-        tiles = prefill_items(np.array([decodes]), np.array([chunk]), np.array([context]), np.array([0]), group=4)
-        rows = np.arange(decodes)
-        found = one_launch(
-            items, tiles, lambda: with_decodes(tiles, 0, np.full(decodes, context), rows, group=4), num_kv_heads=8,
-            num_programs=132, max_slots=64,
-        )  # fmt: skip
-        assert not found.together or (len(found.decodes) and found.programs == 132)
-        return "together" if found.together else "two lists" if len(found.decodes) else "tiles"
 
-    assert way(1024, 8192, 96) == "together"
-    assert way(512, 16384, 32) == "together"
-    assert way(256, 16384, 8) == "together"
-    assert way(128, 4096, 12) == "tiles"
-    assert way(1024, 12288, 8) == "two lists"  # nothing to read beside so many tiles
-    assert way(1024, 12288, 0) == "tiles"  # none of either
+def test_tiles_of_fewer_heads_leave_more_of_the_memory_to_decodes() -> None:
+    """What an H200 showed to be quickest, of 4 heads and groups of 8: the chunk's own keys are half as many."""
+    yi: dict[str, Any] = {"kv_heads": 4, "group": 8}
+    assert planned(256, 7168, 4, **yi)[0] == "together"  # as tiles each of the chunk's would be in three parts
+    assert planned(256, 4096, 4, **yi)[0] == "together"
+    assert planned(512, 4096, 8, **yi)[0] == "together"
+    assert planned(2048, 4096, 48, **yi)[0] == "together"
+    assert planned(128, 7168, 8, **yi)[0] == "tiles"  # one wave, two parts
+    assert planned(128, 5120, 16, **yi)[0] == "together"  # of tiles a wave would be three quarters full
+
+
+@pytest.mark.parametrize(("kv_heads", "group"), [(32, 1), (8, 4), (8, 8), (4, 8), (1, 8), (2, 16)])
+def test_twice_as_much_to_read_as_to_multiply_is_done_at_the_same_time(kv_heads: int, group: int) -> None:
+    shape = {"kv_heads": kv_heads, "group": group}
+    assert planned(2048, 8192, 32 * group, **shape) == ("together", False)
+    assert planned(2048, 8192, 1, length=100, **shape)[0] != "together"
+
+
+@given(
+    st.lists(st.integers(1, 9000), min_size=1, max_size=40),
+    st.lists(st.tuples(st.integers(1, 600), st.integers(0, 9000)), min_size=1, max_size=3),
+    st.sampled_from([(32, 1), (8, 4), (4, 8), (1, 8)]),
+)
+def test_no_list_is_quicker_than_the_rule_expects_without_it(
+    requests: list[int], chunks: list[tuple[int, int]], shape: tuple[int, int]
+) -> None:
+    kv_heads, group = shape
+    options = {"num_kv_heads": kv_heads, "num_programs": 132}
+    queries, context = (np.array([c[i] for c in chunks], int) for i in (0, 1))
+    rows = len(requests) + np.arange(len(chunks))
+    tiles = prefill_items(len(requests) + np.cumsum(queries) - queries, queries, context, rows, group=group)
+    decodes = decode_items(np.array(requests), num_kv_heads=kv_heads, num_programs=528, max_slots=1024)
+    both = with_decodes(tiles, 0, np.array(requests), np.arange(len(requests)), group=group)
+    alike = prefill_parts(both, max_slots=512 // kv_heads, **options)
+    least = work_lists._least_of_one_list(decodes, tiles, 0.0, **options)
+    busiest, further = work_lists._busiest(alike, **options)
+    waves = -(-len(alike) * kv_heads // 132)
+    assert least <= work_lists._time_of_one_list(busiest, 0.0, further, waves) + 1e-6
