@@ -9,15 +9,11 @@ dependent launch; products by the shipped table), what attention adds to it, and
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))  # which a safe path leaves out
 from few_chain import chain
 
 from weft.kernels import bench_calls, fp8_attention

@@ -9,7 +9,7 @@
 # at 40 requests a second: only streams that had begun there may be lost, others' longest gap at most 200 ms.
 # BENCHMARKS.md "Several engines on H200s"; docs/replicas.md "On GPUs" (not seen: conversations).
 set -e
-port=${PORT:-8441}
+port=${PORT:-$(python tests/gpu/jobs/free_port.py)}
 begin() { # flags of serve
     python -m weft.server serve ${MODEL:---model-preset llama-3-8b --load-format dummy} --port "$port" \
         --api-workers "${WORKERS:-4}" "$@" > "$OUT/serve$*.log" 2>&1 &

@@ -9,7 +9,7 @@
 # BENCHMARKS.md "How many at once on an H200", the table of runs; joules to "Joules on the H200".
 set -e
 ADVICE=${ADVICE:-$OUT/../repl-advise/weft.yaml}
-port=${PORT:-8431}
+port=${PORT:-$(python tests/gpu/jobs/free_port.py)}
 if [ -s "$ADVICE" ]; then
     said=$(grep -o 'objectives: .*; requests a second at most: .*' "$ADVICE")
     rate=${RATE:-${said##*: }}

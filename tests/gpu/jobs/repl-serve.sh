@@ -15,7 +15,7 @@
 #
 # BENCHMARKS.md "Several engines on H200s", docs/replicas.md "On GPUs". On a CPU: MODEL="--device cpu" USERS_TOGETHER=8.
 set -e
-port=${PORT:-8451}
+port=${PORT:-$(python tests/gpu/jobs/free_port.py)}
 export KILL_SECONDS=${KILL_SECONDS:-12} KILL_OUTPUT=${KILL_OUTPUT:-128}
 begin() { # name, flags of serve
     name=$1

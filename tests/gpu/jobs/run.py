@@ -125,7 +125,7 @@ class Runs:
 def prepared(place: Path) -> dict[str, str]:
     """The environment of jobs: the package, and packages that this machine lacks, in an empty folder."""
     (place / "weft").symlink_to(ROOT)
-    paths = [str(place)]
+    paths = [str(place), str(JOBS)]  # jobs import each other: a safe path leaves the folder of a script out
     if wheels := os.environ.get("WHEELS"):
         site = place / "site"
         files = [str(path) for path in sorted(Path(wheels).glob("*.whl"))]

@@ -8,10 +8,10 @@ Prompts of 246 +- 547 and answers of 322 +- 244 tokens, log-normal and no longer
 their means are the distribution's (a random sample of so few had 1.3 times the tokens); no two rates share a prompt.
 
 long: one daemon after the other, each with all of the memory. Prompts and answers of 16.5K tokens together, a P:D of 8
-to 24. The first daemon tells what a prompt and a step take, of which follows a capacity: a request is Tp of prefill and
-D tokens, each the n-th part of a step of n requests, n as many as the pages hold. Then each daemon gets the same
-arrivals at shares of that. Requests with what is left of their answers, as many as will run, stand at the beginning of
-each share, so that a steady state is there within seconds; what is judged begins behind them.
+to 24. The first daemon tells what a prompt, a step and a request beside a chunk take, of which follows a capacity
+(`steady.py`). Then each daemon gets the same arrivals at shares of that, a load of its own each. As many requests as
+will run, with what is left of their answers, stand at its beginning, so that a steady state is there once their prompts
+are computed; what is judged comes behind that.
 
 Each line of `OUT/rows.txt` (and `rows.jsonl`) is written as soon as it is known.
 """
@@ -34,13 +34,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from free_port import free_port
 from sharegpt import sharegpt
+from steady import Costs, Share, answers, arrivals
 
 READY_SECONDS = 180.0
 TOKENS = 16_500
 """of a prompt and its answer"""
-RATIOS = (8.0, 24.0)
-"""tokens of a prompt for one of its answer"""
 
 
 class Daemon:
@@ -112,6 +112,10 @@ def load(daemon: Daemon, name: str, out: Path, *options: str) -> dict[str, Any]:
     return dict(json.loads(file.read_text())["runs"][0])
 
 
+def iterations(daemon: Daemon) -> float:
+    return sum(count for name, count in daemon.totals().items() if name.startswith("weft_iterations_total"))
+
+
 def paths(before: dict[str, float], after: dict[str, float]) -> dict[str, int]:
     return {name: int(count - before.get(name, 0)) for name, count in after.items() if count > before.get(name, 0)}
 
@@ -161,13 +165,13 @@ def _online(daemon: Daemon, rate: str, seed: int, given: argparse.Namespace, row
 
 
 def replay(
-    daemon: Daemon, name: str, out: Path, requests: list[tuple[float, int, int]], drain: str, seed: int = 0
+    daemon: Daemon, name: str, out: Path, requests: list[tuple[float, int, int]], drain: float, seed: int
 ) -> list[dict[str, Any]]:
-    """Records of requests (arrival, prompt, answer), a row each."""
+    """Records of requests (arrival, prompt, answer), a row each. Loads of one seed have the same prompts."""
     trace, record = out / f"trace-{name}.jsonl", out / f"record-{name}.jsonl"
     keys = ("at", "input_tokens", "output_tokens")
     trace.write_text("".join(json.dumps(dict(zip(keys, r, strict=True))) + "\n" for r in sorted(requests)))
-    load(daemon, name, out, "--trace", str(trace), "--record", str(record), "--drain", drain,
+    load(daemon, name, out, "--trace", str(trace), "--record", str(record), "--drain", f"{drain:.3f}s",
          "--seed", str(seed))  # fmt: skip
     found = [json.loads(line) for line in record.read_text().splitlines()]
     trace.unlink()
@@ -182,74 +186,60 @@ def stamps(row: dict[str, Any]) -> np.ndarray:
     return row["start"] + row["ttft"] + np.concatenate(([0.0], np.cumsum(row["itl"])))
 
 
-def calibrate(daemon: Daemon, given: argparse.Namespace, rows: Rows) -> tuple[float, float, float]:
-    """Seconds of a prompt alone; of a step, without requests and for each."""
+def calibrate(daemon: Daemon, given: argparse.Namespace, rows: Rows) -> Costs:
+    """What prompts, steps and requests beside chunks take. Raises `SystemExit` where answers were too short to tell."""
     prompt, beside = int(given.tokens * 0.94), given.beside
-    replay(daemon, "warm", rows.out, [(0.0, prompt, 4)] * 2, "60s", seed=1)
-    came = [stamps(r) for r in replay(daemon, "prompts", rows.out, [(0.0, prompt, 2)] * 8, "60s", seed=2)]
-    prompt_s = max(s[0] for s in came if len(s)) / 8
 
-    def step(n: int) -> float:
-        came = [
-            stamps(r)
-            for r in replay(daemon, f"step-{n}", rows.out, [(0.0, prompt, given.probe)] * n, "120s", seed=n + 2)
-        ]
-        came = [s for s in came if len(s)]
+    def together(name: str, count: int, answer: int, seed: int) -> list[np.ndarray]:
+        """When the tokens came of so many requests sent at once."""
+        records = replay(daemon, name, rows.out, [(0.0, prompt, answer)] * count, 120.0, seed)
+        came = [s for s in map(stamps, records) if len(s)]
+        if len(came) < count:
+            raise SystemExit(f"{name}: {count - len(came)} of {count} requests had no answer")
+        return came
+
+    def filled(came: list[np.ndarray]) -> float:
+        """Seconds from the first request's first token to the last one's."""
+        first = [float(s[0]) for s in came]
+        return max(first) - min(first)
+
+    def step(came: list[np.ndarray]) -> float:
+        """Of gaps in which all of them decode and no prompt is left: behind the last first token."""
         since, until = max(s[0] for s in came), min(s[-1] for s in came)
-        gaps = [
-            float(g) for s in came for g, end in zip(np.diff(s), s[1:], strict=True) if since < end - g and end <= until
-        ]
-        return float(np.median(gaps or [float(g) for s in came for g in np.diff(s)[-4:]]))
+        gaps = [float(g) for s in came for g in np.diff(s[(s >= since) & (s <= until)])]
+        if len(gaps) < given.probe / 2 * len(came):
+            raise SystemExit(f"{len(gaps)} gaps of {len(came)} requests that all decode: the first ended too early")
+        return float(np.median(gaps))
 
-    one, many = step(1), step(beside)
-    each = max(1e-9, (many - one) / (beside - 1))
+    before = iterations(daemon)
+    prompt_s = filled(together("prompts", 8, 2, seed=2)) / 7
+    chunks = (iterations(daemon) - before) / 8
+    one = step(together("step-1", 1, given.probe, seed=3))
+    # Each prompt's chunks are as many tokens of those before it, or some more, for decodes take their part of a chunk.
+    came = together(f"step-{beside}", beside, given.probe + int(1.2 * beside * (chunks + 1)), seed=4)
+    many = step(came)
+    each = max(0.0, (many - one) / (beside - 1))
+    # While a prompt is computed, those before it decode: 1, 2, ... of them.
+    riding = max(0.0, filled(came) - (beside - 1) * prompt_s) / (chunks * beside * (beside - 1) / 2)
     rows.add(
-        f"a prompt of {prompt} tokens {prompt_s:.3f} s, a step of 1 request {1e3 * one:.2f} ms, "
-        f"of {beside} {1e3 * many:.2f}",
-        prompt_s=prompt_s, step_1_s=one, step_s=many, beside=beside,
+        f"a prompt of {prompt} tokens {prompt_s:.3f} s in {chunks:.1f} iterations, a step of 1 request "
+        f"{1e3 * one:.2f} ms, of {beside} {1e3 * many:.2f}: {1e3 * each:.3f} each, {1e3 * riding:.3f} beside a chunk",
+        prompt_s=prompt_s, chunks=chunks, step_1_s=one, step_s=many, beside=beside, each_s=each, beside_chunk_s=riding,
     )  # fmt: skip
-    return prompt_s, one - each, each
-
-
-def arrivals(
-    capacity: float, costs: tuple[float, float, float], given: argparse.Namespace
-) -> tuple[list[tuple[float, int, int]], list[tuple[float, float, float]]]:
-    """Requests, and (share, begin, end) of what is judged."""
-    prompt_s, step_s, each_s = costs
-    rng = np.random.default_rng(3)
-    requests: list[tuple[float, int, int]] = []
-    windows, now, running = [], 0.0, 0
-
-    def lengths() -> tuple[int, int]:
-        answer = int(given.tokens / (1 + rng.uniform(*RATIOS)))
-        return given.tokens - answer, answer
-
-    mean = float(np.mean([lengths()[1] for _ in range(500)]))
-    for share in map(float, given.shares.split(",")):
-        rate = share * capacity
-        left = max(0.05, 1 - rate * prompt_s)  # of the time, for steps
-        busy = min(0.9, rate * mean * each_s / left)
-        will_run = min(given.most, round(rate * mean * step_s / left / (1 - busy)))
-        for k in range(max(0, will_run - running)):
-            prompt, answer = lengths()
-            requests.append((now + k * prompt_s, prompt, max(2, int(answer * rng.uniform()))))
-        begin = now + max(0, will_run - running) * prompt_s * 1.3 + given.settle
-        end, at = begin + given.seconds, now
-        while (at := at + rng.exponential(1 / rate)) < end:
-            requests.append((at, *lengths()))
-        windows.append((share, begin, end))
-        now, running = end, will_run
-    return requests, windows
+    return Costs(prompt_s, chunks, max(1e-6, one - each), each, riding)
 
 
 def judge(records: list[dict[str, Any]], begin: float, end: float) -> dict[str, Any]:
     """Of what came between the two times; a first token that had not come by then counts as having waited so long."""
-    gaps, ttft, waiting, tokens, prompts = list[float](), list[float](), 0, 0, 0
+    gaps, ttft, waiting, tokens, prompts, decoding = list[float](), list[float](), 0, 0, 0, [0, 0]
     for row in records:
         came = stamps(row)
         tokens += int(((came >= begin) & (came < end)).sum())
         if len(came):
             prompts += row["input_tokens"] if begin <= came[0] < end else 0
+            ended = came[-1] if row["outcome"] == "ok" else np.inf
+            for i, at in enumerate((begin, end)):
+                decoding[i] += bool(came[0] < at < ended)
             gaps += [float(g) for g, at in zip(np.diff(came), came[1:], strict=True) if begin <= at < end]
         if begin <= row["at"] < end:
             waits = not len(came) or bool(came[0] > end)
@@ -261,40 +251,59 @@ def judge(records: list[dict[str, Any]], begin: float, end: float) -> dict[str, 
         "ttft_p50_s": float(np.median(ttft or [np.nan])), "ttft_p99_s": float(np.percentile(ttft or [np.nan], 99)),
         **quantiles, "gaps_over_200_ms": float(np.mean(np.array(gaps or [0.0]) > 0.2)),
         "output_tokens_per_second": tokens / (end - begin), "prompt_tokens_per_second": prompts / (end - begin),
+        "decoding_begin": decoding[0], "decoding_end": decoding[1],
     }  # fmt: skip
 
 
 def long(given: argparse.Namespace, rows: Rows) -> None:
-    plan: tuple[list[tuple[float, int, int]], list[tuple[float, float, float]]] | None = None
+    plan: list[Share] = []
     for way in given.way:
         name, options = way.split("=", 1)
         begun = time.monotonic()
         with _daemon(name, given, options, rows.out) as daemon:
-            if plan is None:
-                costs = calibrate(daemon, given, rows)
-                mean = given.tokens / (1 + float(np.mean(RATIOS)))
-                given.most = int(given.num_pages * given.page_size / given.tokens)
-                capacity = 1 / (costs[0] + mean * (costs[1] / given.most + costs[2]))
-                rows.add(
-                    f"capacity {capacity:.3f} requests/s, {given.most} at once", capacity=capacity, most=given.most
-                )
-                plan = arrivals(capacity, costs, given)
-            requests, windows = plan
-            before = daemon.counts()
-            records = replay(daemon, name, rows.out, requests, "1s")
-            went = paths(before, daemon.counts())
-        for share, begin, end in windows:
-            found = judge(records, begin, end)
-            rows.add(
-                f"{share:.2f} of capacity {name:6} TTFT mean {found['ttft_mean_s']:6.2f} "
-                f"p50 {found['ttft_p50_s']:6.2f} p99 {found['ttft_p99_s']:6.2f} s "
-                f"({found['requests']}, {found['still_waiting']} waiting) | TBT p50 {found.get('tbt_p50_ms', 0):6.1f} "
-                f"p99 {found.get('tbt_p99_ms', 0):6.1f} ms, over 200 ms {100 * found['gaps_over_200_ms']:.2f} % | "
-                f"{found['output_tokens_per_second']:.0f} output, "
-                f"{found['prompt_tokens_per_second']:.0f} prompt tokens/s",
-                way=name, share=share, **found, paths=went,
-            )  # fmt: skip
-        rows.add(f"{name}: {time.monotonic() - begun:.0f} s, iterations {went}", way=name, paths=went)
+            # Of all kernels, chunks beside decodes among them; what is compiled late is compiled here.
+            replay(daemon, f"warm-{name}", rows.out, [(0.0, int(given.tokens * 0.94), 30)] * 3, 60.0, seed=1)
+            plan = plan or _plan(daemon, given, rows)
+            for seed, share in enumerate(plan, start=10):
+                _share(daemon, share, seed, rows)
+        rows.add(f"{name}: {time.monotonic() - begun:.0f} s", way=name)
+
+
+def _plan(daemon: Daemon, given: argparse.Namespace, rows: Rows) -> list[Share]:
+    costs = calibrate(daemon, given, rows)
+    seats = int(given.num_pages * given.page_size / given.tokens)
+    mean = float(answers(given.tokens, 256).mean())
+    capacity, most = costs.capacity(mean, seats), costs.most(mean, seats)
+    rows.add(
+        f"capacity {capacity:.3f} requests/s, {most} decoding; pages for {seats}",
+        capacity=capacity, most=most, seats=seats,
+    )  # fmt: skip
+    return [
+        arrivals(costs, float(share), given.tokens, seats, given.settle, given.seconds, seed)
+        for seed, share in enumerate(given.shares.split(","))
+    ]
+
+
+def _share(daemon: Daemon, share: Share, seed: int, rows: Rows) -> None:
+    before = daemon.counts()
+    last = max(at for at, _, _ in share.requests)
+    # What is not answered at the end of what is judged is given up, so that the next load finds nothing running.
+    records = replay(
+        daemon, f"{daemon.name}-{share.share}", rows.out, share.requests, share.end - last + 0.2, seed
+    )  # fmt: skip
+    went, found = paths(before, daemon.counts()), judge(records, share.begin, share.end)
+    first = [float(came[0]) for r in records if r["at"] < share.filled and len(came := stamps(r))]
+    rows.add(
+        f"{share.share:.2f} of capacity, {share.rate:.3f}/s {daemon.name:6} TTFT mean {found['ttft_mean_s']:6.2f} "
+        f"p50 {found['ttft_p50_s']:6.2f} p99 {found['ttft_p99_s']:6.2f} s "
+        f"({found['requests']}, {found['still_waiting']} waiting) | TBT p50 {found.get('tbt_p50_ms', 0):6.1f} "
+        f"p99 {found.get('tbt_p99_ms', 0):6.1f} ms, over 200 ms {100 * found['gaps_over_200_ms']:.2f} % | "
+        f"{found['output_tokens_per_second']:.0f} output, {found['prompt_tokens_per_second']:.0f} prompt tokens/s | "
+        f"decoding {found['decoding_begin']} to {found['decoding_end']}, expected {share.running}; these ready after "
+        f"{max(first, default=np.nan):.1f} s, expected {share.filled:.1f}, judged from {share.begin:.1f} | {went}",
+        way=daemon.name, share=share.share, rate=share.rate, running=share.running, filled_s=share.filled,
+        ready_s=max(first, default=None), **found, paths=went,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -302,7 +311,7 @@ def _daemon(name: str, given: argparse.Namespace, options: str, out: Path) -> It
     pages = (
         [] if given.num_pages is None else ["--num-pages", str(given.num_pages), "--page-size", str(given.page_size)]
     )
-    daemon = Daemon(name, [*shlex.split(given.serve), *pages, *shlex.split(options)], given.port, out)
+    daemon = Daemon(name, [*shlex.split(given.serve), *pages, *shlex.split(options)], given.port or free_port(), out)
     try:
         daemon.wait()
         yield daemon
@@ -316,7 +325,7 @@ def main() -> None:
     parser.add_argument("mode", choices=("online", "long"))
     parser.add_argument("--serve", required=True, help="options of every daemon")
     parser.add_argument("--way", action="append", required=True, metavar="NAME=OPTIONS", help="of one daemon")
-    parser.add_argument("--port", type=int, default=18200, help="of the first")
+    parser.add_argument("--port", type=int, help="of every daemon [a free one]")
     parser.add_argument("--seconds", type=float, default=22, help="of arrivals at a rate; long: that are judged")
     parser.add_argument("--rates", default="29.2,38.6,14.4", help="requests a second")
     parser.add_argument("--load", default="--processes 2", help="options of weft load")
@@ -325,10 +334,10 @@ def main() -> None:
     parser.add_argument("--num-pages", type=int, help="of each daemon; long: 12,000 unless told otherwise")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--shares", default="0.7,0.95", help="of the capacity")
-    parser.add_argument("--settle", type=float, default=6, help="seconds before what is judged")
+    parser.add_argument("--settle", type=float, default=3, help="seconds of arrivals before what is judged")
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--beside", type=int, default=16, help="requests whose step is timed")
-    parser.add_argument("--probe", type=int, default=60, help="tokens of their answers")
+    parser.add_argument("--probe", type=int, default=60, help="tokens of each when all of them decode")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     if given.mode == "long":
