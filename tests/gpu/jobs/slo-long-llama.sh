@@ -4,15 +4,16 @@
 #
 # The shape of Llama-3-8B (llama-3.1-8b, for its positions) in bf16, 16.5K tokens a request
 # with a P:D of 8 to 24, chunks of 1024 as in the paper on POD-Attention (5.3); 70 % and 95 % of a capacity that the job
-# finds first; --pod off, auto and on get the same arrivals. rows.txt: a line a share and daemon, 28 s judged in each;
-# "waiting" are first tokens that did not come by then.
+# finds first; --pod off, auto and on get the same arrivals. rows.txt: a line a share and daemon, JUDGED seconds in each;
+# "waiting" are first tokens that did not come by then. Each share begins with as many requests as are expected to decode:
+# where these were ready late, or far more or fewer decode at the end, the capacity was wrong.
 # auto must not be worse than both others by more than noise; a gain over off in TBT p99 or throughput decides about
 #   --pod auto as the default. Break-evens are those that pod-sweep kept or WHEELS brought, else the rule.
 # The figures: a table "Long prompts" behind "Attention of hybrid batches on one H200".
 CACHE="${XDG_CACHE_HOME:-$HOME/.cache}/weft"
 mkdir -p "$CACHE"
 [ -z "$WHEELS" ] || cp -n "$WHEELS"/pod-*.json "$CACHE" 2> /dev/null
-python tests/gpu/jobs/slo.py "$OUT" long --num-pages 11500 --seconds ${JUDGED:-28} \
+python tests/gpu/jobs/slo.py "$OUT" long --num-pages 11500 --seconds ${JUDGED:-26} \
     --serve "--model-preset llama-3.1-8b --load-format dummy --max-model-len 20000 --max-num-batched-tokens 1024
         --plan serial" \
     --way "off=--pod off" --way "auto=--pod auto" --way "on=--pod on"
