@@ -53,8 +53,8 @@ NEAR = 3e-3
 
 SETTINGS = ("rule", "all", "few", "half", "share", "tiles", "together")
 """how many programs of one launch begin with decodes: by the engine's rule, all, few, the paper's 50:50 and its
-proportional policy; `AS_TILES`: decodes are tiles of one query among the chunk's; `TOGETHER`: every program does both
-at the same time"""
+proportional policy; `AS_TILES`: decodes are tiles of one query among the chunk's, in its kernel; `TOGETHER`: every
+program does both at the same time"""
 AS_TILES, TOGETHER = 0, -1
 
 
@@ -108,7 +108,7 @@ class HybridCalls:
             "batched": (tiles + rows + self._slots, PART_FIELDS),
         }
         # A pointer that is not aligned to 16 bytes would be another kernel to Triton.
-        self._counts = {name: 4 * i for i, name in enumerate((*sizes, "decoders", "nothing"))}
+        self._counts = {name: 4 * i for i, name in enumerate((*sizes, "decoders"))}
         self._sections, at = dict[str, Section](), 4 * len(self._counts)
         for name, (count, fields) in sizes.items():
             at = -(-at // 32) * 32
@@ -166,20 +166,15 @@ class HybridCalls:
             prefill(layer, "beside", self.sms - sms)
             return here.wait_stream(self._side)
 
-        at = self._counts["nothing"]
-        no_decodes = lists["decode"][0], self._there[at : at + 1]
+        work = PodWork(*lists["decode"], *lists["cut"], self._decoders)
 
-        two_lists = PodWork(*lists["decode"], *lists["cut"], self._decoders)
-        one_list = PodWork(*no_decodes, *lists["batched"], no_decodes[1])
-
-        def pod(layer: int, work: PodWork = two_lists, launch: Callable[..., Any] = launch_pod) -> None:
+        def pod(layer: int, launch: Callable[..., Any] = launch_pod) -> None:
             launch(q, pool, layer, table, work, decodes=self._space, prefills=self._prefills, num_sms=self.sms, out=out)
 
         return {
             "whole": partial(one_after_the_other, name="whole"),
             "cut": partial(one_after_the_other, name="cut"),
             "pod": pod,
-            "pod tiles": partial(pod, work=one_list),
             "pod together": partial(pod, launch=launch_together),
             "decode": decode,
             "prefill": prefill,
@@ -254,7 +249,7 @@ class HybridCalls:
         if name.startswith("pod "):
             programs = self._settings[name[4:]]
             self._decoders.fill_(programs)
-            return self._graphs[{AS_TILES: "pod tiles", TOGETHER: "pod together"}.get(programs, "pod")]
+            return self._graphs[{AS_TILES: "batched", TOGETHER: "pod together"}.get(programs, "pod")]
         return self._foreign[name].graph if name in foreign_attention.NAMES else self._graphs[name]
 
     def attended(self, name: str) -> torch.Tensor:

@@ -19,7 +19,7 @@ from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import Edge, NanoOperation
 from weft.engine.runner.collectives import Graph
 from weft.engine.runner.cuda_layers import CudaLayers
-from weft.engine.runner.layer_launch import one_part, same_parts
+from weft.engine.runner.layer_launch import Fused, one_part, same_parts
 from weft.engine.runner.sum_places import OF_EMBEDDING
 from weft.kernels import reference, resident, sampling_shards
 from weft.kernels.attention_output import part_of
@@ -88,11 +88,12 @@ class CudaExecutor:
         """See `CudaLayers.fill`."""
         self._layers.fill(x)
 
-    def forward(self, pipeline: Pipeline, kv: Tensor, num_rows: int, *, together: bool = False) -> None:
-        """From the slab to `logits[:num_rows]` of the rows that sample. together: see `Launch`, of a fused one."""
+    def forward(self, pipeline: Pipeline, kv: Tensor, num_rows: int, *, fused: Fused = "lists") -> None:
+        """From the slab to `logits[:num_rows]` of the rows that sample. fused: see `Launch`, where `fuses` says that
+        attention is one launch."""
         with self._inside(Graph.MODEL):
             self._embed(pipeline)
-            parts = self.layers(pipeline, kv, leaving=True, together=together)
+            parts = self.layers(pipeline, kv, leaving=True, fused=fused)
             if pipeline.behind:
                 parts = one_part(pipeline)
             for launch in self._behind(pipeline, kv, parts):
@@ -112,21 +113,22 @@ class CudaExecutor:
         """The launches of `touch`, in this order. Each computes nothing as long as the inputs are of no tokens."""
         with self._inside(Graph.MODEL):
             yield partial(self._embed, pipeline)
-            fused = self.inputs.fuses(pipeline)
+            fuses = self.inputs.fuses(pipeline)
             # The second layer reads sums of squares that the first one wrote; behind the last one no product in FP8 is
             # left an operand.
             parts, last = one_part(pipeline), pipeline.num_layers - 1
 
-            def launch_one(layer: int, i: int, together: bool = False) -> None:
+            def launch_one(layer: int, i: int, fused: Fused = "lists") -> None:
                 with dependent_launch(len(pipeline.lanes) == 1):
                     launch = self._layers.launch_of(pipeline, i, layer, kv, parts)
-                    self._layers.launch(launch._replace(fused=fused, together=together))
+                    self._layers.launch(launch._replace(fused=fused if fuses else None))
 
             for layer, i in pipeline.unrolled():
                 if layer < 2 or layer == last or not pipeline.alike:
                     yield partial(launch_one, layer, i)
-                    if fused and pipeline.operations[i][1].role is Role.DECODE_ATTENTION:
-                        yield partial(launch_one, layer, i, together=True)
+                    if fuses and pipeline.operations[i][1].role is Role.DECODE_ATTENTION:
+                        yield partial(launch_one, layer, i, fused="together")
+                        yield partial(launch_one, layer, i, fused="tiles")
             left_parts = one_part(pipeline) if pipeline.behind else parts
             yield from self._behind(pipeline, kv, left_parts)
             yield partial(self._head, left_parts, pipeline, num_rows)
@@ -225,13 +227,13 @@ class CudaExecutor:
 
     def layers(
         self, pipeline: Pipeline, kv: Tensor, only: Collection[NanoOperation] | None = None, *, leaving: bool = False,
-        together: bool = False,
+        fused: Fused = "lists",
     ) -> list[int]:  # fmt: skip
         """All layers on `x[: pipeline.tokens]`; returns, by block of tokens, how many partial sums of squares they
         leave.
 
         only: launch these operations of the period and no others, to time them. leaving: not what of the last layer is
-        behind its attention, where rows leave; see `_behind`. together: see `forward`.
+        behind its attention, where rows leave; see `_behind`. fused: see `forward`.
         """
         main = torch.cuda.current_stream()
         operations = pipeline.period.operations
@@ -244,10 +246,10 @@ class CudaExecutor:
         for lane in lanes:
             self._streams[lane].wait_stream(main)
         parts = one_part(pipeline)
-        fused = only is None and self.inputs.fuses(pipeline)
+        way = fused if only is None and self.inputs.fuses(pipeline) else None
         events: dict[tuple[int, int], torch.cuda.Event] = {}
         for layer, i in pipeline.unrolled():
-            launch = self._layers.launch_of(pipeline, i, layer, kv, parts)._replace(fused=fused, together=together)
+            launch = self._layers.launch_of(pipeline, i, layer, kv, parts)._replace(fused=way)
             nano = launch.nano
             if only is not None and nano not in only:
                 continue

@@ -236,11 +236,16 @@ class CudaLayers:
             qkv_project(x, sums, w.weight, w.bias, eps, *heads, out=out, raw=raw, **self._common(it))
 
     def _decode(self, it: Launch) -> None:
-        attend = partial(self.attention.attend, together=True) if it.together else self.attention.attend
-        self._attend(attend if it.fused else self.attention.decode, it)
+        if it.fused is None:
+            attend: Callable[..., Output] = self.attention.decode
+        elif it.fused == "tiles":
+            attend = self.attention.prefill
+        else:
+            attend = partial(self.attention.attend, together=it.fused == "together")
+        self._attend(attend, it)
 
     def _prefill(self, it: Launch) -> None:
-        if not it.fused:
+        if it.fused is None:
             self._attend(self.attention.prefill, it)
 
     def _attend(self, attend: Callable[..., Output], it: Launch) -> None:

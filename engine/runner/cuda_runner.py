@@ -34,6 +34,7 @@ from weft.engine.runner.cuda_inputs import INVARIANT_PART_TOKENS, device_inputs
 from weft.engine.runner.cuda_layers import CudaLayers
 from weft.engine.runner.footprint import GIB
 from weft.engine.runner.gpu_room import Taken, room_for_pages
+from weft.engine.runner.layer_launch import Fused
 from weft.engine.runner.nano import Assignment
 from weft.engine.runner.pipelines import Pipelines
 from weft.engine.runner.pooling import pooled
@@ -56,6 +57,8 @@ LOOK_SECONDS = 2e-5
 """between looks at an iteration that waits for other ranks: who waits for the device itself hears of nothing else"""
 PIPELINE_BYTES = 64 << 20
 """left free beside that for each pipeline whose kernels are loaded once the pool is there"""
+WAYS_APART: dict[str, Fused] = {"pod_together": "together", "pod_tiles": "tiles"}
+"""paths of attention that have graphs of their own"""
 
 
 def _no_progress(phase: str, done: int, total: int) -> None:
@@ -66,12 +69,18 @@ class _Graphs(NamedTuple):
     model: torch.cuda.CUDAGraph
     """empty with an attention back end that plans on the host: the model then runs as ordinary launches"""
     sample: torch.cuda.CUDAGraph
-    together: torch.cuda.CUDAGraph | None = None
-    """the model, with attention of decodes and chunks at the same time on every SM; where it is one launch at all"""
+    others: dict[Fused, torch.cuda.CUDAGraph]
+    """the model with attention's one launch in other ways, where it is one; `model` is that of "lists" there"""
 
     @classmethod
     def empty(cls, *, fused: bool) -> _Graphs:
-        return cls(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph() if fused else None)
+        others = {way: torch.cuda.CUDAGraph() for way in WAYS_APART.values()} if fused else {}
+        return cls(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), others)
+
+    def of(self, path: AttentionPath | None) -> torch.cuda.CUDAGraph:
+        """The model's for an iteration whose attention goes this way."""
+        way = None if path is None else WAYS_APART.get(path.path)
+        return self.model if way is None else self.others.get(way, self.model)
 
 
 class CudaInFlight:
@@ -299,15 +308,15 @@ class CudaRunner:
         self._graph_memory = torch.cuda.graph_pool_handle()
 
     def _capture(self, pipeline: Pipeline) -> _Graphs:
-        graphs = _Graphs.empty(fused=not self._eager and self._inputs.fuses(pipeline))
+        graphs = self._empty(pipeline)
         if not self._eager:
             # `transformers`' code allocates; these graphs run one after another, so they share that memory.
             memory = None if self.spec.native else self._graph_memory
             with torch.cuda.graph(graphs.model, memory, stream=self.stream):
                 self._model(pipeline)
-        if graphs.together is not None:
-            with torch.cuda.graph(graphs.together, stream=self.stream):
-                self._model(pipeline, together=True)
+        for way, graph in graphs.others.items():
+            with torch.cuda.graph(graph, stream=self.stream):
+                self._model(pipeline, way)
         with torch.cuda.graph(graphs.sample, stream=self.stream):
             self._executor.sample(self._rows(pipeline))
         return graphs
@@ -316,7 +325,7 @@ class CudaRunner:
 
     def _work(self, pipeline: Pipeline) -> Work:
         rows = self._rows(pipeline)
-        graphs = _Graphs.empty(fused=not self._eager and self._inputs.fuses(pipeline))
+        graphs = self._empty(pipeline)
 
         def load() -> Iterator[Step]:
             for launch in self._executor.touches(pipeline, self.kv, rows):
@@ -325,8 +334,8 @@ class CudaRunner:
 
         def capture() -> Iterator[Step]:
             yield partial(self._capture_beside, graphs.model, partial(self._model, pipeline))
-            if graphs.together is not None:
-                yield partial(self._capture_beside, graphs.together, partial(self._model, pipeline, together=True))
+            for way, graph in graphs.others.items():
+                yield partial(self._capture_beside, graph, partial(self._model, pipeline, way))
             yield partial(self._capture_beside, graphs.sample, partial(self._executor.sample, rows))
 
         def enable() -> None:
@@ -357,8 +366,11 @@ class CudaRunner:
         """that sample, at most"""
         return min(pipeline.tokens, self.config.max_num_seqs)
 
-    def _model(self, pipeline: Pipeline, **how: bool) -> None:
-        self._executor.forward(pipeline, self.kv, self._rows(pipeline), **how)
+    def _empty(self, pipeline: Pipeline) -> _Graphs:
+        return _Graphs.empty(fused=not self._eager and self._inputs.fuses(pipeline))
+
+    def _model(self, pipeline: Pipeline, fused: Fused = "lists") -> None:
+        self._executor.forward(pipeline, self.kv, self._rows(pipeline), fused=fused)
 
     def launch(self, batch: Batch) -> CudaInFlight:
         pipeline = self._pipelines.of(batch)
@@ -371,9 +383,7 @@ class CudaRunner:
             assigned = self._inputs.send(batch, pipeline, self._grid)
             in_flight.attention = None if self._host_attention is not None else self._inputs.attention
             if not self._eager:
-                path = in_flight.attention
-                together = graphs.together if path is not None and path.path == "pod_together" else None
-                (together or graphs.model).replay()
+                graphs.of(in_flight.attention).replay()
             else:
                 if self._host_attention is not None:
                     self._executor.steps = [self._host_attention.prepare(batch)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -33,6 +33,11 @@ def rows_of(activations: Mapping[str, Tensor], sumsq: Tensor, attended: Output, 
     return Rows({**activations, **named}, sumsq, attended, live)
 
 
+Fused = Literal["lists", "together", "tiles"]
+"""what one launch does with decodes and chunks: one list behind the other, or some programs begin with decodes; both at
+the same time on every SM; decodes are tiles of the chunks' list, which is all that the chunks' kernel has to do"""
+
+
 class Launch(NamedTuple):
     """One nano-operation of one layer, about to be launched on the current stream."""
 
@@ -48,10 +53,8 @@ class Launch(NamedTuple):
     rows: Rows
     leaving: bool = False
     """behind this layer's attention rows leave that nobody reads"""
-    fused: bool = False
-    """attention of decodes and of chunks is one launch, that of the decodes"""
-    together: bool = False
-    """in which every SM does both at the same time"""
+    fused: Fused | None = None
+    """attention of decodes and of chunks is one launch, that of the decodes, which does both lists so"""
 
     @property
     def x(self) -> Tensor:

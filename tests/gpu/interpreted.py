@@ -70,6 +70,7 @@ def _capture(runner: cuda_runner.CudaRunner, pipeline: Pipeline) -> Any:
     return cuda_runner._Graphs(
         Replayed(lambda: runner._model(pipeline)),  # type: ignore[arg-type]
         Replayed(lambda: runner._executor.sample(runner._rows(pipeline))),  # type: ignore[arg-type]
+        {},
     )
 
 

@@ -29,13 +29,16 @@ from weft.engine.plans import pipeline
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import NanoOperation, Period, serial_period
 from weft.engine.runner.attention_lists import AttentionGrid
+from weft.engine.runner.attention_path import AttentionPath
 from weft.engine.runner.batch import Batch
 from weft.engine.runner.collectives import DeviceCollectives
 from weft.engine.runner.cpu_executor import CpuExecutor, CpuInputs
 from weft.engine.runner.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda_inputs import DeviceInputs
 from weft.engine.runner.cuda_layers import CudaLayers
+from weft.engine.runner.cuda_runner import _Graphs
 from weft.engine.runner.input_layout import Layout
+from weft.engine.runner.layer_launch import Fused
 from weft.engine.runner.rank_sums import RankSums
 from weft.kernels.attention import AttentionShape
 from weft.kernels.attention_torch import TorchAttention
@@ -383,3 +386,31 @@ def test_a_product_sends_its_partial_sums_itself_only_where_their_sum_is_next() 
         )  # fmt: skip
         assert RankSums._pushes(sums, launch, {}) is sends
     assert len(asked) == 1
+
+
+def test_one_launch_of_attention_goes_the_way_that_the_iteration_takes() -> None:
+    asked: list[str] = []
+    layers: Any = SimpleNamespace(
+        _attend=lambda attend, _: attend(),
+        attention=SimpleNamespace(
+            decode=lambda: asked.append("decode"),
+            prefill=lambda: asked.append("prefill"),
+            attend=lambda together: asked.append("together" if together else "lists"),
+        ),
+    )
+    ways: tuple[Fused | None, ...] = (None, "lists", "together", "tiles")
+    for way in ways:
+        launch: Any = SimpleNamespace(fused=way)
+        CudaLayers._decode(layers, launch)
+        CudaLayers._prefill(layers, launch)
+    assert asked == ["decode", "prefill", "lists", "together", "prefill"]
+
+
+def test_an_iteration_replays_the_graph_of_its_way() -> None:
+    graphs: Any = _Graphs("model", "sample", {"together": "both", "tiles": "one list"})
+    alone: Any = _Graphs("model", "sample", {})
+    wanted = {"pod_together": "both", "pod_tiles": "one list", "pod_in_turn": "model", "chunks": "model"}
+    for path, want in wanted.items():
+        assert graphs.of(AttentionPath(path)) == want
+        assert alone.of(AttentionPath(path)) == "model"
+    assert graphs.of(None) == "model"
