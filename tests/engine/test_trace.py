@@ -75,6 +75,16 @@ def test_experts_stand_for_gate_up_and_down(shared: bool) -> None:
     assert kinds_of(events)[1:] == kinds * 2
 
 
+def test_products_that_send_are_products_and_what_adds_them_up_is_told_apart() -> None:
+    layer = (
+        "product_kernel", "_decode_kernel", "prefill_kernel", "push_kernel", "_reduce_pushed_kernel", "_meet_kernel",
+        "mid_kernel", "push_kernel", "_reduce_pushed_kernel", "_meet_kernel",
+    )  # fmt: skip
+    sums = ["sums of ranks"] * 2
+    events = kernels(*((name, 10.0 * i, 10.0) for i, name in enumerate(("_prepare_kernel", *layer * 2))))
+    assert kinds_of(events)[1:] == [*KINDS[:4], *sums, "gate-up", "down", *sums] * 2
+
+
 def test_a_trace_that_begins_inside_a_layer_is_read_from_the_next_iteration_on() -> None:
     first, end = iteration(0.0)
     second, end = iteration(end)
