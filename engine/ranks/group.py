@@ -130,7 +130,7 @@ class Ranks:
                 "here; lower it, or use --device cpu"
             )
         if here:
-            told = "is experimental: it has run on two H200s and on no others"
+            told = "is experimental: it has run on two and four H200s and on no others"
             print(f"weft: --tensor-parallel-size on GPUs {told}", file=sys.stderr, flush=True)
         if not here and (there := cores()) < config.tensor_parallel_size:
             told = f"{config.tensor_parallel_size} ranks share {there} core(s): fewer would be quicker"
