@@ -316,7 +316,7 @@ class CudaRunner:
                 self._model(pipeline)
         for way, graph in graphs.others.items():
             with torch.cuda.graph(graph, stream=self.stream):
-                self._model(pipeline, way)
+                self._model(pipeline, fused=way)
         with torch.cuda.graph(graphs.sample, stream=self.stream):
             self._executor.sample(self._rows(pipeline))
         return graphs
@@ -335,7 +335,7 @@ class CudaRunner:
         def capture() -> Iterator[Step]:
             yield partial(self._capture_beside, graphs.model, partial(self._model, pipeline))
             for way, graph in graphs.others.items():
-                yield partial(self._capture_beside, graph, partial(self._model, pipeline, way))
+                yield partial(self._capture_beside, graph, partial(self._model, pipeline, fused=way))
             yield partial(self._capture_beside, graphs.sample, partial(self._executor.sample, rows))
 
         def enable() -> None:
@@ -369,8 +369,9 @@ class CudaRunner:
     def _empty(self, pipeline: Pipeline) -> _Graphs:
         return _Graphs.empty(fused=not self._eager and self._inputs.fuses(pipeline))
 
-    def _model(self, pipeline: Pipeline, fused: Fused = "lists") -> None:
-        self._executor.forward(pipeline, self.kv, self._rows(pipeline), fused=fused)
+    def _model(self, pipeline: Pipeline, **how: Fused) -> None:
+        """how: `fused`, of an executor whose attention is one launch."""
+        self._executor.forward(pipeline, self.kv, self._rows(pipeline), **how)
 
     def launch(self, batch: Batch) -> CudaInFlight:
         pipeline = self._pipelines.of(batch)
