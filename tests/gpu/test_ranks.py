@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ from weft.engine.model.operations import Resource
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.choose import target_of
 from weft.engine.plans.plan import Lane, NanoOperation, Period, Plan
+from weft.engine.runner.collectives import MEASURED_STEPS
 
 OPTIONS = {
     "dtype": "bfloat16", "max_num_seqs": 64, "max_num_batched_tokens": 512, "num_pages": 1000, "tuning_seconds": 0,
@@ -40,6 +43,12 @@ ASKED = (
 )
 
 
+LAYERS: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 3,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 4096, "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
 RANKS = [n for n in (2, 4) if n <= torch.cuda.device_count()]
 pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
@@ -82,6 +91,32 @@ def test_a_run_repeats_itself(several: Harness) -> None:
     first = served(several)
     several.engine.reset_prefix_cache()
     assert served(several) == first
+
+
+@pytest.mark.timeout(400)
+def test_every_way_to_make_sums_gives_the_same_bits(tmp_path: Path, ranks: int) -> None:
+    """Layers of an 8B's sizes, so that the kernels are those of large products."""
+    model, cache = tmp_path / "model", tmp_path / "cache"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(LAYERS))
+    options = {**OPTIONS, "max_num_batched_tokens": 2048, "host_kv_gib": 0, "load_format": "dummy",
+               "cache_dir": str(cache), "tuning_seconds": 5}  # fmt: skip
+
+    def answers() -> list[Any]:
+        harness = Harness(model, tensor_parallel_size=ranks, **options)
+        rng = np.random.default_rng(1)
+        prompts = [rng.integers(3, LAYERS["vocab_size"], n) for n in (700, 800, 500, 40, 300, 64)]
+        asked = [harness.add(p, max_tokens=12, ignore_eos=True, **GREEDY, logprobs=2) for p in prompts]
+        harness.run()
+        harness.engine.close()
+        return [(harness.tokens[handle], harness.logprobs[handle]) for handle in asked]
+
+    first = answers()
+    (file,) = cache.glob("sums-*.json")
+    found = json.loads(file.read_text())
+    for steps in MEASURED_STEPS:
+        file.write_text(json.dumps({**found, "steps": {tokens: list(steps) for tokens in found["steps"]}}))
+        assert answers() == first, steps
 
 
 def test_a_pipeline_gives_the_serial_plans_tokens(tmp_path: Path, ranks: int) -> None:
