@@ -181,7 +181,8 @@ def _reduce_pushed_kernel(
 ):  # fmt: skip
     # In two steps flags alone say what may be read: programs that find room beside the product's, which have all begun
     # when these may, add up its first rows and write them to all while it multiplies the others. The product itself has
-    # waited for whatever came before it.
+    # waited for whatever came before it: on every rank whose flag is there nobody reads x or sumsq any more, for what
+    # read them stands before its product. `tests/kernels/test_pushed_protocol.py` plays it.
     if STEPS == 1:
         begin(PDL)
     release(PDL)
