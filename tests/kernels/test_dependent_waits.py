@@ -1,0 +1,32 @@
+"""Kernels that may start early wait for the one before them: who waits for a kernel has waited for all before it.
+
+Whether a wait is in the code, not whether every program comes to it.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+KERNELS = Path(__file__).parents[2] / "kernels"
+WAITS = ("begin(PDL)", "await_previous()", "griddepcontrol.wait")
+
+
+def _told(path: Path) -> dict[str, str]:
+    """Device functions that are told of dependent launch, by name: their code."""
+    text = path.read_text()
+    return {
+        f"{path.stem}.{f.name}": ast.get_source_segment(text, f) or ""
+        for f in ast.walk(ast.parse(text))
+        if isinstance(f, ast.FunctionDef) and f.decorator_list and any(a.arg == "PDL" for a in f.args.args)
+    }
+
+
+def test_each_kernel_that_may_start_early_waits() -> None:
+    found = {name: text for path in KERNELS.glob("*.py") for name, text in _told(path).items()}
+    assert {"pushed.push_kernel", "pushed._reduce_pushed_kernel", "collectives._meet_kernel"} <= set(found)
+    waiting = {name for name, text in found.items() if any(wait in text for wait in WAITS)}
+    # in some their partitions do
+    partitions = [f"({name.split('.')[1]}, (" for name in waiting]
+    idle = {name for name in set(found) - waiting if not any(each in found[name] for each in partitions)}
+    assert idle == {"dependent_launch.begin", "dependent_launch.release"}, "what the waits are made of, and no kernel"
