@@ -238,7 +238,11 @@ class HybridCalls:
         try:
             call = foreign_attention.call(name, self._batch, self.q, self.pool, self.table)
             attended: list[tuple[torch.Tensor, torch.Tensor]] = []
-            captured = capture([lambda at=layer: attended.append(call(at)) for layer in range(LAYERS)])  # type: ignore[misc]
+
+            def attend(layer: int) -> None:
+                attended.append(call(layer))
+
+            captured = capture([partial(attend, layer) for layer in range(LAYERS)])
             self._foreign[name] = Foreign(captured, call, attended[-1])
         except (foreign_attention.Unavailable, ImportError, RuntimeError, TypeError, ValueError) as error:
             self.left_out[name] = str(error).splitlines()[0] or type(error).__name__

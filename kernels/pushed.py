@@ -2,8 +2,9 @@
 
 A tile goes as it is finished, rounded to the model's dtype, into a place of its own in the memory of who adds it up: of
 every rank in one step, of the rank whose columns they are in two. Behind it goes a flag of its own: the number of the
-iteration. So the network is busy while the product computes, and the sum that follows reads its own memory alone. The
-bits are those of `collectives.reduce` behind the same product.
+iteration. So the network is busy while the product computes, and the sum that follows reads its own memory alone; in
+two steps it begins beside the product, with the rows that have come. The bits are those of `collectives.reduce` behind
+the same product.
 
 Inside the product nobody waits for anybody. Who may write into a place again: there are two, which take turns, and a
 rank ends the sum between only when it has seen the flags of every rank, who set them behind their reads of this place.

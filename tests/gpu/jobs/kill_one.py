@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from children import children, command_line
 
 SECONDS = float(os.environ.get("KILL_SECONDS", "10"))
 AT = SECONDS / 2
@@ -32,17 +33,7 @@ EDGE = 1.5
 
 def engines(daemon: int) -> list[int]:
     """Processes of engines that this daemon started, the oldest first."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                line = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if parent == daemon and b"weft.engine" in line:
-                found.append(int(entry.name))
-    return sorted(found)
+    return [pid for pid in children(daemon) if any("weft.engine" in word for word in command_line(pid))]
 
 
 def generated(port: str) -> float:

@@ -4,7 +4,8 @@
 
 For each rank, the last first: a load of `STREAMS` streams (100), the kill, the time until the last of them had an end
 (an answer, an error event or a closed connection), the time until `/ready` answers 200 again. In the end SIGTERM, the
-exit status and the GPUs' memory. Exit status 1 where a client had no end within `LIMIT` (2 s) or the daemon none.
+exit status and the GPUs' memory. Exit status 1 where a client had no end within
+`LIMIT` (2 s), or a stream closed without a word, or the daemon did not serve again.
 """
 
 from __future__ import annotations
@@ -15,39 +16,28 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import aiohttp
+from children import children, command_line
+from free_port import free_port
+from kill_one import engines
 
 STREAMS = int(os.environ.get("STREAMS", "100"))
 LIMIT = 2.0
+SILENT = "closed without a word"
 READY = float(os.environ.get("READY_SECONDS", "150"))
-
-
-def children(parent: int) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-    return found
 
 
 def processes(daemon: int, ranks: int) -> list[int]:
     """By rank: the engine, which is rank 0, and those that it started, whose command names their rank."""
     found: dict[int, int] = {}
-    for pid in children(daemon):
-        if b"weft.engine" not in Path(f"/proc/{pid}/cmdline").read_bytes():
-            continue
+    for pid in engines(daemon):
         for other in children(pid):
-            words = Path(f"/proc/{other}/cmdline").read_bytes().decode().split("\0")
+            words = command_line(other)
             if "weft.engine.ranks.process" in words:
                 found[0] = pid
                 found[int(words[words.index("weft.engine.ranks.process") + 1])] = other
@@ -61,7 +51,7 @@ async def stream(
 ) -> tuple[float, str]:
     """When it ended, and how."""
     body = {"model": model, "prompt": f"{number} + {number} =", "max_tokens": 1500, "ignore_eos": True, "stream": True}
-    how = "closed without a word"
+    how = SILENT
     try:
         async with session.post(f"{url}/v1/completions", json=body) as answer:
             if answer.status != 200:
@@ -122,9 +112,7 @@ def memory() -> str:
 
 def main() -> None:
     ranks, options = int(sys.argv[1]), sys.argv[2:]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     url, out, bad = f"http://127.0.0.1:{port}", Path(os.environ["OUT"]), False
     command = [sys.executable, "-m", "weft.server", "serve", "--port", str(port), "--tensor-parallel-size", str(ranks)]
     with (out / "serve.log").open("wb") as log:
@@ -142,7 +130,7 @@ def main() -> None:
             rows.append({"rank": rank, "last_end_s": last, "ends": dict(how), "ready_again_s": again})
             print(f"rank {rank}: {STREAMS} streams, the last had its end after {last:.2f} s {dict(how)}; ready again "
                   f"after {again and round(again, 1)} s", flush=True)  # fmt: skip
-            bad |= last > LIMIT or again is None
+            bad |= last > LIMIT or again is None or SILENT in how
             if again is None:
                 break
         daemon.send_signal(signal.SIGTERM)
