@@ -1,4 +1,4 @@
-"""`MidConfig`: how `mid_hopper` cuts a product of 64 to 1,792 tokens. No Triton is needed."""
+"""`MidConfig`: how `mid_hopper` cuts a product of 64 to 2,048 tokens. No Triton is needed."""
 
 from __future__ import annotations
 

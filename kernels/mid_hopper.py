@@ -1,4 +1,4 @@
-"""The matrix products of a layer for 64 to 1,792 tokens on Hopper: tiles as wide as waves want, depths cut in parts.
+"""The matrix products of a layer for 64 to 2,048 tokens on Hopper: tiles as wide as waves want, depths cut in parts.
 
 Built as `gemm_hopper`: two warpgroups own 64 rows each of a tile of 128 tokens, one producer warp streams the
 operands. What differs is how the work is dealt to the SMs, which 128 x 256 tiles leave half empty for so few tokens:

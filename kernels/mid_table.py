@@ -12,7 +12,7 @@ from pathlib import Path
 
 from weft.kernels.mid_config import MidConfig
 
-BUCKETS = (64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792)
+BUCKETS = (64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 PARTLY = {64: 40, 128: 80, 192: 160, 256: 224} | {b: b - (64 if b <= 1024 else 192) for b in BUCKETS if b > 256}
 """tokens that are live where a bucket, which is that of a captured graph, is not full"""
 UNTRIED = {192: 256}

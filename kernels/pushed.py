@@ -31,6 +31,9 @@ from weft.kernels.gemm_tiles import accumulate, columns, live_tokens, meet, pref
 
 SPECIAL_ROWS = 64
 """of a flag of the warp-specialised kernel: each of its two warpgroups sets its own"""
+ROWS = 2
+"""that a program of a sum in two steps adds up at once: as many loads are under way, and flags are looked at half as
+often"""
 
 
 class Inbox(NamedTuple):
@@ -178,7 +181,8 @@ def _next(item, ticket, STEPS: tl.constexpr):
 def _reduce_pushed_kernel(
     addresses, rank, abort, number, flags, room, inbox, source, x, sumsq, stride_sumsq, live, ticket, T, H, W,
     R: tl.constexpr, ADD: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr,
-    BLOCK: tl.constexpr, TYPE: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+    SOURCES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TYPE: tl.constexpr, KIND: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     # In two steps flags alone say what may be read: programs that find room beside the product's, which have all begun
     # when these may, add up its first rows and write them to all while it multiplies the others. The product itself has
@@ -191,45 +195,51 @@ def _reduce_pushed_kernel(
     parts = R if STEPS == 1 else 1
     own = tl.load(addresses + rank)
     mine = tl.multiple_of((own + x).to(tl.pointer_type(TYPE)), 16)
-    items = tl.minimum(tl.load(live, cache_modifier=".cg"), T) * parts
+    last = tl.minimum(tl.load(live, cache_modifier=".cg"), T)
+    items = tl.cdiv(last, ROWS) * parts
+    # all flags of an item in one look: R ranks' of TILES tiles, the last of either again where there are fewer
+    place = tl.arange(0, SOURCES * TILES)
+    flag = (own + flags).to(tl.pointer_type(tl.int32)) + tl.minimum(place // TILES, R - 1) * room
     item = _next(-1, ticket, STEPS)
     while item < items:
-        row = (item // parts).to(tl.int64)
+        following = _next(item, ticket, STEPS)  # drawn early: its answer is there when this item is done
+        row = (item // parts).to(tl.int64) * ROWS
         part = item % parts if STEPS == 1 else rank
         tile = part * W // BN
         more = (tl.minimum(part * W + W, H) - 1) // BN - tile
-        tile += tl.minimum(tl.arange(0, TILES), more) + row.to(tl.int32) // BM * tl.cdiv(H, BN)
-        for peer in tl.static_range(R):
-            flag = (own + flags).to(tl.pointer_type(tl.int32)) + peer * room
-            _await(flag + tile, now, abort, KIND)
-        squares = tl.zeros([BLOCK], tl.float32)
+        tile += tl.minimum(place % TILES, more) + row.to(tl.int32) // BM * tl.cdiv(H, BN)
+        _await(flag + tile, now, abort, KIND)
+        rows = row + tl.arange(0, ROWS)
+        squares = tl.zeros([ROWS, BLOCK], tl.float32)
         for start in range(0, W, BLOCK):
             column = start + tl.arange(0, BLOCK)
             at = part * W + column
-            mask = (column < W) & (at < H)
-            there = row * H + at if STEPS == 1 else row * W + column
-            total = tl.zeros([BLOCK], tl.float32)
+            mask = (rows < last)[:, None] & ((column < W) & (at < H))[None, :]
+            there = rows[:, None] * H + at[None, :]
+            sent = there if STEPS == 1 else rows[:, None] * W + column[None, :]
+            total = tl.zeros([ROWS, BLOCK], tl.float32)
             for peer in tl.static_range(R):
                 came = tl.multiple_of((own + inbox + peer * source).to(tl.pointer_type(TYPE)), 16)
-                total += tl.load(came + there, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+                total += tl.load(came + sent, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
             if ADD:
-                total += tl.load(mine + row * H + at, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+                total += tl.load(mine + there, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
             value = total.to(TYPE)
             squares += tl.where(mask, value.to(tl.float32) * value.to(tl.float32), 0.0)
             if STEPS == 1:
-                tl.store(mine + row * H + at, value, mask=mask)
+                tl.store(mine + there, value, mask=mask)
             else:
                 for peer in tl.static_range(R):
                     there_x = tl.multiple_of((tl.load(addresses + peer) + x).to(tl.pointer_type(TYPE)), 16)
-                    tl.store(there_x + row * H + at, value, mask=mask)
-        total_squares = tl.sum(squares, axis=0)
-        place = part.to(tl.int64) * stride_sumsq + row
+                    tl.store(there_x + there, value, mask=mask)
+        total_squares = tl.sum(squares, axis=1)
+        to = part.to(tl.int64) * stride_sumsq + rows
         if STEPS == 1:
-            tl.store((own + sumsq).to(tl.pointer_type(tl.float32)) + place, total_squares)
+            tl.store((own + sumsq).to(tl.pointer_type(tl.float32)) + to, total_squares, mask=rows < last)
         else:
             for peer in tl.static_range(R):
-                tl.store((tl.load(addresses + peer) + sumsq).to(tl.pointer_type(tl.float32)) + place, total_squares)
-        item = _next(item, ticket, STEPS)
+                all_squares = (tl.load(addresses + peer) + sumsq).to(tl.pointer_type(tl.float32))
+                tl.store(all_squares + to, total_squares, mask=rows < last)
+        item = following
     if STEPS == 2:
         begin(PDL)  # so that whoever waits for this kernel has waited for the product, too
 
@@ -304,13 +314,15 @@ def reduce_pushed(
     """
     inbox, steps, ranks = pushed.inbox, pushed.steps, peers.ranks
     width = part_width(hidden, ranks)
-    items = tokens * (ranks if steps == 1 else 1)
+    together = min(ROWS, pushed.rows) if steps == 2 else 1
+    items = -(-tokens // together) * (ranks if steps == 1 else 1)
     block = min(2048, triton.next_power_of_2(width))
     source = inbox.rows * width_of(hidden, ranks, steps) * dtype.itemsize
     _reduce_pushed_kernel[(max(1, min(items, WAVES * num_sms)),)](
         peers.addresses, peers.rank, peers.abort, number, inbox.flags, inbox.room, inbox.partial, source, x, sumsq,
         stride_sumsq, live, ticket, tokens, hidden, width, ADD=add, STEPS=steps, BM=pushed.rows, BN=pushed.features,
-        TILES=triton.next_power_of_2(-(-width // pushed.features) + 1), BLOCK=block, TYPE=_TYPES[dtype],
+        TILES=triton.next_power_of_2(-(-width // pushed.features) + 1), SOURCES=triton.next_power_of_2(ranks),
+        ROWS=together, BLOCK=block, TYPE=_TYPES[dtype],
         num_warps=max(1, min(8, block // 256)), **_common(peers),
     )  # fmt: skip
     if steps == 2:

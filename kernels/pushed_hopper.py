@@ -36,6 +36,8 @@ from weft.kernels.gemm_launch import Launch
 
 MAX_RANKS = 8
 STAGES = 3
+MOST_IN_GROUP = 4
+"""token tiles whose columns are all multiplied before the next ones'"""
 
 
 @gluon.jit
@@ -192,10 +194,12 @@ def launch_push(
     ]
     places = [*there, *[None] * (MAX_RANKS - len(there))]
     # Rows come to their end one group after the other, and SMs that no wave needs are left to those who add them up.
+    # The fewer rows a group has, the fewer are left to be added up behind the product: of a 70B's 2,048 tokens on four
+    # H200s, groups of 4 token tiles saved 1.1 % of a layer over groups of 8, though the weight is read twice as often.
     tiles_m = -(-a.shape[0] // BLOCK_TOKENS)
     count = tiles_m * -(-weight.shape[0] // BLOCK_FEATURES)
     programs = -(-count // -(-count // launch.grid[0]))
-    group = min(launch.config.group, max(1, tiles_m // 2))
+    group = min(launch.config.group, MOST_IN_GROUP, max(1, tiles_m // 2))
     push_kernel[(programs,)](
         tiles(a, BLOCK_TOKENS, BLOCK_DEPTH), tiles(weight, BLOCK_FEATURES, BLOCK_DEPTH), *places, num_tokens,
         a.shape[0], weight.shape[0], a.shape[1], width, bias, peers.addresses, number, flags, turn, STAGES=STAGES,

@@ -209,15 +209,20 @@ class Ranks:
                 yield from add_up(item // self.count, item % self.count)
 
         def in_two(kernel: Kernel, program: int) -> Steps:
-            kernel.released.add(program)
-            while True:
+            def draw() -> int:
                 item = own.ticket
                 assert item == kernel.drawn, "a ticket of another sum"
                 own.ticket, kernel.drawn = item + 1, item + 1
+                return item
+
+            kernel.released.add(program)
+            item = draw()
+            yield now
+            while item < live:
+                following = draw()
                 yield now
-                if item >= live:
-                    break
                 yield from add_up(item, rank)
+                item = following
             if self.broken != "no wait":
                 yield from kernel.wait()
 

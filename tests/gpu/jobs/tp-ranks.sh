@@ -9,12 +9,12 @@
 #   docs/tensor-parallel.md says what hiding cost and why.
 #   In a bare cache it compiles for 20 s and tunes for 30 first; behind tp-70b it finds all of that. Where NCCL hangs (it
 #   was not captured beside our kernels yet) the same is run again without it.
-#   RANKS: on so many GPUs instead of two.
+#   RANKS: on so many GPUs instead of two. ROUNDS: for 2, of ROUND_SECONDS each way, for 2.5.
 set -u
 export COLUMNS=140
 ranks="python -m weft.server bench ranks --model-preset llama-3-70b --tensor-parallel-size ${RANKS:-2} --tuning-seconds 30"
-ranks="$ranks --seconds 2.5 --rounds 2 --trace $OUT/ranks.trace.json.gz"
-timeout --foreground -k 5 $((SECONDS_LEFT * 4 / 5)) $ranks --tokens 2048 512 64 --json "$OUT/ranks.json" \
+ranks="$ranks --seconds ${ROUND_SECONDS:-2.5} --rounds ${ROUNDS:-2} --trace $OUT/ranks.trace.json.gz"
+timeout --foreground -k 5 $((SECONDS_LEFT * 9 / 10)) $ranks --tokens 2048 512 64 --json "$OUT/ranks.json" \
     --ways none,one,two,sent-one,sent-two,vendor,nano
 status=$?
 if [ ! -f "$OUT/ranks.json" ]; then # not even one size
