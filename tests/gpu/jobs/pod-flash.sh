@@ -5,10 +5,11 @@
 # flash-attn 2.8.3 from its source (forward over pages, bf16, heads of 64 and 128, sm_90: build_flash.py): its wheel, if
 # WHEELS has one, is there for every job already; else it is built here of flash_attn-2.8.3.tar.gz (8.4 MB, CUTLASS is
 # in it), looked for in WHEELS and beside it, by nvcc on several cores: some 100 s. The wheel then comes back in OUT.
-# tests.txt: the back end's tests, skipped until now. A failure tells what the package does otherwise than they think.
+# tests.txt: the back end's tests. A failure tells what the package does otherwise than they think.
 # flash/summary.txt: our ways beside flash-attn, in turn and on two streams, over 90 batches in bursts.
 # offline-*.json: 200 requests of 1024/256 by this back end, and by ours.
-# The figures: "Attention of hybrid batches on one H200", which names flash-attn as not measured.
+# The figures: "flash-attn beside our ways" in "Attention of hybrid batches on one H200", of 2026-11-27. Those of the
+# day before are void but for offline-*.json and the tests: its chunks had no keys then.
 if ! python -c "import flash_attn" 2> /dev/null; then
     archive=$(ls "$WHEELS"/flash_attn-2.8.3.tar.gz "$WHEELS"/../flash_attn-2.8.3.tar.gz 2> /dev/null | head -1)
     [ -n "$archive" ] || { echo "neither a wheel of flash-attn nor flash_attn-2.8.3.tar.gz in WHEELS"; exit 1; }
