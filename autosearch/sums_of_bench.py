@@ -25,7 +25,7 @@ class SumsOfBench:
         """Every rank does so at once. Raises `ConfigError`."""
         self._way, folder = way_of(name)
         if self._way.steps is not None:
-            self._own.use({0: self._way.steps})
+            self._own.use({0: self._way.steps}, apart=self._way.overlapped)
         elif self._way.vendor:
             self._vendor.open(folder)
 
@@ -39,10 +39,10 @@ class SumsOfBench:
     def push(self, a: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> bool:
         return not self._baseline and self._own.push(a, weight, bias, **options)
 
-    def reduce(self, partial: Tensor, x: Tensor, sumsq: Tensor, *, live: Tensor, add: bool, num_sms: int) -> Tensor:
+    def reduce(self, partial: Tensor, x: Tensor, sumsq: Tensor, **options: Any) -> Tensor:
         """A baseline adds no residual and leaves no squares: the stream stays what it was."""
         if not self._baseline:
-            return self._own.reduce(partial, x, sumsq, live=live, add=add, num_sms=num_sms)
+            return self._own.reduce(partial, x, sumsq, **options)
         assert self._way is not None
         if self._way.vendor:
             self._vendor.all_reduce(partial)

@@ -28,7 +28,7 @@ class Way(NamedTuple):
     """in two nano-batches, beside the products and the attention of the other one"""
 
 
-WAYS = {  # in series, but for the last; a vendor's adds no residual and leaves no squares for the next norm
+WAYS = {  # in series, but for the last two; a vendor's adds no residual and leaves no squares for the next norm
     "none": Way("no sums", None),
     "vendor": Way("all-reduce of NCCL or gloo", None, vendor=True),
     "one": Way("shared memory, one step", Steps(1)),
@@ -36,6 +36,7 @@ WAYS = {  # in series, but for the last; a vendor's adds no residual and leaves 
     "sent-one": Way("products send, one step", Steps(1, 1)),
     "sent-two": Way("products send, two steps", Steps(1, 2)),
     "nano": Way("two nano-batches, sums beside", Steps(2), overlapped=True),
+    "sent-nano": Way("two nano-batches, products send", Steps(2, 2), overlapped=True),
 }
 
 

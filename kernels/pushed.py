@@ -45,8 +45,6 @@ class Inbox(NamedTuple):
     flags: int
     """`[ranks, room]` int32, by who set them"""
     room: int
-    meet: int
-    """`[ranks]` int32: flags of the end of a sum in two steps"""
 
 
 class Pushed(NamedTuple):
@@ -181,14 +179,14 @@ def _next(item, ticket, STEPS: tl.constexpr):
 def _reduce_pushed_kernel(
     addresses, rank, abort, number, flags, room, inbox, source, x, sumsq, stride_sumsq, live, ticket, T, H, W,
     R: tl.constexpr, ADD: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr,
-    SOURCES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TYPE: tl.constexpr, KIND: tl.constexpr,
-    PDL: tl.constexpr,
+    SOURCES: tl.constexpr, ROWS: tl.constexpr, BESIDE: tl.constexpr, BLOCK: tl.constexpr, TYPE: tl.constexpr,
+    KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # In two steps flags alone say what may be read: programs that find room beside the product's, which have all begun
-    # when these may, add up its first rows and write them to all while it multiplies the others. The product itself has
-    # waited for whatever came before it: on every rank whose flag is there nobody reads x or sumsq any more, for what
-    # read them stands before its product. `tests/kernels/test_pushed_protocol.py` plays it.
-    if STEPS == 1:
+    # In two steps, beside the product, flags alone say what may be read: programs that find room beside the product's,
+    # which have all begun when these may, add up its first rows and write them to all while it multiplies the others.
+    # The product itself has waited for whatever came before it: on every rank whose flag is there nobody reads x or
+    # sumsq any more, for what read them stands before its product. `tests/kernels/test_pushed_protocol.py` plays it.
+    if not BESIDE:
         begin(PDL)
     release(PDL)
     now = tl.load(number, cache_modifier=".cg")
@@ -240,7 +238,7 @@ def _reduce_pushed_kernel(
                 all_squares = (tl.load(addresses + peer) + sumsq).to(tl.pointer_type(tl.float32))
                 tl.store(all_squares + to, total_squares, mask=rows < last)
         item = following
-    if STEPS == 2:
+    if BESIDE:
         begin(PDL)  # so that whoever waits for this kernel has waited for the product, too
 
 
@@ -297,6 +295,7 @@ def reduce_pushed(
     number: Tensor,
     pushed: Pushed,
     *,
+    meet: int,
     x: int,
     sumsq: int,
     stride_sumsq: int,
@@ -306,11 +305,13 @@ def reduce_pushed(
     hidden: int,
     dtype: torch.dtype,
     add: bool,
+    beside: bool,
     num_sms: int,
 ) -> None:
-    """As `collectives.reduce`, of what products have sent. Launched right behind that product: see the kernel.
+    """As `collectives.reduce`, of what products have sent.
 
-    ticket `[1]` int32: 0, and 0 again behind it.
+    meet: `[ranks]` int32, flags of the end of a sum in two steps, as an offset into the arenas. ticket `[1]` int32: 0,
+    and 0 again behind it. beside: launched right behind that product, on its stream: in two steps it begins beside it.
     """
     inbox, steps, ranks = pushed.inbox, pushed.steps, peers.ranks
     width = part_width(hidden, ranks)
@@ -322,10 +323,10 @@ def reduce_pushed(
         peers.addresses, peers.rank, peers.abort, number, inbox.flags, inbox.room, inbox.partial, source, x, sumsq,
         stride_sumsq, live, ticket, tokens, hidden, width, ADD=add, STEPS=steps, BM=pushed.rows, BN=pushed.features,
         TILES=triton.next_power_of_2(-(-width // pushed.features) + 1), SOURCES=triton.next_power_of_2(ranks),
-        ROWS=together, BLOCK=block, TYPE=_TYPES[dtype],
+        ROWS=together, BESIDE=beside and steps == 2, BLOCK=block, TYPE=_TYPES[dtype],
         num_warps=max(1, min(8, block // 256)), **_common(peers),
     )  # fmt: skip
     if steps == 2:
         _meet_kernel[(1,)](
-            peers.addresses, peers.rank, peers.abort, number, inbox.meet, ticket, num_warps=1, **_common(peers)
+            peers.addresses, peers.rank, peers.abort, number, meet, ticket, num_warps=1, **_common(peers)
         )

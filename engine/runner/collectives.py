@@ -85,21 +85,27 @@ class DeviceCollectives(Protocol):
         ...
 
     def push(
-        self, a: Tensor, weight: Tensor, bias: Tensor | None, *, num_sms: int, space: Any, num_tokens: Tensor | None,
-        config: Any = None,
+        self, a: Tensor, weight: Tensor, bias: Tensor | None, *, turn: int, begin: int | None = None, num_sms: int,
+        space: Any, num_tokens: Tensor | None, config: Any = None,
     ) -> bool:  # fmt: skip
         """The product `a [T, K] @ weight [H, K].T`, plus `bias [H]`, with its tiles sent to where the next `reduce`
         adds them up instead of `partial`. False, and nothing is launched, where that is not the quicker way.
 
-        For launches that run one behind the other; between two of them comes a `reduce`.
+        turn: of the two places that take turns, as `partial`'s. begin: None where launches run one behind the other
+        and the next one is that `reduce`; else the first of these tokens in the iteration: before another product of
+        them comes their `reduce`, launched anywhere behind this one's end.
         """
         ...
 
-    def reduce(self, partial: Tensor, x: Tensor, sumsq: Tensor, *, live: Tensor, add: bool, num_sms: int) -> Tensor:
+    def reduce(
+        self, partial: Tensor, x: Tensor, sumsq: Tensor, *, live: Tensor, add: bool, num_sms: int,
+        begin: int | None = None,
+    ) -> Tensor:  # fmt: skip
         """The sum of every rank's `partial [T, H]`, plus x if `add`, rounded once, into `x [T, H]`; returns what was
         written of `sumsq [parts, T]` float32: squares of the parts of x's rows. Rows from `live [1]` on are left alone.
 
-        All three from `take`, from the same place of it on every rank. Two partials must take turns.
+        All three from `take`, from the same place of it on every rank. Two partials must take turns. begin: as that of
+        the `push`, if there was one.
         """
         ...
 

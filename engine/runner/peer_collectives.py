@@ -78,8 +78,10 @@ class Sizes:
         """bytes of a place that takes turns"""
         self.pushes = max(2 * spec.num_layers, MEASURED)
         """products of a model's graph that write to the ranks: of the serial plan"""
-        self.of_tiles = ranks * self.tiles * 4
-        """bytes of flags of a sum behind one"""
+        cut = 2 * MAX_NANO_BATCHES * -(-hidden // 64)
+        """flags that nano-batches have more of, whose last tiles are not full"""
+        self.of_tiles = ranks * (self.tiles + cut) * 4
+        """bytes of flags of a sum behind one, of all tokens or in nano-batches"""
         activations = 4 * max_tokens * hidden * dtype.itemsize + max_tokens * max(ranks, -(-hidden // 64)) * 4
         own = self.of_sums + self.of_samples + self.of_loose + 4 * ranks * (self.room + 2 * LOOSE_WORDS)
         self.total = activations + own + 2 * self.inbox + self.pushes * self.of_tiles + 32 * ALIGNED
@@ -106,10 +108,12 @@ class PeerCollectives:
         self._tiles = self._place(self.take((sizes.pushes * sizes.of_tiles,), torch.uint8))
         self._graph: Graph | None = None
         self._steps: list[tuple[int, Steps]] = []
+        self._sends_apart = False
         self._next = 0
-        self._pushes = 0
-        self._pushed: Pushed | None = None
-        """the product whose sum is to follow"""
+        self._flagged = 0
+        """bytes of flags of tiles that the products of a graph have taken"""
+        self._pushed: dict[int | None, Pushed] = {}
+        """products whose sums are to follow, by the first of their tokens (None: the serial plan's)"""
         self._ticket = torch.zeros(1, dtype=torch.int32, device=device)
         """of such a sum"""
         self._turn = 0
@@ -135,16 +139,17 @@ class PeerCollectives:
     @contextmanager
     def inside(self, graph: Graph) -> Iterator[None]:
         kernels.advance(self._numbers[graph])
-        # the first product of a graph may write where the last one did: the embedding's sum is between
-        self._graph, self._next, self._pushes, self._pushed = graph, 0, 0, None
+        self._graph, self._next, self._flagged, self._pushed = graph, 0, 0, {}
         try:
             yield
         finally:
             self._graph = None
 
-    def use(self, steps: dict[int, Steps]) -> None:
-        """What was measured: steps by tokens."""
-        self._steps = sorted(steps.items())
+    def use(self, steps: dict[int, Steps], *, apart: bool = False) -> None:
+        """What was measured: steps by tokens. apart: products of nano-batches send as well. No start asks for that:
+        whether it pays anywhere is for `weft bench ranks` to tell.
+        """
+        self._steps, self._sends_apart = sorted(steps.items()), apart
 
     def steps(self, tokens: int) -> Steps:
         """How sums of so many tokens are made."""
@@ -177,7 +182,7 @@ class PeerCollectives:
         def launch(i: int) -> None:
             if products:
                 a, weight = inputs[i % len(products)], products[i % len(products)]
-                if not self.push(a, weight, None, **common):
+                if not self.push(a, weight, None, turn=i % 2, **common):
                     linear_project(a, None, weight, 0.0, out=partials[i % 2], **common)
             self.reduce(partials[i % 2], x, sumsq, live=live, add=True, num_sms=here.sms)
 
@@ -195,40 +200,51 @@ class PeerCollectives:
         return 1e3 * found
 
     def push(
-        self, a: Tensor, weight: Tensor, bias: Tensor | None, *, num_sms: int, space: Workspace | None,
-        num_tokens: Tensor | None, config: GemmConfig | None = None,
+        self, a: Tensor, weight: Tensor, bias: Tensor | None, *, turn: int, begin: int | None = None, num_sms: int,
+        space: Workspace | None, num_tokens: Tensor | None, config: GemmConfig | None = None,
     ) -> bool:  # fmt: skip
         if self._graph is not Graph.MODEL:
             return False  # timed alone: no sum follows
-        tokens, sizes = len(a), self._sizes
+        tokens, hidden, first, sizes = len(a), len(weight), begin or 0, self._sizes
         steps = self.steps(tokens).pushed
-        if not steps or tokens > sizes.rows[steps]:
+        if not steps or first + tokens > sizes.rows[steps] or (begin is not None and not self._sends_apart):
             return False
-        assert self._pushes < sizes.pushes
-        place, flags = self._inboxes[self._pushes % 2], self._tiles + self._pushes * sizes.of_tiles
-        inbox = Inbox(place, sizes.rows[steps], flags, sizes.tiles, self._flags() + 4 * self.ranks)
-        self._pushed = push_project(
+        room = sizes.tiles if begin is None else max(-(-tokens // 64), 2) * -(-hidden // 64)
+        taken = self.ranks * room * 4
+        if self._flagged + taken > sizes.pushes * sizes.of_tiles:
+            return False
+        # Of each token by itself two places are enough, for the reason that `SumPlace` has.
+        row = width_of(hidden, self.ranks, steps) * a.element_size()
+        inbox = Inbox(self._inboxes[turn] + first * row, sizes.rows[steps], self._tiles + self._flagged, room)
+        found = push_project(
             self._peers, self._numbers[Graph.MODEL], inbox, a, weight, bias, steps=steps, num_sms=num_sms, space=space,
             num_tokens=num_tokens, config=config,
         )  # fmt: skip
-        self._pushes += self._pushed is not None
-        return self._pushed is not None
+        if found is None:
+            return False
+        self._flagged += taken
+        self._pushed[begin] = found
+        return True
 
     def _flags(self) -> int:
         """`[2, ranks]` of the next sum."""
         assert self._next < self._sizes.sums
         return self._sums + self._next * 2 * self.ranks * 4
 
-    def reduce(self, partial: Tensor, x: Tensor, sumsq: Tensor, *, live: Tensor, add: bool, num_sms: int) -> Tensor:
+    def reduce(
+        self, partial: Tensor, x: Tensor, sumsq: Tensor, *, live: Tensor, add: bool, num_sms: int,
+        begin: int | None = None,
+    ) -> Tensor:  # fmt: skip
         assert self._graph is Graph.MODEL
-        flags, pushed = self._flags(), self._pushed
-        self._next, self._pushed = self._next + 1, None
+        flags, pushed = self._flags(), self._pushed.pop(begin, None)
+        self._next += 1
         tokens, hidden = x.shape
         number = self._numbers[Graph.MODEL]
         if pushed is not None:
             reduce_pushed(
-                self._peers, number, pushed, x=self._place(x), sumsq=self._place(sumsq), stride_sumsq=sumsq.stride(0),
-                live=live, ticket=self._ticket, tokens=tokens, hidden=hidden, dtype=x.dtype, add=add, num_sms=num_sms,
+                self._peers, number, pushed, meet=flags + 4 * self.ranks, x=self._place(x), sumsq=self._place(sumsq),
+                stride_sumsq=sumsq.stride(0), live=live, ticket=self._ticket, tokens=tokens, hidden=hidden,
+                dtype=x.dtype, add=add, beside=begin is None, num_sms=num_sms,
             )  # fmt: skip
         else:
             kernels.reduce(

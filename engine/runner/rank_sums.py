@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.engine.model.operations import ALL_REDUCE
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.sums import summed_alone
 from weft.engine.model.weights import Weights
@@ -38,6 +39,13 @@ class RankSums:
         dense = spec.layer_operations() if spec.quantization is None else ()
         self._alone = frozenset(op.name for op in summed_alone(dense))
         """products that may write to the other ranks themselves"""
+        self._sum_of = dict[str, str]()
+        """by such a product, the sum behind it"""
+        before = ""
+        for op in spec.layer_operations():
+            if op.kernel == ALL_REDUCE and before in self._alone:
+                self._sum_of[before] = op.name
+            before = op.name
 
     def leave(self, it: Launch, common: dict[str, Any]) -> None:
         """A product whose sum over all ranks goes to the stream."""
@@ -53,15 +61,23 @@ class RankSums:
             )  # fmt: skip
 
     def _pushes(self, it: Launch, common: dict[str, Any]) -> bool:
-        """Have a product write its part of a sum to the other ranks, where that is quicker; false where it is not.
-
-        Of the serial plan alone: what a product has sent is what the next sum adds up.
+        """Have a product write its part of a sum to the other ranks, where that is quicker; false where it is not, or
+        where a pipeline's sum is of other tokens.
         """
-        pipeline = it.pipeline
-        if it.operation.name not in self._alone or len(pipeline.lanes) > 1 or len(pipeline.begins) > 1:
+        name, own = it.operation.name, (it.nano.begin, it.nano.end)
+        if name not in self._alone:
+            return False
+        begin = self._apart(it)
+        sums = [n for n, op in it.pipeline.operations if op.name == self._sum_of[name]]
+        if begin is not None and own not in [(n.begin, n.end) for n in sums]:
             return False
         source, w = it.rows.activations[it.operation.source][it.tokens], it.product
-        return self._collectives.push(source, w.weight, w.bias, **common)
+        return self._collectives.push(source, w.weight, w.bias, turn=self._place(it).turn, begin=begin, **common)
+
+    @staticmethod
+    def _apart(it: Launch) -> int | None:
+        """Where an operation's tokens begin, if others may be launched between a product and its sum."""
+        return it.nano.begin if len(it.pipeline.lanes) > 1 or len(it.pipeline.begins) > 1 else None
 
     def of_experts(self, it: Launch) -> tuple[Tensor, Tensor]:
         """Where experts add up their part, `[T, H]`, and its squares, which nobody reads."""
@@ -77,7 +93,7 @@ class RankSums:
         own, norm, place = it.tokens, self._spec.norm, self._place(it)
         post_norm = self._layers[it.layer][place.last].post_norm
         x, sumsq, part = it.x, it.sumsq, self.partials[place.turn][own]
-        options: dict[str, Any] = {"live": live, "num_sms": it.nano.sms}
+        options: dict[str, Any] = {"live": live, "num_sms": it.nano.sms, "begin": self._apart(it)}
         if post_norm is None:
             sums = self._collectives.reduce(part, x, sumsq, add=True, **options)
         else:

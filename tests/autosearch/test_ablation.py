@@ -77,8 +77,8 @@ def test_a_way_is_that_of_the_ranks_or_a_baseline_that_leaves_the_stream_alone()
         rank, ranks = 0, 2
         take = all_gather = end_waiting = inside = None
 
-        def use(self, steps: dict[int, Steps]) -> None:
-            asked.append(steps)
+        def use(self, steps: dict[int, Steps], *, apart: bool) -> None:
+            asked.append((steps, apart))
 
         def push(self, *_: Any, **__: Any) -> bool:
             asked.append("push")
@@ -93,12 +93,19 @@ def test_a_way_is_that_of_the_ranks_or_a_baseline_that_leaves_the_stream_alone()
     a, sumsq = torch.ones(4, 8), torch.full((3, 4), 7.0)
     product: dict[str, Any] = {"num_sms": 4, "space": None, "num_tokens": None}
     total: dict[str, Any] = {"live": a, "add": True, "num_sms": 4}
-    for name, want in (("one", (1, 0)), ("two", (2, 0)), ("sent-one", (1, 1)), ("sent-two", (1, 2)), ("nano", (2, 0))):
+    for name, want in (
+        ("one", (1, 0)),
+        ("two", (2, 0)),
+        ("sent-one", (1, 1)),
+        ("sent-two", (1, 2)),
+        ("nano", (2, 0)),
+        ("sent-nano", (2, 2)),
+    ):
         asked.clear()
         sums.use(name)
         assert sums.push(a, a, None, **product)
         sums.reduce(a, a, sumsq, **total)
-        assert asked == [{0: Steps(*want)}, "push", "reduce"]
+        assert asked == [({0: Steps(*want)}, name.endswith("nano")), "push", "reduce"]
     asked.clear()
     sums.use("none:/a/folder")
     assert not sums.push(a, a, None, **product)

@@ -38,6 +38,8 @@ TOKENS = 8
 LOAD = Load(7, 4, 20, 3)
 PLANNED = Load(132, 4, 20, 64)
 CUTS = ((0, 128), (128, 256))
+WIDE = 128
+"""hidden size of the model that has a plan: each of two ranks owns a tile's columns"""
 SUMS = (5, 200)
 """tokens and hidden size: parts of a row that are not alike"""
 PRODUCT = (19, 128, 64)
@@ -138,7 +140,7 @@ def pushed(c: PeerCollectives, *, want: bool) -> list[Tensor]:
                     x.copy_(stream)
                 own = bias if c.rank == 0 else None
                 common = {"num_sms": 4, "num_tokens": live, "config": TILES}
-                if sent := c.push(a, weight, own, space=None, **common):
+                if sent := c.push(a, weight, own, turn=i, space=None, **common):
                     places[i].fill_(torch.nan)
                 else:
                     linear_project(a, None, weight, 0.0, bias=own, out=places[i], **common)
@@ -176,11 +178,27 @@ def side_by_side(spec: ModelSpec, sms: int) -> Period:
 
 
 def planned(c: PeerCollectives) -> list[Tensor]:
-    """This rank's part of the logits of the serial plan, and of a pipeline."""
-    spec = models()["llama"].shard(c.rank, c.ranks)
-    machine = Machine(spec, PLANNED, "cpu", bucket=CUTS[-1][1], collectives=c, whole=models()["llama"])
+    """This rank's part of the logits of the serial plan, and of a pipeline: no product sends, then some do, to all
+    ranks and to the owner of the columns."""
+    whole = replace(_spec(WIDE, 128, 4, 2, 32), vocab_size=161)
+    spec = whole.shard(c.rank, c.ranks)
+    machine = Machine(spec, PLANNED, "cpu", bucket=CUTS[-1][1], collectives=c, whole=whole)
     serial = _serial(spec, CUTS[-1][1], machine.sms, SMALL)
-    return [machine.logits(period) for period in (serial, side_by_side(spec, machine.sms))]
+    pipeline, sent, push = side_by_side(spec, machine.sms), [], c.push
+    found = [machine.logits(period) for period in (serial, pipeline)]
+
+    def counted(*operands: Any, **options: Any) -> bool:
+        sent.append(push(*operands, **options))
+        return sent[-1]
+
+    c.push = counted  # type: ignore[method-assign]
+    for steps in (Steps(2, 1), Steps(1, 2)):
+        c.use({0: steps}, apart=True)
+        sent.clear()
+        found.append(machine.logits(pipeline))
+        # o's two halves of each layer; the sums of down, which is one product, are of halves
+        assert sent == [True] * 2 * spec.num_layers, sent
+    return found
 
 
 def main() -> None:
@@ -204,7 +222,8 @@ def main() -> None:
                 steps = Steps(1 + index % 2, 1 if name in ("llama", "sandwich") else 0)
                 c = collectives_of(File(sys.argv[3], rank, ranks, index), rank, ranks, steps)
                 found[name] = logits(name, c, rank, ranks)
-            c = collectives_of(File(sys.argv[3], rank, ranks, 9), rank, ranks, Steps(2), CUTS[-1][1])
+            memory = File(sys.argv[3], rank, ranks, 9)
+            c = collectives_of(memory, rank, ranks, Steps(2), CUTS[-1][1], hidden_size=WIDE)
             found["planned"] = planned(c)
     torch.save(found, sys.argv[4])
 

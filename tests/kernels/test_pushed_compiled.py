@@ -25,11 +25,11 @@ def work():
     space = workspace("meta")
     for tokens, steps, ranks in ((16, 1, 2), (256, 2, 2), (2048, 1, 2), (2048, 2, 4)):
         peers = Peers(meta(ranks, dtype=torch.int64), 1, ranks, one(), (1 << 20,) * ranks)
-        inbox = pushed.Inbox(1 << 20, 2048, 1 << 12, 1 << 13, 1 << 10)
+        inbox = pushed.Inbox(1 << 20, 2048, 1 << 12, 1 << 13)
         sent = pushed.push_project(peers, one(), inbox, meta(tokens, 4096), meta(8192, 4096), None, steps=steps,
             num_sms=132, space=space, num_tokens=one())
-        pushed.reduce_pushed(peers, one(), sent, x=1 << 20, sumsq=1 << 18, stride_sumsq=2048, live=one(), ticket=one(),
-            tokens=tokens, hidden=8192, dtype=torch.bfloat16, add=True, num_sms=132)
+        pushed.reduce_pushed(peers, one(), sent, meet=1 << 10, x=1 << 20, sumsq=1 << 18, stride_sumsq=2048, live=one(),
+            ticket=one(), tokens=tokens, hidden=8192, dtype=torch.bfloat16, add=True, beside=True, num_sms=132)
 """
 
 

@@ -15,9 +15,9 @@ export COLUMNS=140
 ranks="python -m weft.server bench ranks --model-preset llama-3-70b --tensor-parallel-size ${RANKS:-2} --tuning-seconds 30"
 ranks="$ranks --seconds ${ROUND_SECONDS:-2.5} --rounds ${ROUNDS:-2} --trace $OUT/ranks.trace.json.gz"
 timeout --foreground -k 5 $((SECONDS_LEFT * 9 / 10)) $ranks --tokens 2048 512 64 --json "$OUT/ranks.json" \
-    --ways none,one,two,sent-one,sent-two,vendor,nano
+    --ways none,one,two,sent-one,sent-two,vendor,nano,sent-nano
 status=$?
 if [ ! -f "$OUT/ranks.json" ]; then # not even one size
-    $ranks --tokens 2048 --rounds 1 --json "$OUT/ranks.json" --ways none,one,two,sent-one,sent-two,nano
+    $ranks --tokens 2048 --rounds 1 --json "$OUT/ranks.json" --ways none,one,two,sent-one,sent-two,nano,sent-nano
 fi
 exit $status
