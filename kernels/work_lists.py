@@ -25,6 +25,10 @@ PART_KEYS = 128
 """parts of prefill items are cut at multiples of this"""
 FIRST_DECODERS = 40
 """programs that keep the memory busy with decodes"""
+MANY_WAVES = 16
+"""of tiles, behind which both lists in turn, `FIRST_DECODERS` beginning with decodes, are the quicker way whatever is
+predicted: of chunks of 12K and 16K (23 and 31 waves) beside 220 and 250 decodes, by 1 to 14 % of the time of both at
+once. Between 4 waves (chunks of 2,048) and these nothing was measured."""
 DECODE_KEYS = 110
 """keys of one KV head that decodes read while a program attends to one key for all 128 rows of a tile, whatever the
 head's size: 4.25 TB/s beside 4.9 TFLOP/s, on an H200"""
@@ -164,8 +168,8 @@ def first_decoders(
     """Programs of a hybrid batch that begin with decode items `[items, 8]`, the others with parts `[parts, 8]`.
 
     All of them, which is one list behind the other without a pause, unless some `FIRST_DECODERS` promise to end a tenth
-    sooner and there is enough work for that to be seen. What was measured on an H200: `DECODE_KEYS`, and that decodes
-    beside tiles are as quick as alone.
+    sooner and there is enough work for that to be seen, or tiles are as many as `MANY_WAVES`. What was measured on an
+    H200: `DECODE_KEYS`, and that decodes beside tiles are as quick as alone.
     """
     if not len(parts) or not len(decodes):
         return num_programs if len(decodes) else 0
@@ -175,6 +179,8 @@ def first_decoders(
     in_turn = reading + -(-tasks // num_programs) * tile
     if num_programs <= 2 * FIRST_DECODERS or in_turn < LEAST_KEYS:
         return num_programs
+    if tasks >= MANY_WAVES * num_programs:
+        return FIRST_DECODERS
     others = num_programs - FIRST_DECODERS
     done, at, wave, late = 0, 0.0, 0, 0
     while done < tasks:  # whole waves of the others, and behind the decodes of all
@@ -218,13 +224,15 @@ def one_launch(
 
     way: "together": both lists at the same time on every SM. "tiles": decodes are tiles, in one list with the chunks',
     which is cut evenly: everybody reads and multiplies at once. "whole": two lists, tiles whole; others: tiles cut. By
-    rule (None) what promises to end soonest: two lists where there is little to read beside many tiles, decodes as
-    tiles where those fill whole waves of programs, else together.
+    rule (None) what promises to end soonest: two lists where there is little to read beside many tiles or tiles are
+    very many, decodes as tiles where those fill whole waves of programs, else together.
     """
     options = {"num_kv_heads": num_kv_heads, "num_programs": num_programs}
     parts = prefill_parts(tiles, max_slots=max_slots, part_keys=0 if way == "whole" else None, **options)
     in_turn = OneLaunch(decodes, parts, first_decoders(decodes, parts, **options))
     if way not in (None, "tiles", "together") or not len(decodes) or not len(tiles):
+        return in_turn
+    if way is None and len(parts) * num_kv_heads >= MANY_WAVES * num_programs:
         return in_turn
     both_at_once = OneLaunch(decodes, parts, num_programs, together=True)
     if way == "together":

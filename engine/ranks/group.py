@@ -21,12 +21,11 @@ from weft.engine.wire.beat import ENGINE, Beats
 from weft.engine.wire.blank import VISIBLE, environment, gpus
 from weft.engine.wire.child import command, held_back
 from weft.engine.wire.cores import cores, nodes_here, shares, threads
+from weft.engine.wire.exiting import GRACE_SECONDS, LOOK_MS, is_exiting
 from weft.engine.wire.stacks import Stacks
 
 END_SECONDS = 2.0
 """that a rank gets to end when told"""
-WATCH_MS = 500
-"""between looks at whether there is still anything to watch"""
 
 
 def _not_started(config: EngineConfig, error: OSError) -> ConfigError:
@@ -142,13 +141,15 @@ class Ranks:
         return cls(config, beats or Beats(row + 1), row, own.fd if own else stacks_fd or 0, pin=pin)
 
     def _watch(self) -> None:
-        """On a thread: say at once when one has ended."""
+        """On a thread: say at once when one has ended, or is about to."""
         poll = select.poll()
         ranks = {fd: rank for rank, fd in self._ends.items()}
         for fd in ranks:
             poll.register(fd, select.POLLIN)
         while not self._stopping and self._why is None:
-            ended = [ranks[fd] for fd, _ in poll.poll(WATCH_MS)]
+            ended = [ranks[fd] for fd, _ in poll.poll(LOOK_MS)]
+            if not ended and (ending := [r for r, p in self._processes.items() if is_exiting(p.pid)]):
+                ended = [ranks[fd] for fd, _ in poll.poll(int(GRACE_SECONDS * 1e3))] or ending
             if ended and not self._stopping:
                 self._why = f"rank {ended[0]}: {self._ended(ended[0])}"
                 os.eventfd_write(self._lost, 1)
@@ -157,6 +158,8 @@ class Ranks:
     def _ended(self, rank: int) -> str:
         if why := self.links.state(rank).why:
             return why
+        if not select.select([self._ends[rank]], [], [], 0)[0]:
+            return "its process ended (its memory is being given back)"
         code = self._processes[rank].wait()
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
         return f"its process ended ({how})"

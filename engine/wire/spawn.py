@@ -10,6 +10,7 @@ from contextlib import suppress
 from weft.engine.config import EngineConfig
 from weft.engine.wire.beat import ENGINE, Beats
 from weft.engine.wire.blank import Blank
+from weft.engine.wire.exiting import wait_for_end
 from weft.engine.wire.private_socket import PrivateSocket
 from weft.engine.wire.shelf import Shelf
 from weft.engine.wire.stacks import Stacks
@@ -28,6 +29,10 @@ class EngineProcess:
         self._owns_socket = owns_socket
         self._stopping = False
         self._why = ""
+        self._gone: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        """its exit status, once its memory is given back"""
+        self._ending = asyncio.Event()
+        """it will not run again"""
         self._ended = asyncio.create_task(self._wait())
 
     @classmethod
@@ -67,35 +72,43 @@ class EngineProcess:
         return self._stopping
 
     async def wait_dead(self) -> str:
-        """Wait until the process has ended and its last messages had time to arrive; tells why it ended."""
+        """Wait until the process has ended and its last messages had time to arrive; tells why it ended. Its memory may
+        not be given back yet."""
         return await asyncio.shield(self._ended)
 
+    async def wait_gone(self) -> None:
+        """Wait until the memory of the process has been given back, too."""
+        await asyncio.shield(self._gone)
+
     async def _wait(self) -> str:
-        code = await self._exit_status()
+        self._watch()
+        await self._ending.wait()
         await asyncio.sleep(LAST_WORDS_SECONDS)
         if self._stopping:
             return "the engine was stopped"
         if self._why:
             return self._why
+        if not self._gone.done():
+            return "the engine ended (its memory is being given back)"
+        code = self._gone.result()
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
         return f"the engine ended ({how})"
 
-    async def _exit_status(self) -> int:
-        """Of the process, once it has ended. A thread waits: asyncio knows only processes it has started."""
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[int] = loop.create_future()
+    def _watch(self) -> None:
+        """See the process end. A thread waits: asyncio knows only processes it has started."""
+        loop, process = asyncio.get_running_loop(), self._process
 
         def tell(code: int) -> None:
-            if not ended.done():
-                ended.set_result(code)
+            if not self._gone.done():
+                self._gone.set_result(code)
+            self._ending.set()
 
         def wait() -> None:
-            code = self._process.wait()
             with suppress(RuntimeError):  # the loop has closed: nobody asks any more
-                loop.call_soon_threadsafe(tell, code)
+                wait_for_end(process, lambda: loop.call_soon_threadsafe(self._ending.set))
+                loop.call_soon_threadsafe(tell, process.wait())
 
         threading.Thread(target=wait, name="weft-engine-end", daemon=True).start()
-        return await ended
 
     def kill(self, why: str = "") -> None:
         """`why`: what `wait_dead` then tells, in place of the signal."""
@@ -104,7 +117,7 @@ class EngineProcess:
             self._process.kill()
 
     async def stop(self, timeout: float = 5.0) -> None:
-        """End it: ask by closing its stdin, kill after `timeout` seconds."""
+        """End it: ask by closing its stdin, kill after `timeout` seconds. Behind it its memory is free."""
         self._stopping = True
         self._stdin.close()
         try:
@@ -112,5 +125,6 @@ class EngineProcess:
         except TimeoutError:
             self.kill()
             await self.wait_dead()
+        await self.wait_gone()
         if self._owns_socket:
             self._socket.close()

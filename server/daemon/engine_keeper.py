@@ -125,6 +125,8 @@ class EngineKeeper:
             if self._control is not None:  # whoever waits has been told
                 await self._control.last_words()
                 self._totals = plus(self._totals, self._control.stats)
+            if self.process is not None:  # no other one is started beside it, were it never to be gone
+                await self.process.wait_gone()
             await self.stop()
             if pause is None:
                 return why

@@ -194,6 +194,18 @@ def test_the_rule_does_both_at_once_unless_one_half_is_small() -> None:
     assert planned(1024, 12288, 0)[0] == "tiles"  # none of either
 
 
+def test_chunks_of_many_waves_take_two_lists_with_some_that_begin_with_decodes() -> None:
+    """Table 1 of the paper on POD-Attention, its C1 and C2, as an H200 showed them."""
+    for chunk, decodes in ((12288, 220), (16384, 250)):
+        for shape in ({"kv_heads": 8, "group": 4}, {"kv_heads": 4, "group": 8}):
+            assert planned(chunk, 0, decodes, length=12288, **shape) == ("two lists", False)
+    assert planned(2048, 12288, 80)[0] == "together"
+    items = decode_items(np.full(220, 12288), num_kv_heads=8, num_programs=528, max_slots=1024)
+    tiles = prefill_items(np.array([0]), np.array([12288]), np.array([0]), np.array([0]), group=4)
+    parts = prefill_parts(tiles, num_kv_heads=8, num_programs=132, max_slots=64)
+    assert first_decoders(items, parts, num_kv_heads=8, num_programs=132) == 40
+
+
 def test_tiles_of_fewer_heads_leave_more_of_the_memory_to_decodes() -> None:
     """What an H200 showed to be quickest, of 4 heads and groups of 8: the chunk's own keys are half as many."""
     yi: dict[str, Any] = {"kv_heads": 4, "group": 8}

@@ -1,0 +1,112 @@
+"""Who waits for a process is told when it begins to end, not only when its memory has been given back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from weft.engine.wire import exiting
+from weft.engine.wire.exiting import is_exiting, wait_for_end
+from weft.engine.wire.spawn import EngineProcess
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    """Its name holds what separates fields of proc(5)."""
+    process = subprocess.Popen(["sleep", "100"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def ended_but_not_waited_for(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    pidfd = os.pidfd_open(process.pid)
+    assert select.select([pidfd], [], [], 10)[0]
+    os.close(pidfd)
+
+
+def test_a_process_that_has_begun_to_end_is_told_from_one_that_runs(child: subprocess.Popen[bytes]) -> None:
+    assert not is_exiting(child.pid)
+    assert not is_exiting(os.getpid())
+    ended_but_not_waited_for(child)
+    assert is_exiting(child.pid)
+    child.wait()
+    assert is_exiting(child.pid), "it is not there any more"
+
+
+def test_brackets_and_spaces_in_a_name_are_no_fields(tmp_path: Any) -> None:
+    program = tmp_path / "a) Z 4 (b"
+    program.symlink_to("/bin/sleep")
+    process = subprocess.Popen([str(program), "100"])
+    try:
+        assert not is_exiting(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_one_whose_memory_takes_long_to_be_given_back_is_told_of_before(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = threading.Event()
+    monkeypatch.setattr(exiting, "is_exiting", lambda pid: begun.is_set() and pid == child.pid)
+    told = threading.Event()
+    thread = threading.Thread(target=wait_for_end, args=(child, told.set))
+    thread.start()
+    assert not told.wait(0.5), "it runs"
+    begun.set()
+    assert told.wait(10)
+    assert thread.is_alive(), "its memory is not there yet"
+    child.kill()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_one_that_ends_at_once_is_not_told_of_twice(child: subprocess.Popen[bytes]) -> None:
+    told: list[float] = []
+    thread = threading.Thread(target=wait_for_end, args=(child, lambda: told.append(time.monotonic())))
+    thread.start()
+    child.kill()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert not told
+    assert child.wait() == -9
+
+
+def test_one_that_was_waited_for_has_ended(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    child.wait()
+    wait_for_end(child, lambda: pytest.fail("there is nothing to tell"))
+
+
+def test_an_engine_is_dead_before_its_memory_is_back_and_stopped_behind_that(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Blank:
+        process, socket = child, SimpleNamespace(close=lambda: None)
+
+    class Address:
+        address, fd = "ipc:///nowhere", -1
+
+    async def run() -> None:
+        engine = EngineProcess(Blank(), Address(), None, owns_socket=False)  # type: ignore[arg-type]
+        monkeypatch.setattr(exiting, "is_exiting", lambda pid: pid == child.pid)
+        why = await asyncio.wait_for(engine.wait_dead(), 10)
+        assert "memory is being given back" in why
+        stopping = asyncio.create_task(engine.stop())
+        await asyncio.sleep(0.2)
+        assert not stopping.done(), "another one would find no memory"
+        child.kill()
+        await asyncio.wait_for(stopping, 10)
+
+    asyncio.run(run())
