@@ -15,7 +15,7 @@
 CACHE="${XDG_CACHE_HOME:-$HOME/.cache}/weft"
 mkdir -p "$CACHE"
 [ -z "$WHEELS" ] || cp -n "$WHEELS"/pod-*.json "$CACHE" 2> /dev/null
-python tests/gpu/jobs/slo.py "$OUT" long --num-pages 11500 --seconds ${JUDGED:-26} \
+python tests/gpu/jobs/slo.py "$OUT" long --num-pages 11500 --seconds ${JUDGED:-26} --shares "${SHARES:-0.7,0.95}" \
     --serve "--model-preset llama-3.1-8b --load-format dummy --max-model-len 20000 --max-num-batched-tokens 1024
         --plan serial" \
     --way "off=--pod off" --way "auto=--pod auto" --way "on=--pod on"

@@ -19,6 +19,6 @@ model=$(mktemp -d)/yi-6b-long
 mkdir "$model"
 sed 's/"max_position_embeddings": 4096/"max_position_embeddings": 32768/' engine/model/presets/yi-6b/config.json \
     > "$model/config.json"
-python tests/gpu/jobs/slo.py "$OUT" long --num-pages 23000 --seconds ${JUDGED:-26} \
+python tests/gpu/jobs/slo.py "$OUT" long --num-pages 23000 --seconds ${JUDGED:-26} --shares "${SHARES:-0.7,0.95}" \
     --serve "--model $model --load-format dummy --max-model-len 20000 --max-num-batched-tokens 512 --plan serial" \
     --way "off=--pod off" --way "auto=--pod auto" --way "on=--pod on"
