@@ -14,7 +14,8 @@ from weft.engine.model.weights import Weights
 from weft.engine.runner.collectives import DeviceCollectives
 from weft.engine.runner.layer_launch import Launch
 from weft.engine.runner.sum_places import SumPlace, sum_places
-from weft.kernels.mid_projections import linear_project, residual_project
+from weft.kernels.mid_config import Arrived
+from weft.kernels.mid_projections import early_config, linear_project, residual_project
 from weft.kernels.projections import sumsq_buffer
 from weft.kernels.rows import add_normed, row_sumsq
 
@@ -87,13 +88,15 @@ class RankSums:
             part.zero_()
         return part, self._squares[:, it.tokens]
 
-    def reduce(self, it: Launch, live: Tensor) -> Tensor:
+    def reduce(self, it: Launch, live: Tensor, *, early: bool = False) -> Tensor:
         """Add all ranks' sums to the stream, behind their norm where they have one. Returns what was written of its
-        `sumsq`. live `[1]`: how many of the tokens there are."""
+        `sumsq`. live `[1]`: how many of the tokens there are. early: what reads the sum may begin before its end."""
         own, norm, place = it.tokens, self._spec.norm, self._place(it)
         post_norm = self._layers[it.layer][place.last].post_norm
         x, sumsq, part = it.x, it.sumsq, self.partials[place.turn][own]
         options: dict[str, Any] = {"live": live, "num_sms": it.nano.sms, "begin": self._apart(it)}
+        if post_norm is None and not norm.centred:
+            options["early"] = early and self._next_begins_early(it)
         if post_norm is None:
             sums = self._collectives.reduce(part, x, sumsq, add=True, **options)
         else:
@@ -101,6 +104,25 @@ class RankSums:
             self._collectives.reduce(part, total, sumsq, add=False, **options)
             add_normed(x, total, post_norm, norm.eps, sumsq=sumsq)
         return row_sumsq(x, out=sumsq[:1], centred=True) if norm.centred else sums
+
+    def _next_begins_early(self, it: Launch) -> bool:
+        """Whether what reads this sum can begin on its rows, one group after the other."""
+        spec, operations = self._spec, it.pipeline.operations
+        at = [op.name for _, op in operations].index(it.operation.name) + 1
+        layer, name = (it.layer, operations[at][1].name) if at < len(operations) else (it.layer + 1, "qkv")
+        if layer == len(self._layers) or name not in ("qkv", "gate_up") or operations[at % len(operations)][0].config:
+            return False
+        w = self._layers[layer].get(name)
+        if w is None or w.bias is not None or w.q_norm is not None or w.k_norm is not None or not spec.placement.before:
+            return False
+        if name == "gate_up" and (spec.activation != "silu" or w.gate is not None or not spec.gated):
+            return False
+        tokens = it.nano.end - it.nano.begin
+        return early_config(name, tokens, w.weight, it.nano.sms, head_dim=spec.head_dim) is not None
+
+    def arrived(self) -> Arrived | None:
+        """What the product behind the sum just launched waits for; None: as ever, for all that was launched before."""
+        return self._collectives.arrived()
 
     def _place(self, it: Launch) -> SumPlace:
         return self._places[it.layer][it.operation.name]

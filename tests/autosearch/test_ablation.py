@@ -75,10 +75,10 @@ def test_a_way_is_that_of_the_ranks_or_a_baseline_that_leaves_the_stream_alone()
 
     class Own:
         rank, ranks = 0, 2
-        take = all_gather = end_waiting = inside = None
+        take = all_gather = end_waiting = inside = arrived = None
 
-        def use(self, steps: dict[int, Steps], *, apart: bool) -> None:
-            asked.append((steps, apart))
+        def use(self, steps: dict[int, Steps], *, apart: bool, early: bool) -> None:
+            asked.append((steps, apart, early))
 
         def push(self, *_: Any, **__: Any) -> bool:
             asked.append("push")
@@ -98,6 +98,7 @@ def test_a_way_is_that_of_the_ranks_or_a_baseline_that_leaves_the_stream_alone()
         ("two", (2, 0)),
         ("sent-one", (1, 1)),
         ("sent-two", (1, 2)),
+        ("early", (1, 2)),
         ("nano", (2, 0)),
         ("sent-nano", (2, 2)),
     ):
@@ -105,7 +106,7 @@ def test_a_way_is_that_of_the_ranks_or_a_baseline_that_leaves_the_stream_alone()
         sums.use(name)
         assert sums.push(a, a, None, **product)
         sums.reduce(a, a, sumsq, **total)
-        assert asked == [({0: Steps(*want)}, name.endswith("nano")), "push", "reduce"]
+        assert asked == [({0: Steps(*want)}, name.endswith("nano"), name == "early"), "push", "reduce"]
     asked.clear()
     sums.use("none:/a/folder")
     assert not sums.push(a, a, None, **product)

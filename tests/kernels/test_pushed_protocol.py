@@ -39,6 +39,8 @@ class Iteration(NamedTuple):
     """of the others, the embedding's among them"""
     live: int
     """rows that there are; 0: what is launched is only loaded"""
+    early: bool = False
+    """what reads the sum behind a product that writes in two steps begins on its rows, but for the last one's"""
 
 
 class Cell:
@@ -99,7 +101,8 @@ class Rank:
     def __init__(self) -> None:
         self.cells: defaultdict[tuple[object, ...], Cell] = defaultdict(Cell)
         self.flags: defaultdict[tuple[object, ...], int] = defaultdict(int)
-        self.number = self.ticket = 0
+        self.number = self.ticket = self.gone = 0
+        self.counts: defaultdict[int, int] = defaultdict(int)
         self.room = ROOM
 
 
@@ -163,6 +166,24 @@ class Ranks:
 
         return Kernel(play, OTHERS)
 
+    def early_rows(self, rank: int, live: int, index: int, value: int) -> Kernel:
+        """From the stream, as its rows come: `mid_hopper` with `RANKS`."""
+        cells = self.ranks[rank].cells
+
+        def play(kernel: Kernel, program: int) -> Steps:
+            kernel.released.add(program)
+            for row in range(program, live, kernel.programs):
+                for peer in range(self.count):
+                    if self.broken != "no flags":
+                        yield self.told(rank, "rows", index, row // TILE_ROWS, peer)
+                yield from reading(self.row(rank, row, range(self.count)), value - 1)
+                cells["q", row].write(value)
+                yield now
+            if self.broken != "leaves":
+                yield from kernel.wait()
+
+        return Kernel(play, OTHERS)
+
     def product(self, rank: int, live: int, place: int, index: int, steps: int, value: int) -> Kernel:
         """index: of its flags among those of its graph. In an order of this rank's own."""
         tiles = [(m, n) for m in range(-(-live // TILE_ROWS)) for n in range(self.count * self.features)]
@@ -187,7 +208,9 @@ class Ranks:
 
         return Kernel(play, self.rng.choice(PRODUCTS))
 
-    def pushed_sum(self, rank: int, live: int, place: int, index: int, steps: int, value: int) -> Kernel:
+    def pushed_sum(
+        self, rank: int, live: int, place: int, index: int, steps: int, value: int, *, early: bool
+    ) -> Kernel:  # fmt: skip
         own = self.ranks[rank]
 
         def add_up(row: int, part: int) -> Steps:
@@ -222,7 +245,22 @@ class Ranks:
                 following = draw()
                 yield now
                 yield from add_up(item, rank)
+                if early:
+                    group = item // TILE_ROWS
+                    own.counts[group] += 1
+                    of_group = min(TILE_ROWS, live - group * TILE_ROWS)
+                    last = own.counts[group] == of_group
+                    yield now
+                    if last or self.broken == "first tells":
+                        own.counts[group] -= of_group if last else 0
+                        yield from self.tell(rank, "rows", index, group)
                 item = following
+            if early:
+                own.gone += 1
+                last = own.gone == kernel.programs
+                yield now
+                if last:
+                    own.gone = own.ticket = 0
             if self.broken != "no wait":
                 yield from kernel.wait()
 
@@ -283,20 +321,24 @@ class Ranks:
             yield self.plain_sum(rank, it.live, 0, 0, it.shots, value)
             if it.shots == 2:
                 yield self.meeting(rank, 0, sent=False)
-            sent = 0
+            sent, told = 0, False
             for i, sends in enumerate(it.sent, 1):
                 value += 1
-                yield self.rows(rank, it.live, "x", ("q",), value, early=False)
+                if told:
+                    yield self.early_rows(rank, it.live, sent - 1, value)
+                else:
+                    yield self.rows(rank, it.live, "x", ("q",), value, early=False)
                 yield self.rows(rank, it.live, "q", ("a",), value, early=True)  # as attention does
+                told = it.early and sends and it.steps == 2 and i < len(it.sent)
                 if sends:
                     place = 0 if self.broken == "one place" else sent % 2
                     yield self.product(rank, it.live, place, sent, it.steps, value)
-                    yield self.pushed_sum(rank, it.live, place, sent, it.steps, value)
+                    yield self.pushed_sum(rank, it.live, place, sent, it.steps, value, early=told)
                     sent += 1
                 else:
                     yield self.rows(rank, it.live, "a", ("partial", i % 2), value, early=False)
                     yield self.plain_sum(rank, it.live, i % 2, i, it.shots, value)
-                if (it.steps if sends else it.shots) == 2:
+                if (it.steps if sends else it.shots) == 2 and not told:
                     yield self.meeting(rank, i, sent=sends)
             yield self.rows(rank, it.live, "x", ("logits",), value + 1, early=False)
             if self.broken != "no exchange":
@@ -352,6 +394,7 @@ ITERATIONS = st.builds(
     st.sampled_from((1, 2)),
     st.sampled_from((1, 2)),
     st.integers(0, ROWS),
+    st.booleans(),
 )
 SEEDS = st.integers(0, 1 << 30)
 
@@ -368,6 +411,7 @@ IN_ONE, IN_TWO, LEFT, EMPTY = (
     [Iteration((sent,) * 4, steps, 1, live)] * 2
     for sent, steps, live in ((True, 1, 3), (True, 2, 3), (False, 1, 3), (True, 2, 0))
 )
+EARLY = [Iteration((True,) * 4, 2, 1, 3, early=True)] * 2
 
 
 @pytest.mark.parametrize(
@@ -379,6 +423,9 @@ IN_ONE, IN_TWO, LEFT, EMPTY = (
         ("no reset", IN_TWO, "a ticket of another"),
         ("no wait", IN_TWO, "not for all"),
         ("deaf", IN_TWO, "another sum"),
+        ("no flags", EARLY, "another sum|written while|overwritten"),
+        ("first tells", EARLY, "another sum|written while|overwritten"),
+        ("leaves", EARLY, "not for all"),
         ("idle", EMPTY, "not for all"),
         ("no exchange", LEFT, "another sum|written while|overwritten"),
     ],
