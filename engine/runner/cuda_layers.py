@@ -282,7 +282,8 @@ class CudaLayers:
 
     def _all_reduce(self, it: Launch) -> None:
         assert self.rank_sums is not None
-        it.note_sums(self.rank_sums.reduce(it, self._live(it), early=not self.invariant))
+        early = not self.invariant and self._fp8 is None and not self._heads_apart  # the products that can
+        it.note_sums(self.rank_sums.reduce(it, self._live(it), early=early))
 
     def _gate_up(self, it: Launch) -> None:
         if self._fp8 is not None:
