@@ -369,23 +369,46 @@ def test_a_plan_for_layers_of_two_kinds_is_refused() -> None:
         Pipeline(_pipeline((128, 256), SMALL, 4, 2, spec, "router"), spec)
 
 
-def test_a_product_sends_its_partial_sums_itself_only_where_their_sum_is_next() -> None:
+def test_a_product_is_asked_to_send_its_partial_sums_where_their_sum_is_of_the_same_tokens() -> None:
     spec = _spec(64, 128, 4, 2, 32).shard(0, 2)
-    asked = []
-    collectives = SimpleNamespace(push=lambda *_, **__: asked.append(1) or True)
-    sums: Any = SimpleNamespace(_alone={"o"}, _collectives=collectives)
+    asked: list[tuple[int, int | None]] = []
+
+    def push(*_: Any, turn: int, begin: int | None) -> bool:
+        asked.append((turn, begin))
+        return True
+
+    sums: Any = SimpleNamespace(
+        _alone={"o"},
+        _sum_of={"o": "o_reduce"},
+        _collectives=SimpleNamespace(push=push),
+        _place=lambda _: SimpleNamespace(turn=1),
+        _apart=RankSums._apart,
+    )
     rows = SimpleNamespace(activations={"a": torch.zeros(256, 4)})
     names = [o.name for o in spec.layer_operations()]
-    for cuts, sends in ((((0, 256),), True), (((0, 128), (128, 256)), False)):
-        period = Period(256, tuple(NanoOperation(name, *own, 4) for name in names for own in cuts))
-        pipeline = Pipeline(period, spec)
-        nano, op = next(both for both in pipeline.operations if both[1].name == "o")
-        weights = SimpleNamespace(weight=None, bias=None)
-        launch: Any = SimpleNamespace(
-            pipeline=pipeline, operation=op, product=weights, tokens=slice(nano.begin, nano.end), rows=rows
+    assert "o_reduce" in names
+    whole, halves = ((0, 256),), ((0, 128), (128, 256))
+    for cuts, of_o, want in (
+        (whole, whole, [(1, None)]),
+        (halves, halves, [(1, 0), (1, 128)]),  # whether they do is for collectives to say
+        (halves, whole, []),
+    ):
+        period = Period(
+            256,
+            tuple(
+                NanoOperation(name, *own, 4) for name in names for own in (of_o if name == "o" else cuts)
+            ),
         )  # fmt: skip
-        assert RankSums._pushes(sums, launch, {}) is sends
-    assert len(asked) == 1
+        pipeline = Pipeline(period, spec)
+        asked.clear()
+        for nano, op in pipeline.operations:
+            if op.name == "o":
+                launch: Any = SimpleNamespace(
+                    pipeline=pipeline, operation=op, nano=nano, product=SimpleNamespace(weight=None, bias=None),
+                    tokens=slice(nano.begin, nano.end), rows=rows,
+                )  # fmt: skip
+                assert RankSums._pushes(sums, launch, {}) is bool(want)
+        assert asked == want
 
 
 def test_one_launch_of_attention_goes_the_way_that_the_iteration_takes() -> None:
