@@ -41,6 +41,8 @@ WAYS = {  # in series, but for the last two; a vendor's adds no residual and lea
     "nano": Way("two nano-batches, sums beside", Steps(2), overlapped=True),
     "sent-nano": Way("two nano-batches, products send", Steps(2, 2), overlapped=True),
 }
+UNSEEN = ("early", "sent-nano")
+"""that no GPU has run: gone where they are asked for by name alone"""
 
 
 def way_of(name: str) -> tuple[Way, str]:

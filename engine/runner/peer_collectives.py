@@ -228,8 +228,7 @@ class PeerCollectives:
             return False
         room = sizes.tiles if begin is None else max(-(-tokens // 64), 2) * -(-hidden // 64)
         taken = self.ranks * room * 4
-        if self._flagged + taken > sizes.pushes * sizes.of_tiles:
-            return False
+        assert self._flagged + taken <= sizes.pushes * sizes.of_tiles
         # Of each token by itself two places are enough, for the reason that `SumPlace` has.
         row = width_of(hidden, self.ranks, steps) * a.element_size()
         inbox = Inbox(self._inboxes[turn] + first * row, sizes.rows[steps], self._tiles + self._flagged, room)

@@ -21,7 +21,7 @@ from weft.engine.wire.spawn import EngineProcess
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
-    """Its name holds what separates fields of proc(5)."""
+    """One that does nothing, and is killed in the end."""
     process = subprocess.Popen(["sleep", "100"])
     yield process
     process.kill()

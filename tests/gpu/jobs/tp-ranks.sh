@@ -9,6 +9,7 @@
 #   docs/tensor-parallel.md says what hiding cost and why.
 #   In a bare cache it compiles for 20 s and tunes for 30 first; behind tp-70b it finds all of that. Where NCCL hangs (it
 #   was not captured beside our kernels yet) the same is run again without it.
+#   In the end, new.json: `sent-nano` and `early` beside none and sent-two, at 2,048 tokens; no GPU has run these two.
 #   RANKS: on so many GPUs instead of two. ROUNDS: for 2, of ROUND_SECONDS each way, for 2.5.
 set -u
 export COLUMNS=140
