@@ -32,14 +32,25 @@ def published() -> list[str]:
     found = set[str]()
     network = _network("self")
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError, UnicodeDecodeError):  # somebody else's, or it has just ended; none of ours
+        with suppress(OSError):  # somebody else's, or it has just ended
             if _network(pid) != network:
                 continue
             for fd in os.listdir(folder := f"/proc/{pid}/fd"):
-                if os.readlink(path := f"{folder}/{fd}").startswith(f"/memfd:{NAME} "):
-                    with open(path, encoding="utf-8") as file:
-                        found.add(file.read())
+                if (url := _told(f"{folder}/{fd}")) is not None:
+                    found.add(url)
     return sorted(found)
+
+
+def _told(path: str) -> str | None:
+    """What a file descriptor of a process says, if it is one of ours. A daemon that serves opens and closes some all the
+    time: one that is gone by now says nothing of the others."""
+    try:
+        if not os.readlink(path).startswith(f"/memfd:{NAME} "):
+            return None
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def _network(pid: str) -> str | None:

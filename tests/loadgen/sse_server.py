@@ -24,6 +24,8 @@ class Script:
     api_key: str | None = None
     statuses: tuple[int, ...] = ()
     """of the first requests; then 200"""
+    holds: int = 0
+    """requests that must have come before any is answered"""
     refuses_extensions: bool = False
     breaks_after: int | None = None
     """tokens after which the connection is cut"""
@@ -59,6 +61,7 @@ class Stub:
     """with `service`: when each request's service ends"""
     connections: int = 0
     metrics: str = ""
+    _all_came: asyncio.Event = field(default_factory=asyncio.Event)
     _free_at: float = 0.0
     _ticking: set[_Stream] = field(default_factory=set)
 
@@ -111,6 +114,9 @@ class Stub:
             self._plain(writer, 400, {"error": {"message": "Unrecognized request argument supplied: ignore_eos"}})
             return True
         tokens = body["max_tokens"] if script.tokens is None else script.tokens
+        if len(self.requests) >= script.holds:
+            self._all_came.set()
+        await self._all_came.wait()
         if script.service is not None:
             self._free_at = max(arrived, self._free_at) + script.service
             self.served.append(self._free_at)

@@ -55,6 +55,9 @@ Kind = Callable[[httpx.AsyncClient, random.Random], Awaitable[None]]
 
 async def completion(client: httpx.AsyncClient, **body: object) -> dict[str, object]:
     answer = await client.post(COMPLETIONS, json={"temperature": 0, **body})
+    while answer.status_code == 503 and answer.json()["error"]["code"] == "grammar_compilers_busy":
+        await asyncio.sleep(float(answer.headers["retry-after"]))  # two dozen clients, and others on the same cores
+        answer = await client.post(COMPLETIONS, json={"temperature": 0, **body})
     assert answer.status_code == 200, answer.text
     result: dict[str, object] = answer.json()
     return result

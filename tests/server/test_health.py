@@ -80,6 +80,16 @@ def test_a_server_that_does_not_answer_or_is_not_there_is_not_well(capsys: pytes
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_daemon_is_found_while_it_closes_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the list of a process's files and the look at one of them, that one may be gone."""
+    fd = whereabouts.publish("http://127.0.0.1:1")
+    names = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: [*(["1000000"] if path.endswith("/fd") else []), *names(path)])
+    assert whereabouts.published() == ["http://127.0.0.1:1"]
+    os.close(fd)
+
+
+@pytest.mark.usefixtures("alone")
 def test_what_others_have_put_where_daemons_are_looked_for_is_none_of_ours() -> None:
     """Root sees the processes of all users."""
     fd = os.memfd_create(whereabouts.NAME)
