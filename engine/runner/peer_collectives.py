@@ -41,6 +41,8 @@ MOST_PUSHED = 4096
 EARLY_PROGRAMS = 24
 """of a sum beside the product that begins on its rows: of a 70B's gate_up on four ranks, 896 tiles on 132 SMs, the last
 28 programs have a tile less than the others, so that 24 may begin a tile later"""
+BEGINS_EARLY = False
+"""whether products of an engine begin on the rows of a sum that have come: no GPU has shown yet that it pays"""
 PUSHED_TO_ALL = 256
 """tokens up to which they write to more than one other rank: a link would have to take as much of each"""
 
@@ -127,7 +129,7 @@ class PeerCollectives:
         self._arrivals = self.take((sizes.pushes, sizes.groups, ranks), torch.int32)
         self._counts = torch.zeros(1 + sizes.groups, dtype=torch.int32, device=device)
         """see `Arrivals`"""
-        self._begins_early = False
+        self._begins_early = BEGINS_EARLY
         self._early = 0
         """sums of a graph whose rows are told of"""
         self._arrived: Arrived | None = None
@@ -162,7 +164,7 @@ class PeerCollectives:
         finally:
             self._graph = None
 
-    def use(self, steps: dict[int, Steps], *, apart: bool = False, early: bool = False) -> None:
+    def use(self, steps: dict[int, Steps], *, apart: bool = False, early: bool = BEGINS_EARLY) -> None:
         """What was measured: steps by tokens. apart: products of nano-batches send as well. early: products begin on
         the rows of a sum that have come. No start asks for either: whether they pay is for `weft bench ranks` to tell.
         """

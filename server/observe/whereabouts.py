@@ -42,8 +42,8 @@ def published() -> list[str]:
 
 
 def _told(path: str) -> str | None:
-    """What a file descriptor of a process says, if it is one of ours. A daemon that serves opens and closes some all the
-    time: one that is gone by now says nothing of the others."""
+    """What a file descriptor of a process says, if it is one of ours. A daemon that serves opens and closes some all
+    the time: one that is gone by now says nothing of the others."""
     try:
         if not os.readlink(path).startswith(f"/memfd:{NAME} "):
             return None

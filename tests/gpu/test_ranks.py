@@ -120,6 +120,21 @@ def test_every_way_to_make_sums_gives_the_same_bits(tmp_path: Path, ranks: int) 
 
 
 def test_a_pipeline_gives_the_serial_plans_tokens(tmp_path: Path, ranks: int) -> None:
+    answers = answers_by_plan(tmp_path, ranks)
+    same = sum(a == b for a, b in zip(*answers, strict=True))
+    print(f"{same} of 60 requests have the same 40 tokens")
+    # where attention cuts a request into parts, and where products are split, follows the plan: a near tie may turn
+    assert same >= 54
+
+
+def test_a_batch_invariant_pipeline_gives_the_serial_plans_tokens_and_logprobs(tmp_path: Path, ranks: int) -> None:
+    """To the bit: here neither cuts nor splits follow the plan."""
+    serial, pipelined = answers_by_plan(tmp_path, ranks, batch_invariant=True)
+    assert serial == pipelined
+
+
+def answers_by_plan(tmp_path: Path, ranks: int, **options: Any) -> list[list[Any]]:
+    """Of the serial plan, and of one with two nano-batches."""
     spec = read_spec(MODEL_PATH).shard(0, ranks)
     target = target_of(spec, torch.device("cuda", 0), torch.bfloat16)
     periods = tuple(two_nano_batches(spec, tokens, target.sms) for tokens in (512, 256))
@@ -128,18 +143,16 @@ def test_a_pipeline_gives_the_serial_plans_tokens(tmp_path: Path, ranks: int) ->
     Plan(target, "test", periods).save(tmp_path / "plan.json")
     answers = []
     for plan in ("serial", str(tmp_path / "plan.json")):
-        harness = Harness("demo", tensor_parallel_size=ranks, plan=plan, **OPTIONS)
+        harness = Harness("demo", tensor_parallel_size=ranks, plan=plan, **OPTIONS, **options)
         assert (harness.engine.resolved.plan is not None) == (plan != "serial")
         rng = np.random.default_rng(3)
         prompts = [rng.integers(6, 2000, n) for n in rng.integers(1, 300, 60)]
-        asked = [harness.add(prompt, max_tokens=40, ignore_eos=True, **GREEDY) for prompt in prompts]
+        logprobs = {"logprobs": 1} if options else {}
+        asked = [harness.add(prompt, max_tokens=40, ignore_eos=True, **GREEDY, **logprobs) for prompt in prompts]
         harness.run()
-        answers.append([harness.tokens[handle] for handle in asked])
+        answers.append([(harness.tokens[h], harness.logprobs[h]) if logprobs else harness.tokens[h] for h in asked])
         harness.engine.close()
-    same = sum(a == b for a, b in zip(*answers, strict=True))
-    print(f"{same} of 60 requests have the same 40 tokens")
-    # where attention cuts a request into parts, and where products are split, follows the plan: a near tie may turn
-    assert same >= 54
+    return answers
 
 
 def two_nano_batches(spec: ModelSpec, tokens: int, sms: int) -> Period:

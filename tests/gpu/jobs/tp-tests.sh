@@ -1,4 +1,4 @@
-# seconds 150
+# seconds 170
 # gpus 2
 # asks: whether the tests of ranks hold on GPUs: first the one that never ran there, of pages that leave and return while
 #   rank 1 is behind (its failure means that a rank copies pages that it still writes or reads: tiers must be refused with
@@ -11,6 +11,7 @@ python -m pytest -q -k "${RANKS:-2}_ranks" -s --durations=0 -p no:cacheprovider 
     $file::test_pages_leave_and_return_beside_iterations_of_a_rank_that_is_behind \
     $file::test_a_rank_that_is_killed_ends_the_engine_at_once \
     $file::test_a_pipeline_gives_the_serial_plans_tokens \
+    $file::test_a_batch_invariant_pipeline_gives_the_serial_plans_tokens_and_logprobs \
     $file::test_a_run_repeats_itself \
     $file::test_every_way_to_make_sums_gives_the_same_bits \
     $file::test_the_demo_model_answers_as_on_one_gpu
