@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from weft import output_file
 from weft.autosearch.bench_protocol import Bench, Load
 from weft.autosearch.options import OneLineParser
 from weft.autosearch.profile import GuestPair, PairPoint, Point, Profile, cache_path, kv_capacity, work_of
@@ -309,7 +311,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--workload", metavar="P:D", default="1024:512", help="mean prompt and output tokens [1024:512]"
     )
     parser.add_argument("--tokens", metavar="N", type=int, default=2048, help="the dense batch [2048]")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="where to write it [the cache]")
+    parser.add_argument(
+        "--out", metavar="FILE", type=partial(output_file, beside=True), help="where to write it [the cache]"
+    )
     limit = parser.add_mutually_exclusive_group()
     limit.add_argument(
         "--budget-seconds",

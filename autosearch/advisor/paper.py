@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -76,6 +77,8 @@ def main(argv: Sequence[str]) -> int:
         for name in arguments.models:
             config_of(name, arguments.device, arguments.max_num_seqs)
         arguments.out.mkdir(parents=True, exist_ok=True)
+        if not os.access(arguments.out, os.W_OK | os.X_OK):  # seen before half an hour is spent
+            raise ConfigError(f"cannot write in {arguments.out}: this user may not")
         failed = _measure_all(arguments)
         found = [curves.load(p) for m in arguments.models if (p := points_file(arguments.out, m)).exists()]
         if not found:

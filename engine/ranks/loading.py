@@ -7,10 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from weft.engine.config import EngineConfig
-from weft.engine.errors import ModelError, OutOfMemory
+from weft.engine.errors import ModelError
 from weft.engine.memory.model_id import model_id
 from weft.engine.memory.rests import Rests
 from weft.engine.memory.ssd_store import SsdStore, Store
@@ -22,7 +20,7 @@ from weft.engine.progress import Phases
 from weft.engine.ranks.group import Ranks
 from weft.engine.ranks.leader import lead
 from weft.engine.runner.compile_job import CompileJob
-from weft.engine.runner.load import load_model
+from weft.engine.runner.load import load_model, within_memory
 from weft.engine.runner.make import make_runner
 from weft.engine.runner.resolve import resolve, served_as
 from weft.engine.runner.runner import Runner
@@ -58,25 +56,24 @@ class Loading:
 
     def run(self, phases: Phases, shelf: Shelf | None, *, stores: bool) -> Loaded:
         """stores: pages are to be kept on a disk. Raises `WeftError`, with one clear line."""
-        # In a thread that ends: a team of OpenMP threads left behind here would slow the runner's (see CpuRunner).
         try:
-            with ThreadPoolExecutor(1) as loader:
-                weights = loader.submit(self._load, phases, shelf).result()
-            if self._compiling is not None:
-                self._compiling.wait(phases)
-            phases.end()
-            if self._model_id() != self.model_id:
-                raise ModelError(f"{self._config.model_path} was changed while it was loaded: start again")
-            return self._with_runner(weights, phases, stores)
-        except BaseException as error:
+            with within_memory():
+                return self._run(phases, shelf, stores)
+        except BaseException:
             if self._compiling is not None:
                 self._compiling.stop()
-            if isinstance(error, torch.OutOfMemoryError):
-                raise OutOfMemory(
-                    "the model and its buffers do not fit the GPU: use a smaller model, "
-                    "or lower --max-num-seqs or --max-num-batched-tokens"
-                ) from None
             raise
+
+    def _run(self, phases: Phases, shelf: Shelf | None, stores: bool) -> Loaded:
+        # In a thread that ends: a team of OpenMP threads left behind here would slow the runner's (see CpuRunner).
+        with ThreadPoolExecutor(1) as loader:
+            weights = loader.submit(self._load, phases, shelf).result()
+        if self._compiling is not None:
+            self._compiling.wait(phases)
+        phases.end()
+        if self._model_id() != self.model_id:
+            raise ModelError(f"{self._config.model_path} was changed while it was loaded: start again")
+        return self._with_runner(weights, phases, stores)
 
     def _model_id(self) -> str:
         resolved = self.resolved

@@ -44,7 +44,7 @@ def _serve(config: EngineConfig, links: Links, beat: Beat, start_timeout: float)
     from weft.engine.ranks.runners import rank_runner
     from weft.engine.ranks.scans import agree
     from weft.engine.ranks.shared_collectives import SharedCollectives
-    from weft.engine.runner.load import prepare, read_weights
+    from weft.engine.runner.load import prepare, read_weights, within_memory
     from weft.engine.runner.resolve import resolve, served_as
 
     whole = in_format(read_spec(config.model_path), config.quantization)
@@ -52,17 +52,18 @@ def _serve(config: EngineConfig, links: Links, beat: Beat, start_timeout: float)
     resolved = resolve(config, spec)
     model = model_id(config, resolved.kv, spec, resolved.compute_dtype, resolved.max_model_len)
     file = open_store(config, resolved.kv, model, spec.shard_of, resolved.packed)
-    prepare(resolved)
-    weights = read_weights(spec, config, resolved, told)
-    beat.stage("waiting for the other ranks", start_timeout)
-    links.moved = beat.still
-    collectives = SharedCollectives(links)
-    resolved, stores = agree(collectives, resolved, model, store=file is not None)
-    if file is not None and not stores:
-        file.close()
-        file = None
-    runner = rank_runner(links, spec, weights, config, resolved, collectives, told)
-    links.moved = beat
+    with within_memory():
+        prepare(resolved)
+        weights = read_weights(spec, config, resolved, told)
+        beat.stage("waiting for the other ranks", start_timeout)
+        links.moved = beat.still
+        collectives = SharedCollectives(links)
+        resolved, stores = agree(collectives, resolved, model, store=file is not None)
+        if file is not None and not stores:
+            file.close()
+            file = None
+        runner = rank_runner(links, spec, weights, config, resolved, collectives, told)
+        links.moved = beat
     Follower(links, runner, collectives, file, resolved.cpu_threads).run(beat)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
 from weft.engine.config import EngineConfig
+from weft.engine.errors import OutOfMemory
 from weft.engine.model.broad.spec import BroadSpec
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights, load_weights
@@ -49,6 +52,18 @@ def load_model(
     return shared_weights(
         shelf, name, shared_memory(resolved.device), read, lambda: phases("waiting for another's weights", 0, 1)
     )
+
+
+@contextmanager
+def within_memory() -> Iterator[None]:
+    """For whatever of a start allocates with torch. Raises `OutOfMemory` where that finds no room on the GPU."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise OutOfMemory(
+            "the model and its buffers do not fit the GPU: use a smaller model, "
+            "or lower --max-num-seqs or --max-num-batched-tokens"
+        ) from None
 
 
 def prepare(resolved: ResolvedConfig) -> None:

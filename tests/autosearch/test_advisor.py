@@ -363,3 +363,13 @@ def test_engines_that_were_started_once_are_measured_in_any_number_at_any_bound(
 def test_one_of_several_engines_that_cannot_start_is_one_line() -> None:
     with pytest.raises(WeftError, match="an engine of several ended with status 1; its reason is above"):
         SideBySide(EngineConfig(model="/nowhere", device="cpu"), 2, 4, 64, [(6, 8)], 0.05)
+
+
+def test_a_folder_that_nobody_may_write_in_is_told_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paper, "_run", lambda *_: pytest.fail("it measures"))
+    monkeypatch.setattr(paper.os, "access", lambda *_: False)  # root may write anywhere
+    asked = ["bench", "batching", "--out", str(tmp_path), "--models", "opt-1.3b", "--device", "cpu"]
+    assert main(asked) == 2
+    assert f"cannot write in {tmp_path}" in capsys.readouterr().err

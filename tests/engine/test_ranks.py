@@ -21,15 +21,16 @@ from tiny import save_tiny
 
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.errors import ConfigError, ModelError, RankLost
+from weft.engine.errors import ConfigError, ModelError, OutOfMemory, RankLost
 from weft.engine.memory.store_file import StoreFile
 from weft.engine.plans.plan import Plan, Target
-from weft.engine.ranks import batches, follower, group, runners
+from weft.engine.ranks import batches, follower, group, process, runners
 from weft.engine.ranks import links as links_module
 from weft.engine.ranks.leader import DONE, PENDING, LeadingRunner
 from weft.engine.ranks.links import OPERATIONS, SLOT_BYTES, Descriptors, Links
 from weft.engine.ranks.ring import Kind, RingReader, RingWriter
 from weft.engine.ranks.shared_collectives import SharedCollectives
+from weft.engine.runner import load
 from weft.engine.runner.batch import Batch, CountReset, PromptLogprobs, SamplingInputs
 from weft.engine.runner.collectives import Alone
 from weft.engine.runner.cpu_runner import CpuRunner
@@ -182,6 +183,18 @@ def test_what_a_rank_cannot_load_is_told_with_its_number_and_what_all_find_once(
         Engine(EngineConfig(model=str(path), dtype="float32", tensor_parallel_size=2, plan=str(plan)))
     assert time.monotonic() - began < 120
     assert "is not used" not in capfd.readouterr().err  # rank 0's is in the log of this process
+
+
+def test_a_rank_whose_gpu_is_full_says_what_to_change(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(load, "read_weights", full)
+    monkeypatch.setattr(process, "use_cache", lambda _: None)  # of this process, it would be
+    config = EngineConfig(model=str(model), tensor_parallel_size=2, **OPTIONS)
+    beat = SimpleNamespace(stage=lambda *_: None)
+    with pytest.raises(OutOfMemory, match="do not fit the GPU: use a smaller model, or lower --max-num-seqs"):
+        process._serve(config, SimpleNamespace(rank=1, ranks=2), beat, 60.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
