@@ -240,7 +240,7 @@ class GrammarCompiler:
 
     async def _run(self) -> None:
         """From the start of a process to its end."""
-        process = self._process = await asyncio.create_subprocess_exec(
+        process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",
             "-m",
@@ -253,6 +253,7 @@ class GrammarCompiler:
         unusable = None
         try:
             text = await asyncio.to_thread(self._tokenizer)
+            self._process = process  # from now on jobs are written as they come: behind the vocabulary
             self._write(Vocabulary(text, self._vocab_size, self._eos_token_ids, self.memory_bytes))
             del text
             self._write(*(self._job(trial) for trial in self._numbers.values()))

@@ -175,6 +175,26 @@ async def test_the_time_that_the_tokenizer_takes_is_not_the_grammars(monkeypatch
         assert compiler.outcomes == ["compiled"]
 
 
+async def test_a_grammar_that_comes_while_the_tokenizer_is_read_waits_behind_it() -> None:
+    """The process is there by then, and what it is told first is the vocabulary."""
+    reading, came = threading.Event(), threading.Event()
+
+    def read() -> str:
+        reading.set()
+        came.wait(240)
+        return VOCABULARY
+
+    async with compiling() as compiler:
+        compiler._tokenizer = read
+        first = asyncio.create_task(compiler.prove(grammar_text.regex("[a-z]{4}"), "a"))
+        await asyncio.to_thread(reading.wait, 240)
+        second = asyncio.create_task(compiler.prove(grammar_text.regex("[a-z]{5}"), "b"))
+        await asyncio.sleep(0)  # it has been sent
+        came.set()
+        assert all(await asyncio.gather(first, second))
+        assert compiler.outcomes == ["compiled", "compiled"]
+
+
 async def test_a_tokenizer_that_is_never_read_is_waited_for_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_compiler, "START_SECONDS", 0.05)
     wanted = threading.Event()
