@@ -226,6 +226,7 @@ class Worker:
         # nobody gets at a model that wakes before all processes serve it.
         alone = self._serving is not None and service.config.api_workers > 1 and service.rest is Rest.AWAKE
         service.attach(client, ready, tokenizer, engine.engine, alone=alone)
+        gc.unfreeze()  # clients of engines that have ended
         gc.collect()
         gc.freeze()  # what is there now stays: later collections need not look at it
         self._accept()
