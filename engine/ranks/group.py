@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
 import subprocess
 import sys
 import threading
@@ -21,7 +20,7 @@ from weft.engine.wire.beat import ENGINE, Beats
 from weft.engine.wire.blank import VISIBLE, environment, gpus
 from weft.engine.wire.child import command, held_back
 from weft.engine.wire.cores import cores, nodes_here, shares, threads
-from weft.engine.wire.exiting import GRACE_SECONDS, LOOK_MS, is_exiting
+from weft.engine.wire.exiting import GRACE_SECONDS, LOOK_MS, how_ended, is_exiting
 from weft.engine.wire.stacks import Stacks
 
 END_SECONDS = 2.0
@@ -161,8 +160,7 @@ class Ranks:
         if not select.select([self._ends[rank]], [], [], 0)[0]:
             return "its process ended (its memory is being given back)"
         code = self._processes[rank].wait()
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-        return f"its process ended ({how})"
+        return f"its process ended ({how_ended(code)})"
 
     def check(self) -> None:
         """Raises `RankLost` when a rank has ended."""
@@ -188,7 +186,9 @@ class Ranks:
         for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, end - time.monotonic()))
+        for process in self._processes.values():  # all of them, before any is waited for: their memory takes its time
             process.kill()
+        for process in self._processes.values():
             process.wait()
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):

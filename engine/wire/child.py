@@ -87,11 +87,14 @@ def keep_to(cpus: Sequence[int]) -> None:
 
 
 def has_ended(pid: int) -> bool:
-    """There is no such process, or nobody has taken note of its end yet."""
+    """There is no such process, or nobody has taken note of its end yet. False where that cannot be seen, as by a
+    process that has no descriptor left."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return True
+    except OSError:
+        return False
 
 
 def main() -> None:

@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import threading
+from collections.abc import Callable
 from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
 
 from weft.engine.config import EngineConfig
 from weft.engine.wire.beat import ENGINE, Beats
 from weft.engine.wire.blank import Blank
-from weft.engine.wire.exiting import wait_for_end
+from weft.engine.wire.exiting import GRACE_SECONDS, how_ended, kill_and_hold, wait_for_all, wait_for_end
 from weft.engine.wire.private_socket import PrivateSocket
 from weft.engine.wire.shelf import Shelf
 from weft.engine.wire.stacks import Stacks
 
 LAST_WORDS_SECONDS = 0.05
+UNKNOWN_END = "the engine ended (its memory is being given back)"
+"""why it ended, while nobody knows better"""
+RANK = "weft.engine.ranks.process"
+"""the module that the further ranks of an engine run"""
 
 
 class EngineProcess:
     """A running engine process. Create with `await EngineProcess.start(config)`; clients connect to `address`."""
 
-    def __init__(self, blank: Blank, socket: PrivateSocket, stacks: Stacks, *, owns_socket: bool) -> None:
+    def __init__(
+        self,
+        blank: Blank,
+        socket: PrivateSocket,
+        stacks: Stacks,
+        *,
+        owns_socket: bool,
+        ranks: Callable[[], list[int]] = list,
+    ) -> None:
+        """ranks: the processes of its further ranks, by now."""
         self.address = socket.address
         self.stacks = stacks
         self._process, self._stdin = blank.process, blank.socket
@@ -29,8 +44,11 @@ class EngineProcess:
         self._owns_socket = owns_socket
         self._stopping = False
         self._why = ""
-        self._gone: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        """its exit status, once its memory is given back"""
+        self._ranks = ranks
+        self._code: int | None = None
+        """as `subprocess` gives it, once its memory is given back"""
+        self._gone = asyncio.Event()
+        """so is that of its ranks"""
         self._ending = asyncio.Event()
         """it will not run again"""
         self._ended = asyncio.create_task(self._wait())
@@ -60,7 +78,11 @@ class EngineProcess:
         # It ends when its stdin closes: it cannot outlive this process.
         fds = (socket.fd, beats.fd, stacks.fd, *(shelf.fds if shelf is not None else ()))
         blank.tell(config.model_dump_json().encode(), fds)
-        return cls(blank, socket, stacks, owns_socket=owns_socket)
+
+        def ranks() -> list[int]:
+            return [beats.rank(row, rank).pid for rank in beats.ranks(row)]
+
+        return cls(blank, socket, stacks, owns_socket=owns_socket, ranks=ranks)
 
     @property
     def pid(self) -> int:
@@ -76,9 +98,18 @@ class EngineProcess:
         not be given back yet."""
         return await asyncio.shield(self._ended)
 
-    async def wait_gone(self) -> None:
-        """Wait until the memory of the process has been given back, too."""
-        await asyncio.shield(self._gone)
+    async def wait_gone(self) -> str:
+        """Wait until the memory of the process and of its ranks has been given back, too; tells how it ended."""
+        await self._gone.wait()
+        return self._how()
+
+    def _how(self) -> str:
+        assert self._code is not None
+        return f"the engine ended ({how_ended(self._code)})"
+
+    @property
+    def gone(self) -> bool:
+        return self._gone.is_set()
 
     async def _wait(self) -> str:
         self._watch()
@@ -88,33 +119,46 @@ class EngineProcess:
             return "the engine was stopped"
         if self._why:
             return self._why
-        if not self._gone.done():
-            return "the engine ended (its memory is being given back)"
-        code = self._gone.result()
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-        return f"the engine ended ({how})"
+        if self._code is None:
+            return UNKNOWN_END
+        return self._how()
 
     def _watch(self) -> None:
         """See the process end. A thread waits: asyncio knows only processes it has started."""
         loop, process = asyncio.get_running_loop(), self._process
+        held: list[int] = []
 
-        def tell(code: int) -> None:
-            if not self._gone.done():
-                self._gone.set_result(code)
+        def ended(code: int) -> None:
+            self._code = code
             self._ending.set()
+
+        def ending() -> None:
+            # The kernel ends ranks with their parent, but only once that one's memory is given back.
+            held.extend(kill_and_hold(self._ranks(), self._is_rank))
+            loop.call_soon_threadsafe(self._ending.set)
 
         def wait() -> None:
             with suppress(RuntimeError):  # the loop has closed: nobody asks any more
-                wait_for_end(process, lambda: loop.call_soon_threadsafe(self._ending.set))
-                loop.call_soon_threadsafe(tell, process.wait())
+                wait_for_end(process, ending)
+                held.extend(kill_and_hold(self._ranks(), self._is_rank))
+                loop.call_soon_threadsafe(ended, process.wait())
+                wait_for_all(held)
+                loop.call_soon_threadsafe(self._gone.set)
 
         threading.Thread(target=wait, name="weft-engine-end", daemon=True).start()
+
+    def _is_rank(self, pid: int) -> bool:
+        """Of this engine: the number of one that has ended may be another process's by now. Raises `OSError`."""
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return (str(self.pid).encode(), RANK.encode()) in pairwise(words)
 
     def kill(self, why: str = "") -> None:
         """`why`: what `wait_dead` then tells, in place of the signal."""
         if self._process.returncode is None:
             self._why = self._why or why
             self._process.kill()
+            # A driver may hold it where it does not even begin to end: nothing comes from it all the same.
+            asyncio.get_running_loop().call_later(GRACE_SECONDS, self._ending.set)
 
     async def stop(self, timeout: float = 5.0) -> None:
         """End it: ask by closing its stdin, kill after `timeout` seconds. Behind it its memory is free."""

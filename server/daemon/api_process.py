@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Sequence
@@ -12,6 +11,7 @@ from typing import NamedTuple
 
 from weft.engine.wire.beat import Beats
 from weft.engine.wire.child import command, held_back
+from weft.engine.wire.exiting import how_ended
 from weft.engine.wire.stacks import Stacks
 from weft.server.config import ServeConfig
 from weft.server.daemon.certificate import Certificate
@@ -115,7 +115,7 @@ class ApiProcess:
         self._channel.close()
         if self._why:
             return self._why
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        return how_ended(code)
 
     def kill(self, why: str = "") -> None:
         """`why`: what `wait` then tells, in place of the signal."""

@@ -187,7 +187,7 @@ class Channel(Generic[Incoming]):
     async def messages(self) -> AsyncIterator[Incoming]:
         """Until the other process closes its end, or ends with messages unread."""
         with suppress(ConnectionError):
-            while line := await self._reader.readline():
+            while (line := await self._reader.readline()).endswith(b"\n"):  # a killed one may leave half a line
                 yield self._decoder.decode(line)
 
     async def first(self) -> Incoming:

@@ -41,6 +41,8 @@ from weft.server.observe.metrics import Metrics
 from weft.server.replicas.replicas import level
 
 FAREWELL = 1.0
+HELD_SECONDS = 10.0
+"""that a killed process gets until it is gone, its memory given back: then a driver holds it, maybe for ever"""
 """seconds that last answers get to leave"""
 
 Process = TypeVar("Process")
@@ -166,19 +168,34 @@ class Daemon:
                 await self._end_answers()
                 # Where an engine's end was the end of the last answers, why is about to be told.
                 ended = [engine for engine in self._engines.values() if engine.given_up or self._ends_untold(engine)]
-                await asyncio.gather(*(engine.told.wait() for engine in ended))
+                await self._told(ended)
             if self._failure.done():
                 print(f"weft: {self._failure.result()}", file=sys.stderr, flush=True)
                 self._api.end(Drain())
                 await self._wait_idle(FAREWELL)
                 await self._interrupt()
-            return 1 if self._failure.done() else 0
         finally:
             self._rollout.stop()
             for keeper in (*keepers, *self._answering):
                 keeper.cancel()
             await asyncio.gather(*keepers, *self._answering, return_exceptions=True)
             await self._stop_all()
+        return 1 if self._failure.done() else 0
+
+    async def _told(self, ended: list[EngineKeeper]) -> None:
+        """Until their keepers have told why these engines ended, which is once their memory is given back; no longer
+        than `HELD_SECONDS`, nor than somebody's patience."""
+        if not ended:
+            return
+        told = asyncio.gather(*(engine.told.wait() for engine in ended))
+        twice = asyncio.create_task(self._asked_twice.wait())
+        await asyncio.wait((told, twice, self._failure), timeout=HELD_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        untold = [engine for engine in ended if not engine.told.is_set()]
+        told.cancel()
+        twice.cancel()
+        if untold and all(each.given_up or each in untold for each in self._engines.values()):
+            failure = untold[0].failure
+            self.fail(f"{untold[0].name} ended" if failure is None else failure.why)
 
     async def _stop_all(self) -> None:
         """First the port is closed, so that whoever comes now is refused at once, then the engines end."""
@@ -191,7 +208,14 @@ class Daemon:
         stopping += [asyncio.create_task(process.stop(STOP_SECONDS)) for process in lost]
         if stopping:
             await asyncio.wait(stopping, timeout=FAREWELL)
-        await asyncio.gather(*(keeper.stop() for keeper in self._engines.values()), *stopping)
+        stopping += [asyncio.create_task(keeper.stop()) for keeper in self._engines.values()]
+        seconds = STOP_SECONDS + (0.0 if self._asked_twice.is_set() else HELD_SECONDS)
+        stopped, held = await asyncio.wait(stopping, timeout=seconds)
+        for task in stopped:
+            task.result()
+        if held:  # in a driver's hands: to wait for it any longer helps nobody
+            print("weft: a process was killed and does not end: the kernel holds it", file=sys.stderr, flush=True)
+            self.fail("a process does not end")
         for keeper in self._engines.values():
             keeper.close()
         if self._shared is not None:

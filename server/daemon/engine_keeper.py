@@ -14,7 +14,7 @@ from weft.engine.wire.client import EngineClient
 from weft.engine.wire.messages import EngineReady, EngineStats
 from weft.engine.wire.private_socket import PrivateSocket
 from weft.engine.wire.shelf import Shelf
-from weft.engine.wire.spawn import EngineProcess
+from weft.engine.wire.spawn import UNKNOWN_END, EngineProcess
 from weft.server.daemon.control import EngineDown, EngineUp, Failure
 from weft.server.daemon.restarts import Restarts
 from weft.server.observe.metrics import Metrics
@@ -25,6 +25,8 @@ STOP_SECONDS = 5.0
 RESTART_SECONDS = (1.0, 30.0)
 """between an engine's end and the next one's start: at first, and at most"""
 POLL_SECONDS = 0.02
+SOON = 1.0
+"""seconds in which the memory of most engines is given back"""
 FOREVER = 1e12
 """seconds that nobody expects a beat"""
 
@@ -125,16 +127,37 @@ class EngineKeeper:
             if self._control is not None:  # whoever waits has been told
                 await self._control.last_words()
                 self._totals = plus(self._totals, self._control.stats)
-            if self.process is not None:  # no other one is started beside it, were it never to be gone
-                await self.process.wait_gone()
+            why = await self._gone(why)
             await self.stop()
             if pause is None:
                 return why
-            if pause:
+            if pause and not owner.ending:
                 logger.error("%s; another one starts in %g s", why, pause)
                 owner.metrics.engine_restarts.labels(str(self.engine)).inc()
                 owner.beats.of(self.row).begin("waiting to start another engine", pause + owner.beats.start_timeout)
                 await asyncio.sleep(pause)
+            if owner.ending and not self.asleep:  # since its end
+                self.given_up = True
+                return why
+
+    async def _gone(self, why: str) -> str:
+        """No other one is started beside a process, were it never to be gone. Tells why it ended, by its exit status
+        where there was none before."""
+        process = self.process
+        if process is None:
+            return why
+        gone = asyncio.create_task(process.wait_gone())
+        try:
+            if not (await asyncio.wait((gone,), timeout=SOON))[0]:
+                logger.log(logging.INFO if process.stopping else logging.ERROR, "%s; its memory is waited for", why)
+                if not self._owner.beats.given_up(self.row):  # nor does anybody expect it to beat
+                    self._owner.beats.of(self.row).begin("giving its memory back", FOREVER, process.pid)
+            how = await gone
+        finally:
+            gone.cancel()
+        if self.failure is not None:
+            self.failure = Failure(self.failure.why.replace(UNKNOWN_END, how), self.failure.at)
+        return why.replace(UNKNOWN_END, how)
 
     def _pause_after(self, why: str) -> tuple[float | None, str]:
         """Seconds before another process starts, None for no other one; and why the last one ended, completed."""
@@ -161,6 +184,7 @@ class EngineKeeper:
         if not self._roused.is_set():  # it was put to sleep meanwhile
             await process.stop(STOP_SECONDS)
             return "the engine was stopped"
+        self._renewing = False  # whoever asked while the one before it ended has this one
         self._control = control = EngineClient(process.address, next(owner.numbers))
         control.on_stats = lambda stats: owner.metrics.count_iteration(stats, self.engine)
         # Nobody would know how it fares; an engine that is being stopped ends by itself, its KV pages kept.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
@@ -52,10 +53,16 @@ class Watchman:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             self._watch.look()
-            for charge in list(self._charges()):
+            late = []
+            for charge in self._charges():
                 given_up = self._watch.beats.given_up(charge.row)
                 if charge.bound and not given_up and (age := self._watch.late(charge.row, charge.bound)) is not None:
-                    await self._end(charge, age)
+                    late.append(self._end(charge, age))
+            if late:
+                ends = asyncio.gather(*late)
+                while not (await asyncio.wait((ends,), timeout=LOOK_SECONDS))[0]:
+                    self._watch.look()  # last words take seconds: it was not asleep meanwhile
+                ends.result()
 
     async def _end(self, charge: Charge, age: float) -> None:
         name, row, process, _, hangs, steps = charge
@@ -79,5 +86,5 @@ class Watchman:
     @staticmethod
     def _check_ended(name: str, pid: int) -> None:
         """What a driver holds does not end when killed: nothing but a restart of the machine may help."""
-        if not has_ended(pid):
+        if os.path.exists(f"/proc/{pid}"):  # not `has_ended`: a thread beside the first may be held
             logger.error("%s was killed and does not end: the kernel holds it\n%s", name, threads(pid))

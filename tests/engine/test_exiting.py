@@ -6,6 +6,7 @@ import asyncio
 import os
 import select
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,8 +16,8 @@ from typing import Any
 import pytest
 
 from weft.engine.wire import exiting
-from weft.engine.wire.exiting import is_exiting, wait_for_end
-from weft.engine.wire.spawn import EngineProcess
+from weft.engine.wire.exiting import how_ended, is_exiting, kill_and_hold, wait_for_all, wait_for_end
+from weft.engine.wire.spawn import RANK, EngineProcess
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def test_a_process_that_has_begun_to_end_is_told_from_one_that_runs(child: subpr
     ended_but_not_waited_for(child)
     assert is_exiting(child.pid)
     child.wait()
-    assert is_exiting(child.pid), "it is not there any more"
+    assert not is_exiting(child.pid), "what cannot be seen is for others to judge"
 
 
 def test_brackets_and_spaces_in_a_name_are_no_fields(tmp_path: Any) -> None:
@@ -110,3 +111,48 @@ def test_an_engine_is_dead_before_its_memory_is_back_and_stopped_behind_that(
         await asyncio.wait_for(stopping, 240)
 
     asyncio.run(run())
+
+
+def test_a_signal_without_a_name_is_told_by_its_number() -> None:
+    assert [how_ended(code) for code in (3, -9, -40)] == ["exit status 3", "signal SIGKILL", "signal 40"]
+
+
+def test_only_processes_that_are_meant_are_killed(child: subprocess.Popen[bytes]) -> None:
+    assert kill_and_hold([child.pid], lambda _: False) == []
+
+    def hidden(_: int) -> bool:
+        raise PermissionError
+
+    assert kill_and_hold([child.pid, 0], hidden) == []
+    assert child.poll() is None
+    wait_for_all(kill_and_hold([child.pid], lambda pid: pid == child.pid))
+    assert child.wait() == -9
+    assert kill_and_hold([child.pid], lambda _: True) == [], "it is not there any more"
+
+
+def test_an_engine_is_gone_once_its_ranks_are_whom_nobody_else_ends(child: subprocess.Popen[bytes]) -> None:
+    class Blank:
+        process, socket = child, SimpleNamespace(close=lambda: None)
+
+    class Address:
+        address, fd = "ipc:///nowhere", -1
+
+    code = ("-c", "import time; time.sleep(1000)")
+    mine = subprocess.Popen([sys.executable, *code, str(child.pid), RANK])
+    others = subprocess.Popen([sys.executable, *code, str(os.getpid()), RANK])
+    pids = [mine.pid, others.pid]
+
+    async def run() -> None:
+        engine = EngineProcess(Blank(), Address(), None, owns_socket=False, ranks=lambda: pids)  # type: ignore[arg-type]
+        child.kill()
+        assert await asyncio.wait_for(engine.wait_gone(), 240) == "the engine ended (signal SIGKILL)"
+        assert engine.gone
+
+    try:
+        asyncio.run(run())
+        assert mine.wait(240) == -9
+        assert others.poll() is None, "the number of one that has ended may be anybody's"
+    finally:
+        for process in (mine, others):
+            process.kill()
+            process.wait()
