@@ -159,6 +159,7 @@ class PeerCollectives:
     def inside(self, graph: Graph) -> Iterator[None]:
         kernels.advance(self._numbers[graph])
         self._graph, self._next, self._flagged, self._pushed, self._early = graph, 0, 0, {}, 0
+        self._arrived = None  # launching may have stopped before what was to ask for it
         try:
             yield
         finally:

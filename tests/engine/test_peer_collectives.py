@@ -1,0 +1,75 @@
+"""What a rank on a GPU remembers of a graph's sums: no kernel is launched, what each is told is seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from test_plan import SPEC
+
+from weft.engine.model.spec import Shard
+from weft.engine.runner import peer_collectives
+from weft.engine.runner.collectives import Graph, Steps
+from weft.engine.runner.peer_collectives import PeerCollectives, Sizes
+from weft.kernels.pushed import Inbox, Pushed
+
+TOKENS, HIDDEN = 256, 128
+
+
+class Own:
+    """Memory of one rank."""
+
+    def __init__(self, size: int, ranks: int) -> None:
+        self.memory = torch.zeros(size, dtype=torch.uint8)
+        self.addresses = torch.zeros(ranks, dtype=torch.int64)
+        self.bases = (0,) * ranks
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What products that send, and sums behind them, were told."""
+    found: list[dict[str, Any]] = []
+
+    def push_project(_: Any, __: Any, inbox: Inbox, *___: Any, steps: int, **____: Any) -> Pushed:
+        found.append({"inbox": inbox, "steps": steps})
+        return Pushed(inbox, steps, 64, 64)
+
+    def reduce_pushed(_: Any, __: Any, pushed: Pushed, **options: Any) -> None:
+        found.append({"pushed": pushed} | options)
+
+    monkeypatch.setattr(peer_collectives, "push_project", push_project)
+    monkeypatch.setattr(peer_collectives, "reduce_pushed", reduce_pushed)
+    monkeypatch.setattr(peer_collectives.kernels, "advance", lambda number: number.add_(1))
+    return found
+
+
+def collectives_of(ranks: int = 2) -> PeerCollectives:
+    spec = replace(SPEC, hidden_size=HIDDEN, num_layers=2, shard_of=Shard(0, ranks))
+    sizes = Sizes(spec, TOKENS, 8, torch.float16)
+    return PeerCollectives(Own(sizes.total, ranks), 0, ranks, sizes)
+
+
+def early_sum(c: PeerCollectives, tokens: int) -> None:
+    x, sumsq = c.take((tokens, HIDDEN), torch.float16), c.take((c.ranks, tokens), torch.float32)
+    a, weight = torch.empty(tokens, 64, dtype=torch.float16), torch.empty(HIDDEN, 64, dtype=torch.float16)
+    assert c.push(a, weight, None, turn=0, num_sms=4, space=None, num_tokens=None)
+    c.reduce(x, x, sumsq, live=torch.tensor([tokens]), add=True, num_sms=4, early=True)
+
+
+@pytest.mark.usefixtures("launched")
+def test_a_graph_knows_nothing_of_the_rows_of_one_whose_launching_was_left() -> None:
+    c = collectives_of()
+    c.use({0: Steps(1, 2)}, early=True)
+    with c.inside(Graph.MODEL):
+        early_sum(c, 16)
+        assert c.arrived() is not None
+        assert c.arrived() is None, "once"
+    with c.inside(Graph.MODEL):
+        early_sum(c, 16)  # and what reads it is not launched
+    with c.inside(Graph.MODEL):
+        assert c.arrived() is None
