@@ -388,9 +388,11 @@ def mid_kernel(
             gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
         gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
                                   pack=1)  # fmt: skip
+    # before any wait an SM may still have in its own cache what a kernel before has replaced: the L2 is asked
+    CACHE: gl.constexpr = ".cg" if RANKS > 0 else ""
     live = M
     if HAS_COUNT:
-        live = gl.minimum(gl.load(num_tokens), M)
+        live = gl.minimum(gl.load(num_tokens, cache_modifier=CACHE), M)
     tiles_m = gl.cdiv(live, ROWS)
     rings = (a_smem, w0_smem, w1_smem, w2_smem, io0, io1, io2, full, empty, x_full, x_empty)
     places = (desc0, desc1, desc2, x, out, partial, words)
@@ -399,7 +401,7 @@ def mid_kernel(
     work = (places, sums, heads, limit, live, tiles_m, tiles_n, steps, N, K)
     now = 0
     if RANKS > 0:
-        now = gl.load(number)
+        now = gl.load(number, cache_modifier=CACHE)
     source = (a, few, w0, w1, w2, x0, x1, x2, live, tiles_m, tiles_n, steps, arrived, now, abort)
     FETCH_X: gl.constexpr = KIND == "residual" and SPLIT == 1
     if ROWS == 128:

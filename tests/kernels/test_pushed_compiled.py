@@ -72,6 +72,8 @@ def test_products_that_begin_on_rows_wait_for_flags_first_and_for_the_sum_last(t
         assert spin < text.index("fence.proxy.async.global", spin) < load, "nothing is fetched before"
         assert text.count("griddepcontrol.wait") == 1
         assert "griddepcontrol.launch_dependents" in text
+        assert len(re.findall(r"ld\.global\.cg\.b32", text)) == 2, "how many tokens, and of which iteration"
+        assert not re.search(r"^\s*ld\.global\.b32", text, re.MULTILINE), "no word of all threads from an SM's cache"
 
 
 RELEASE = r"atom\.\S*release\S*\.exch|atom\.exch\S*release"
