@@ -47,6 +47,7 @@ class RankSums:
             if op.kernel == ALL_REDUCE and before in self._alone:
                 self._sum_of[before] = op.name
             before = op.name
+        self._behind = [_behind(spec, layer) for layer in range(spec.num_layers)]
 
     def leave(self, it: Launch, common: dict[str, Any]) -> None:
         """A product whose sum over all ranks goes to the stream."""
@@ -107,10 +108,10 @@ class RankSums:
 
     def _next_begins_early(self, it: Launch) -> bool:
         """Whether what reads this sum can begin on its rows, one group after the other."""
-        spec, operations = self._spec, it.pipeline.operations
-        at = [op.name for _, op in operations].index(it.operation.name) + 1
-        layer, name = (it.layer, operations[at][1].name) if at < len(operations) else (it.layer + 1, "qkv")
-        if layer == len(self._layers) or name not in ("qkv", "gate_up") or operations[at % len(operations)][0].config:
+        spec, (layer, name) = self._spec, self._behind[it.layer][it.operation.name]
+        if layer == len(self._layers) or name not in ("qkv", "gate_up"):
+            return False
+        if any(nano.config for nano, op in it.pipeline.operations if op.name == name):
             return False
         w = self._layers[layer].get(name)
         if w is None or w.bias is not None or w.q_norm is not None or w.k_norm is not None or not spec.placement.before:
@@ -126,3 +127,9 @@ class RankSums:
 
     def _place(self, it: Launch) -> SumPlace:
         return self._places[it.layer][it.operation.name]
+
+
+def _behind(spec: ModelSpec, layer: int) -> dict[str, tuple[int, str]]:
+    """By operation of a layer: (layer, name) of the one that follows it."""
+    names = [op.name for op in spec.layer_operations(layer)]
+    return dict(zip(names, [*((layer, name) for name in names[1:]), (layer + 1, "qkv")], strict=True))
