@@ -111,7 +111,7 @@ class RankSums:
         spec, (layer, name) = self._spec, self._behind[it.layer][it.operation.name]
         if layer == len(self._layers) or name not in ("qkv", "gate_up"):
             return False
-        if any(nano.config for nano, op in it.pipeline.operations if op.name == name):
+        if any(nano.config or nano.sms != it.nano.sms for nano, op in it.pipeline.operations if op.name == name):
             return False
         w = self._layers[layer].get(name)
         if w is None or w.bias is not None or w.q_norm is not None or w.k_norm is not None or not spec.placement.before:

@@ -101,7 +101,7 @@ def test_where_layers_differ_the_last_ones_sum_is_waited_for_too() -> None:
 
 
 @pytest.mark.parametrize(("name", "of"), [("gate_up", "o_reduce"), ("qkv", "down_reduce")])
-@pytest.mark.parametrize("change", [{"config": SPECIAL}])
+@pytest.mark.parametrize("change", [{"config": SPECIAL}, {"sms": SMS - 12}])
 def test_a_product_that_a_plan_cuts_otherwise_waits_for_its_sum(name: str, of: str, change: dict[str, Any]) -> None:
     other = "down_reduce" if of == "o_reduce" else "o_reduce"
     found = told(DENSE, changed(DENSE, name, **change))
