@@ -27,7 +27,7 @@ FOLDERS: dict[str, set[str]] = {
 """what each folder may import beside itself"""
 
 ENGINE = (
-    ("demo", "errors", "progress", "profiling"),
+    ("demo", "errors", "objective", "progress", "profiling"),
     ("config",),
     ("wire", "model"),
     ("plans", "memory"),
