@@ -27,7 +27,7 @@ FOLDERS: dict[str, set[str]] = {
 """what each folder may import beside itself"""
 
 ENGINE = (
-    ("demo", "errors", "objective", "progress", "profiling"),
+    ("demo", "errors", "progress", "profiling"),
     ("config",),
     ("wire", "model"),
     ("plans", "memory"),
