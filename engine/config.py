@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import re
 import socket
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from weft.engine.demo import MODEL_PATH as DEMO_MODEL_PATH
 from weft.engine.errors import ConfigError
-from weft.engine.objective import Objective, itl_objective, kept_percentiles
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -36,6 +39,17 @@ _ADDRESS = "tcp://ADDRESS:PORT or ipc://PATH"
 _SNAPSHOT = re.compile(r"models--(.+?)--(.+)/snapshots/[0-9a-f]{40}$")
 """a directory of the hub's cache"""
 
+MEASURES = {
+    "itl": "time between two tokens of a request",
+    "ttft": "time to its first token",
+    "tpot": "time per output token behind the first",
+    "e2e": "its whole time",
+}
+"""what an objective may be on"""
+_STATISTIC = re.compile(r"mean|median|max|p(\d{1,2}(?:\.\d+)?)")
+_LIMIT = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s|m)?")
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0}
+
 
 def cache_home() -> Path:
     """Of what can be made anew. Raises `ConfigError` where nobody knows the user's home."""
@@ -51,6 +65,62 @@ def expanded(path: str | Path) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         raise ConfigError(f"{path}: nobody knows that home directory; write the whole path") from None
+
+
+class Objective(NamedTuple):
+    """A service level objective, as `weft load --slo` has them: `itl:p99:50ms`."""
+
+    measure: str
+    statistic: float | None
+    """a percentile; None for the mean"""
+    limit: float
+    """in seconds"""
+
+    @classmethod
+    def parse(cls, text: str) -> Objective:
+        """Raises `ConfigError`, one line."""
+        parts = text.strip().lower().split(":")
+        if len(parts) != 3:
+            raise ConfigError(f"{text!r} is not MEASURE:STATISTIC:LIMIT, such as itl:p99:50ms")
+        measure, statistic, limit = parts
+        if measure not in MEASURES:
+            raise ConfigError(f"{measure!r} in {text!r} is none of {', '.join(MEASURES)}")
+        if (found := _STATISTIC.fullmatch(statistic)) is None:
+            raise ConfigError(f"{statistic!r} in {text!r} is none of mean, median, max, p50, p99, p99.9 …")
+        if (number := _LIMIT.fullmatch(limit)) is None or float(number[1]) <= 0:
+            raise ConfigError(f"{limit!r} in {text!r} is not a time such as 50ms or 2s")
+        q = {"mean": None, "median": 50.0, "max": 100.0}.get(statistic, float(found[1]) if found[1] else None)
+        return cls(measure, q, float(number[1]) * _UNITS[number[2] or "s"])
+
+    def __str__(self) -> str:
+        statistic = {None: "mean", 100.0: "max"}.get(self.statistic) or f"p{self.statistic:g}"
+        limit = f"{self.limit * 1e3:g}ms" if self.limit < 1 else f"{self.limit:g}s"
+        return f"{self.measure}:{statistic}:{limit}"
+
+    def of(self, values: np.ndarray) -> float:
+        """The statistic of some values, in seconds; NaN of none."""
+        if not len(values):
+            return float("nan")
+        if self.statistic is None:
+            return float(values.mean())
+        import numpy as np
+
+        return float(np.percentile(values, self.statistic))
+
+
+def itl_objective(text: str) -> Objective:
+    """On the time between tokens: a limit alone is of the 99th percentile, an objective needs no measure. Raises
+    `ConfigError`, one line."""
+    words = text.strip().split(":")
+    objective = Objective.parse(":".join([*("itl", "p99")[: max(0, 3 - len(words))], *words]))
+    if objective.measure != "itl":
+        raise ConfigError(f"{objective.measure} is not the time between tokens (itl): 50ms or p99:50ms, say")
+    return objective
+
+
+def kept_percentiles(objectives: Iterable[Objective]) -> list[Objective]:
+    """Those that few late tokens break."""
+    return [o for o in objectives if o.statistic is not None and o.statistic > 50]
 
 
 class Share(BaseModel):

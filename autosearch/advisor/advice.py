@@ -16,8 +16,8 @@ from weft.autosearch.advisor.rate import predicted_rate
 from weft.autosearch.advisor.rate_search import MORE, MeasuredRate, knee, measured
 from weft.autosearch.advisor.replicas import ReplicaAdvice, advise_replicas
 from weft.autosearch.advisor.solve import OWN, Aim, Solution, held, solve
+from weft.engine.config import Objective
 from weft.engine.errors import ConfigError
-from weft.engine.objective import Objective
 
 
 class Advice(NamedTuple):

@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 
 from weft import unwritable
+from weft.engine.config import Objective
 from weft.engine.errors import ConfigError
-from weft.engine.objective import Objective
 
 FORMAT = "weft-curve-1"
 QUANTILES = (0.0, 10.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0, 99.9, 100.0)

@@ -12,9 +12,9 @@ from weft import __version__
 from weft.autosearch.advisor.activity import activity_of
 from weft.autosearch.advisor.curve import Machine, Point, RateRun, Times
 from weft.engine.bench.options import Lengths
+from weft.engine.config import Objective
 from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError
-from weft.engine.objective import Objective
 from weft.engine.runner.batch import Batch
 from weft.engine.runner.footprint import memory_bytes
 from weft.engine.scheduling.pace import Pace

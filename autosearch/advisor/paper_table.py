@@ -9,7 +9,7 @@ import msgspec
 from weft.autosearch.advisor.curve import Curve, Point
 from weft.autosearch.advisor.replicas import advise_replicas
 from weft.autosearch.advisor.solve import Solution, solve
-from weft.engine.objective import Objective
+from weft.engine.config import Objective
 
 EPSILON = 0.1
 REFERENCE = 32

@@ -10,7 +10,7 @@ import numpy as np
 
 from weft.autosearch.advisor.curve import Curve
 from weft.autosearch.advisor.rate_search import MORE
-from weft.engine.objective import Objective
+from weft.engine.config import Objective
 
 RUN_SECONDS = 120.0
 SEEDS = 9

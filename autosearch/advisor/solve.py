@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from weft.autosearch.advisor.curve import Curve, Point
+from weft.engine.config import Objective
 from weft.engine.errors import ConfigError
-from weft.engine.objective import Objective
 
 Aim = Literal["throughput", "energy"]
 TIE = 0.01

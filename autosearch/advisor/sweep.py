@@ -9,7 +9,7 @@ from typing import Protocol
 from weft.autosearch.advisor.curve import Curve, Point
 from weft.autosearch.advisor.solve import Aim, judge, solve
 from weft.autosearch.budget import Budget
-from weft.engine.objective import Objective
+from weft.engine.config import Objective
 
 FLAT = 0.03
 """a doubling that gains less is flat; two in a row end the ascent"""

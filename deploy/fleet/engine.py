@@ -15,11 +15,11 @@ import numpy.typing as npt
 
 from weft.deploy.fleet.clock import Clock, Processor
 from weft.deploy.fleet.profile import Features, IterationProfile
+from weft.engine.config import Objective, kept_percentiles
 from weft.engine.errors import RequestError
 from weft.engine.memory.page_news import PageLedger
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
-from weft.engine.objective import Objective, kept_percentiles
 from weft.engine.runner.batch import Batch, StepResult
 from weft.engine.scheduling.chunk_keeper import ChunkKeeper
 from weft.engine.scheduling.fairness import Fairness

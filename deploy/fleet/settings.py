@@ -12,7 +12,7 @@ from weft.deploy.fleet.engine import EngineOptions
 from weft.deploy.fleet.front import FrontOptions
 from weft.deploy.fleet.profile import IterationProfile, load_profile
 from weft.deploy.fleet.simulation import Failure, Fleet
-from weft.engine import objective as serving
+from weft.engine import config as serving
 from weft.engine.errors import ConfigError
 from weft.loadgen import slo
 from weft.loadgen.errors import LoadError

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weft.engine.objective import Objective
+from weft.engine.config import Objective
 from weft.engine.runner.batch import I32, Batch, StepResult
 from weft.engine.runner.work import Costs
 from weft.engine.scheduling.chunk_limit import BOUNDS, ChunkLimit, Room

@@ -15,7 +15,7 @@ import math
 from statistics import NormalDist
 from typing import NamedTuple
 
-from weft.engine.objective import Objective
+from weft.engine.config import Objective
 from weft.engine.runner.work import Costs
 from weft.engine.scheduling.iteration_cost import IterationCost, Load
 

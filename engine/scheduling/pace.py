@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from weft.engine.objective import Objective
+from weft.engine.config import Objective
 from weft.engine.runner.batch import Batch
 from weft.engine.scheduling.seats import Window
 from weft.engine.scheduling.slots import SlotTable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from weft.autosearch.advisor.curve import QUANTILES, Curve, Machine, Point, Times
-from weft.engine.objective import Objective
+from weft.engine.config import Objective
 
 GIB = 2**30
 SLO = [Objective.parse("itl:p99:50ms")]

@@ -17,7 +17,7 @@ from weft.autosearch.advisor.curve import RateRun, Times
 from weft.autosearch.advisor.rate import predicted_rate
 from weft.autosearch.advisor.rate_search import MORE, RateSearch, measured
 from weft.autosearch.budget import Budget
-from weft.engine.objective import Objective
+from weft.engine.config import Objective
 
 
 def test_the_predicted_rate_is_what_the_seats_can_serve() -> None:

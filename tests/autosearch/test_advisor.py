@@ -27,9 +27,8 @@ from weft.autosearch.advisor.side_by_side import SideBySide, together
 from weft.autosearch.advisor.solve import solve
 from weft.autosearch.advisor.sweep import CLOSE, Sweep
 from weft.autosearch.budget import Budget
-from weft.engine.config import EngineConfig
+from weft.engine.config import EngineConfig, Objective
 from weft.engine.errors import ConfigError, WeftError
-from weft.engine.objective import Objective
 from weft.server.config import ServeConfig
 from weft.server.daemon.cli import main
 from weft.server.options import load

@@ -18,9 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from list_device import ListEngine
 from pydantic import ValidationError
 
-from weft.engine.config import EngineConfig
+from weft.engine.config import EngineConfig, Objective
 from weft.engine.demo import MODEL_PATH
-from weft.engine.objective import Objective
 from weft.engine.runner.batch import StepResult
 from weft.engine.runner.work import Costs
 from weft.engine.scheduling.chunk_keeper import LEAST_SHARE, ChunkKeeper

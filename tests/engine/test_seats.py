@@ -14,8 +14,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from list_device import ListEngine
 
+from weft.engine.config import Objective
 from weft.engine.demo import MODEL_PATH
-from weft.engine.objective import Objective
 from weft.engine.scheduling.pace import Pace
 from weft.engine.scheduling.seats import BACKOFF, START, SeatControl, Window
 

@@ -13,7 +13,7 @@ from weft.deploy.fleet.clock import Clock, Processor, Sharing, Slowdown
 from weft.deploy.fleet.engine import Asked, EngineOptions, SimulatedEngine
 from weft.deploy.fleet.profile import Features, SideBySide, load_profile
 from weft.deploy.fleet.simulation import Failure
-from weft.engine.objective import itl_objective
+from weft.engine.config import itl_objective
 from weft.loadgen.lengths import Lengths
 from weft.loadgen.record import Outcome
 

@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 
 from weft.autosearch.advisor.engine_bench import EngineBench
-from weft.engine.config import EngineConfig
+from weft.engine.config import EngineConfig, Objective
 from weft.engine.engine import Engine
-from weft.engine.objective import Objective
 from weft.engine.runner.energy_meter import EnergyCounter, energy_counter
 from weft.engine.wire.messages import EnergyStats
 
