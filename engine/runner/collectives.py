@@ -87,15 +87,16 @@ class DeviceCollectives(Protocol):
         ...
 
     def push(
-        self, a: Tensor, weight: Tensor, bias: Tensor | None, *, turn: int, begin: int | None = None, num_sms: int,
-        space: Any, num_tokens: Tensor | None, config: Any = None,
+        self, a: Tensor, weight: Tensor, bias: Tensor | None, *, turn: int, begin: int | None = None,
+        among: int | None = None, num_sms: int, space: Any, num_tokens: Tensor | None, config: Any = None,
     ) -> bool:  # fmt: skip
         """The product `a [T, K] @ weight [H, K].T`, plus `bias [H]`, with its tiles sent to where the next `reduce`
         adds them up instead of `partial`. False, and nothing is launched, where that is not the quicker way.
 
         turn: of the two places that take turns, as `partial`'s. begin: None where launches run one behind the other
         and the next one is that `reduce`; else the first of these tokens in the iteration: before another product of
-        them comes their `reduce`, launched anywhere behind this one's end.
+        them comes their `reduce`, launched anywhere behind this one's end. among: tokens of the iteration, where there
+        are more than these: all of one sum are sent alike, or they would lie over each other.
         """
         ...
 

@@ -220,13 +220,14 @@ class PeerCollectives:
         return 1e3 * found
 
     def push(
-        self, a: Tensor, weight: Tensor, bias: Tensor | None, *, turn: int, begin: int | None = None, num_sms: int,
-        space: Workspace | None, num_tokens: Tensor | None, config: GemmConfig | None = None,
+        self, a: Tensor, weight: Tensor, bias: Tensor | None, *, turn: int, begin: int | None = None,
+        among: int | None = None, num_sms: int, space: Workspace | None, num_tokens: Tensor | None,
+        config: GemmConfig | None = None,
     ) -> bool:  # fmt: skip
         if self._graph is not Graph.MODEL:
             return False  # timed alone: no sum follows
         tokens, hidden, first, sizes = len(a), len(weight), begin or 0, self._sizes
-        steps = self.steps(tokens).pushed
+        steps = self.steps(tokens if among is None else among).pushed
         if not steps or first + tokens > sizes.rows[steps] or (begin is not None and not self._sends_apart):
             return False
         room = sizes.tiles if begin is None else max(-(-tokens // 64), 2) * -(-hidden // 64)

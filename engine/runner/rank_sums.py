@@ -74,7 +74,9 @@ class RankSums:
         if begin is not None and own not in [(n.begin, n.end) for n in sums]:
             return False
         source, w = it.rows.activations[it.operation.source][it.tokens], it.product
-        return self._collectives.push(source, w.weight, w.bias, turn=self._place(it).turn, begin=begin, **common)
+        return self._collectives.push(
+            source, w.weight, w.bias, turn=self._place(it).turn, begin=begin, among=it.pipeline.tokens, **common
+        )  # fmt: skip
 
     @staticmethod
     def _apart(it: Launch) -> int | None:

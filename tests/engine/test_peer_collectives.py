@@ -16,7 +16,7 @@ from weft.engine.model.spec import Shard
 from weft.engine.runner import peer_collectives
 from weft.engine.runner.collectives import Graph, Steps
 from weft.engine.runner.peer_collectives import PeerCollectives, Sizes
-from weft.kernels.pushed import Inbox, Pushed
+from weft.kernels.pushed import Inbox, Pushed, width_of
 
 TOKENS, HIDDEN = 256, 128
 
@@ -73,3 +73,22 @@ def test_a_graph_knows_nothing_of_the_rows_of_one_whose_launching_was_left() -> 
         early_sum(c, 16)  # and what reads it is not launched
     with c.inside(Graph.MODEL):
         assert c.arrived() is None
+
+
+def test_what_nano_batches_of_a_sum_send_does_not_overlap(launched: list[dict[str, Any]]) -> None:
+    c = collectives_of()
+    c.use({0: Steps(1, 1), 128: Steps(1, 2)}, apart=True)  # so few tokens go another way than so many
+    cuts = (0, 64), (64, TOKENS)
+    weight = torch.empty(HIDDEN, 64, dtype=torch.float16)
+    with c.inside(Graph.MODEL):
+        for begin, end in cuts:
+            a = torch.empty(end - begin, 64, dtype=torch.float16)
+            assert c.push(a, weight, None, turn=1, begin=begin, among=TOKENS, num_sms=4, space=None, num_tokens=None)
+    taken: set[int] = set()
+    for (begin, end), told in zip(cuts, launched, strict=True):
+        inbox, row = told["inbox"], width_of(HIDDEN, c.ranks, told["steps"]) * 2
+        for rank in range(c.ranks):
+            first = inbox.partial + rank * inbox.rows * row
+            own = set(range(first, first + (end - begin) * row))
+            assert not own & taken
+            taken |= own
