@@ -58,7 +58,8 @@ class Arrivals(NamedTuple):
     flags: int
     """`[groups, ranks]` int32, by who added up: an offset into the arenas in bytes"""
     counts: Tensor
-    """`[1 + groups]` int32, 0, and 0 again behind the sum: programs that have gone, items that each group has had"""
+    """`[1 + groups]` int32, 0, and 0 again behind the sum: programs that have gone, items that each group has had of
+    programs that have come to the end of theirs"""
     programs: int
     """of the sum: few, for those of the product take the other SMs meanwhile"""
 
@@ -214,6 +215,7 @@ def _reduce_pushed_kernel(
     # all flags of an item in one look: R ranks' of TILES tiles, the last of either again where there are fewer
     place = tl.arange(0, SOURCES * TILES)
     flag = (own + flags).to(tl.pointer_type(tl.int32)) + tl.minimum(place // TILES, R - 1) * room
+    had = 0
     item = _next(-1, ticket, STEPS)
     while item < items:
         following = _next(item, ticket, STEPS)  # drawn early: its answer is there when this item is done
@@ -255,12 +257,17 @@ def _reduce_pushed_kernel(
                 tl.store(all_squares + to, total_squares, mask=rows < last)
         if counts is not None:
             # Whoever adds up the last item of a group tells all ranks: what it has seen of the others' it tells, too.
+            # Counting waits until what was written is there. A program draws items in order, so it counts all that it
+            # had of a group behind the last of them: the group has not been whole before.
+            had += 1
             group = item * ROWS // GROUP
-            tl.debug_barrier()  # every thread's stores precede what is counted below
-            items_of = tl.cdiv(tl.minimum(last - group * GROUP, GROUP), ROWS)
-            if tl.atomic_add(counts + 1 + group, 1, sem="acq_rel") == items_of - 1:
-                tl.atomic_xchg(counts + 1 + group, 0, sem="relaxed")
-                _tell(addresses, rank, arrivals, group, now, R)
+            if (following >= items) | (following * ROWS // GROUP != group):
+                tl.debug_barrier()  # every thread's stores precede what is counted below
+                items_of = tl.cdiv(tl.minimum(last - group * GROUP, GROUP), ROWS)
+                if tl.atomic_add(counts + 1 + group, had, sem="acq_rel") + had == items_of:
+                    tl.atomic_xchg(counts + 1 + group, 0, sem="relaxed")
+                    _tell(addresses, rank, arrivals, group, now, R)
+                had = 0
         item = following
     if counts is not None:  # no other kernel stands behind it that sets the ticket back
         tl.debug_barrier()

@@ -66,6 +66,9 @@ def test_products_that_begin_on_rows_wait_for_flags_first_and_for_the_sum_last(t
     assert not any(".local" in text for text in found.values())
     (told,) = (text for name, text in found.items() if name.startswith("_reduce_pushed"))
     assert told.rindex("griddepcontrol.wait") > told.rindex("atom.")
+    counted = told.index(".acq_rel.")
+    stored = told.rindex("st.global", 0, counted)
+    assert re.search(r"@%p\d+ bra", told[stored:counted]), "not behind every item: that waits for what is on its way"
     for text in (text for name, text in found.items() if name.startswith("mid_kernel")):
         spin = text.index("ld.acquire.sys.global")
         load = text.index("cp.async.bulk.tensor.2d.shared")

@@ -239,17 +239,21 @@ class Ranks:
                 return item
 
             kernel.released.add(program)
-            item = draw()
+            item, had = draw(), 0
             yield now
             while item < live:
                 following = draw()
+                assert following > item, "items of a group come behind each other"
                 yield now
                 yield from add_up(item, rank)
-                if early:
-                    group = item // TILE_ROWS
-                    own.counts[group] += 1
+                had += 1
+                group = item // TILE_ROWS
+                more = following // TILE_ROWS == group and (following < live or self.broken == "keeps")
+                if early and not more:
+                    own.counts[group] += 1 if self.broken == "counts one" else had
                     of_group = min(TILE_ROWS, live - group * TILE_ROWS)
                     last = own.counts[group] == of_group
+                    had = 0
                     yield now
                     if last or self.broken == "first tells":
                         own.counts[group] -= of_group if last else 0
@@ -425,6 +429,8 @@ EARLY = [Iteration((True,) * 4, 2, 1, 3, early=True)] * 2
         ("deaf", IN_TWO, "another sum"),
         ("no flags", EARLY, "another sum|written while|overwritten"),
         ("first tells", EARLY, "another sum|written while|overwritten"),
+        ("keeps", EARLY, "all wait for ever"),
+        ("counts one", EARLY, "all wait for ever"),
         ("leaves", EARLY, "not for all"),
         ("idle", EMPTY, "not for all"),
         ("no exchange", LEFT, "another sum|written while|overwritten"),
