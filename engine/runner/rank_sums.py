@@ -75,7 +75,8 @@ class RankSums:
             return False
         source, w = it.rows.activations[it.operation.source][it.tokens], it.product
         return self._collectives.push(
-            source, w.weight, w.bias, turn=self._place(it).turn, begin=begin, among=it.pipeline.tokens, **common
+            source, w.weight, w.bias, turn=self._place(it).turn, begin=begin,
+            among=None if begin is None else it.pipeline.tokens, **common,
         )  # fmt: skip
 
     @staticmethod
