@@ -119,14 +119,15 @@ def _produce(
     WIDTH: gl.constexpr = W0 + W1 + W2
     count = 0
     turn = 0
-    came = -1
+    came = 0  # a bit for each group of rows: tiles of several take turns
     for unit in range(gl.program_id(0), tiles_m * tiles_n * SPLIT, gl.num_programs(0)):
         tile_m, tile_n, _, first, last = _grouped(unit, tiles_m, tiles_n, steps, SPLIT, GROUP)
         row = tile_m * ROWS
-        if RANKS > 0:  # noqa: SIM102 (the outer one is settled when compiled)
-            if row // _ARRIVAL_ROWS != came:
-                came = row // _ARRIVAL_ROWS
-                _await_rows(arrived, number, abort, came, RANKS)
+        if RANKS > 0:
+            group = row // _ARRIVAL_ROWS
+            if (came >> group) & 1 == 0:
+                came |= 1 << group
+                _await_rows(arrived, number, abort, group, RANKS)
         col = tile_n * WIDTH
         for step in range(first, last):
             stage = count % STAGES

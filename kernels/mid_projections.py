@@ -89,6 +89,7 @@ def _launch(
 def _early(arrived: Arrived | None) -> dict[str, Any]:
     if arrived is None:
         return {}
+    assert len(arrived.arrived) <= 32, "a program keeps a bit for each group"
     return {**arrived._asdict(), "RANKS": arrived.arrived.shape[1], "GROUP": EARLY_GROUP}
 
 
