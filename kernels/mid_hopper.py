@@ -383,7 +383,7 @@ def mid_kernel(
     steps = gl.cdiv(K, BK)
     if PDL:
         if AHEAD > 0:
-            _, ahead_n, _, ahead_first, _ = _unit(gl.program_id(0), gl.cdiv(M, ROWS), steps, SPLIT)
+            _, ahead_n, _, ahead_first, _ = _grouped(gl.program_id(0), gl.cdiv(M, ROWS), tiles_n, steps, SPLIT, GROUP)
             _fetch_ahead(weights, ahead_n, ahead_first, N, K, WIDTH, BK, AHEAD)
         if RANKS == 0:
             gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)

@@ -53,7 +53,8 @@ def work():
         arrivals=pushed.Arrivals(1 << 11, few(5), 24))
     x, common = meta(2048, 8192), {"sumsq": meta(4, 2048, dtype=torch.float32), "stride_sumsq": 2048, "eps": 1e-5,
         "PARTS": 4, "arrived": few(16), "number": few(), "abort": few(), "RANKS": 4, "GROUP": 8, "num_sms": 132}
-    mid_hopper.launch_product("gate_up", MidConfig(256), x, meta(14336, 8192), meta(2048, 7168), few(), None, **common)
+    ahead = MidConfig(256, ahead=4)
+    mid_hopper.launch_product("gate_up", ahead, x, meta(14336, 8192), meta(2048, 7168), few(), None, **common)
     mid_hopper.launch_product("qkv", MidConfig(160), x, meta(2560, 8192), meta(2048, 2048), few(), None, **common,
         rotary=meta(4096, 128, dtype=torch.float32), positions=few(2048), slots=few(2048),
         kv=meta(9, 80, 2, 64, 2, 128), layer=0, layers=80, HQ=16, HKV=2, D=128, PAGE=64)
