@@ -35,6 +35,9 @@ SPECIAL_ROWS = 64
 ROWS = 2
 """that a program of a sum in two steps adds up at once: as many loads are under way, and flags are looked at half as
 often"""
+HELD = 2
+"""programs on each SM of those, where other lanes have the other SMs: of 8 warps with 103 registers (four ranks) no more
+fit, and others would go to SMs that are not theirs. Each draws the rows that it adds up, so fewer draw more of them"""
 
 
 class Inbox(NamedTuple):
@@ -357,7 +360,7 @@ def reduce_pushed(
     items = -(-tokens // together) * (ranks if steps == 1 else 1)
     block = min(2048, triton.next_power_of_2(width))
     source = inbox.rows * width_of(hidden, ranks, steps) * dtype.itemsize
-    programs = WAVES * num_sms if arrivals is None else arrivals.programs
+    programs = (WAVES if beside or steps == 1 else HELD) * num_sms if arrivals is None else arrivals.programs
     _reduce_pushed_kernel[(max(1, min(items, programs)),)](
         peers.addresses, peers.rank, peers.abort, number, inbox.flags, inbox.room, inbox.partial, source, x, sumsq,
         stride_sumsq, live, ticket, arrivals.flags if arrivals else None, arrivals.counts if arrivals else None, tokens,
