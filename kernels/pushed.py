@@ -36,8 +36,8 @@ ROWS = 2
 """that a program of a sum in two steps adds up at once: as many loads are under way, and flags are looked at half as
 often"""
 HELD = 2
-"""programs on each SM of those, where other lanes have the other SMs: of 8 warps with 103 registers (four ranks) no more
-fit, and others would go to SMs that are not theirs. Each draws the rows that it adds up, so fewer draw more of them"""
+"""programs on each SM of those, where other lanes have the other SMs: of 8 warps with 103 registers (four ranks) no
+more fit, and others would go to SMs that are not theirs. Each draws the rows that it adds up: fewer draw more"""
 
 
 class Inbox(NamedTuple):
