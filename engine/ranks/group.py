@@ -18,7 +18,7 @@ from weft.engine.ranks.links import Descriptors, Links
 from weft.engine.runner.compile_job import has_gpu
 from weft.engine.wire.beat import ENGINE, Beats
 from weft.engine.wire.blank import VISIBLE, environment, gpus
-from weft.engine.wire.child import command, held_back
+from weft.engine.wire.child import RANK, command, held_back
 from weft.engine.wire.cores import cores, nodes_here, shares, threads
 from weft.engine.wire.exiting import GRACE_SECONDS, LOOK_MS, how_ended, is_exiting
 from weft.engine.wire.stacks import Stacks
@@ -85,7 +85,7 @@ class Ranks:
         arguments = (rank, beats.fd, row, stacks_fd)
         with held_back():
             process = self._processes[rank] = subprocess.Popen(
-                command(parent, "weft.engine.ranks.process", *arguments),
+                command(parent, RANK, *arguments),
                 stdin=subprocess.PIPE,
                 pass_fds=(*self._shared.fds, beats.fd, stacks_fd),
                 start_new_session=True,  # Ctrl-C reaches rank 0 alone

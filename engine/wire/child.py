@@ -23,6 +23,8 @@ PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)  # where a process is forked there is no time to look for it
 IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 """signals that would end a process, and mean nothing to those of a daemon"""
+RANK = "weft.engine.ranks.process"
+"""the module that the further ranks of an engine run"""
 ASKED = signal.SIGUSR2
 """asks for the stacks of a child's threads (`stacks`)"""
 

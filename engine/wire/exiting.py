@@ -79,14 +79,15 @@ def kill_and_hold(pids: Iterable[int], is_one: Callable[[int], bool]) -> list[in
             pidfd = os.pidfd_open(pid)
         except OSError:  # it has ended
             continue
-        held.append(pidfd)
         try:
-            if is_one(pid):
+            if meant := is_one(pid):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-                continue
         except OSError:
-            pass
-        os.close(held.pop())
+            meant = False
+        if meant:
+            held.append(pidfd)
+        else:
+            os.close(pidfd)
     return held
 
 

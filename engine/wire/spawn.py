@@ -12,6 +12,7 @@ from pathlib import Path
 from weft.engine.config import EngineConfig
 from weft.engine.wire.beat import ENGINE, Beats
 from weft.engine.wire.blank import Blank
+from weft.engine.wire.child import RANK
 from weft.engine.wire.exiting import GRACE_SECONDS, how_ended, kill_and_hold, wait_for_all, wait_for_end
 from weft.engine.wire.private_socket import PrivateSocket
 from weft.engine.wire.shelf import Shelf
@@ -20,8 +21,6 @@ from weft.engine.wire.stacks import Stacks
 LAST_WORDS_SECONDS = 0.05
 UNKNOWN_END = "the engine ended (its memory is being given back)"
 """why it ended, while nobody knows better"""
-RANK = "weft.engine.ranks.process"
-"""the module that the further ranks of an engine run"""
 
 
 class EngineProcess:
@@ -106,10 +105,6 @@ class EngineProcess:
     def _how(self) -> str:
         assert self._code is not None
         return f"the engine ended ({how_ended(self._code)})"
-
-    @property
-    def gone(self) -> bool:
-        return self._gone.is_set()
 
     async def _wait(self) -> str:
         self._watch()

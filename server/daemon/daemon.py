@@ -41,7 +41,7 @@ from weft.server.observe.metrics import Metrics
 from weft.server.replicas.replicas import level
 
 FAREWELL = 1.0
-HELD_SECONDS = 10.0
+HELD_SECONDS = 5.0
 """that a killed process gets until it is gone, its memory given back: then a driver holds it, maybe for ever"""
 """seconds that last answers get to leave"""
 
