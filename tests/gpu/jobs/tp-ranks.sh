@@ -9,7 +9,6 @@
 #   docs/tensor-parallel.md says what hiding cost and why.
 #   In a bare cache it compiles for 20 s and tunes for 30 first; behind tp-70b it finds all of that. Where NCCL hangs (it
 #   was not captured beside our kernels yet) the same is run again without it.
-#   In the end, new.json: `sent-nano` and `early` beside none and sent-two, at 2,048 tokens; no GPU has run these two.
 #   RANKS: on so many GPUs instead of two. ROUNDS: for 2, of ROUND_SECONDS each way, for 2.5.
 set -u
 export COLUMNS=140
@@ -21,6 +20,4 @@ status=$?
 if [ ! -f "$OUT/ranks.json" ]; then # not even one size
     $ranks --tokens 2048 --rounds 1 --json "$OUT/ranks.json" --ways none,one,two,sent-one,sent-two,nano
 fi
-# Two ways that no GPU has run: by themselves, for a hang would take the others along.
-$ranks --tokens 2048 --rounds 2 --json "$OUT/new.json" --ways none,sent-two,sent-nano,early
 exit $status
