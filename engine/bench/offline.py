@@ -35,6 +35,8 @@ from weft.engine.wire.messages import AddRequest
 from weft.engine.wire.sampling import SamplingParams
 
 Figures = dict[str, Any]
+STEPS = (1, 16, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1536, 2048, 4096, 8192)
+"""tokens of an iteration: what is told of a run is told by these"""
 
 
 def machine() -> Figures:
@@ -89,6 +91,7 @@ def _run_engine(
     before = engine.stats()
     schedule = busy = 0.0
     idle: list[float] = []
+    sizes: list[tuple[int, float]] = []
     widest = finished = 0
     first_token: float | None = None
     begin = time.perf_counter()
@@ -105,6 +108,7 @@ def _run_engine(
             schedule += stats.iteration.schedule_seconds
             busy += stats.iteration.seconds
             idle.append(stats.iteration.idle_seconds)
+            sizes.append((stats.iteration.tokens, stats.iteration.seconds))
             widest = max(widest, stats.iteration.requests)
             if ended := int(np.count_nonzero(outputs.columns()[2])):
                 finished += ended
@@ -124,6 +128,7 @@ def _run_engine(
         "device_busy_share": busy / seconds,
         "schedule_and_commit_ms_per_iteration": 1e3 * schedule / max(iterations, 1),
         "first_token_seconds": first_token,
+        **_by_tokens(np.array(sizes)),
     }
     if len(lengths) == 1 and first_token is not None and lengths[0][1] > 1:
         figures["output_tokens_per_second_behind_the_first"] = (lengths[0][1] - 1) / (seconds - first_token)
@@ -131,6 +136,21 @@ def _run_engine(
         figures["device_idle_between_iterations_us_median"] = 1e6 * float(np.median(idle))
         figures["device_idle_between_iterations_us_p99"] = 1e6 * float(np.quantile(idle, 0.99))
     return figures
+
+
+def _by_tokens(sizes: np.ndarray) -> Figures:
+    """Where a run's time went: of iterations `[N, 2]` (tokens, seconds on the device), in steps of their tokens."""
+    if not len(sizes):
+        return {}
+    tokens, seconds = sizes.T
+    step = np.searchsorted(STEPS, tokens)
+    count, time_of, tokens_of = (np.bincount(step, weights=w) for w in (np.ones(len(step)), seconds, tokens))
+    names = {i: f"to {STEPS[i]}" if i < len(STEPS) else f"above {STEPS[-1]}" for i in np.flatnonzero(count)}
+    return {
+        "share_of_the_time_by_tokens": {name: time_of[i] / max(sum(time_of), 1e-9) for i, name in names.items()},
+        "ms_per_iteration_by_tokens": {name: 1e3 * time_of[i] / count[i] for i, name in names.items()},
+        "mean_tokens_by_tokens": {name: tokens_of[i] / count[i] for i, name in names.items()},
+    }
 
 
 def _on_gpu(engine: Engine, figures: Figures, lengths: Lengths, use: PowerUse | None) -> Figures:

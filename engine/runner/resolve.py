@@ -257,11 +257,12 @@ def _plan(
         if config.plan not in ("auto", "serial"):
             raise ConfigError(f"--plan {config.plan}: a model with dense layers and ones with experts runs serially")
         return None
-    if backend != "triton" or config.batch_invariant:
-        if config.plan not in ("auto", "serial"):
-            raise ConfigError(
-                f"--plan {config.plan}: pipelines need the triton attention back end and no batch invariance"
-            )
+    if backend != "triton" and config.plan not in ("auto", "serial"):
+        raise ConfigError(f"--plan {config.plan}: pipelines need the triton attention back end")
+    if config.batch_invariant and config.plan not in ("auto", "serial") and any(spec.windows):
+        # beyond a window, sums of attention follow where a chunk is cut
+        raise ConfigError(f"--plan {config.plan}: not with --batch-invariant for a model whose attention has windows")
+    if backend != "triton" or (config.batch_invariant and config.plan == "auto"):
         return None
     target = target_of(spec, device, dtype, pages)
     return choose_plan(config.plan, spec, target, config.max_num_batched_tokens)

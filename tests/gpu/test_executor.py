@@ -187,7 +187,7 @@ def _sampled(batch: Batch) -> Batch:
 
 
 def _pipeline(
-    cuts: tuple[int, ...], config: GemmConfig, sms: int, attention_sms: int, spec: ModelSpec, offload: str
+    cuts: tuple[int, ...], config: GemmConfig | None, sms: int, attention_sms: int, spec: ModelSpec, offload: str
 ) -> Period:
     """While one nano-batch attends, the others go through the matrices, some of them a layer ahead."""
     ranges = list(zip((0, *cuts[:-1]), cuts, strict=True))
@@ -233,6 +233,25 @@ def test_a_pipeline_gives_the_serial_plans_logits_to_the_bit(cuts: tuple[int, ..
     if not large:  # the gate of each layer once, by the pipeline alone
         assert [gate.records for gate in machine.executor.gates] == [1] * spec.num_layers  # type: ignore[attr-defined]
     assert torch.equal(machine.logits(_serial(spec, cuts[-1], machine.sms, config)), want)
+
+
+@pytest.mark.usefixtures("streams")
+def test_a_batch_invariant_pipeline_gives_the_serial_plans_logits_to_the_bit_whatever_the_tiles(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = device == "cuda"
+    if not large:  # numpy adds up a product in an order that follows its shape
+        monkeypatch.setattr(CudaLayers, "config", lambda *_: SMALL)
+    spec = _spec(1024, 3584, 8, 2, 128) if large else _spec(128, 192, 4, 2, 64)
+    load = Load(380, 90 if large else 30, 200 if large else 60, 75)
+    machine = Machine(spec, load, device, invariant=True)
+    want = machine.logits(serial_period(spec, 384, machine.sms))
+    assert want.std() > 0.01
+    tiles = SPECIAL if large and torch.cuda.get_device_capability()[0] == 9 else SMALL
+    attention_sms = 20 if large else 2
+    for config in (None, tiles):
+        pipelined = _pipeline((128, 256, 384), config, machine.sms, attention_sms, spec, "gate_up")
+        assert torch.equal(machine.logits(pipelined), want)
 
 
 @pytest.mark.usefixtures("streams", "rounded")
