@@ -20,7 +20,7 @@ from weft.autosearch.options import OneLineParser
 from weft.autosearch.profile import kv_capacity
 from weft.autosearch.ranks_bench import RanksBench
 from weft.autosearch.refine import serial_for
-from weft.autosearch.ways import UNSEEN, WAYS
+from weft.autosearch.ways import WAYS
 from weft.autosearch.workload import workload_load
 from weft.engine.config import MAX_BATCHED_TOKENS, PRESETS, EngineConfig
 from weft.engine.errors import ConfigError, WeftError
@@ -169,11 +169,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workload", metavar="P:D", default="1024:512", help="mean prompt and output tokens [1024:512]"
     )
-    seen = ",".join(name for name in WAYS if name not in UNSEEN)
-    parser.add_argument(
-        "--ways", metavar="NAMES", default=seen,
-        help=f"some of {','.join(WAYS)} [all but {' and '.join(UNSEEN)}, which no GPU has run]",
-    )  # fmt: skip
+    parser.add_argument("--ways", metavar="NAMES", default=",".join(WAYS), help=f"some of {','.join(WAYS)} [all]")
     parser.add_argument(
         "--seconds", metavar="S", type=float, default=4.0, help="of one measurement, whose second half counts [4]"
     )

@@ -20,13 +20,12 @@ class SumsOfBench:
         self._way: Way | None = None
         self._vendor = Vendor(own.rank, own.ranks, "nccl")
         self.take, self.all_gather, self.end_waiting = own.take, own.all_gather, own.end_waiting
-        self.arrived = own.arrived
 
     def use(self, name: str) -> None:
         """Every rank does so at once. Raises `ConfigError`."""
         self._way, folder = way_of(name)
         if self._way.steps is not None:
-            self._own.use({0: self._way.steps}, apart=self._way.overlapped, early=self._way.early)
+            self._own.use({0: self._way.steps}, apart=self._way.overlapped)
         elif self._way.vendor:
             self._vendor.open(folder)
 

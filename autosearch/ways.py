@@ -24,8 +24,6 @@ class Way(NamedTuple):
     """of our own; None: a baseline"""
     vendor: bool = False
     """by the vendor's library, else not at all"""
-    early: bool = False
-    """a product begins on the rows of a sum that have come"""
     overlapped: bool = False
     """in two nano-batches, beside the products and the attention of the other one"""
 
@@ -37,12 +35,9 @@ WAYS = {  # in series, but for the last two; a vendor's adds no residual and lea
     "two": Way("shared memory, two steps", Steps(2)),
     "sent-one": Way("products send, one step", Steps(1, 1)),
     "sent-two": Way("products send, two steps", Steps(1, 2)),
-    "early": Way("products send, the next begin early", Steps(1, 2), early=True),
     "nano": Way("two nano-batches, sums beside", Steps(2), overlapped=True),
     "sent-nano": Way("two nano-batches, products send", Steps(2, 2), overlapped=True),
 }
-UNSEEN = ("early", "sent-nano")
-"""that no GPU has run: gone where they are asked for by name alone"""
 
 
 def way_of(name: str) -> tuple[Way, str]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torch import Tensor
-
 BLOCK_TOKENS, BLOCK_DEPTH = 128, 64
 TALL = 192
 """tokens of a tile of three warpgroups: of so many the weight is then read once"""
@@ -17,8 +15,6 @@ MAX_STAGES = 8
 MAX_SPLIT = 8
 """parts whose bits lie in one word"""
 WIDTHS = (64, 96, 128, 160, 192, 224, 256)
-ARRIVAL_ROWS = 512
-"""of a sum over ranks that are told of together (`pushed.Arrivals`): what a product that sends finishes at a time"""
 PATIENCE = 20000
 """how often a part looks for the others: some 10 ms"""
 
@@ -70,17 +66,6 @@ class MidConfig(NamedTuple):
     def units(self, tokens: int, features: int, depth: int) -> int:
         """Parts of tiles."""
         return -(-tokens // self.rows) * -(-features // self.width) * self.parts_of(depth)
-
-
-class Arrived(NamedTuple):
-    """What a product waits for that begins before the sum that it reads has ended."""
-
-    arrived: Tensor
-    """`[groups, ranks]` int32: of so many rows each (`ARRIVAL_ROWS`), by who added up"""
-    number: Tensor
-    """`[1]` int32: what flags are to have reached"""
-    abort: Tensor
-    """`[1]` int32: see `kernels.collectives.Peers`"""
 
 
 def part_of(part: int, parts: int, steps: int) -> tuple[int, int]:

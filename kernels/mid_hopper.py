@@ -36,20 +36,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from weft.kernels.collectives import _FENCE, _SPIN
 from weft.kernels.decode_hopper import barrier
 from weft.kernels.dependent_launch import pdl_options
 from weft.kernels.experts_hopper import _pass_by
-from weft.kernels.gemm_hopper import _tile_of, load_tile
+from weft.kernels.gemm_hopper import load_tile
 from weft.kernels.gemm_launch import Workspace
-from weft.kernels.mid_config import ARRIVAL_ROWS, BLOCK_DEPTH, BLOCK_TOKENS, PATIENCE, MidConfig
+from weft.kernels.mid_config import BLOCK_DEPTH, BLOCK_TOKENS, PATIENCE, MidConfig
 from weft.kernels.mid_epilogues import add_up, leave, row_scale
 
 # The barriers of operands and residual are those of `gemm_hopper`, with its picture. A program's unit is a part of a
 # tile's depth; `count` numbers the steps of all its units, on both sides.
-
-
-_ARRIVAL_ROWS = gl.constexpr(ARRIVAL_ROWS)
 
 
 @gluon.jit
@@ -58,28 +54,6 @@ def _unit(unit, tiles_m, steps, SPLIT: gl.constexpr):
     tile = unit // SPLIT
     part = unit % SPLIT
     return tile % tiles_m, tile // tiles_m, part, part * steps // SPLIT, (part + 1) * steps // SPLIT
-
-
-@gluon.jit
-def _grouped(unit, tiles_m, tiles_n, steps, SPLIT: gl.constexpr, GROUP: gl.constexpr):
-    """As `_unit`, all feature tiles of `GROUP` token tiles before those of the next ones. 0: of all."""
-    if GROUP == 0:
-        tile_m, tile_n, part, first, last = _unit(unit, tiles_m, steps, SPLIT)
-    else:
-        tile_m, tile_n = _tile_of(unit // SPLIT, tiles_m, tiles_n, GROUP)
-        part = unit % SPLIT
-        first = part * steps // SPLIT
-        last = (part + 1) * steps // SPLIT
-    return tile_m, tile_n, part, first, last
-
-
-@gluon.jit
-def _await_rows(arrived, number, abort, group, R: gl.constexpr):
-    """Until all ranks have told of this group of rows: then copies may read it, and whoever waits for these copies."""
-    for peer in gl.static_range(R):
-        gl.inline_asm_elementwise(_SPIN, "=r,l,r,l", [arrived + group * R + peer, number, abort], dtype=gl.int32,
-                                  is_pure=False, pack=1)  # fmt: skip
-    gl.inline_asm_elementwise(_FENCE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -112,22 +86,15 @@ def _load_tokens(
 def _produce(
     rings, third_smem, source, W0: gl.constexpr, W1: gl.constexpr, W2: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, SPLIT: gl.constexpr, FETCH_X: gl.constexpr, BOX: gl.constexpr, ROWS: gl.constexpr,
-    GROUP: gl.constexpr, RANKS: gl.constexpr,
 ):  # fmt: skip
     a_smem, w0_smem, w1_smem, w2_smem, io0, io1, io2, full, empty, x_full, x_empty = rings
-    a, few, w0, w1, w2, x0, x1, x2, live, tiles_m, tiles_n, steps, arrived, number, abort = source
+    a, few, w0, w1, w2, x0, x1, x2, live, tiles_m, tiles_n, steps = source
     WIDTH: gl.constexpr = W0 + W1 + W2
     count = 0
     turn = 0
-    came = 0  # a bit for each group of rows: tiles of several take turns
     for unit in range(gl.program_id(0), tiles_m * tiles_n * SPLIT, gl.num_programs(0)):
-        tile_m, tile_n, _, first, last = _grouped(unit, tiles_m, tiles_n, steps, SPLIT, GROUP)
+        tile_m, tile_n, _, first, last = _unit(unit, tiles_m, steps, SPLIT)
         row = tile_m * ROWS
-        if RANKS > 0:
-            group = row // _ARRIVAL_ROWS
-            if (came >> group) & 1 == 0:
-                came |= 1 << group
-                _await_rows(arrived, number, abort, group, RANKS)
         col = tile_n * WIDTH
         for step in range(first, last):
             stage = count % STAGES
@@ -238,7 +205,7 @@ def _tile(
     rings, places, sums, heads, limit, live, tile_m, tile_n, part, first, last, tiles_m, N, K, count, turn,
     WG: gl.constexpr, KIND: gl.constexpr, W0: gl.constexpr, W1: gl.constexpr, W2: gl.constexpr, STAGES: gl.constexpr,
     SPLIT: gl.constexpr, PARTS: gl.constexpr, HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr,
-    PAGE: gl.constexpr, DTYPE: gl.constexpr, ROWS: gl.constexpr, RANKS: gl.constexpr,
+    PAGE: gl.constexpr, DTYPE: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's rows of one unit, from the operands to where its results belong; the stages used so far."""
     a_smem, w0_smem, w1_smem, w2_smem, io0, io1, io2, full, empty, x_full, x_empty = rings
@@ -252,8 +219,6 @@ def _tile(
     row0 = tile_m * ROWS + WG * 64
     col = tile_n * WIDTH
     scale = 1.0
-    if RANKS > 0:  # what follows reads rows that the copies of this tile have waited for
-        mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1)
     if SPLIT == 1 and (KIND == "gate_up" or KIND == "qkv"):
         scale = row_scale(sumsq, row0, live, stride_sumsq, K, eps, 64, PARTS)
     acc0, acc1, acc2, count = _multiply(
@@ -296,23 +261,22 @@ def _consume(
     rings, work, WG: gl.constexpr, KIND: gl.constexpr, W0: gl.constexpr, W1: gl.constexpr, W2: gl.constexpr,
     STAGES: gl.constexpr, SPLIT: gl.constexpr, PARTS: gl.constexpr, HQ: gl.constexpr, HKV: gl.constexpr,
     D: gl.constexpr, PAGE: gl.constexpr, DTYPE: gl.constexpr, BOX: gl.constexpr, ROWS: gl.constexpr,
-    GROUP: gl.constexpr, RANKS: gl.constexpr,
 ):  # fmt: skip
     places, sums, heads, limit, live, tiles_m, tiles_n, steps, N, K = work
     full, empty, x_full, x_empty = rings[7], rings[8], rings[9], rings[10]
     count = 0
     turn = 0
     for unit in range(gl.program_id(0), tiles_m * tiles_n * SPLIT, gl.num_programs(0)):
-        tile_m, tile_n, part, first, last = _grouped(unit, tiles_m, tiles_n, steps, SPLIT, GROUP)
+        tile_m, tile_n, part, first, last = _unit(unit, tiles_m, steps, SPLIT)
         if BOX == 128:  # noqa: SIM114 (this one is settled when compiled)
             count = _tile(
                 rings, places, sums, heads, limit, live, tile_m, tile_n, part, first, last, tiles_m, N, K, count, turn,
-                WG, KIND, W0, W1, W2, STAGES, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE, ROWS, RANKS,
+                WG, KIND, W0, W1, W2, STAGES, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE, ROWS,
             )  # fmt: skip
         elif tile_m * ROWS + WG * 64 < live:
             count = _tile(
                 rings, places, sums, heads, limit, live, tile_m, tile_n, part, first, last, tiles_m, N, K, count, turn,
-                WG, KIND, W0, W1, W2, STAGES, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE, ROWS, RANKS,
+                WG, KIND, W0, W1, W2, STAGES, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE, ROWS,
             )  # fmt: skip
         else:
             count = _pass_by(full, empty, count, last - first, STAGES)
@@ -339,11 +303,11 @@ def _fetch_ahead(weights, tile_n, first, N, K, WIDTH: gl.constexpr, BK: gl.const
 @gluon.jit(do_not_specialize=["M", "layer", "stride_sumsq", "limit"])
 def mid_kernel(
     a, few, w0, w1, w2, x0, x1, x2, desc0, desc1, desc2, weights, x, out, partial, words, limit, num_tokens, M, N, K,
-    sumsq, stride_sumsq, eps, rotary, positions, slots, kv, layer, layers, arrived, number, abort,
+    sumsq, stride_sumsq, eps, rotary, positions, slots, kv, layer, layers,
     KIND: gl.constexpr, W0: gl.constexpr, W1: gl.constexpr, W2: gl.constexpr, STAGES: gl.constexpr,
     SPLIT: gl.constexpr, AHEAD: gl.constexpr, PARTS: gl.constexpr, HQ: gl.constexpr,
     HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, HAS_COUNT: gl.constexpr, DTYPE: gl.constexpr,
-    PDL: gl.constexpr, BOX: gl.constexpr, ROWS: gl.constexpr, GROUP: gl.constexpr, RANKS: gl.constexpr,
+    PDL: gl.constexpr, BOX: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     WGS: gl.constexpr = ROWS // 64
     BK: gl.constexpr = 64
@@ -383,37 +347,30 @@ def mid_kernel(
     steps = gl.cdiv(K, BK)
     if PDL:
         if AHEAD > 0:
-            _, ahead_n, _, ahead_first, _ = _grouped(gl.program_id(0), gl.cdiv(M, ROWS), tiles_n, steps, SPLIT, GROUP)
+            _, ahead_n, _, ahead_first, _ = _unit(gl.program_id(0), gl.cdiv(M, ROWS), steps, SPLIT)
             _fetch_ahead(weights, ahead_n, ahead_first, N, K, WIDTH, BK, AHEAD)
-        if RANKS == 0:
-            gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
         gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
                                   pack=1)  # fmt: skip
-    # before any wait an SM may still have in its own cache what a kernel before has replaced: the L2 is asked
-    CACHE: gl.constexpr = ".cg" if RANKS > 0 else ""
     live = M
     if HAS_COUNT:
-        live = gl.minimum(gl.load(num_tokens, cache_modifier=CACHE), M)
+        live = gl.minimum(gl.load(num_tokens), M)
     tiles_m = gl.cdiv(live, ROWS)
     rings = (a_smem, w0_smem, w1_smem, w2_smem, io0, io1, io2, full, empty, x_full, x_empty)
     places = (desc0, desc1, desc2, x, out, partial, words)
     sums = (sumsq, stride_sumsq, eps)
     heads = (rotary, positions, slots, kv, layer, layers)
     work = (places, sums, heads, limit, live, tiles_m, tiles_n, steps, N, K)
-    now = 0
-    if RANKS > 0:
-        now = gl.load(number, cache_modifier=CACHE)
-    source = (a, few, w0, w1, w2, x0, x1, x2, live, tiles_m, tiles_n, steps, arrived, now, abort)
+    source = (a, few, w0, w1, w2, x0, x1, x2, live, tiles_m, tiles_n, steps)
     FETCH_X: gl.constexpr = KIND == "residual" and SPLIT == 1
     if ROWS == 128:
         gl.warp_specialize(
             [
                 (_consume, (rings, work, 0, KIND, W0, W1, W2, STAGES, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE, BOX,
-                            ROWS, GROUP, RANKS)),
+                            ROWS)),
                 (_consume, (rings, work, 1, KIND, W0, W1, W2, STAGES, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE, BOX,
-                            ROWS, GROUP, RANKS)),
-                (_produce, (rings, third_smem, source, W0, W1, W2, BK, STAGES, SPLIT, FETCH_X, BOX, ROWS,
-                            GROUP, RANKS)),
+                            ROWS)),
+                (_produce, (rings, third_smem, source, W0, W1, W2, BK, STAGES, SPLIT, FETCH_X, BOX, ROWS)),
             ],
             [4, 1],
             [240, 24],
@@ -423,30 +380,24 @@ def mid_kernel(
         gl.warp_specialize(
             [
                 (_consume, (rings, work, 0, KIND, W0, W1, W2, STAGES, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE, BOX,
-                            ROWS, GROUP, RANKS)),
+                            ROWS)),
                 (_consume, (rings, work, 1, KIND, W0, W1, W2, STAGES, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE, BOX,
-                            ROWS, GROUP, RANKS)),
+                            ROWS)),
                 (_consume, (thirds, work, 2, KIND, W0, W1, W2, STAGES, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE, BOX,
-                            ROWS, GROUP, RANKS)),
-                (_produce, (rings, third_smem, source, W0, W1, W2, BK, STAGES, SPLIT, FETCH_X, BOX, ROWS,
-                            GROUP, RANKS)),
+                            ROWS)),
+                (_produce, (rings, third_smem, source, W0, W1, W2, BK, STAGES, SPLIT, FETCH_X, BOX, ROWS)),
             ],
             [4, 4, 1],
             [160, 160, 24],
         )  # fmt: skip
-    if PDL and RANKS > 0:  # so that whoever waits for this kernel has waited for the sum, too
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 def _layout(columns: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=2)
 
 
-_FIELDS: dict[str, Any] = dict.fromkeys(
-    ("sumsq", "rotary", "positions", "slots", "kv", "arrived", "number", "abort"), None
-) | {
-    "stride_sumsq": 0, "eps": 0.0, "layer": 0, "layers": 0, "PARTS": 1, "HQ": 1, "HKV": 1, "D": 128, "PAGE": 1,
-    "GROUP": 0, "RANKS": 0,
+_FIELDS: dict[str, Any] = dict.fromkeys(("sumsq", "rotary", "positions", "slots", "kv"), None) | {
+    "stride_sumsq": 0, "eps": 0.0, "layer": 0, "layers": 0, "PARTS": 1, "HQ": 1, "HKV": 1, "D": 128, "PAGE": 1
 }  # fmt: skip
 
 

@@ -14,13 +14,7 @@ from weft.kernels import mid_rule, mid_table, projections
 from weft.kernels.gemm_config import GemmConfig
 from weft.kernels.gemm_launch import Workspace, check_operands
 from weft.kernels.gpu import gpu
-from weft.kernels.mid_config import BLOCK_TOKENS, Arrived, MidConfig
-
-EARLY_TOKENS = 1024
-"""up to which no product begins on the rows of a sum that have come: the last ones would be asked for at once"""
-EARLY_GROUP = 8
-"""token tiles whose features such a product computes before those of the next: half of 2,048 tokens, whose sum has
-mostly ended beside the product before"""
+from weft.kernels.mid_config import MidConfig
 
 
 def _fits(config: MidConfig, tokens: int, weight: Tensor, space: Workspace | None) -> bool:
@@ -34,23 +28,6 @@ def _fits(config: MidConfig, tokens: int, weight: Tensor, space: Workspace | Non
         and space.arrived.numel() >= config.rows // 64 * tiles
         and space.partial.numel() >= tiles * split * config.rows * config.width
     )
-
-
-def early_config(
-    kind: str, tokens: int, weight: Tensor, num_sms: int, *, head_dim: int = 128
-) -> MidConfig | None:  # fmt: skip
-    """How a product is cut that begins on the rows of a sum that have come; None: it does not.
-
-    kind: "qkv" or "gate_up", with a norm before it and neither biases nor norms of heads.
-    """
-    here = gpu()
-    if tokens <= EARLY_TOKENS or here is None or (here.capability, here.sms) != mid_table.MACHINE:
-        return None
-    if num_sms != here.sms or (kind == "qkv" and head_dim not in projections.FUSED_HEADS):
-        return None
-    features, depth = weight.shape
-    found = mid_table.lookup(tokens, features, depth) or MidConfig(256)
-    return found if (found.split, found.rows, found.box) == (1, BLOCK_TOKENS, BLOCK_TOKENS) else None
 
 
 def chosen(
@@ -86,13 +63,6 @@ def _launch(
     mid_hopper.launch_product(kind, config, a, weight, out, num_tokens, space, x, num_sms=num_sms, **fields)
 
 
-def _early(arrived: Arrived | None) -> dict[str, Any]:
-    if arrived is None:
-        return {}
-    assert len(arrived.arrived) <= 32, "a program keeps a bit for each group"
-    return {**arrived._asdict(), "RANKS": arrived.arrived.shape[1], "GROUP": EARLY_GROUP}
-
-
 def _sums(sumsq: Tensor, eps: float) -> dict[str, Any]:
     sumsq = sumsq if sumsq.dim() == 2 else sumsq[None]
     return {"sumsq": sumsq, "stride_sumsq": sumsq.stride(0), "eps": eps, "PARTS": sumsq.shape[0]}
@@ -119,20 +89,14 @@ def qkv_project(
     space: Workspace | None = None,
     num_tokens: Tensor | None = None,
     config: GemmConfig | MidConfig | None = None,
-    arrived: Arrived | None = None,
 ) -> Tensor:
-    """As `projections.qkv_project`. arrived: it begins before the sum in x and sumsq has ended (`early_config`)."""
+    """As `projections.qkv_project`."""
     head_dim = kv.shape[5]
     plain = (
         bias is None and q_norm is None and k_norm is None and sumsq is not None and out.dtype == kv.dtype == x.dtype
         and head_dim in projections.FUSED_HEADS and kv.is_contiguous() and out.is_contiguous()
     )  # fmt: skip
-    if arrived is not None:
-        assert plain
-        mid = early_config("qkv", x.shape[0], weight, num_sms, head_dim=head_dim)
-        assert mid is not None
-    else:
-        mid = chosen(config, x.shape[0], weight, num_sms, space, plain=plain)
+    mid = chosen(config, x.shape[0], weight, num_sms, space, plain=plain)
     if mid is None or sumsq is None:
         return projections.qkv_project(
             x, sumsq, weight, bias, eps, rotary, positions, slot_mapping, kv, layer, num_heads, q_norm, k_norm, out=out,
@@ -141,7 +105,7 @@ def qkv_project(
     _launch(
         "qkv", mid, x, weight, out, num_sms, space, num_tokens, rotary=rotary, positions=positions, slots=slot_mapping,
         kv=kv, layer=layer, layers=kv.shape[1], HQ=num_heads, HKV=kv.shape[4], D=head_dim, PAGE=kv.shape[3],
-        **_sums(sumsq, eps), **_early(arrived),
+        **_sums(sumsq, eps),
     )  # fmt: skip
     return out
 
@@ -191,22 +155,16 @@ def gate_up_project(
     space: Workspace | None = None,
     num_tokens: Tensor | None = None,
     config: GemmConfig | MidConfig | None = None,
-    arrived: Arrived | None = None,
 ) -> Tensor:
-    """As `projections.gate_up_project`. arrived: it begins before the sum in x and sumsq has ended (`early_config`)."""
+    """As `projections.gate_up_project`."""
     plain = activation == "silu" and bias is None and sumsq is not None and out.dtype == x.dtype
-    if arrived is not None:
-        assert plain
-        mid = early_config("gate_up", x.shape[0], weight, num_sms)
-        assert mid is not None
-    else:
-        mid = chosen(config, x.shape[0], weight, num_sms, space, plain=plain and out.is_contiguous())
+    mid = chosen(config, x.shape[0], weight, num_sms, space, plain=plain and out.is_contiguous())
     if mid is None or sumsq is None:
         return projections.gate_up_project(
             x, sumsq, weight, eps, activation=activation, bias=bias, out=out, num_sms=num_sms, space=space,
             num_tokens=num_tokens, config=_other(config),
         )  # fmt: skip
-    _launch("gate_up", mid, x, weight, out, num_sms, space, num_tokens, **_sums(sumsq, eps), **_early(arrived))
+    _launch("gate_up", mid, x, weight, out, num_sms, space, num_tokens, **_sums(sumsq, eps))
     return out
 
 

@@ -23,12 +23,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft.kernels.collectives import _SPIN, _TYPES, WAVES, Peers, _common, _meet_kernel, _tell, part_width
+from weft.kernels.collectives import _SPIN, _TYPES, WAVES, Peers, _common, _meet_kernel, part_width
 from weft.kernels.dependent_launch import begin, release
 from weft.kernels.gemm_config import GemmConfig
 from weft.kernels.gemm_launch import Launch, Workspace, check_operands, check_workspace, launch_of
 from weft.kernels.gemm_tiles import accumulate, columns, live_tokens, meet, prefetch, tile_of
-from weft.kernels.mid_config import ARRIVAL_ROWS
 
 SPECIAL_ROWS = 64
 """of a flag of the warp-specialised kernel: each of its two warpgroups sets its own"""
@@ -49,22 +48,6 @@ class Inbox(NamedTuple):
     flags: int
     """`[ranks, room]` int32, by who set them"""
     room: int
-
-
-FAT_ROWS = 4
-"""of a program that has an SM for itself: beside a product that begins on its rows it shall take few SMs"""
-
-
-class Arrivals(NamedTuple):
-    """Where the rows of a sum in two steps are told of, group by group, to products that begin before its end."""
-
-    flags: int
-    """`[groups, ranks]` int32, by who added up: an offset into the arenas in bytes"""
-    counts: Tensor
-    """`[1 + groups]` int32, 0, and 0 again behind the sum: programs that have gone, items that each group has had of
-    programs that have come to the end of theirs"""
-    programs: int
-    """of the sum: few, for those of the product take the other SMs meanwhile"""
 
 
 class Pushed(NamedTuple):
@@ -197,10 +180,10 @@ def _next(item, ticket, STEPS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank", "stride_sumsq", "T"])
 def _reduce_pushed_kernel(
-    addresses, rank, abort, number, flags, room, inbox, source, x, sumsq, stride_sumsq, live, ticket, arrivals, counts,
-    T, H, W, R: tl.constexpr, ADD: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    TILES: tl.constexpr, SOURCES: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, BESIDE: tl.constexpr,
-    BLOCK: tl.constexpr, TYPE: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+    addresses, rank, abort, number, flags, room, inbox, source, x, sumsq, stride_sumsq, live, ticket, T, H, W,
+    R: tl.constexpr, ADD: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr,
+    SOURCES: tl.constexpr, ROWS: tl.constexpr, BESIDE: tl.constexpr, BLOCK: tl.constexpr, TYPE: tl.constexpr,
+    KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # In two steps, beside the product, flags alone say what may be read: programs that find room beside the product's,
     # which have all begun when these may, add up its first rows and write them to all while it multiplies the others.
@@ -218,7 +201,6 @@ def _reduce_pushed_kernel(
     # all flags of an item in one look: R ranks' of TILES tiles, the last of either again where there are fewer
     place = tl.arange(0, SOURCES * TILES)
     flag = (own + flags).to(tl.pointer_type(tl.int32)) + tl.minimum(place // TILES, R - 1) * room
-    had = 0
     item = _next(-1, ticket, STEPS)
     while item < items:
         following = _next(item, ticket, STEPS)  # drawn early: its answer is there when this item is done
@@ -258,25 +240,7 @@ def _reduce_pushed_kernel(
             for peer in tl.static_range(R):
                 all_squares = (tl.load(addresses + peer) + sumsq).to(tl.pointer_type(tl.float32))
                 tl.store(all_squares + to, total_squares, mask=rows < last)
-        if counts is not None:
-            # Whoever adds up the last item of a group tells all ranks: what it has seen of the others' it tells, too.
-            # Counting waits until what was written is there. A program draws items in order, so it counts all that it
-            # had of a group behind the last of them: the group has not been whole before.
-            had += 1
-            group = item * ROWS // GROUP
-            if (following >= items) | (following * ROWS // GROUP != group):
-                tl.debug_barrier()  # every thread's stores precede what is counted below
-                items_of = tl.cdiv(tl.minimum(last - group * GROUP, GROUP), ROWS)
-                if tl.atomic_add(counts + 1 + group, had, sem="acq_rel") + had == items_of:
-                    tl.atomic_xchg(counts + 1 + group, 0, sem="relaxed")
-                    _tell(addresses, rank, arrivals, group, now, R)
-                had = 0
         item = following
-    if counts is not None:  # no other kernel stands behind it that sets the ticket back
-        tl.debug_barrier()
-        if tl.atomic_add(counts, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-            tl.atomic_xchg(counts, 0, sem="relaxed")
-            tl.atomic_xchg(ticket, 0, sem="relaxed")
     if BESIDE:
         begin(PDL)  # so that whoever waits for this kernel has waited for the product, too
 
@@ -345,31 +309,28 @@ def reduce_pushed(
     dtype: torch.dtype,
     add: bool,
     beside: bool,
-    arrivals: Arrivals | None = None,
     num_sms: int,
 ) -> None:
     """As `collectives.reduce`, of what products have sent.
 
     meet: `[ranks]` int32, flags of the end of a sum in two steps, as an offset into the arenas. ticket `[1]` int32: 0,
     and 0 again behind it. beside: launched right behind that product, on its stream: in two steps it begins beside it.
-    arrivals: what reads the sum waits for its groups of rows; else for its end, when all ranks have ended theirs.
     """
     inbox, steps, ranks = pushed.inbox, pushed.steps, peers.ranks
     width = part_width(hidden, ranks)
-    together = min(ROWS if arrivals is None else FAT_ROWS, pushed.rows) if steps == 2 else 1
+    together = min(ROWS, pushed.rows) if steps == 2 else 1
     items = -(-tokens // together) * (ranks if steps == 1 else 1)
     block = min(2048, triton.next_power_of_2(width))
     source = inbox.rows * width_of(hidden, ranks, steps) * dtype.itemsize
-    programs = (WAVES if beside or steps == 1 else HELD) * num_sms if arrivals is None else arrivals.programs
+    programs = (WAVES if beside or steps == 1 else HELD) * num_sms
     _reduce_pushed_kernel[(max(1, min(items, programs)),)](
         peers.addresses, peers.rank, peers.abort, number, inbox.flags, inbox.room, inbox.partial, source, x, sumsq,
-        stride_sumsq, live, ticket, arrivals.flags if arrivals else None, arrivals.counts if arrivals else None, tokens,
-        hidden, width, ADD=add, STEPS=steps, BM=pushed.rows, BN=pushed.features,
+        stride_sumsq, live, ticket, tokens, hidden, width, ADD=add, STEPS=steps, BM=pushed.rows, BN=pushed.features,
         TILES=triton.next_power_of_2(-(-width // pushed.features) + 1), SOURCES=triton.next_power_of_2(ranks),
-        ROWS=together, GROUP=ARRIVAL_ROWS, BESIDE=beside and steps == 2, BLOCK=block, TYPE=_TYPES[dtype],
-        num_warps=max(1, min(8, block // 256)) * (1 if arrivals is None else FAT_ROWS // ROWS), **_common(peers),
+        ROWS=together, BESIDE=beside and steps == 2, BLOCK=block, TYPE=_TYPES[dtype],
+        num_warps=max(1, min(8, block // 256)), **_common(peers),
     )  # fmt: skip
-    if steps == 2 and arrivals is None:
+    if steps == 2:
         _meet_kernel[(1,)](
             peers.addresses, peers.rank, peers.abort, number, meet, ticket, num_warps=1, **_common(peers)
         )

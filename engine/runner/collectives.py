@@ -15,8 +15,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from weft.kernels.mid_config import Arrived
-
 
 class Collectives(Protocol):
     @property
@@ -102,19 +100,14 @@ class DeviceCollectives(Protocol):
 
     def reduce(
         self, partial: Tensor, x: Tensor, sumsq: Tensor, *, live: Tensor, add: bool, num_sms: int,
-        begin: int | None = None, early: bool = False,
+        begin: int | None = None,
     ) -> Tensor:  # fmt: skip
         """The sum of every rank's `partial [T, H]`, plus x if `add`, rounded once, into `x [T, H]`; returns what was
         written of `sumsq [parts, T]` float32: squares of the parts of x's rows. Rows from `live [1]` on are left alone.
 
         All three from `take`, from the same place of it on every rank. Two partials must take turns. begin: as that of
-        the `push`, if there was one. early: what is launched next asks for `arrived`, and waits for that alone if it is
-        given something.
+        the `push`, if there was one.
         """
-        ...
-
-    def arrived(self) -> Arrived | None:
-        """Of the sum just launched, once. None: launches behind it wait for its end, as ever."""
         ...
 
     def all_gather(self, mine: Tensor) -> Tensor:

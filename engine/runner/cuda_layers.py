@@ -38,7 +38,6 @@ from weft.kernels.gemm_config import GemmConfig
 from weft.kernels.gemm_launch import choose, workspace
 from weft.kernels.gpu import gpu
 from weft.kernels.heads import place_heads
-from weft.kernels.mid_config import Arrived
 from weft.kernels.mid_projections import gate_up_project, linear_project, qkv_project, residual_project
 from weft.kernels.prefill_attention import prefill_workspace
 from weft.kernels.projections import fuses_heads, sumsq_buffer
@@ -234,9 +233,7 @@ class CudaLayers:
             linear_project(x, sums, w.weight, eps, bias=w.bias, out=raw, **self._common(it))
             place_heads(raw, eps, *heads, out=out, num_tokens=self._live(it), **scales)
         else:
-            qkv_project(
-                x, sums, w.weight, w.bias, eps, *heads, out=out, raw=raw, arrived=self._arrived(), **self._common(it)
-            )  # fmt: skip
+            qkv_project(x, sums, w.weight, w.bias, eps, *heads, out=out, raw=raw, **self._common(it))
 
     def _decode(self, it: Launch) -> None:
         if it.fused is None:
@@ -282,8 +279,7 @@ class CudaLayers:
 
     def _all_reduce(self, it: Launch) -> None:
         assert self.rank_sums is not None
-        early = not self.invariant and self._fp8 is None and not self._heads_apart  # the products that can
-        it.note_sums(self.rank_sums.reduce(it, self._live(it), early=early))
+        it.note_sums(self.rank_sums.reduce(it, self._live(it)))
 
     def _gate_up(self, it: Launch) -> None:
         if self._fp8 is not None:
@@ -292,7 +288,7 @@ class CudaLayers:
         out = it.rows.activations[it.operation.target][it.tokens]
         gate_up_project(
             it.x, self._stream_sums(it), it.product.weight, self.spec.norm.eps, activation=self.spec.activation,
-            bias=it.product.bias, out=out, arrived=self._arrived(), **self._common(it),
+            bias=it.product.bias, out=out, **self._common(it),
         )  # fmt: skip
         if it.product.gate is not None:
             sums = self._stream_sums(it)
@@ -329,10 +325,6 @@ class CudaLayers:
         else:
             sums = self.expert_layers.residual(it, it.x, it.sumsq, self._live(it))
         it.note_sums(sums)
-
-    def _arrived(self) -> Arrived | None:
-        """What a product waits for that begins on the rows of a sum which have come."""
-        return None if self.rank_sums is None else self.rank_sums.arrived()
 
     def _live(self, it: Launch) -> Tensor:
         """`[1]`: how many of an operation's tokens there are."""

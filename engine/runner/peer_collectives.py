@@ -21,9 +21,8 @@ from weft.kernels.collectives import Peers
 from weft.kernels.gemm_config import GemmConfig
 from weft.kernels.gemm_launch import Workspace, workspace
 from weft.kernels.gpu import gpu
-from weft.kernels.mid_config import ARRIVAL_ROWS, Arrived
 from weft.kernels.projections import linear_project
-from weft.kernels.pushed import Arrivals, Inbox, Pushed, push_project, reduce_pushed, width_of
+from weft.kernels.pushed import Inbox, Pushed, push_project, reduce_pushed, width_of
 
 ALIGNED = 256
 FEW = 32
@@ -38,11 +37,6 @@ LOOSE_WORDS = 1 << 16
 """of each rank, in an exchange outside of graphs; what is longer takes several"""
 MOST_PUSHED = 4096
 """tokens up to which products write to other ranks at all"""
-EARLY_PROGRAMS = 24
-"""of a sum beside the product that begins on its rows: of a 70B's gate_up on four ranks, 896 tiles on 132 SMs, the last
-28 programs have a tile less than the others, so that 24 may begin a tile later"""
-BEGINS_EARLY = False
-"""whether products of an engine begin on the rows of a sum that have come: no GPU has shown yet that it pays"""
 PUSHED_TO_ALL = 256
 """tokens up to which they write to more than one other rank: a link would have to take as much of each"""
 
@@ -86,17 +80,11 @@ class Sizes:
         """products of a model's graph that write to the ranks: of the serial plan"""
         cut = 2 * MAX_NANO_BATCHES * -(-hidden // 64)
         """flags that nano-batches have more of, whose last tiles are not full"""
-        self.groups = -(-self.pushed_tokens // ARRIVAL_ROWS)
-        """of rows that are told of while a sum goes on"""
-        self.of_arrivals = ranks * self.groups * 4
-        """bytes of their flags"""
         self.of_tiles = ranks * (self.tiles + cut) * 4
         """bytes of flags of a sum behind one, of all tokens or in nano-batches"""
         activations = 4 * max_tokens * hidden * dtype.itemsize + max_tokens * max(ranks, -(-hidden // 64)) * 4
         own = self.of_sums + self.of_samples + self.of_loose + 4 * ranks * (self.room + 2 * LOOSE_WORDS)
-        self.total = (
-            activations + own + 2 * self.inbox + self.pushes * (self.of_tiles + self.of_arrivals) + 34 * ALIGNED
-        )
+        self.total = activations + own + 2 * self.inbox + self.pushes * self.of_tiles + 32 * ALIGNED
 
 
 class PeerCollectives:
@@ -126,13 +114,6 @@ class PeerCollectives:
         """bytes of flags of tiles that the products of a graph have taken"""
         self._pushed: dict[int | None, Pushed] = {}
         """products whose sums are to follow, by the first of their tokens (None: the serial plan's)"""
-        self._arrivals = self.take((sizes.pushes, sizes.groups, ranks), torch.int32)
-        self._counts = torch.zeros(1 + sizes.groups, dtype=torch.int32, device=device)
-        """see `Arrivals`"""
-        self._begins_early = BEGINS_EARLY
-        self._early = 0
-        """sums of a graph whose rows are told of"""
-        self._arrived: Arrived | None = None
         self._ticket = torch.zeros(1, dtype=torch.int32, device=device)
         """of such a sum"""
         self._turn = 0
@@ -158,18 +139,17 @@ class PeerCollectives:
     @contextmanager
     def inside(self, graph: Graph) -> Iterator[None]:
         kernels.advance(self._numbers[graph])
-        self._graph, self._next, self._flagged, self._pushed, self._early = graph, 0, 0, {}, 0
-        self._arrived = None  # launching may have stopped before what was to ask for it
+        self._graph, self._next, self._flagged, self._pushed = graph, 0, 0, {}
         try:
             yield
         finally:
             self._graph = None
 
-    def use(self, steps: dict[int, Steps], *, apart: bool = False, early: bool = BEGINS_EARLY) -> None:
-        """What was measured: steps by tokens. apart: products of nano-batches send as well. early: products begin on
-        the rows of a sum that have come. No start asks for either: whether they pay is for `weft bench ranks` to tell.
+    def use(self, steps: dict[int, Steps], *, apart: bool = False) -> None:
+        """What was measured: steps by tokens. apart: products of nano-batches send as well. No start asks for that:
+        on four H200s `weft bench ranks` found it slower.
         """
-        self._steps, self._sends_apart, self._begins_early = sorted(steps.items()), apart, early
+        self._steps, self._sends_apart = sorted(steps.items()), apart
 
     def steps(self, tokens: int) -> Steps:
         """How sums of so many tokens are made."""
@@ -253,7 +233,7 @@ class PeerCollectives:
 
     def reduce(
         self, partial: Tensor, x: Tensor, sumsq: Tensor, *, live: Tensor, add: bool, num_sms: int,
-        begin: int | None = None, early: bool = False,
+        begin: int | None = None,
     ) -> Tensor:  # fmt: skip
         assert self._graph is Graph.MODEL
         flags, pushed = self._flags(), self._pushed.pop(begin, None)
@@ -261,16 +241,10 @@ class PeerCollectives:
         tokens, hidden = x.shape
         number = self._numbers[Graph.MODEL]
         if pushed is not None:
-            told = None
-            if early and self._begins_early and begin is None and pushed.steps == 2:
-                flags_of = self._arrivals[self._early]
-                self._early += 1
-                told = Arrivals(self._place(flags_of), self._counts, EARLY_PROGRAMS)
-                self._arrived = Arrived(flags_of, number, self.abort)
             reduce_pushed(
                 self._peers, number, pushed, meet=flags + 4 * self.ranks, x=self._place(x), sumsq=self._place(sumsq),
                 stride_sumsq=sumsq.stride(0), live=live, ticket=self._ticket, tokens=tokens, hidden=hidden,
-                dtype=x.dtype, add=add, beside=begin is None, arrivals=told, num_sms=num_sms,
+                dtype=x.dtype, add=add, beside=begin is None, num_sms=num_sms,
             )  # fmt: skip
         else:
             kernels.reduce(
@@ -279,10 +253,6 @@ class PeerCollectives:
                 shots=self.steps(tokens).sums, num_sms=num_sms,
             )  # fmt: skip
         return sumsq[: self.ranks]
-
-    def arrived(self) -> Arrived | None:
-        found, self._arrived = self._arrived, None
-        return found
 
     def all_gather(self, mine: Tensor) -> Tensor:
         words = mine.contiguous().view(-1).view(torch.int32)

@@ -14,8 +14,7 @@ from weft.engine.model.weights import Weights
 from weft.engine.runner.collectives import DeviceCollectives
 from weft.engine.runner.layer_launch import Launch
 from weft.engine.runner.sum_places import SumPlace, sum_places
-from weft.kernels.mid_config import Arrived
-from weft.kernels.mid_projections import early_config, linear_project, residual_project
+from weft.kernels.mid_projections import linear_project, residual_project
 from weft.kernels.projections import sumsq_buffer
 from weft.kernels.rows import add_normed, row_sumsq
 
@@ -47,7 +46,6 @@ class RankSums:
             if op.kernel == ALL_REDUCE and before in self._alone:
                 self._sum_of[before] = op.name
             before = op.name
-        self._behind = [_behind(spec, layer) for layer in range(spec.num_layers)]
 
     def leave(self, it: Launch, common: dict[str, Any]) -> None:
         """A product whose sum over all ranks goes to the stream."""
@@ -92,15 +90,13 @@ class RankSums:
             part.zero_()
         return part, self._squares[:, it.tokens]
 
-    def reduce(self, it: Launch, live: Tensor, *, early: bool = False) -> Tensor:
+    def reduce(self, it: Launch, live: Tensor) -> Tensor:
         """Add all ranks' sums to the stream, behind their norm where they have one. Returns what was written of its
-        `sumsq`. live `[1]`: how many of the tokens there are. early: what reads the sum may begin before its end."""
+        `sumsq`. live `[1]`: how many of the tokens there are."""
         own, norm, place = it.tokens, self._spec.norm, self._place(it)
         post_norm = self._layers[it.layer][place.last].post_norm
         x, sumsq, part = it.x, it.sumsq, self.partials[place.turn][own]
         options: dict[str, Any] = {"live": live, "num_sms": it.nano.sms, "begin": self._apart(it)}
-        if post_norm is None and not norm.centred:
-            options["early"] = early and self._next_begins_early(it)
         if post_norm is None:
             sums = self._collectives.reduce(part, x, sumsq, add=True, **options)
         else:
@@ -109,30 +105,5 @@ class RankSums:
             add_normed(x, total, post_norm, norm.eps, sumsq=sumsq)
         return row_sumsq(x, out=sumsq[:1], centred=True) if norm.centred else sums
 
-    def _next_begins_early(self, it: Launch) -> bool:
-        """Whether what reads this sum can begin on its rows, one group after the other."""
-        spec, (layer, name) = self._spec, self._behind[it.layer][it.operation.name]
-        if layer == len(self._layers) or name not in ("qkv", "gate_up"):
-            return False
-        if any(nano.config or nano.sms != it.nano.sms for nano, op in it.pipeline.operations if op.name == name):
-            return False
-        w = self._layers[layer].get(name)
-        if w is None or w.bias is not None or w.q_norm is not None or w.k_norm is not None or not spec.placement.before:
-            return False
-        if name == "gate_up" and (spec.activation != "silu" or w.gate is not None or not spec.gated):
-            return False
-        tokens = it.nano.end - it.nano.begin
-        return early_config(name, tokens, w.weight, it.nano.sms, head_dim=spec.head_dim) is not None
-
-    def arrived(self) -> Arrived | None:
-        """What the product behind the sum just launched waits for; None: as ever, for all that was launched before."""
-        return self._collectives.arrived()
-
     def _place(self, it: Launch) -> SumPlace:
         return self._places[it.layer][it.operation.name]
-
-
-def _behind(spec: ModelSpec, layer: int) -> dict[str, tuple[int, str]]:
-    """By operation of a layer: (layer, name) of the one that follows it."""
-    names = [op.name for op in spec.layer_operations(layer)]
-    return dict(zip(names, [*((layer, name) for name in names[1:]), (layer + 1, "qkv")], strict=True))

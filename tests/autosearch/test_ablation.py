@@ -49,7 +49,7 @@ def test_ways_are_compared_on_ranks_of_a_cpu(tmp_path: Path, capsys: pytest.Capt
     assert rows[0]["sums_us"] == 0
     for row in rows:  # as soon as it is measured
         assert f"64 tokens, {row['way']}: {row['layer_us']:,.1f} us a layer, 0 W, 0 MHz" in progress
-    for name in ("sent-one", "sent-two", "nano"):
+    for name in ("sent-one", "sent-two", "nano", "sent-nano"):
         assert f"left out: {WAYS[name].label}: on a CPU" in told
     assert not torch.distributed.is_initialized()  # another bench in this process would have no gloo
     trace = ["--ways", "sent-one,nano", "--trace", str(tmp_path / "trace")]  # of which none can be gone here
@@ -75,10 +75,10 @@ def test_a_way_is_that_of_the_ranks_or_a_baseline_that_leaves_the_stream_alone()
 
     class Own:
         rank, ranks = 0, 2
-        take = all_gather = end_waiting = inside = arrived = None
+        take = all_gather = end_waiting = inside = None
 
-        def use(self, steps: dict[int, Steps], *, apart: bool, early: bool) -> None:
-            asked.append((steps, apart, early))
+        def use(self, steps: dict[int, Steps], *, apart: bool) -> None:
+            asked.append((steps, apart))
 
         def push(self, *_: Any, **__: Any) -> bool:
             asked.append("push")
@@ -98,7 +98,6 @@ def test_a_way_is_that_of_the_ranks_or_a_baseline_that_leaves_the_stream_alone()
         ("two", (2, 0)),
         ("sent-one", (1, 1)),
         ("sent-two", (1, 2)),
-        ("early", (1, 2)),
         ("nano", (2, 0)),
         ("sent-nano", (2, 2)),
     ):
@@ -106,7 +105,7 @@ def test_a_way_is_that_of_the_ranks_or_a_baseline_that_leaves_the_stream_alone()
         sums.use(name)
         assert sums.push(a, a, None, **product)
         sums.reduce(a, a, sumsq, **total)
-        assert asked == [({0: Steps(*want)}, name.endswith("nano"), name == "early"), "push", "reduce"]
+        assert asked == [({0: Steps(*want)}, name.endswith("nano")), "push", "reduce"]
     asked.clear()
     sums.use("none:/a/folder")
     assert not sums.push(a, a, None, **product)
@@ -142,11 +141,11 @@ def test_what_cannot_be_gone_with_few_tokens_can_with_more(tmp_path: Path) -> No
     bench: Any = Bench()
     ways = Ablation(bench, read_spec(PRESETS / "llama-3-70b").shard(0, 2), tmp_path)
     found = [
-        [row.way for row in ways.run(("none", "vendor", "nano"), Load(tokens, tokens // 2, 1024, 512), 2)]
+        [row.way for row in ways.run(("none", "vendor", "nano", "sent-nano"), Load(tokens, tokens // 2, 1024, 512), 2)]
         for tokens in (128, 512)
     ]
-    assert found == [["none"], ["none", "nano"]]
-    assert list(ways.left_out) == [("vendor", 0), ("nano", 128)]
+    assert found == [["none"], ["none", "nano", "sent-nano"]]
+    assert list(ways.left_out) == [("vendor", 0), ("nano", 128), ("sent-nano", 128)]
 
 
 @pytest.mark.parametrize(

@@ -54,27 +54,6 @@ def collectives_of(ranks: int = 2) -> PeerCollectives:
     return PeerCollectives(Own(sizes.total, ranks), 0, ranks, sizes)
 
 
-def early_sum(c: PeerCollectives, tokens: int) -> None:
-    x, sumsq = c.take((tokens, HIDDEN), torch.float16), c.take((c.ranks, tokens), torch.float32)
-    a, weight = torch.empty(tokens, 64, dtype=torch.float16), torch.empty(HIDDEN, 64, dtype=torch.float16)
-    assert c.push(a, weight, None, turn=0, num_sms=4, space=None, num_tokens=None)
-    c.reduce(x, x, sumsq, live=torch.tensor([tokens]), add=True, num_sms=4, early=True)
-
-
-@pytest.mark.usefixtures("launched")
-def test_a_graph_knows_nothing_of_the_rows_of_one_whose_launching_was_left() -> None:
-    c = collectives_of()
-    c.use({0: Steps(1, 2)}, early=True)
-    with c.inside(Graph.MODEL):
-        early_sum(c, 16)
-        assert c.arrived() is not None
-        assert c.arrived() is None, "once"
-    with c.inside(Graph.MODEL):
-        early_sum(c, 16)  # and what reads it is not launched
-    with c.inside(Graph.MODEL):
-        assert c.arrived() is None
-
-
 def test_what_nano_batches_of_a_sum_send_does_not_overlap(launched: list[dict[str, Any]]) -> None:
     c = collectives_of()
     c.use({0: Steps(1, 1), 128: Steps(1, 2)}, apart=True)  # so few tokens go another way than so many

@@ -6,7 +6,6 @@ FILE is the memory that all ranks share, for as long as they run; what the rank 
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -23,11 +22,9 @@ from weft.engine.model.operations import Role
 from weft.engine.model.parts import Norm, Placement
 from weft.engine.model.spec import ModelSpec, Shard
 from weft.engine.plans.plan import NanoOperation, Period, serial_period
-from weft.engine.runner import peer_collectives
 from weft.engine.runner.collectives import Graph, Steps
 from weft.engine.runner.peer_collectives import PeerCollectives, Sizes
 from weft.kernels import collectives as kernels
-from weft.kernels import pushed as pushed_kernels
 from weft.kernels.collectives import part_width
 from weft.kernels.gemm_config import GemmConfig
 from weft.kernels.gpu import gpu
@@ -125,10 +122,10 @@ def product(rank: int, launch: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return every[rank][0].half(), every[rank][1].half(), bias.half(), x.half()
 
 
-def pushed(c: PeerCollectives, *, want: bool, early: bool = False) -> list[Tensor]:
+def pushed(c: PeerCollectives, *, want: bool) -> list[Tensor]:
     """Sums behind products that write to the ranks, in a graph that is launched twice: x and its squares.
 
-    want: that they do. early: who reads x waits for its rows, not for the sums.
+    want: that they do.
     """
     tokens, hidden, _ = PRODUCT
     places = [c.take((tokens, hidden), torch.float16) for _ in range(2)]
@@ -148,14 +145,7 @@ def pushed(c: PeerCollectives, *, want: bool, early: bool = False) -> list[Tenso
                 else:
                     linear_project(a, None, weight, 0.0, bias=own, out=places[i], **common)
                 assert sent == want
-                c.reduce(places[i], x, sumsq, live=live, add=launch == 0, num_sms=4, early=early)
-                came = c.arrived()
-                assert (came is not None) == (early and want)
-                groups = -(-(tokens - 1) // peer_collectives.ARRIVAL_ROWS)  # that have rows
-                while came is not None and bool((came.arrived[:groups] < came.number).any()):
-                    time.sleep(0.001)
-                assert not c._counts.any()
-                assert not (early and want and c._ticket.any())
+                c.reduce(places[i], x, sumsq, live=live, add=launch == 0, num_sms=4)
                 found += [x.clone(), sumsq.clone()]
     return found
 
@@ -216,7 +206,6 @@ def main() -> None:
     torch.set_num_threads(1)
     make_quick()
     kernels.WAVES = 1  # each program costs time here
-    peer_collectives.ARRIVAL_ROWS = pushed_kernels.ARRIVAL_ROWS = 8  # several groups of few rows
     found = {}
     with streams_in_order(pytest.MonkeyPatch()):
         for index, steps in enumerate((Steps(1), Steps(2))):
@@ -226,11 +215,6 @@ def main() -> None:
             c = collectives_of(File(sys.argv[3], rank, ranks, index), rank, ranks, steps, 32, hidden_size=PRODUCT[1])
             whole = part_width(PRODUCT[1], ranks) % TILES.features == 0  # a tile has one owner
             found[f"products {steps.pushed}"] = pushed(c, want=steps.pushed == 1 or (steps.pushed == 2 and whole))
-        c = collectives_of(
-            File(sys.argv[3], rank, ranks, 10), rank, ranks, Steps(1, 2), 32, hidden_size=PRODUCT[1]
-        )  # fmt: skip
-        c.use({0: Steps(1, 2)}, early=True)
-        found["products early"] = pushed(c, want=whole, early=True)
         if ranks == 2:
             for index, name in enumerate(models(), 5):
                 if name not in sys.argv[5:]:

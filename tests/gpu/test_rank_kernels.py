@@ -36,7 +36,7 @@ def ranks_of(count: int, folder: Path, *names: str, script: str = "interpreted_r
     """What each of so many ranks comes to, of these models too."""
     memory = folder / "memory"
     with open(memory, "wb") as file:
-        file.truncate(11 * count * ARENA)
+        file.truncate(10 * count * ARENA)
     paths = os.pathsep.join(sys.path)
     processes = [
         subprocess.Popen(
@@ -99,7 +99,7 @@ def check_products(found: Found, *ways: int) -> None:
         x = stream if launch % 2 == 0 else want[-1]
         total = pushed_sum([a for a, _ in given], [w for _, w in given], bias, x if launch < 2 else None)
         want.append(torch.cat([total[: tokens - 1], x[tokens - 1 :]]))
-    for pushed in (0, *ways, "early"):
+    for pushed in (0, *ways):
         for of_rank in found:
             every = of_rank[f"products {pushed}"]
             for got, sumsq, x in zip(every[::2], every[1::2], want, strict=True):

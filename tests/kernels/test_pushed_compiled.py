@@ -33,53 +33,6 @@ def work():
 """
 
 
-EARLY = """
-import torch
-from weft.kernels import mid_hopper, pushed
-from weft.kernels.collectives import Peers
-from weft.kernels.mid_config import MidConfig
-
-def meta(*shape, dtype=torch.bfloat16):
-    return torch.empty(*shape, dtype=dtype, device="meta")
-
-def few(count=1):
-    return meta(count, dtype=torch.int32)
-
-def work():
-    peers = Peers(meta(4, dtype=torch.int64), 1, 4, few(), (1 << 20,) * 4)
-    sent = pushed.Pushed(pushed.Inbox(1 << 20, 2048, 1 << 12, 1 << 13), 2, 64, 256)
-    pushed.reduce_pushed(peers, few(), sent, meet=1 << 10, x=1 << 20, sumsq=1 << 18, stride_sumsq=2048, live=few(),
-        ticket=few(), tokens=2048, hidden=8192, dtype=torch.bfloat16, add=True, beside=True, num_sms=132,
-        arrivals=pushed.Arrivals(1 << 11, few(5), 24))
-    x, common = meta(2048, 8192), {"sumsq": meta(4, 2048, dtype=torch.float32), "stride_sumsq": 2048, "eps": 1e-5,
-        "PARTS": 4, "arrived": few(16), "number": few(), "abort": few(), "RANKS": 4, "GROUP": 8, "num_sms": 132}
-    ahead = MidConfig(256, ahead=4)
-    mid_hopper.launch_product("gate_up", ahead, x, meta(14336, 8192), meta(2048, 7168), few(), None, **common)
-    mid_hopper.launch_product("qkv", MidConfig(160), x, meta(2560, 8192), meta(2048, 2048), few(), None, **common,
-        rotary=meta(4096, 128, dtype=torch.float32), positions=few(2048), slots=few(2048),
-        kv=meta(9, 80, 2, 64, 2, 128), layer=0, layers=80, HQ=16, HKV=2, D=128, PAGE=64)
-"""
-
-
-@pytest.mark.nightly
-def test_products_that_begin_on_rows_wait_for_flags_first_and_for_the_sum_last(tmp_path: Path) -> None:
-    found = compiled(EARLY, tmp_path)
-    assert not any(".local" in text for text in found.values())
-    (told,) = (text for name, text in found.items() if name.startswith("_reduce_pushed"))
-    assert told.rindex("griddepcontrol.wait") > told.rindex("atom.")
-    counted = told.index(".acq_rel.")
-    stored = told.rindex("st.global", 0, counted)
-    assert re.search(r"@%p\d+ bra", told[stored:counted]), "not behind every item: that waits for what is on its way"
-    for text in (text for name, text in found.items() if name.startswith("mid_kernel")):
-        spin = text.index("ld.acquire.sys.global")
-        load = text.index("cp.async.bulk.tensor.2d.shared")
-        assert spin < text.index("fence.proxy.async.global", spin) < load, "nothing is fetched before"
-        assert text.count("griddepcontrol.wait") == 1
-        assert "griddepcontrol.launch_dependents" in text
-        assert len(re.findall(r"ld\.global\.cg\.b32", text)) == 2, "how many tokens, and of which iteration"
-        assert not re.search(r"^\s*ld\.global\.b32", text, re.MULTILINE), "no word of all threads from an SM's cache"
-
-
 RELEASE = r"atom\.\S*release\S*\.exch|atom\.exch\S*release"
 
 

@@ -39,8 +39,6 @@ class Iteration(NamedTuple):
     """of the others, the embedding's among them"""
     live: int
     """rows that there are; 0: what is launched is only loaded"""
-    early: bool = False
-    """what reads the sum behind a product that writes in two steps begins on its rows, but for the last one's"""
 
 
 class Cell:
@@ -101,8 +99,7 @@ class Rank:
     def __init__(self) -> None:
         self.cells: defaultdict[tuple[object, ...], Cell] = defaultdict(Cell)
         self.flags: defaultdict[tuple[object, ...], int] = defaultdict(int)
-        self.number = self.ticket = self.gone = 0
-        self.counts: defaultdict[int, int] = defaultdict(int)
+        self.number = self.ticket = 0
         self.room = ROOM
 
 
@@ -166,24 +163,6 @@ class Ranks:
 
         return Kernel(play, OTHERS)
 
-    def early_rows(self, rank: int, live: int, index: int, value: int) -> Kernel:
-        """From the stream, as its rows come: `mid_hopper` with `RANKS`."""
-        cells = self.ranks[rank].cells
-
-        def play(kernel: Kernel, program: int) -> Steps:
-            kernel.released.add(program)
-            for row in range(program, live, kernel.programs):
-                for peer in range(self.count):
-                    if self.broken != "no flags":
-                        yield self.told(rank, "rows", index, row // TILE_ROWS, peer)
-                yield from reading(self.row(rank, row, range(self.count)), value - 1)
-                cells["q", row].write(value)
-                yield now
-            if self.broken != "leaves":
-                yield from kernel.wait()
-
-        return Kernel(play, OTHERS)
-
     def product(self, rank: int, live: int, place: int, index: int, steps: int, value: int) -> Kernel:
         """index: of its flags among those of its graph. In an order of this rank's own."""
         tiles = [(m, n) for m in range(-(-live // TILE_ROWS)) for n in range(self.count * self.features)]
@@ -208,9 +187,7 @@ class Ranks:
 
         return Kernel(play, self.rng.choice(PRODUCTS))
 
-    def pushed_sum(
-        self, rank: int, live: int, place: int, index: int, steps: int, value: int, *, early: bool
-    ) -> Kernel:  # fmt: skip
+    def pushed_sum(self, rank: int, live: int, place: int, index: int, steps: int, value: int) -> Kernel:
         own = self.ranks[rank]
 
         def add_up(row: int, part: int) -> Steps:
@@ -239,32 +216,13 @@ class Ranks:
                 return item
 
             kernel.released.add(program)
-            item, had = draw(), 0
+            item = draw()
             yield now
             while item < live:
                 following = draw()
-                assert following > item, "items of a group come behind each other"
                 yield now
                 yield from add_up(item, rank)
-                had += 1
-                group = item // TILE_ROWS
-                more = following // TILE_ROWS == group and (following < live or self.broken == "keeps")
-                if early and not more:
-                    own.counts[group] += 1 if self.broken == "counts one" else had
-                    of_group = min(TILE_ROWS, live - group * TILE_ROWS)
-                    last = own.counts[group] == of_group
-                    had = 0
-                    yield now
-                    if last or self.broken == "first tells":
-                        own.counts[group] -= of_group if last else 0
-                        yield from self.tell(rank, "rows", index, group)
                 item = following
-            if early:
-                own.gone += 1
-                last = own.gone == kernel.programs
-                yield now
-                if last:
-                    own.gone = own.ticket = 0
             if self.broken != "no wait":
                 yield from kernel.wait()
 
@@ -325,24 +283,20 @@ class Ranks:
             yield self.plain_sum(rank, it.live, 0, 0, it.shots, value)
             if it.shots == 2:
                 yield self.meeting(rank, 0, sent=False)
-            sent, told = 0, False
+            sent = 0
             for i, sends in enumerate(it.sent, 1):
                 value += 1
-                if told:
-                    yield self.early_rows(rank, it.live, sent - 1, value)
-                else:
-                    yield self.rows(rank, it.live, "x", ("q",), value, early=False)
+                yield self.rows(rank, it.live, "x", ("q",), value, early=False)
                 yield self.rows(rank, it.live, "q", ("a",), value, early=True)  # as attention does
-                told = it.early and sends and it.steps == 2 and i < len(it.sent)
                 if sends:
                     place = 0 if self.broken == "one place" else sent % 2
                     yield self.product(rank, it.live, place, sent, it.steps, value)
-                    yield self.pushed_sum(rank, it.live, place, sent, it.steps, value, early=told)
+                    yield self.pushed_sum(rank, it.live, place, sent, it.steps, value)
                     sent += 1
                 else:
                     yield self.rows(rank, it.live, "a", ("partial", i % 2), value, early=False)
                     yield self.plain_sum(rank, it.live, i % 2, i, it.shots, value)
-                if (it.steps if sends else it.shots) == 2 and not told:
+                if (it.steps if sends else it.shots) == 2:
                     yield self.meeting(rank, i, sent=sends)
             yield self.rows(rank, it.live, "x", ("logits",), value + 1, early=False)
             if self.broken != "no exchange":
@@ -398,7 +352,6 @@ ITERATIONS = st.builds(
     st.sampled_from((1, 2)),
     st.sampled_from((1, 2)),
     st.integers(0, ROWS),
-    st.booleans(),
 )
 SEEDS = st.integers(0, 1 << 30)
 
@@ -415,7 +368,6 @@ IN_ONE, IN_TWO, LEFT, EMPTY = (
     [Iteration((sent,) * 4, steps, 1, live)] * 2
     for sent, steps, live in ((True, 1, 3), (True, 2, 3), (False, 1, 3), (True, 2, 0))
 )
-EARLY = [Iteration((True,) * 4, 2, 1, 3, early=True)] * 2
 
 
 @pytest.mark.parametrize(
@@ -427,11 +379,6 @@ EARLY = [Iteration((True,) * 4, 2, 1, 3, early=True)] * 2
         ("no reset", IN_TWO, "a ticket of another"),
         ("no wait", IN_TWO, "not for all"),
         ("deaf", IN_TWO, "another sum"),
-        ("no flags", EARLY, "another sum|written while|overwritten"),
-        ("first tells", EARLY, "another sum|written while|overwritten"),
-        ("keeps", EARLY, "all wait for ever"),
-        ("counts one", EARLY, "all wait for ever"),
-        ("leaves", EARLY, "not for all"),
         ("idle", EMPTY, "not for all"),
         ("no exchange", LEFT, "another sum|written while|overwritten"),
     ],
