@@ -17,6 +17,7 @@ from weft.kernels.work_lists import (
     PART_FIELDS,
     PART_KEYS,
     TILE_FIELDS,
+    TILE_ROWS,
     decode_items,
     one_launch,
     prefill_items,
@@ -41,6 +42,12 @@ class AttentionGrid(NamedTuple):
     part_tokens: int = 0
     page_size: int = 64
     """see `decode_items`"""
+
+    @property
+    def undivided(self) -> int:
+        """Tokens of a prompt that nano-batches must not divide, with a fixed cut of decodes (batch invariance): a tile
+        of prefill attention, in which the order of sums follows its last token."""
+        return TILE_ROWS // self.group if self.part_tokens else 1
 
 
 class AttentionLists:

@@ -137,7 +137,7 @@ class DeviceInputs:
         self._turn = (self._turn + 1) % RING
         host, t = self._host[self._turn], batch.num_tokens
         counts = host["counts"]
-        assigned = assign(batch, pipeline.nano_batches)
+        assigned = assign(batch, pipeline.nano_batches, grid.undivided)
         if pipeline.behind:
             assigned = assigned._replace(read=batch.rows_by_reader)
         self._write_tokens(host, batch, pipeline.tokens, assigned)

@@ -85,7 +85,7 @@ class CudaLayers:
         if collectives is not None:
             # each rank adds up the squares of its part of a row
             self.sumsq = collectives.take((max(len(self.sumsq), collectives.ranks), tokens), torch.float32)
-            self.rank_sums = RankSums(spec, weights, collectives, tokens, dtype, device)
+            self.rank_sums = RankSums(spec, weights, collectives, tokens, dtype, device, invariant=invariant)
         activations = {
             "x": self.x,
             "q": self._buffer(spec.num_heads, spec.head_dim),

@@ -162,7 +162,9 @@ class CudaRunner:
         """where iterations run, one behind the other"""
         here = gpu(device)
         assert here is not None
-        self._pipelines = Pipelines(spec, config.max_num_batched_tokens, here.sms, config.plan)
+        self._pipelines = Pipelines(
+            spec, config.max_num_batched_tokens, here.sms, config.plan, self._grid.undivided
+        )  # fmt: skip
         self.resting = self._make_resting() if config.sleeps else None
         with torch.cuda.device(device), torch.cuda.stream(self.stream), torch.inference_mode():
             self._inputs = device_inputs(spec, config, self._pipelines.nano_batches)

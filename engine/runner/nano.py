@@ -67,8 +67,43 @@ def decode_counts(num_decodes: int, room: Sequence[int]) -> list[int]:
     return counts
 
 
-def assign(batch: Batch, ranges: Sequence[tuple[int, int]]) -> Assignment:
-    """Assignment the batch's T tokens to the token `ranges`, which cover at least `[0, T)` in order."""
+def whole_counts(batch: Batch, ranges: Sequence[tuple[int, int]], tile: int) -> list[int] | None:
+    """As `decode_counts`, and so that nano-batches cut prompts at multiples of `tile` tokens alone: a few decodes more
+    or less in one of them move the cut behind it. None where there are too few for that."""
+    room = _room(batch, ranges)
+    counts = decode_counts(batch.num_decodes, room)
+    length = batch.query_len[batch.num_decodes :].astype(np.int64)
+    ends, context = np.cumsum(length), batch.kv_len[batch.num_decodes :].astype(np.int64) - length
+    for k in range(len(ranges) - 1):
+        cut = sum(room[: k + 1]) - sum(counts[: k + 1])
+        chunk = int(np.searchsorted(ends, cut, side="right"))
+        if chunk == len(ends):  # behind all of them
+            break
+        offset = cut - int(ends[chunk] - length[chunk])
+        beyond = (int(context[chunk]) + offset) % tile
+        if offset <= 0 or not beyond:
+            continue
+        back, on = min(beyond, offset), min(tile - beyond, int(ends[chunk]) - cut)
+        later = sum(counts[k + 1 :])
+        if back <= min(later, room[k] - counts[k]):
+            moved = back
+        elif on <= min(counts[k], sum(room[k + 1 :]) - later):
+            moved = -on
+        else:
+            return None
+        counts[k] += moved
+        counts[k + 1 :] = decode_counts(later - moved, room[k + 1 :])
+    return counts
+
+
+def _room(batch: Batch, ranges: Sequence[tuple[int, int]]) -> list[int]:
+    """Tokens of each nano-batch."""
+    return [max(0, min(end, batch.num_tokens) - begin) for begin, end in ranges]
+
+
+def assign(batch: Batch, ranges: Sequence[tuple[int, int]], tile: int = 1) -> Assignment:
+    """Assignment the batch's T tokens to the token `ranges`, which cover at least `[0, T)` in order. tile: tokens of
+    prompts that are not divided, where `whole_counts` has a way."""
     t, d = batch.num_tokens, batch.num_decodes
     starts = np.cumsum(batch.query_len, dtype=np.int64) - batch.query_len
     chunk_rows = np.arange(d, batch.num_requests)
@@ -76,8 +111,8 @@ def assign(batch: Batch, ranges: Sequence[tuple[int, int]]) -> Assignment:
     if len(ranges) == 1:
         whole = NanoBatch(0, np.arange(d), starts[d:], batch.query_len[d:].astype(np.int64), context[d:], chunk_rows)
         return Assignment(None, None, (whole,))
-    room = [max(0, min(end, t) - begin) for begin, end in ranges]
-    counts = decode_counts(d, room)
+    room = _room(batch, ranges)
+    counts = (whole_counts(batch, ranges, tile) if tile > 1 else None) or decode_counts(d, room)
     # the j-th of a nano-batch's n decodes belongs at (j + 1/2) / n of the sorted list
     owner = np.repeat(np.arange(len(ranges)), counts)
     turn = np.concatenate([(np.arange(n) + 0.5) / n for n in counts if n] or [np.zeros(0)])

@@ -8,6 +8,7 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import Plan, serial_period
 from weft.engine.runner.batch import Batch
+from weft.engine.runner.nano import whole_counts
 
 DECODE_ONLY_TOKENS = 256
 """token buckets up to which there is a pipeline without prefill attention: there its empty launch costs"""
@@ -25,12 +26,14 @@ def token_buckets(max_tokens: int) -> list[int]:
 class Pipelines:
     """The serial plan of every token bucket, and the plan's own pipelines.
 
-    max_tokens: of an iteration. num_sms: of the GPU.
+    max_tokens: of an iteration. num_sms: of the GPU. undivided: tokens of a prompt that nano-batches must not divide.
     """
 
-    def __init__(self, spec: ModelSpec, max_tokens: int, num_sms: int, plan: Plan | None) -> None:
+    def __init__(
+        self, spec: ModelSpec, max_tokens: int, num_sms: int, plan: Plan | None, undivided: int = 1
+    ) -> None:  # fmt: skip
         sizes = token_buckets(max_tokens)
-        self._plan = plan
+        self._plan, self._undivided = plan, undivided
         self._serial = [Pipeline(serial_period(spec, size, num_sms), spec) for size in sizes]
         self._decoding = [
             Pipeline(serial_period(spec, size, num_sms, decode_only=True), spec)
@@ -67,13 +70,15 @@ class Pipelines:
         self._enabled.add(id(pipeline))
 
     def of(self, batch: Batch) -> Pipeline:
-        """The plan's pipeline for this iteration, or the serial plan where the search found no better or it is not
-        enabled."""
+        """The plan's pipeline for this iteration, or the serial plan where the search found no better, it is not
+        enabled, or would divide what must not be."""
         if self._plan is not None and self._enabled:
             kv_tokens = int(batch.kv_len[: batch.num_decodes].sum())
             period = self._plan.period_for(batch.num_tokens, kv_tokens)
             if period is not None and id(planned := self._planned[id(period)]) in self._enabled:
-                return planned
+                undivided = self._undivided
+                if undivided == 1 or whole_counts(batch, planned.nano_batches, undivided) is not None:
+                    return planned
         if batch.num_decodes == batch.num_requests and batch.num_tokens <= self._decoding[-1].tokens:
             return next(p for p in self._decoding if p.tokens >= batch.num_tokens)
         return next(p for p in self._serial if p.tokens >= batch.num_tokens)

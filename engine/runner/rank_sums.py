@@ -24,10 +24,12 @@ class RankSums:
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, collectives: DeviceCollectives, tokens: int, dtype: torch.dtype,
-        device: torch.device,
+        device: torch.device, *, invariant: bool = False,
     ) -> None:  # fmt: skip
-        """tokens: of an iteration, at most."""
+        """tokens: of an iteration, at most. invariant: squares of a row come in one piece: products add up pieces in an
+        order that follows their tiles, and these the token count."""
         self._spec, self._layers, self._collectives = spec, weights.layers, collectives
+        self._invariant = invariant
         shape = tokens, spec.hidden_size
         self.partials = [collectives.take(shape, dtype) for _ in range(2)]
         """[T, H] each: what this rank's products shall add to the stream, until ranks add up theirs: see `SumPlace`"""
@@ -103,7 +105,9 @@ class RankSums:
             total, sums = self.summed[own], sumsq[:1]
             self._collectives.reduce(part, total, sumsq, add=False, **options)
             add_normed(x, total, post_norm, norm.eps, sumsq=sumsq)
-        return row_sumsq(x, out=sumsq[:1], centred=True) if norm.centred else sums
+        if norm.centred or (self._invariant and post_norm is None):
+            return row_sumsq(x, out=sumsq[:1], centred=norm.centred)
+        return sums
 
     def _place(self, it: Launch) -> SumPlace:
         return self._places[it.layer][it.operation.name]

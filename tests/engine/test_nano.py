@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.engine.runner.batch import Batch, SamplingInputs
-from weft.engine.runner.nano import assign
+from weft.engine.runner.nano import assign, whole_counts
 
 
 def _batch(kv: list[int], chunks: list[tuple[int, int]]) -> Batch:
@@ -80,3 +80,35 @@ def test_nano_batches_read_about_as_much_kv() -> None:
 def test_decodes_that_do_not_fit_a_short_last_range_go_to_the_others() -> None:
     _, _, nano_batches, _ = assign(_batch([10] * 1030, []), [(0, 640), (640, 1280)])
     assert [len(n.decodes) for n in nano_batches] == [640, 390]
+
+
+@given(batches, st.lists(st.integers(1, 80), min_size=2, max_size=4), st.sampled_from([4, 16, 64]))
+def test_no_tile_of_a_prompt_is_divided_where_decodes_are_enough(batch: Batch, cuts: list[int], tile: int) -> None:
+    edges = [0, *np.cumsum(cuts).tolist()]
+    edges[-1] = max(edges[-1], batch.num_tokens)
+    ranges = list(itertools.pairwise(edges))
+    counts = whole_counts(batch, ranges, tile)
+    if any(a >= b for a, b in ranges) or counts is None:
+        return
+    assert sum(counts) == batch.num_decodes
+    _, _, nano_batches, _ = assign(batch, ranges, tile)
+    assert [len(nano.decodes) for nano in nano_batches] == counts
+    begun: set[int] = set()
+    for nano in nano_batches:
+        for row, context in zip(nano.chunk_rows, nano.chunk_context, strict=True):
+            assert row not in begun or context % tile == 0
+            begun.add(int(row))
+
+
+def test_a_cut_moves_back_by_decodes_of_the_next_nano_batch_or_on_by_its_own() -> None:
+    ranges = [(0, 64), (64, 128)]
+    many, few = [50] * 20, [50] * 2
+    assert whole_counts(_batch(many, [(0, 100)]), ranges, 16) == [16, 4]  # 54 tokens before the cut, 48 with 6 more
+    assert whole_counts(_batch(few, [(0, 126)]), ranges, 16) == [0, 2]  # 63, 64 with one fewer
+    assert whole_counts(_batch([], [(0, 120)]), ranges, 64) == [0, 0]
+    assert whole_counts(_batch(few, [(0, 100)]), ranges, 32) == [0, 2]
+
+
+def test_too_few_decodes_cannot_move_a_cut() -> None:
+    assert whole_counts(_batch([50] * 2, [(0, 20), (0, 100)]), [(0, 64), (64, 128)], 32) is None
+    assert whole_counts(_batch([50] * 2, [(0, 63), (0, 63)]), [(0, 64), (64, 128)], 32) == [1, 1]

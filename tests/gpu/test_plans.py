@@ -64,6 +64,27 @@ def test_a_pipeline_gives_the_serial_plans_tokens(tmp_path: Path) -> None:
     assert same >= 0.9 * len(serial)
 
 
+def test_a_batch_invariant_pipeline_gives_the_serial_plans_tokens_and_logprobs(tmp_path: Path) -> None:
+    """To the bit, of iterations with prompts and decodes, too."""
+    spec = read_spec(EngineConfig().model_path)
+    plan = _plan_file(tmp_path / "plan.json", spec, (two_nano_batches(512, 256, 32), two_nano_batches(256, 128, 48)))
+    found = []
+    for way in ("serial", str(plan)):
+        harness = Harness("demo", num_pages=800, plan=way, batch_invariant=True, **SMALL)
+        rng = np.random.default_rng(3)
+        decoding = [harness.add(rng.integers(6, 2000, 20), max_tokens=80, ignore_eos=True, **GREEDY, logprobs=1)
+                    for _ in range(50)]  # fmt: skip
+        lengths = rng.integers(1, 300, 40)
+        asked = [harness.add(rng.integers(6, 2000, n), max_tokens=20, ignore_eos=True, **GREEDY, logprobs=1)
+                 for n in lengths]  # fmt: skip
+        harness.run()
+        stats = harness.engine.stats()
+        assert (stats.iterations_pipelined > 0.3 * stats.iterations) == (way != "serial")
+        found.append([(harness.tokens[h], [c.values for c in harness.logprobs[h]]) for h in decoding + asked])
+        harness.engine.close()
+    assert found[0] == found[1]
+
+
 def test_the_demo_model_answers_alike(tmp_path: Path) -> None:
     spec = read_spec(EngineConfig().model_path)
     plan = _plan_file(tmp_path / "plan.json", spec, (two_nano_batches(512, 256, 32),))

@@ -120,22 +120,37 @@ def test_every_way_to_make_sums_gives_the_same_bits(tmp_path: Path, ranks: int) 
 
 
 def test_a_pipeline_gives_the_serial_plans_tokens(tmp_path: Path, ranks: int) -> None:
-    answers = answers_by_plan(tmp_path, ranks)
+    answers = answers_by_plan(tmp_path, ranks, MODEL_PATH)
     same = sum(a == b for a, b in zip(*answers, strict=True))
     print(f"{same} of 60 requests have the same 40 tokens")
     # where attention cuts a request into parts, and where products are split, follows the plan: a near tie may turn
     assert same >= 54
 
 
+@pytest.mark.timeout(300)
 def test_a_batch_invariant_pipeline_gives_the_serial_plans_tokens_and_logprobs(tmp_path: Path, ranks: int) -> None:
-    """To the bit: here neither cuts nor splits follow the plan."""
-    serial, pipelined = answers_by_plan(tmp_path, ranks, batch_invariant=True)
+    """To the bit, layers of an 8B's sizes: here no cut and no split follows the plan."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LAYERS))
+    options = {"load_format": "dummy", "host_kv_gib": 0, "batch_invariant": True}
+    serial, pipelined = answers_by_plan(tmp_path, ranks, tmp_path / "model", **options)
     assert serial == pipelined
 
 
-def answers_by_plan(tmp_path: Path, ranks: int, **options: Any) -> list[list[Any]]:
+def test_with_batch_invariance_neighbours_never_change_a_token(ranks: int) -> None:
+    """Tokens and logprobs of the same requests, in crowds and in iterations of other sizes."""
+    found = []
+    for seqs, tokens in ((64, 512), (8, 512), (64, 256)):
+        options = {**OPTIONS, "max_num_seqs": seqs, "max_num_batched_tokens": tokens, "host_kv_gib": 0}
+        harness = Harness("demo", tensor_parallel_size=ranks, batch_invariant=True, prefix_caching=False, **options)
+        found.append(asked_of(harness, logprobs=1))
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+
+
+def answers_by_plan(tmp_path: Path, ranks: int, model: Path, **options: Any) -> list[list[Any]]:
     """Of the serial plan, and of one with two nano-batches."""
-    spec = read_spec(MODEL_PATH).shard(0, ranks)
+    spec = read_spec(model).shard(0, ranks)
     target = target_of(spec, torch.device("cuda", 0), torch.bfloat16)
     periods = tuple(two_nano_batches(spec, tokens, target.sms) for tokens in (512, 256))
     for period in periods:
@@ -143,16 +158,23 @@ def answers_by_plan(tmp_path: Path, ranks: int, **options: Any) -> list[list[Any
     Plan(target, "test", periods).save(tmp_path / "plan.json")
     answers = []
     for plan in ("serial", str(tmp_path / "plan.json")):
-        harness = Harness("demo", tensor_parallel_size=ranks, plan=plan, **OPTIONS, **options)
+        harness = Harness(model, tensor_parallel_size=ranks, plan=plan, **{**OPTIONS, **options})
         assert (harness.engine.resolved.plan is not None) == (plan != "serial")
-        rng = np.random.default_rng(3)
-        prompts = [rng.integers(6, 2000, n) for n in rng.integers(1, 300, 60)]
-        logprobs = {"logprobs": 1} if options else {}
-        asked = [harness.add(prompt, max_tokens=40, ignore_eos=True, **GREEDY, **logprobs) for prompt in prompts]
-        harness.run()
-        answers.append([(harness.tokens[h], harness.logprobs[h]) if logprobs else harness.tokens[h] for h in asked])
-        harness.engine.close()
+        answers.append(asked_of(harness, **({"logprobs": 1} if options else {})))
     return answers
+
+
+def asked_of(harness: Harness, **options: Any) -> list[Any]:
+    """Tokens, and logprobs where they are asked for, of 60 requests; the engine is closed."""
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(6, 2000, n) for n in rng.integers(1, 300, 60)]
+    asked = [harness.add(prompt, max_tokens=40, ignore_eos=True, **GREEDY, **options) for prompt in prompts]
+    harness.run()
+    stats = harness.engine.stats()
+    print(f"{stats.iterations_pipelined} of {stats.iterations} iterations in nano-batches")
+    assert (stats.iterations_pipelined > 0) == (harness.engine.resolved.plan is not None)
+    harness.engine.close()
+    return [(harness.tokens[h], harness.logprobs[h]) if options else harness.tokens[h] for h in asked]
 
 
 def two_nano_batches(spec: ModelSpec, tokens: int, sms: int) -> Period:
