@@ -56,6 +56,14 @@ def test_the_rule_for_other_shapes_mostly_says_what_was_measured_of_these() -> N
     assert {key for key, config in ruled.items() if config is None} <= {(128, 4096, 14336), (128, 2048, 8192)}
 
 
+def test_of_more_tokens_the_rule_speaks_of_products_alone_that_a_narrower_tile_was_measured_to_serve() -> None:
+    shapes, buckets = SHAPES[:4], [bucket for bucket in mid_table.BUCKETS if bucket > 512]
+    ruled = {(b, *shape): mid_rule.by_rule(b, *shape, 132) for b in buckets for shape in shapes}
+    spoken = {key: config for key, config in ruled.items() if config is not None}
+    assert len(spoken) == 12
+    assert [key for key in spoken if key not in mid_table._shipped()] == [(1536, 6144, 4096)]
+
+
 @pytest.mark.parametrize("key", [(64, 28672, 4096), (513, 28672, 4096), (128, 1024, 4096), (128, 4096, 14336)])
 def test_the_rule_says_nothing_of_what_it_was_not_held_against(key: tuple[int, int, int]) -> None:
     assert mid_rule.by_rule(*key, 132) is None
