@@ -177,6 +177,16 @@ def _last(marks: Tensor, dim: int) -> Tensor:
     return marks.shape[dim] - 1 - _first(marks.flip(dim), dim)
 
 
+def _row_sums(x: Tensor) -> Tensor:
+    """Of `x [n, V]`, `[n]` float64, in an order that V alone decides: torch's own sums follow n, too."""
+    x = x.to(torch.float64, copy=True)
+    while (width := x.shape[-1]) > 1:
+        half = -(-width // 2)
+        x[:, : width - half] += x[:, half:]
+        x = x[:, :half]
+    return x[:, 0]
+
+
 def logprobs_of(logits: Tensor, shard: Shard, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
     """As `sampling.logprobs_of`, of this rank's `logits [n, V / ranks]` float32. `tokens [n]` may be anybody's."""
     rows, size = logits.shape
@@ -184,7 +194,7 @@ def logprobs_of(logits: Tensor, shard: Shard, tokens: Tensor, top: int) -> tuple
     mine = (own >= 0) & (own < size)
     value = torch.where(mine, logits.gather(-1, own.clamp(0, size - 1)[:, None])[:, 0], -torch.inf)
     peak = logits.amax(-1)
-    mass = (logits - peak[:, None]).exp().sum(-1, dtype=torch.float64)
+    mass = _row_sums((logits - peak[:, None]).exp())
     values, at = logits.topk(min(top, size), -1)
     shown = torch.full((rows, 3 + 2 * top), -torch.inf, dtype=torch.float64, device=logits.device)
     shown[:, :3] = torch.stack((peak.double(), mass, value.double()), -1)

@@ -102,6 +102,16 @@ def test_log_probabilities_are_those_of_one_rank(top: int) -> None:
         assert all(found[2][row, 1 + at] == found[2][row, 0] for row, at in own.tolist())
 
 
+def test_log_probabilities_of_a_row_are_those_it_has_alone_to_the_bit() -> None:
+    """With `--batch-invariant` they are promised; torch's sums over a dimension follow the number of rows on a GPU."""
+    logits = torch.randn(64, VOCABULARY, generator=torch.Generator().manual_seed(3)) * 4
+    sums = sampling_shards._row_sums(logits)
+    assert torch.allclose(sums, logits.sum(-1, dtype=torch.float64), rtol=1e-12)
+    for row in (0, 17, 63):
+        assert torch.equal(sampling_shards._row_sums(logits[row : row + 1]), sums[row : row + 1])
+    assert sampling_shards._row_sums(torch.ones(2, 1)).tolist() == [1.0, 1.0]
+
+
 @pytest.mark.parametrize("first", [0, 1, 31, 32, 75, 290])
 def test_a_mask_is_cut_as_the_vocabulary_is(first: int) -> None:
     words = np.random.default_rng(4).integers(-(2**31), 2**31, (3, -(-VOCABULARY // 32))).astype(np.int32)
