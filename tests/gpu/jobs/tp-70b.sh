@@ -8,12 +8,12 @@
 #   engine, 512/512 x 200. All for "Two ranks on two H200s" in BENCHMARKS.md, the row of the 70B.
 #   The sums that the start measured and chose, products that send among them -> sums-*.json. That measurement has not
 #   run in captured graphs on a GPU: where the first start does not end, all is run without it, and the issue is told.
-#   RANKS=4: the same on four, 1024/512 x 1000 and 512/512 x 1000.
+#   RANKS=4: the same on four, 1024/512 x 1000 and 512/512 x 1000. MORE: options of both (--max-num-batched-tokens 4096).
 #   What is compiled and tuned here tp-ranks and tp-send-70b find in the cache.
 set -u
 export COLUMNS=140
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/weft
-offline="python -m weft.server bench offline --model-preset llama-3-70b --load-format dummy --tensor-parallel-size ${RANKS:-2}"
+offline="python -m weft.server bench offline --model-preset llama-3-70b --load-format dummy --tensor-parallel-size ${RANKS:-2} ${MORE:-}"
 alone="--workload 1024:256:1 --trace-iterations 0 --json $OUT/one.json"
 if ! timeout --foreground -k 5 125 $offline $alone; then
     echo "a start that measures sums did not end well: the next ones measure none"
