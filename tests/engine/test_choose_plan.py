@@ -109,6 +109,21 @@ def test_a_rank_on_a_gpu_takes_a_plan_and_waits_for_all_its_pipelines(
     assert found.wait_for_plan
 
 
+def test_with_batch_invariance_a_plan_that_is_named_runs_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resolving, "target_of", lambda *_: HERE)
+    file = _file(tmp_path, 1792)
+    named = EngineConfig(device="cuda", batch_invariant=True, plan=file)
+    with compiling_for(KNOWN["h200"]):
+        plan = resolve(named, SPEC).plan
+        assert _tokens(plan) == [1792]
+        assert resolve(named.model_copy(update={"plan": "auto"}), SPEC).plan is None
+        spec = replace(SPEC, layers=tuple(replace(layer, window=512) for layer in SPEC.layers))
+        with pytest.raises(ConfigError, match="not with --batch-invariant for a model whose attention has windows"):
+            resolve(named, spec)
+
+
 def test_an_impossible_pipeline_is_an_error(tmp_path: Path) -> None:
     whole = serial_period(SPEC, 1792, 132)
     Plan(HERE, "1024:512", (Period(1792, whole.operations[1:]),)).save(tmp_path / "plan.json")
