@@ -253,17 +253,22 @@ def _check_plan(config: EngineConfig) -> None:
 def _plan(
     config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype, pages: torch.dtype, backend: str
 ) -> Plan | None:  # fmt: skip
+    named = config.plan not in ("auto", "serial")
     if len({layer.experts for layer in spec.layers}) > 1:
-        if config.plan not in ("auto", "serial"):
+        if named:
             raise ConfigError(f"--plan {config.plan}: a model with dense layers and ones with experts runs serially")
         return None
-    if backend != "triton" and config.plan not in ("auto", "serial"):
-        raise ConfigError(f"--plan {config.plan}: pipelines need the triton attention back end")
-    if config.batch_invariant and config.plan not in ("auto", "serial") and any(spec.windows):
-        # beyond a window, sums of attention follow where a chunk is cut
-        raise ConfigError(f"--plan {config.plan}: not with --batch-invariant for a model whose attention has windows")
-    if backend != "triton" or (config.batch_invariant and config.plan == "auto"):
+    if backend != "triton":
+        if named:
+            raise ConfigError(f"--plan {config.plan}: pipelines need the triton attention back end")
         return None
+    if config.batch_invariant:
+        if named and any(spec.windows):  # beyond a window, sums of attention follow where a chunk is cut
+            raise ConfigError(
+                f"--plan {config.plan}: not with --batch-invariant for a model whose attention has windows"
+            )
+        if not named:
+            return None
     target = target_of(spec, device, dtype, pages)
     return choose_plan(config.plan, spec, target, config.max_num_batched_tokens)
 

@@ -30,6 +30,7 @@ from weft.server.daemon.control import Answer, Drain, EngineDown, HandOver, Inte
 from weft.server.daemon.dormitory import Dormitory
 from weft.server.daemon.engine_keeper import STOP_SECONDS, EngineKeeper
 from weft.server.daemon.front import Front
+from weft.server.daemon.orphans import Orphans
 from weft.server.daemon.placement import described, place, shares_weights
 from weft.server.daemon.rollout import Rollout
 from weft.server.daemon.rota import Rota
@@ -158,6 +159,7 @@ class Daemon:
         keepers.append(self._begin(self._dormitory.run()))
         keepers.append(self._begin(self._front.notifier.watch()))
         keepers.append(self._begin(Watchman(Watch(self.beats), self._charges).run()))
+        keepers.append(self._begin(Orphans().run()))
         try:
             stop = asyncio.create_task(self._asked_to_stop.wait())
             await asyncio.wait((stop, self._failure), return_when=asyncio.FIRST_COMPLETED)

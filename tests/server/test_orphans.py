@@ -1,0 +1,34 @@
+"""`Orphans`: what a container's first process inherits is taken note of; what it started itself is left alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPT = """
+import ctypes, os, subprocess, sys, time
+from weft.server.daemon.orphans import Orphans, _ended_children
+
+PR_SET_CHILD_SUBREAPER = 36
+assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1) == 0  # as process 1 of a container is
+started = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', ''])"
+orphans = Orphans()
+subprocess.run([sys.executable, "-c", started], check=True)
+until = time.monotonic() + 30
+while not (found := list(_ended_children())) and time.monotonic() < until:
+    time.sleep(0.02)
+assert len(found) == 1, found
+assert orphans.look() == []  # it may be somebody's who is about to wait
+mine = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+while len(list(_ended_children())) < 2 and time.monotonic() < until:
+    time.sleep(0.02)
+assert orphans.look() == found
+assert mine.wait(30) == 3
+assert orphans.look() == []
+assert list(_ended_children()) == []
+"""
+
+
+def test_an_orphan_is_taken_note_of_at_the_second_look_and_an_own_child_is_not() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
