@@ -6,11 +6,12 @@ from functools import partial
 
 from weft.kernels.mid_config import BLOCK_DEPTH, BLOCK_TOKENS, MAX_SPLIT, TALL, TALL_WIDTH, WIDTHS, MidConfig
 
-FEWEST_TOKENS, MANY_TOKENS, MOST_TOKENS = 65, 512, 2048
-"""of whole waves, and from which on the formula must promise more: between which `by_rule` was held against
-measurements"""
+FEWEST_TOKENS, MOST_TOKENS = 65, 2048
+"""between which `by_rule` was held against measurements"""
+MANY_TOKENS = 512
+"""above these a narrower tile must promise `PROMISE`"""
 PROMISE = 0.85
-"""of the time of tiles 256 wide, which the kernels for many tokens have"""
+"""of the time of tiles of `mid_hopper` 256 wide, which stand for the kernels for many tokens"""
 FEWEST_STAGES = 3
 """of a ring that is worth a measurement"""
 FEWEST_UNITS = 32
@@ -65,8 +66,10 @@ def by_rule(tokens: int, features: int, depth: int, num_sms: int) -> MidConfig |
     that was tried, on the mean 0.4 % slower than it, and never slower than the choice without a table, which took 1.22
     times as long (BENCHMARKS.md, products of 64 to 512 tokens). Deep products of few tiles lost to cut ones. Of 192
     tokens four products were measured: it says the quickest of three, and of the deep one what takes 1.15 times as
-    long. Of 32 products of an 8B with 640 to
-    2,048 tokens it says something of 12: of 11 a tile of `mid_hopper` was the quickest, of eight one of that size.
+    long.
+
+    Of 32 products of an 8B with 640 to 2,048 tokens it says something of 12. For 11 of these a tile of `mid_hopper` was
+    the quickest, for eight one of the width it says. It goes before what a start has measured of other kernels.
     """
     if not FEWEST_TOKENS <= tokens <= MOST_TOKENS:
         return None

@@ -69,7 +69,7 @@ def decode_counts(num_decodes: int, room: Sequence[int]) -> list[int]:
 
 def whole_counts(batch: Batch, ranges: Sequence[tuple[int, int]], tile: int) -> list[int] | None:
     """As `decode_counts`, and so that nano-batches cut prompts at multiples of `tile` tokens alone: a few decodes more
-    or less in one of them move the cut behind it. None where there are too few for that."""
+    or less in one of them move the cut behind it. None where that finds no way: of two there is none then."""
     room = _room(batch, ranges)
     counts = decode_counts(batch.num_decodes, room)
     length = batch.query_len[batch.num_decodes :].astype(np.int64)

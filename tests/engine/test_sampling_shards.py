@@ -102,14 +102,34 @@ def test_log_probabilities_are_those_of_one_rank(top: int) -> None:
         assert all(found[2][row, 1 + at] == found[2][row, 0] for row, at in own.tolist())
 
 
-def test_log_probabilities_of_a_row_are_those_it_has_alone_to_the_bit() -> None:
-    """With `--batch-invariant` they are promised; torch's sums over a dimension follow the number of rows on a GPU."""
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_log_probabilities_of_a_row_are_those_it_has_alone_to_the_bit(ranks: int) -> None:
+    """With `--batch-invariant` they are promised; torch's sums over a dimension follow the number of rows."""
     logits = torch.randn(64, VOCABULARY, generator=torch.Generator().manual_seed(3)) * 4
+    tokens = torch.arange(64)
+
+    def work(collectives: Collectives) -> list[Tensor]:
+        part, own = shard(logits, collectives)
+        alone = [sampling_shards.logprobs_of(part[r : r + 1], own, tokens[r : r + 1], 2)[2] for r in range(64)]
+        return [sampling_shards.logprobs_of(part, own, tokens, 2)[2], torch.cat(alone)]
+
+    for crowd, alone in on_ranks(ranks, work):
+        assert torch.equal(crowd, alone)
+
+
+def test_sums_of_rows_and_over_ranks_are_in_an_order_of_their_own() -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(64, VOCABULARY, generator=generator) * 4
     sums = sampling_shards._row_sums(logits)
     assert torch.allclose(sums, logits.sum(-1, dtype=torch.float64), rtol=1e-12)
     for row in (0, 17, 63):
         assert torch.equal(sampling_shards._row_sums(logits[row : row + 1]), sums[row : row + 1])
     assert sampling_shards._row_sums(torch.ones(2, 1)).tolist() == [1.0, 1.0]
+    masses = torch.rand(8, 64, 5, generator=generator).double()[..., 1]  # a column of what was gathered
+    peaks = torch.zeros_like(masses)
+    norms = sampling_shards._log_norms(peaks, masses)
+    for row in range(64):
+        assert torch.equal(sampling_shards._log_norms(peaks[:, row : row + 1], masses[:, row : row + 1])[0], norms[row])
 
 
 @pytest.mark.parametrize("first", [0, 1, 31, 32, 75, 290])

@@ -1,4 +1,4 @@
-# seconds 170
+# seconds 200
 # gpus 2
 # asks: what each way to make sums costs in iterations of a 70B's 16 layers, sustained (`weft bench ranks`): none, ours
 #   in one step and two, products that send, NCCL in series, two nano-batches whose products leave their sums or send
@@ -14,7 +14,7 @@ set -u
 export COLUMNS=140
 ranks="python -m weft.server bench ranks --model-preset llama-3-70b --tensor-parallel-size ${RANKS:-2} --tuning-seconds 30"
 ranks="$ranks --seconds ${ROUND_SECONDS:-2.5} --rounds ${ROUNDS:-2} --trace $OUT/ranks.trace.json.gz"
-timeout --foreground -k 5 $((SECONDS_LEFT * 9 / 10)) $ranks --tokens 2048 512 64 --json "$OUT/ranks.json" \
+timeout --foreground -k 5 $((SECONDS_LEFT * 7 / 10)) $ranks --tokens 2048 512 64 --json "$OUT/ranks.json" \
     --ways none,one,two,sent-one,sent-two,vendor,nano,sent-nano
 status=$?
 if [ ! -f "$OUT/ranks.json" ]; then # not even one size
