@@ -187,12 +187,6 @@ def _row_sums(x: Tensor) -> Tensor:
     return x[:, 0]
 
 
-def _log_norms(peaks: Tensor, masses: Tensor) -> Tensor:
-    """Logarithms of the sums over all ids: `[n]`, of the largest logit and the mass beside it by rank, `[ranks, n]`."""
-    peak = peaks.amax(0)
-    return peak + _row_sums((masses * (peaks - peak).exp()).T).log()
-
-
 def logprobs_of(logits: Tensor, shard: Shard, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
     """As `sampling.logprobs_of`, of this rank's `logits [n, V / ranks]` float32. `tokens [n]` may be anybody's."""
     rows, size = logits.shape
@@ -208,7 +202,8 @@ def logprobs_of(logits: Tensor, shard: Shard, tokens: Tensor, top: int) -> tuple
     shown[:, 3 + top : 3 + top + values.shape[1]] = (at + shard.first).double()
     everything = shard.gather(shown)
     peaks, masses = everything[..., 0], everything[..., 1]
-    norm = _log_norms(peaks, masses)
+    peak = peaks.amax(0)
+    norm = peak + _row_sums((masses * (peaks - peak).exp()).T).log()
     value = everything[..., 2].amax(0)
     better = shard.gather((logits > value.float()[:, None]).sum(-1)).sum(0)
     values, places = torch.sort(
