@@ -1,4 +1,4 @@
-"""The products of a layer as `projections` has them, but on `mid_hopper` where a measured table says so.
+"""The products of a layer as `projections` has them, but on `mid_hopper` where a measured table or its rule says so.
 
 Signatures, places and results are those of `projections`; what `mid_hopper` has no epilogue for goes there as well:
 biases, head norms, norms behind a product, activations other than SiLU.
