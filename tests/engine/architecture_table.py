@@ -99,9 +99,9 @@ def table(found: dict[str, tuple[str, str]]) -> str:
         BEGIN,
         "",
         f"`transformers` {transformers.__version__}: {len(found)} entries. {counts['broad']} pass on `transformers`' "
-        f"code, {len(native)} have layers of weft's own, {counts['no']} are refused.",
+        f"code, {len(native)} have native layers, {counts['no']} are rejected.",
         "",
-        "| `model_type` | class | weft's layers | `transformers`' code |",
+        "| `model_type` | class | native | `transformers`' code |",
         "|---|---|---|---|",
     ]
     for kind, (how, why) in found.items():
