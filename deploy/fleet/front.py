@@ -21,7 +21,7 @@ from weft.server.api.generate import RETRIES
 from weft.server.errors import ApiError
 from weft.server.observe.board import Board
 from weft.server.observe.counters import Counter, Store
-from weft.server.replicas.replicas import Look, Replicas, Ticket, level
+from weft.server.replicas.replicas import PromptPages, Replicas, Ticket, level
 from weft.server.replicas.router import POLICY, Policy
 
 ROW = 1
@@ -53,7 +53,7 @@ class _Sequence:
     record: Record
     prompt: npt.NDArray[np.int32]
     output_tokens: int
-    look: Look
+    look: PromptPages
     ticket: Ticket
     on_end: Callable[[list[int]], None]
     said: list[int]
@@ -145,7 +145,7 @@ class Front:
             self._begin_again(self._sequences.pop(handle))
 
     def _begin_again(self, sequence: _Sequence) -> None:
-        """As `Generation._begin_again`: once, and only what the client has had nothing of."""
+        """As `Generation._restart`: once, and only what the client has had nothing of."""
         self._prefilled(sequence)
         sequence.ticket.end()
         if sequence.lives > RETRIES or sequence.said:
@@ -180,7 +180,7 @@ class Front:
     def _admit(
         self, record: Record, prompt: npt.NDArray[np.int32], output_tokens: int, on_end: Callable[[list[int]], None]
     ) -> None:
-        look = self.replicas.look(prompt, "")  # type: ignore[arg-type]  # it makes an array of it
+        look = self.replicas.prompt_pages(prompt, "")  # type: ignore[arg-type]  # it makes an array of it
         try:
             with self._admission.admit(1, len(prompt)):
                 ticket = self.replicas.route(look, output_tokens if self.options.known else None)

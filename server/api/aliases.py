@@ -1,4 +1,4 @@
-"""Other servers' names for what is here, and what clients of vLLM, SGLang, llama.cpp and SageMaker ask beside it."""
+"""Aliases of other servers' paths, and the additional endpoints of vLLM, SGLang, llama.cpp and SageMaker."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from fastapi import APIRouter, Request, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from weft import __version__
+from weft.server.api.chat_prompt import template_input
 from weft.server.api.operations import health
 from weft.server.api.protocol import TemplatedBody
 from weft.server.api.routing import STREAMED, JsonRequest, JsonRoute, ServiceOf
 from weft.server.api.service import Phase
-from weft.server.api.turn import conversation
 from weft.server.errors import bad_request
 from weft.server.observe.board import OPEN, Rest
 
@@ -23,38 +23,38 @@ _PATHS = {"/v1/tokenize": "/tokenize", "/v1/detokenize": "/detokenize"}
 _UNPREFIXED = frozenset(
     {"chat", "completions", "embeddings", "messages", "models", "responses", "conversations", "files", "batches"}
 )
-"""first parts of paths that are below /v1 here"""
+"""First path segments that clients may send without /v1."""
 
 _BY_FIELD = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
-"""what an invocation is, by a field that its body needs"""
+"""The endpoint of an invocation, by the field that identifies it."""
 
 router = APIRouter(route_class=JsonRoute)
 
 
 def canonical(path: str) -> str:
-    """The path under which this server knows what is asked for, with no slash at its end."""
+    """This server's path for a requested path, without a trailing slash."""
     if path.endswith("/") and not path.endswith("//"):
-        path = path[:-1] or "/"  # base URLs are written with and without it
+        path = path[:-1] or "/"  # clients append paths to base URLs with and without one
     if path.startswith("/v1/v1/"):
-        path = path[3:]  # and with the /v1 that some clients add
+        path = path[3:]  # some clients add /v1 to a base URL that already has it
     if path[1:].partition("/")[0] in _UNPREFIXED:
         path = f"/v1{path}"
     return _PATHS.get(path, path)
 
 
 @router.head(PING, include_in_schema=False)
-@router.get(PING, summary="SageMaker's probe: 200 once the model is loaded, as long as the engine lives")
+@router.get(PING, summary="SageMaker's probe: 200 while a loaded model's engine is alive")
 async def ping(service: ServiceOf) -> dict[str, str]:
     await health(service)
     asleep = (each.rest is not Rest.AWAKE and each.ever is not None for each in service.models)
     if not any(asleep) and not any(each.phase is Phase.SERVING for each in service.models):
-        _ = service.loaded  # says why not
+        _ = service.loaded  # raises the reason
     return {"status": "ok"}
 
 
 @router.post(
     INVOCATIONS,
-    summary="SageMaker's one path: a chat or a completion, by the body's fields",
+    summary="SageMaker's endpoint: a chat or a completion, depending on the body's fields",
     responses=STREAMED,
     openapi_extra={
         "requestBody": {
@@ -70,12 +70,12 @@ async def invocations(request: Request) -> Response:
     value = await request.json()
     for field, path in _BY_FIELD.items():
         if isinstance(value, dict) and value.get(field) is not None:
-            return _Elsewhere(path, await request.body())
+            return _Forwarded(path, await request.body())
     raise bad_request(f"The body needs one of {', '.join(_BY_FIELD)}.")
 
 
-class _Elsewhere(Response):
-    """The answer of another path to the same body."""
+class _Forwarded(Response):
+    """Forwards the body to another path and returns its answer."""
 
     def __init__(self, path: str, body: bytes) -> None:
         self.background = None
@@ -85,7 +85,7 @@ class _Elsewhere(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body: bytes | None = self._body
 
-        async def again() -> Message:
+        async def replay() -> Message:
             nonlocal body
             if body is None:
                 return await receive()
@@ -94,10 +94,10 @@ class _Elsewhere(Response):
             return message
 
         scope["path"] = self._path
-        await scope["app"].router(scope, again, send)
+        await scope["app"].router(scope, replay, send)
 
 
-@router.get("/server_info", summary="What is served, in SGLang's words")
+@router.get("/server_info", summary="Describe the model, in SGLang's format")
 async def server_info(service: ServiceOf) -> dict[str, Any]:
     ready = service.known.ready
     return {
@@ -114,12 +114,12 @@ async def server_info(service: ServiceOf) -> dict[str, Any]:
     }
 
 
-@router.get("/load", summary="Sequences open, in vLLM's words")
+@router.get("/load", summary="Count open sequences, in vLLM's format")
 async def load(service: ServiceOf) -> dict[str, int]:
     return {"server_load": int(service.board.load[:, :, OPEN].sum())}
 
 
-@router.get("/props", summary="What is served, in llama.cpp's words")
+@router.get("/props", summary="Describe the model, in llama.cpp's format")
 async def props(service: ServiceOf) -> dict[str, Any]:
     loaded = service.known
     return {
@@ -132,9 +132,9 @@ async def props(service: ServiceOf) -> dict[str, Any]:
     }
 
 
-@router.post("/apply-template", summary="The text that a conversation becomes, as llama.cpp has it")
+@router.post("/apply-template", summary="Render a conversation as text, in llama.cpp's format")
 async def apply_template(body: TemplatedBody, request: Request, service: ServiceOf) -> dict[str, str]:
     service = service.of(body.model)
     body.check_template()
     await service.enter(body.model, request.scope)
-    return {"prompt": await service.loaded.text.render(*conversation(body, body.messages, body.tools, service))}
+    return {"prompt": await service.loaded.text.render(*template_input(body, body.messages, body.tools, service))}

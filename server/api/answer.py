@@ -14,7 +14,7 @@ from weft.engine.errors import EngineDead
 from weft.server.api.choice import Choice, Piece
 from weft.server.api.events import MARK, Dialect
 from weft.server.api.fast_path import EXTENSION, Composer, FastPath, Outlet, Template
-from weft.server.api.generate import Generation, disconnected
+from weft.server.api.generate import Generation, wait_for_disconnect
 from weft.server.api.service import Service
 from weft.server.errors import ApiError, translate
 
@@ -55,7 +55,7 @@ class Answer(Response):
         timer = self._start_timer()
         self._outlet = scope.get("extensions", {}).get(EXTENSION)
         self._work = work = asyncio.create_task(self._stream(send) if generation.body.stream else self._plain(send))
-        gone = asyncio.create_task(disconnected(receive))
+        gone = asyncio.create_task(wait_for_disconnect(receive))
         service.open.add(self)
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)

@@ -17,7 +17,7 @@ from weft.server.text.logprobs import chat_logprobs, prompt_logprobs
 from weft.server.tools.tool_format import Call
 
 REASONING = ("reasoning_content", "reasoning")
-"""what clients call the thinking: DeepSeek's and most, vLLM's newer ones"""
+"""The fields that carry thinking: DeepSeek's name and that of newer vLLM versions."""
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -29,7 +29,7 @@ async def chat_completions(body: ChatBody, request: Request, service: ServiceOf)
 
 
 class ChatShape:
-    """Choices of the chat endpoint."""
+    """The shape of the chat endpoint's choices."""
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
@@ -37,7 +37,7 @@ class ChatShape:
 
     def __init__(self, turn: Turn) -> None:
         self._tokenizer = turn.tokenizer
-        self._name = turn.body.namer(turn.tokenizer)
+        self._token_name = turn.body.namer(turn.tokenizer)
         self._body = body = turn.body
         self._parser = turn.parser
         last = body.messages[-1]
@@ -65,7 +65,7 @@ class ChatShape:
         if parts.calls:
             delta["tool_calls"] = [{"index": call.index, **self._call(call)} for call in parts.calls]
         if not delta and piece.finish_reason is None and not self._body.logprobs and not self._body.return_token_ids:
-            return None  # held back: it may become a call
+            return None  # held back: the text could become a call
         return self._choice(choice, piece, "delta", delta)
 
     def whole(self, choice: Choice, piece: Piece) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class ChatShape:
         return self._choice(choice, piece, "message", message)
 
     def _call(self, call: Call) -> dict[str, Any]:
-        """A call, or what is new of one, in OpenAI's form."""
+        """A call, or a delta of one, in OpenAI's form."""
         if call.id is None:
             return {"function": {"arguments": call.arguments}}
         if self._parser.is_custom(call):
@@ -106,7 +106,7 @@ class ChatShape:
         }
         if self._body.logprobs:
             data, top = self._tokenizer.token_bytes, self._body.top_logprobs or 0
-            out["logprobs"] = chat_logprobs(self._name, data, piece.logprobs, top)
+            out["logprobs"] = chat_logprobs(self._token_name, data, piece.logprobs, top)
         if self._body.return_token_ids:
             out["token_ids"] = piece.token_ids
         return out

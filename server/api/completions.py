@@ -13,7 +13,8 @@ from weft.engine.wire.messages import Promise
 from weft.server.api.answer import Answer
 from weft.server.api.choice import Choice, Piece
 from weft.server.api.choices import Choices
-from weft.server.api.generate import Generation, Prompt, constrain, output_limit
+from weft.server.api.constraint import compile_grammar
+from weft.server.api.generate import Generation, Prompt, output_limit
 from weft.server.api.protocol import CompletionBody
 from weft.server.api.routing import STREAMED, JsonRoute, ServiceOf
 from weft.server.api.service import Service
@@ -37,7 +38,7 @@ async def completions(body: CompletionBody, request: Request, service: ServiceOf
     prompts = await prompts_of(service, body)
     scored = body.logprobs if body.echo else None
     asked = [k for k in (scored, body.prompt_logprobs, 0 if body.max_tokens == 0 else None) if k is not None]
-    grammar = await constrain(body.constraint(marker_of(loaded.tokenizer)), request, service)
+    grammar = await compile_grammar(body.constraint(marker_of(loaded.tokenizer)), request, service)
     params = [
         body.sampling(
             max_tokens=output_limit(service, body.max_tokens, DEFAULT_MAX_TOKENS, len(prompt.token_ids), "prompt"),
@@ -73,7 +74,7 @@ async def prompts_of(service: Service, body: CompletionBody) -> list[Prompt]:
 
 
 class CompletionShape:
-    """Choices of the completions endpoint."""
+    """The shape of the completions endpoint's choices."""
 
     object = chunk_object = "text_completion"
     id_prefix = "cmpl"
@@ -84,7 +85,7 @@ class CompletionShape:
         self._body = body
         self._prompts = prompts
         self._echo_length: dict[int, int] = {}
-        """characters of prompt before each choice's own text; a choice is here once something of it was written"""
+        """Characters of echoed prompt before each choice's text, for choices that have started."""
 
     @property
     def plain(self) -> bool:
@@ -130,7 +131,7 @@ class CompletionShape:
         return prompt.text if prompt.text is not None else self._tokenizer.decode(prompt.token_ids)
 
     def _logprobs(self, choice: Choice, piece: Piece, first: bool) -> CompletionLogprobs:
-        """Arrays of the piece's tokens; under `echo` those of the prompt come first."""
+        """Arrays for the piece's tokens. With `echo`, the first piece starts with the prompt's tokens."""
         out = CompletionLogprobs(self._name, self._body.logprobs or 0)
         if first and self._body.echo:
             detokenizer, offset = self._tokenizer.detokenizer(), 0

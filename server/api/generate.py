@@ -1,4 +1,4 @@
-"""The life of one request, the same for completions and chat: admit, submit, merge its choices, account for them."""
+"""`Generation`: one request from admission to usage: submit its sequences, merge their output, account for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope
 
 from weft.engine.errors import EngineDead
@@ -21,27 +20,27 @@ from weft.server.api.choice import Choice, Ends, Piece
 from weft.server.api.model_text import too_long
 from weft.server.api.protocol import GenerationBody
 from weft.server.api.service import Service
-from weft.server.replicas.replicas import Look, Ticket
+from weft.server.replicas.replicas import PromptPages, Ticket
 from weft.server.text.stops import StopStrings
 from weft.server.tools.cache_control import HOUR
-from weft.server.tools.structured import Grammar, Writer, write_grammar
+from weft.server.tools.structured import Grammar
 
 RETRIES = 1
-"""times a sequence is begun again when its engine ends: a request that ends engines shall not end all of them"""
+"""Times a sequence is restarted when its engine dies, so that a request that kills engines cannot kill them all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A tokenized prompt, and its text when the client sent text."""
+    """A tokenized prompt, with its text if the client sent text."""
 
     token_ids: Sequence[int]
     text: str | None = None
     promises: tuple[Promise, ...] = ()
-    """how long its beginning is to be kept"""
+    """Prefixes whose pages are retained, and for how long."""
 
 
 class Generation:
-    """All sequences of one request: `submit` starts them, `updates` brings pieces, `close` ends them in any case."""
+    """All sequences of one request: `submit` starts them, `updates` yields pieces, `close` ends them."""
 
     def __init__(
         self,
@@ -57,10 +56,10 @@ class Generation:
         markup: tuple[str, str | None] | None = None,
         names: tuple[bytes, ...] = (),
     ) -> None:
-        """`params`: one per prompt. `scope`: of the request, with what `middleware` put into it.
+        """`params`: one per prompt. `scope`: the request's, with the entries that `middleware` adds.
 
-        `show`: special tokens that are text in this answer. `stops`: instead of the body's stop strings.
-        `markup`: marks between which there are none. `names`: of the conversation.
+        `show`: special tokens to keep in the text. `stops`: replaces the body's stop strings. `markup`: marks between
+        which stop strings are ignored. `names`: the conversation's names.
         """
         if body.request_id is not None and not scope["weft.named"]:
             scope["weft.request_id"] = body.request_id
@@ -69,7 +68,7 @@ class Generation:
         self.prompts = prompts
         self.id: str = scope["weft.request_id"]
         self.arrival: float = scope["weft.arrival"]
-        """`time.perf_counter()` when the request came"""
+        """`time.perf_counter()` when the request arrived."""
         self.choices: list[Choice] = []
         self._params = params
         self._stops = body.stop if stops is None else stops
@@ -87,45 +86,43 @@ class Generation:
         self._tenant: int = scope["weft.key"]
         self._charge: Callable[[int], None] = scope["weft.charge"]
         self._charged = 0
-        """tokens that were paid for"""
+        """Tokens charged so far."""
         self._prefilling: dict[int, int] = {}
-        """prompt tokens by choice, for those without output yet"""
-        self._tickets: list[Ticket] = []
-        """by choice"""
-        self._looks: list[Look] = []
-        """by prompt"""
-        self._again: dict[int, tuple[Ticket, int]] = {}
-        """by prompt: where it was begun again, and the handle of the sequence that computes it"""
+        """Prompt tokens by choice, for choices without output."""
+        self._tickets: list[Ticket] = []  # by choice
+        self._lookups: list[PromptPages] = []  # by prompt
+        self._restarts: dict[int, tuple[Ticket, int]] = {}
+        """By prompt: the ticket of its restart, and the handle of the sequence that computes the prompt."""
         self.replayable = False
-        """nothing of what `updates` gives is sent before its end: choices may be begun again whatever they have had"""
+        """Nothing is sent before the end of `updates`, so choices may be restarted even after they produced output."""
         self._merging: asyncio.Queue[tuple[Choice, Delta | Exception]] | None = None
-        """what was read of several choices, for `updates`"""
+        """Output of several choices, to be read by `updates`."""
         self._reading = False
 
     def submit(self) -> None:
-        """Hand every sequence to an engine. Raises `ApiError` 503 when too much is waiting."""
+        """Submit every sequence to an engine. Raises `ApiError` 503 if the queue is full."""
         loaded, body = self._loaded, self.body
         num_tokens = body.n * sum(len(prompt.token_ids) for prompt in self.prompts)
         salt = self._salt + body.cache_salt
-        self._looks = [loaded.replicas.look(prompt.token_ids, salt) for prompt in self.prompts]
+        self._lookups = [loaded.replicas.prompt_pages(prompt.token_ids, salt) for prompt in self.prompts]
         with loaded.admission.admit(body.n * len(self.prompts), num_tokens):
-            for i, look in enumerate(self._looks):
-                ticket = loaded.replicas.route(look, self._params[i].max_tokens, body.prompt_cache_key)
+            for i, pages in enumerate(self._lookups):
+                ticket = loaded.replicas.route(pages, self._params[i].max_tokens, body.prompt_cache_key)
                 leader = -1
                 for k in range(body.n):
-                    choice = self._begin(len(self.choices), i, ticket if k == 0 else ticket.beside(), leader)
+                    choice = self._begin(len(self.choices), i, ticket if k == 0 else ticket.sibling(), leader)
                     self.choices.append(choice)
                     leader = choice.stream.handle if k == 0 else leader
-        self._pay()
+        self._charge_usage()
 
     def _begin(self, index: int, i: int, ticket: Ticket, leader: int) -> Choice:
-        """Start the sequence of a choice, of prompt i; it shares the pages of the `leader`."""
+        """Start the sequence of a choice of prompt `i`. It shares the pages of the `leader` sequence."""
         loaded, body, params, prompt = self._loaded, self.body, self._params[i], self.prompts[i]
         k = index % body.n
         if k and params.seed is not None:
             params = msgspec.structs.replace(params, seed=_next_seed(params.seed, k))
         stream = ticket.replica.client.submit(
-            self._looks[i].tokens,
+            self._lookups[i].tokens,
             params,
             priority=body.priority,
             cache_salt=self._salt + body.cache_salt,
@@ -150,35 +147,37 @@ class Generation:
             self._constraint,
         )
 
-    def _begin_again(self, choice: Choice, error: EngineDead) -> Choice:
-        """Its engine has ended: another choice in its place, at another engine. Raises the error where that cannot be,
-        or where the client has had some of it."""
+    def _restart(self, choice: Choice, error: EngineDead) -> Choice:
+        """Replace a choice whose engine died by a new one at another engine.
+
+        Raises `error` if no engine is left, the retries are used up, or the client already has output of the choice.
+        """
         if choice.lives > RETRIES or (choice.num_tokens and not self.replayable):
             raise error
         i, replicas = choice.prompt, self._loaded.replicas
         self._prefilled(choice)
         self._tickets[choice.index].end()
         choice.stream.abort()
-        ticket, leader = self._again.get(i, (None, -1))
+        ticket, leader = self._restarts.get(i, (None, -1))
         if ticket is not None and ticket.replica.client.alive:
-            ticket = ticket.beside()
+            ticket = ticket.sibling()
         else:
             with self.service.board.lock():
                 limit, key = self._params[i].max_tokens, self.body.prompt_cache_key
-                ticket, leader = replicas.route(self._looks[i], limit, key), -1
+                ticket, leader = replicas.route(self._lookups[i], limit, key), -1
         fresh = self._begin(choice.index, i, ticket, leader)
         if leader < 0:
-            self._again[i] = ticket, fresh.stream.handle
+            self._restarts[i] = ticket, fresh.stream.handle
         fresh.lives, fresh.counted = choice.lives + 1, choice.counted
         self.choices[choice.index] = fresh
         self.service.metrics.retried.inc()
         return fresh
 
     async def updates(self, silence: float | None = None) -> AsyncGenerator[tuple[Choice, Piece] | None, None]:
-        """Pieces of all choices as they come, until all have finished; None after each `silence` seconds without one.
+        """Yield pieces of all choices until all have finished, and None after each `silence` seconds without one.
 
-        A choice whose engine ends is begun again elsewhere: one with the same index, and none of its pieces, follows.
-        Raises `EngineDead` where that cannot be, or `ApiError` when the engine gave a sequence up.
+        A choice whose engine dies is restarted as a new choice with the same index, starting from its first piece.
+        Raises `EngineDead` if that is impossible, and `ApiError` if the engine aborts a sequence.
         """
         if len(self.choices) == 1:
             choice = self.choices[0]
@@ -190,7 +189,7 @@ class Generation:
                     yield None
                     continue
                 except EngineDead as error:
-                    choice = self._begin_again(choice, error)
+                    choice = self._restart(choice, error)
                     continue
                 yield choice, self._take(choice, delta)
             return
@@ -209,13 +208,13 @@ class Generation:
                 finally:
                     self._reading = False
                 if isinstance(delta_or_error, EngineDead) and choice.index in going:
-                    again = self._begin_again(choice, delta_or_error)
+                    again = self._restart(choice, delta_or_error)
                     pumps.append(asyncio.create_task(_pump(again, queue)))
                     continue
                 if isinstance(delta_or_error, Exception):
                     raise delta_or_error
                 if choice.index not in going:
-                    continue  # deltas behind a stop string
+                    continue  # deltas after a stop string
                 piece = self._take(choice, delta_or_error)
                 if choice.finished:
                     going.discard(choice.index)
@@ -225,7 +224,7 @@ class Generation:
                 pump.cancel()
 
     def idle(self) -> bool:
-        """Whoever reads `updates` waits, and nothing that was read of several streams is on its way there."""
+        """Nothing is queued for the reader of `updates`, so output may bypass it."""
         return self._merging is None or (self._reading and self._merging.empty())
 
     def _take(self, choice: Choice, delta: Delta) -> Piece:
@@ -255,7 +254,7 @@ class Generation:
         self._loaded.admission.prefill_tokens -= self._prefilling.pop(choice.index, 0)
 
     def close(self, cause: str) -> None:
-        """Abort what has not finished, for this reason. Idempotent."""
+        """Abort unfinished choices; `cause` is for the metrics. Idempotent."""
         for choice in self.choices:
             self._prefilled(choice)
             self._tickets[choice.index].end()
@@ -263,16 +262,16 @@ class Generation:
                 choice.finished = True
                 choice.stream.abort()
                 self.service.metrics.sequence_aborted(cause)
-        self._pay()
+        self._charge_usage()
 
-    def _pay(self) -> None:
-        """Charge the client's key for what was used since."""
+    def _charge_usage(self) -> None:
+        """Charge the client's key for tokens used since the last call."""
         used = self.usage()["total_tokens"] if self.choices else 0
         self._charge(used - self._charged)
         self._charged = used
 
     def usage(self) -> dict[str, Any]:
-        """Token counts so far; every prompt counts once."""
+        """Token counts so far. Each prompt counts once, whatever `n` is."""
         prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
         completion_tokens = sum(choice.num_tokens for choice in self.choices)
         cached = sum(choice.cached_tokens for choice in self.choices[:: self.body.n])
@@ -290,15 +289,15 @@ class Generation:
             usage["energy_joules"] = round(joules, 6) if self._loaded.ready.energy_source else None
         return usage
 
-    def created(self) -> tuple[int, int]:
-        """Prompt tokens that this request put into the cache, to be kept as it asked: for minutes, for an hour or more.
+    def newly_retained(self) -> tuple[int, int]:
+        """Tokens of the first prompt that this request added to the retained pages: for less than an hour, for longer.
 
-        Those that were found there are none of them. Of one prompt.
+        Tokens that were already cached do not count.
         """
         choice, promises = self.choices[0], self.prompts[0].promises
-        kept, found = choice.promised_tokens, choice.cached_tokens
-        hour = min(kept, max((p.tokens for p in promises if p.seconds >= HOUR), default=0))
-        return max(0, kept - max(found, hour)), max(0, hour - found)
+        retained, cached = choice.promised_tokens, choice.cached_tokens
+        hour = min(retained, max((p.tokens for p in promises if p.seconds >= HOUR), default=0))
+        return max(0, retained - max(cached, hour)), max(0, hour - cached)
 
 
 async def _pump(choice: Choice, queue: asyncio.Queue[tuple[Choice, Delta | Exception]]) -> None:
@@ -315,46 +314,28 @@ async def _pump(choice: Choice, queue: asyncio.Queue[tuple[Choice, Delta | Excep
 
 
 def _next_seed(seed: int, k: int) -> int:
-    """A seed of its own for the k-th sequence of a prompt, within 64 bits."""
+    """The seed of the k-th sequence of a prompt, wrapped to 64 bits."""
     return (seed + k + 2**63) % 2**64 - 2**63
 
 
-async def constrain(writer: Writer | None, request: Request, service: Service) -> Grammar | None:
-    """The grammar of a request, if it asks for one, tried before the engine sees it. Raises `ApiError`, and
-    `ClientDisconnect` for a client that leaves meanwhile: its turn goes to somebody else."""
-    if writer is None:
-        return None
-    work = asyncio.create_task(write_grammar(writer, service.loaded.grammars, request.scope["weft.client"]))
-    gone = asyncio.create_task(disconnected(request.receive))
-    try:
-        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise ClientDisconnect
-        return work.result()
-    finally:
-        work.cancel()
-        gone.cancel()
-        await asyncio.wait((gone,))  # the answer listens next
-
-
-async def disconnected(receive: Receive) -> None:
-    """Returns once the client has gone, or the answer has ended."""
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Return once the client has disconnected or the answer has ended."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 def output_limit(service: Service, asked: int | None, default: int | None, prompt_len: int, param: str) -> int:
-    """Output tokens at most. Raises `ApiError` when prompt and output do not fit the context.
+    """The maximum number of output tokens. Raises `ApiError` if prompt and output do not fit the context.
 
-    `default` None means: what the context leaves.
+    `default` applies if the request sets no limit; None uses the rest of the context.
     """
     limit = service.loaded.ready.max_model_len
-    room = limit - prompt_len
+    left = limit - prompt_len
     if asked is not None:
-        if asked > room:
+        if asked > left:
             what = f"you requested {prompt_len + asked} tokens ({prompt_len} in the {param}, {asked} in the completion)"
             raise too_long(limit, what, param)
         return asked
-    if room < 1:
+    if left < 1:
         raise too_long(limit, f"{prompt_len} tokens in the {param} leave none for the completion", param)
-    return room if default is None else min(default, room)
+    return left if default is None else min(default, left)

@@ -1,4 +1,4 @@
-"""`POST /v1/messages`, `/v1/messages/count_tokens`: Anthropic's dialect of a conversation."""
+"""`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's dialect of chat."""
 
 from __future__ import annotations
 
@@ -11,43 +11,41 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from weft.server.api.answer import Answer
+from weft.server.api.chat_prompt import prompt_ids
 from weft.server.api.choice import Choice, Piece
 from weft.server.api.events import MARK, event
 from weft.server.api.messages_protocol import CountTokensBody, MessagesBody, MessagesErrorBody
 from weft.server.api.protocol import ChatBody
 from weft.server.api.routing import STREAMED, JsonRoute, ServiceOf
-from weft.server.api.turn import Parts, Turn, begin_turn, offered, prompt_ids
+from weft.server.api.turn import Turn, begin_turn
+from weft.server.api.turn_parser import Parts
 from weft.server.errors import ApiError, anthropic_error, translate
 from weft.server.tools.stream import Call
 
 SIGNATURE = "d2VmdA=="
-"""of thinking: clients give it back, nobody here needs it"""
+"""The signature of every thinking block. Clients return it; this server ignores it."""
 
 _ERRORS: dict[int | str, dict[str, Any]] = {kind: {"model": MessagesErrorBody} for kind in ("4XX", "5XX")}
 
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/v1/messages", summary="Answer a conversation, in Anthropic's form", responses=STREAMED | _ERRORS)
+@router.post("/v1/messages", summary="Answer a conversation, in Anthropic's format", responses=STREAMED | _ERRORS)
 async def messages(body: MessagesBody, request: Request, service: ServiceOf) -> Response:
     chat = _chat(body)
     chat.stop = body.stop_sequences
-    # What the context does not leave is not an error here: clients ask for as much as their models can.
-    turn = await begin_turn(chat, request, service, at_most=max(1, body.max_tokens), keeps_by_key=False)
+    # `max_tokens` is not checked against the context: clients request the maximum of their models.
+    turn = await begin_turn(chat, request, service, default_limit=max(1, body.max_tokens), retain_by_key=False)
     return Answer(turn.generation, MessagesDialect(turn, body.max_tokens))
 
 
-@router.post("/v1/messages/count_tokens", summary="Tokens that the prompt of such a request has", responses=_ERRORS)
+@router.post("/v1/messages/count_tokens", summary="Count the prompt tokens of a message request", responses=_ERRORS)
 async def count_tokens(body: CountTokensBody, request: Request, service: ServiceOf) -> dict[str, int]:
-    chat = _chat(body)
-    service = service.of(chat.model)
-    chat.check()
-    await service.enter(chat.model, request.scope)
-    return {"input_tokens": len(await prompt_ids(chat, offered(chat), service))}
+    return {"input_tokens": len(await prompt_ids(_chat(body), request.scope, service))}
 
 
 def _chat(body: CountTokensBody) -> ChatBody:
-    """The same request as one of chat. Raises `ApiError`."""
+    """The equivalent chat request. Raises `ApiError`."""
     try:
         return ChatBody.model_validate(body.as_chat())
     except ValidationError as error:
@@ -55,28 +53,28 @@ def _chat(body: CountTokensBody) -> ChatBody:
 
 
 class MessagesDialect:
-    """An answer as a message of content blocks: thinking, text, calls."""
+    """Writes an answer as a message of content blocks: thinking, text, calls."""
 
     silence = event(b'{"type":"ping"}', b"ping")
 
     def __init__(self, turn: Turn, max_tokens: int) -> None:
-        """`max_tokens`: asked for."""
+        """`max_tokens`: the value in the request."""
         self._turn = turn
         self._parser = turn.parser
         self._generation = turn.generation
         self._max_tokens = max_tokens
         self._begun = False
         self._blocks = 0
-        """begun so far"""
+        """Blocks started so far."""
         self._open = ""
-        """the type of the block that is open"""
+        """The type of the open block, or empty."""
         self._call = -1
-        """the number of the call that is open"""
+        """The index of the open call."""
         self._held = ""
-        """white space before anything else: none of it is shown where a call follows"""
+        """Leading white space, dropped if a call follows."""
         self._last = Piece()
         self._template: tuple[bytes, bytes] | None = None
-        """what stands around the text of an event of the open block"""
+        """The bytes before and after the text in an event of the open block."""
 
     # -- whole
 
@@ -84,7 +82,7 @@ class MessagesDialect:
         piece = wholes[0]
         content: list[dict[str, Any]] = []
 
-        def more(kind: str, field: str, text: str, **fields: Any) -> None:
+        def append(kind: str, field: str, text: str, **fields: Any) -> None:
             if self._open != kind:
                 content.append({"type": kind, field: "", **fields})
             self._open = kind
@@ -92,14 +90,14 @@ class MessagesDialect:
 
         for parts in self._parser.runs(self._generation.choices[0], piece) if self._max_tokens else ():
             if parts.reasoning:
-                more("thinking", "thinking", parts.reasoning, signature=SIGNATURE)
+                append("thinking", "thinking", parts.reasoning, signature=SIGNATURE)
             if text := self._shown(parts.text):
-                more("text", "text", text)
+                append("text", "text", text)
             for call in parts.calls:
                 content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)})
                 self._call, self._open, self._held = call.index, "tool_use", ""
         if self._held and self._call < 0:
-            more("text", "text", self._held)
+            append("text", "text", self._held)
         return orjson.dumps({**self._message(content), **self._stop(piece), "usage": self._usage()})
 
     # -- streamed
@@ -118,7 +116,7 @@ class MessagesDialect:
 
     def _events(self, parts: Parts) -> bytes:
         out, calls = b"", parts.calls
-        if calls and calls[0].id is None:  # what is new of the open call, before what came behind it
+        if calls and calls[0].id is None:  # a delta of the open call precedes what follows the call
             out += self._call_events(calls[0])
             calls = calls[1:]
         if parts.reasoning:
@@ -156,8 +154,8 @@ class MessagesDialect:
         return _event({"type": "message_start", "message": {**self._message([]), **stop, "usage": self._usage()}})
 
     def _shown(self, text: str) -> str:
-        """The text, and what was held back before it. White space that nothing else has gone before is held back, where
-        calls may follow: clients take no blocks of it alone."""
+        """The text with any held white space. Leading white space is held back while a call may follow, because clients
+        reject blocks of white space."""
         if self._parser.plain or self._open == "text":
             return text
         self._held += text
@@ -176,7 +174,7 @@ class MessagesDialect:
         return out
 
     def _opened(self, kind: str, fields: dict[str, Any], *, again: bool = False) -> bytes:
-        """The events after which a block of this type is open. `again`: a new one in any case."""
+        """Events that open a block of this type unless one is open. `again`: always open a new block."""
         if self._open == kind and not again:
             return b""
         out = self._closed()
@@ -208,7 +206,7 @@ class MessagesDialect:
         }
 
     def _stop(self, piece: Piece) -> dict[str, Any]:
-        """Why the answer ended, in Anthropic's words."""
+        """Why the answer ended, in Anthropic's terms."""
         reason, sequence = "end_turn", None
         if piece.finish_reason == "length":
             reason = "max_tokens" if self._output_tokens >= self._max_tokens else "model_context_window_exceeded"
@@ -223,10 +221,10 @@ class MessagesDialect:
         return sum(choice.num_tokens for choice in self._generation.choices)
 
     def _usage(self) -> dict[str, Any]:
-        """What was found in the cache is told apart, and what was put there because the client asked for that."""
+        """Usage in Anthropic's terms, with cached tokens and newly retained tokens reported separately."""
         usage = self._generation.usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
-        minutes, hour = self._generation.created()
+        minutes, hour = self._generation.newly_retained()
         return {
             "input_tokens": usage["prompt_tokens"] - cached - minutes - hour,
             "cache_creation_input_tokens": minutes + hour,
@@ -241,7 +239,7 @@ def _event(fields: dict[str, Any]) -> bytes:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Of a call, as far as it goes: the answer may have ended within."""
+    """The input of a call, possibly incomplete because the answer ended early."""
     try:
         value = from_json(arguments, allow_partial="trailing-strings")
     except ValueError:

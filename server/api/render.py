@@ -1,6 +1,6 @@
-"""`POST /v1/completions/render`, `/v1/chat/completions/render`: the token ids that a request becomes, and no more.
+"""`POST /v1/completions/render` and `/v1/chat/completions/render`: a request's token ids, without generating.
 
-Routers ask, to know which pages a request would find.
+Routers use them to find out which cached pages a request would hit.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from weft.server.api.chat_prompt import prompt_ids
 from weft.server.api.completions import prompts_of
 from weft.server.api.protocol import ChatBody, CompletionBody
 from weft.server.api.routing import JsonRoute, ServiceOf
-from weft.server.api.turn import offered, prompt_ids
 
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/v1/completions/render", summary="Token ids of a prompt, as the same request without /render has them")
+@router.post("/v1/completions/render", summary="Return the prompt token ids of a completion request")
 async def render_completions(body: CompletionBody, request: Request, service: ServiceOf) -> list[dict[str, Any]]:
     service = service.of(body.model)
     body.check()
@@ -26,10 +26,7 @@ async def render_completions(body: CompletionBody, request: Request, service: Se
     return [{"token_ids": p.token_ids, "model": model} for p in await prompts_of(service, body)]
 
 
-@router.post("/v1/chat/completions/render", summary="Token ids of a conversation, as the same request without /render")
+@router.post("/v1/chat/completions/render", summary="Return the prompt token ids of a chat request")
 async def render_chat(body: ChatBody, request: Request, service: ServiceOf) -> dict[str, Any]:
-    service = service.of(body.model)
-    body.check()
-    await service.enter(body.model, request.scope)
-    model = service.name(body.model)
-    return {"token_ids": await prompt_ids(body, offered(body), service), "features": None, "model": model}
+    ids = await prompt_ids(body, request.scope, service)
+    return {"token_ids": ids, "features": None, "model": service.name(body.model)}

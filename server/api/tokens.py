@@ -1,4 +1,4 @@
-"""`POST /tokenize`, `POST /detokenize`, `GET /tokenizer_info`."""
+"""`POST /tokenize`, `POST /detokenize` and `GET /tokenizer_info`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from weft.server.api.chat_prompt import template_input
 from weft.server.api.protocol import DetokenizeBody, TokenizeBody
 from weft.server.api.routing import JsonRoute, ServiceOf
 from weft.server.api.service import Service
-from weft.server.api.turn import conversation
 from weft.server.errors import bad_request
 
 DETOKENIZED_CONTEXTS = 16
-"""token ids that become text in one request: as many as the context has, so many times"""
+"""Token ids per request, in multiples of the context length."""
 
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/tokenize", summary="Token ids of a text or a conversation")
+@router.post("/tokenize", summary="Tokenize a text or a conversation")
 async def tokenize(body: TokenizeBody, request: Request, service: ServiceOf) -> dict[str, Any]:
     service = service.of(body.model)
     body.check_template()
@@ -26,7 +26,7 @@ async def tokenize(body: TokenizeBody, request: Request, service: ServiceOf) -> 
     loaded = service.loaded
     if body.messages is not None and body.prompt is None:
         ids, _ = await loaded.text.encode_chat(
-            *conversation(body, body.messages, body.tools, service), add_special_tokens=bool(body.add_special_tokens)
+            *template_input(body, body.messages, body.tools, service), add_special_tokens=bool(body.add_special_tokens)
         )
     elif body.prompt is not None and body.messages is None:
         special = body.add_special_tokens is not False
@@ -40,7 +40,7 @@ async def tokenize(body: TokenizeBody, request: Request, service: ServiceOf) -> 
 
 
 async def _tokenize_all(service: Service, body: TokenizeBody, prompts: list[str], special: bool) -> dict[str, Any]:
-    """As for one prompt, with a list where that has one value."""
+    """The answer for several prompts: each field is a list."""
     all_ids = await service.loaded.text.encode(prompts, add_special_tokens=special, param="prompt")
     return {
         "count": [len(ids) for ids in all_ids],
@@ -54,7 +54,7 @@ def _names(service: Service, ids: list[int]) -> list[str]:
     return [service.loaded.tokenizer.token_name(token_id) for token_id in ids]
 
 
-@router.post("/detokenize", summary="Text of token ids")
+@router.post("/detokenize", summary="Convert token ids to text")
 async def detokenize(body: DetokenizeBody, request: Request, service: ServiceOf) -> dict[str, str]:
     service = await service.enter(body.model, request.scope)
     loaded = service.loaded
@@ -62,7 +62,7 @@ async def detokenize(body: DetokenizeBody, request: Request, service: ServiceOf)
     return {"prompt": await service.offload(lambda: loaded.tokenizer.decode(body.tokens))}
 
 
-@router.get("/tokenizer_info", summary="Special tokens and chat template")
+@router.get("/tokenizer_info", summary="Return special tokens and the chat template")
 async def tokenizer_info(service: ServiceOf) -> dict[str, Any]:
     loaded = service.known
     return {**loaded.tokenizer.info(), "max_model_len": loaded.ready.max_model_len}

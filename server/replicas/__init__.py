@@ -1,6 +1,6 @@
-"""Several engines behind one API: which of them gets a request.
+"""Routing of requests over several engines.
 
-Owns: the router and its policy, what each engine keeps and has to do, the connections of an API process to engines.
+Owns: the router and its policy, the cached pages and load of each engine, an API process's connections to engines.
 May import: the ground files of server/, observe, engine/wire.
-Never: knows HTTP, text, or how engines are started.
+Never: depends on HTTP, text, or how engines are started.
 """

@@ -1,4 +1,4 @@
-"""`Replicas`: the engines that an API process is connected to, and which of them has what to do."""
+"""`Replicas`: the engines that an API process is connected to, their cached pages and their load."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from weft.engine.wire.messages import EngineReady, EngineStats
 from weft.engine.wire.page_keys import BRIEF, page_keys, root
 from weft.engine.wire.streams import Streams
 from weft.server.observe.board import Board
-from weft.server.replicas.holdings import Holdings
+from weft.server.replicas.cached_pages import CachedPages
 from weft.server.replicas.router import POLICY, Candidate, Policy, choose
 
 
 class Replica:
-    """An engine that is ready."""
+    """A ready engine."""
 
     def __init__(self, engine: int, client: Streams, ready: EngineReady) -> None:
         self.engine = engine
         self.client = client
         self.ready = ready
-        self.holdings = Holdings(ready.pages)
+        self.cached_pages = CachedPages(ready.pages)
 
 
-class Look:
-    """A prompt, and the brief keys of its pages in the eyes of engines; these may have different weights for a while.
+class PromptPages:
+    """A prompt and the brief keys of its pages, for each model version: weights may differ during a rollout.
 
     tokens: int32.
     """
@@ -43,52 +43,54 @@ class Look:
         }
 
     def keys(self, ready: EngineReady) -> list[bytes]:
-        """Of the full pages; none for an engine that has become ready since."""
+        """Keys of the full pages; empty for an engine that became ready later."""
         return self._keys.get((ready.model_id, ready.page_size), [])
 
-    def kept(self, replica: Replica) -> int:
-        """Tokens whose pages the engine keeps. One at least it has to compute."""
+    def cached_tokens(self, replica: Replica) -> int:
+        """Tokens whose pages the engine has cached, leaving at least one token to compute."""
         page_size = replica.ready.page_size
-        return replica.holdings.match(self.keys(replica.ready)[: (len(self.tokens) - 1) // page_size]) * page_size
+        return replica.cached_pages.match(self.keys(replica.ready)[: (len(self.tokens) - 1) // page_size]) * page_size
 
 
 class Ticket:
-    """A sequence's place at an engine: what there is to do for it counts there until it is done."""
+    """A sequence routed to an engine. Its work counts as load of that engine until it is done."""
 
     __slots__ = ("_load", "_output", "_pages", "_prefill", "replica")
 
     def __init__(
         self, replica: Replica, load: npt.NDArray[np.int64], prefill: int, output: int, pages: list[bytes]
     ) -> None:
-        """`load`: of this process by engine. `prefill`, `output`: tokens. `pages`: keys that will be there."""
+        """`load`: this process's load by engine. `prefill`, `output`: tokens. `pages`: keys of pages to be computed."""
         self.replica = replica
         self._load = load
         self._prefill = prefill
         self._output = output
         self._pages = pages
         load[replica.engine] += prefill + output
-        replica.holdings.expect(pages)
+        replica.cached_pages.expect(pages)
 
-    def beside(self) -> Ticket:
-        """For another sequence of the same prompt."""
+    def sibling(self) -> Ticket:
+        """A ticket for another sequence of the same prompt."""
         return Ticket(self.replica, self._load, 0, self._output, [])
 
     def started(self) -> None:
-        """Its prompt is computed. Idempotent."""
+        """The prompt is computed. Idempotent."""
         self._load[self.replica.engine] -= self._prefill
-        self.replica.holdings.settle(self._pages)
+        self.replica.cached_pages.settle(self._pages)
         self._prefill, self._pages = 0, []
 
     def end(self) -> None:
-        """Idempotent."""
+        """The sequence has ended. Idempotent."""
         self.started()
         self._load[self.replica.engine] -= self._output
         self._output = 0
 
 
 class Replicas:
-    """Attributes:
-    on_open: told the number of open sequences when it changes.
+    """The engines of one model.
+
+    Attributes:
+        on_open: called with the number of open sequences when it changes.
     """
 
     def __init__(
@@ -100,8 +102,8 @@ class Replicas:
         policy: Policy = POLICY,
         engines: Sequence[int] | None = None,
     ) -> None:
-        """`row`: of this process on the board. `stalled`: whether an engine makes no progress. `engines`: the numbers
-        of the model's; all by default."""
+        """`row`: this process's row of the board. `stalled`: whether an engine makes no progress. `engines`: the
+        model's engine numbers, by default all."""
         self.engines = list(range(board.engines)) if engines is None else list(engines)
         self.policy = policy
         self.on_open: Callable[[int], None] = lambda _count: None
@@ -116,22 +118,22 @@ class Replicas:
         """`on_stats`: called with each message of the engine."""
         replica = self._by_engine[engine] = Replica(engine, client, ready)
 
-        def hear(stats: EngineStats) -> None:
-            replica.holdings.hear(stats.pages)
+        def update(stats: EngineStats) -> None:
+            replica.cached_pages.update(stats.pages)
             on_stats(stats)
 
-        client.on_stats = on_stats if self._alone else hear
+        client.on_stats = on_stats if self._alone else update
         client.on_open = lambda _count: self.on_open(self.num_open)
 
     def detach(self, engine: int) -> None:
-        """It has ended. Idempotent."""
+        """Remove an engine that has ended. Idempotent."""
         self._by_engine.pop(engine, None)
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(self._by_engine.values())
 
     def state(self, engine: int) -> str:
-        """In a word: serving, draining, stalled or away."""
+        """One of serving, draining, stalled and away."""
         if engine not in self._by_engine:
             return "away"
         if self._stalled(engine):
@@ -144,7 +146,7 @@ class Replicas:
 
     @property
     def waiting(self) -> int:
-        """Sequences that wait at engines."""
+        """Sequences queued at the engines."""
         return sum(replica.client.stats.scheduler.waiting for replica in self._by_engine.values())
 
     @property
@@ -153,7 +155,7 @@ class Replicas:
 
     @property
     def ready(self) -> EngineReady:
-        """Of all together: what any of them can serve, and the room that they have in sum."""
+        """The engines combined: limits that all of them meet, and total capacity."""
         readies = [replica.ready for replica in self._by_engine.values()]
         return replace(
             readies[0],
@@ -164,21 +166,21 @@ class Replicas:
         )
 
     def prefetch(self, names: tuple[bytes, ...]) -> None:
-        """The next turn of a conversation is on its way, to whichever engine has its pages."""
+        """Announce the next turn of a conversation, so that engines fetch its pages."""
         for replica in self._by_engine.values():
             if replica.ready.prefetches and replica.client.alive:
                 replica.client.prefetch(names)
 
-    def look(self, tokens: Sequence[int], salt: str) -> Look:
-        """Everything about a prompt that does not depend on the moment."""
+    def prompt_pages(self, tokens: Sequence[int], salt: str) -> PromptPages:
+        """The prompt's pages, to be passed to `route`."""
         readies = [] if self._alone else [replica.ready for replica in self._by_engine.values()]
-        return Look(tokens, salt, readies)
+        return PromptPages(tokens, salt, readies)
 
-    def route(self, look: Look, max_tokens: int | None, key: str | None = None) -> Ticket:
-        """A place for a sequence at the engine that suits it best. `max_tokens`: of its output. `key`: what the client
-        says that requests with the same beginning have in common.
+    def route(self, pages: PromptPages, max_tokens: int | None, key: str | None = None) -> Ticket:
+        """Choose an engine for a sequence. `max_tokens`: the output limit. `key`: the client's key for requests with a
+        common prefix.
 
-        To be called with the board locked. Raises `EngineDead` when there is no engine.
+        The caller must hold the board's lock. Raises `EngineDead` if there is no engine.
         """
         output = self.policy.expected_output if max_tokens is None else min(max_tokens, self.policy.expected_output)
         alive = [replica for replica in self._by_engine.values() if replica.client.alive]
@@ -190,27 +192,27 @@ class Replicas:
         serving = [r for r in alive if not closed[r.engine] and not self._stalled(r.engine)] or alive
         given, loads = self._board.given, self._board.engine_load.sum(axis=0)
         own = self.engines
-        kept = {replica.engine: look.kept(replica) for replica in serving}
+        cached = {replica.engine: pages.cached_tokens(replica) for replica in serving}
         candidates = [
-            Candidate(r.engine, kept[r.engine], float(loads[r.engine]), float(given[r.engine, 0])) for r in serving
+            Candidate(r.engine, cached[r.engine], float(loads[r.engine]), float(given[r.engine, 0])) for r in serving
         ]
         tokens, requests = given[own].sum(axis=0).tolist()
         mean_size = tokens / requests if requests else 0.0
-        engine = choose(candidates, len(look.tokens), mean_size, self.policy, key)
+        engine = choose(candidates, len(pages.tokens), mean_size, self.policy, key)
         replica = self._by_engine[engine]
-        prefill = len(look.tokens) - kept[engine]
+        prefill = len(pages.tokens) - cached[engine]
         given[engine] += (prefill + output, 1)
         if requests + 1 >= self.policy.window:
             given[own] /= 2
-        return Ticket(replica, self._load, prefill, output, look.keys(replica.ready))
+        return Ticket(replica, self._load, prefill, output, pages.keys(replica.ready))
 
 
 def level(board: Board, engine: int, others: Sequence[int] | None = None) -> None:
-    """An engine begins anew: it shall not be given everything until it has had as much as the others.
+    """Credit a new engine with the mean work of the others, so that it does not get all requests until it catches up.
 
-    `others`: of its model; all but itself by default.
+    `others`: the engines of its model, by default all.
     """
     with board.lock():
-        beside = [other for other in (range(board.engines) if others is None else others) if other != engine]
-        if beside:
-            board.given[engine] = board.given[beside].mean(axis=0)
+        rest = [other for other in (range(board.engines) if others is None else others) if other != engine]
+        if rest:
+            board.given[engine] = board.given[rest].mean(axis=0)

@@ -1,8 +1,8 @@
-"""`choose`: which engine gets a request. A pure function of what is known of the engines; its policy is data.
+"""`choose`: which engine gets a request. A pure function of the engines' state, with its policy as data.
 
-Where most of a prompt's pages are kept, as long as that engine has not much more to do than the others; else where
-requests with the same key go, if the client gave one; else where the least is to be done. Loads are tokens: of prompts
-that are still to be computed, and of outputs as far as expected.
+Overloaded engines are excluded. Among the rest, `choose` prefers the engines that cache most of the prompt, then the
+engine to which the request's key maps, if it has one, then the least loaded engine. Load is measured in tokens: prompt
+tokens left to compute plus expected output tokens.
 """
 
 from __future__ import annotations
@@ -14,53 +14,53 @@ import xxhash
 
 
 class Policy(NamedTuple):
-    """What the router may trade for what."""
+    """Limits on load imbalance and cache misses."""
 
     load_bound: float = 1.25
-    """times the mean of what engines have to do: who has more gets nothing, whatever it keeps"""
+    """Engines above this multiple of the mean load get no requests."""
     load_slack: float = 4.0
-    """requests of mean size that an engine may have to do beyond that bound"""
+    """Requests of mean size that an engine may have beyond `load_bound`."""
     work_bound: float = 1.2
-    """times the mean of what engines were given lately: who was given more gets nothing"""
+    """Engines above this multiple of the mean recent work get no requests."""
     work_slack: float = 8.0
-    """requests of mean size that an engine may have been given beyond that bound"""
+    """Requests of mean size that an engine may have been given beyond `work_bound`."""
     tolerance: float = 0.1
-    """of a prompt: an engine that keeps so much less of it than the best one is as good"""
+    """Fraction of the prompt by which an engine may cache less than the best one and still tie with it."""
     expected_output: int = 128
-    """tokens of an answer, as far as the request does not set a lower limit"""
+    """Output tokens assumed for a request, unless its limit is lower."""
     window: int = 2048
-    """requests that 'lately' goes back, at least half of that"""
+    """Requests after which recent work is halved."""
 
 
 POLICY = Policy()
 
 
 class Candidate(NamedTuple):
-    """An engine that takes requests."""
+    """An engine that accepts requests."""
 
     engine: int
-    kept: int = 0
-    """tokens of the prompt whose pages it keeps"""
+    cached: int = 0
+    """Prompt tokens whose pages it has cached."""
     load: float = 0.0
-    """tokens it has to do"""
+    """Tokens left to compute."""
     work: float = 0.0
-    """tokens it was given lately"""
+    """Tokens it was given recently."""
 
 
 def choose(
     candidates: Sequence[Candidate], prompt_tokens: int, mean_size: float, policy: Policy, key: str | None = None
 ) -> int:
-    """The engine's number. `mean_size`: tokens of a request, on the mean of those given lately. `key`: of requests that
-    will have prefixes in common; each engine has a rank for it (the highest hash), the same in every process.
+    """The number of the chosen engine. `candidates` must not be empty.
 
-    `candidates`: one at least.
+    `mean_size`: mean tokens per recent request. `key`: shared by requests with a common prefix; every process maps it
+    to the same engine (the highest hash wins).
     """
     load_bound = policy.load_bound * _mean([c.load for c in candidates]) + policy.load_slack * mean_size
     work_bound = policy.work_bound * _mean([c.work for c in candidates]) + policy.work_slack * mean_size
-    idle = [c for c in candidates if c.load <= load_bound]  # never empty: the least loaded one is among them
+    idle = [c for c in candidates if c.load <= load_bound]  # never empty: it includes the least loaded engine
     fair = [c for c in idle if c.work <= work_bound] or idle
-    enough = max(c.kept for c in fair) - policy.tolerance * prompt_tokens
-    near = [c for c in fair if c.kept >= enough]
+    enough = max(c.cached for c in fair) - policy.tolerance * prompt_tokens
+    near = [c for c in fair if c.cached >= enough]
     if key is not None:
         return max(near, key=lambda c: xxhash.xxh64_intdigest(key.encode(), seed=c.engine)).engine
     return min(near, key=lambda c: (c.load, c.work, c.engine)).engine

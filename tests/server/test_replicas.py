@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.engine.errors import EngineDead
-from weft.engine.wire.messages import EngineReady, EngineStats, PageNews
+from weft.engine.wire.messages import EngineReady, EngineStats, PageChanges
 from weft.engine.wire.page_keys import BRIEF, page_keys, root
 from weft.server.observe.board import Board
-from weft.server.replicas.holdings import Holdings
+from weft.server.replicas.cached_pages import CachedPages
 from weft.server.replicas.replicas import Replicas, level
 
 PAGE = 16
@@ -49,12 +49,12 @@ def keys(tokens: list[int], salt: str = "", model_id: str = "m") -> list[bytes]:
 
 def tell(all_of_them: Replicas, engine: int, entered: list[bytes] = [], left: list[bytes] = []) -> None:  # noqa: B006
     (replica,) = [each for each in all_of_them if each.engine == engine]
-    replica.client.on_stats(EngineStats(pages=PageNews(b"".join(entered), b"".join(left))))
+    replica.client.on_stats(EngineStats(pages=PageChanges(b"".join(entered), b"".join(left))))
 
 
 def routed(all_of_them: Replicas, tokens: list[int], salt: str = "") -> int:
     """And done at once."""
-    ticket = all_of_them.route(all_of_them.look(tokens, salt), 1)
+    ticket = all_of_them.route(all_of_them.prompt_pages(tokens, salt), 1)
     ticket.end()
     return ticket.replica.engine
 
@@ -65,12 +65,16 @@ def test_a_prompt_goes_where_its_pages_are() -> None:
     tell(three, 2, keys(prompt))
     assert [routed(three, prompt) for _ in range(3)] == [2, 2, 2]
     kept = list(three)[2]
-    assert three.look(prompt, "").kept(kept) == three.look([*prompt, 5], "").kept(kept) == 96
-    assert three.look(prompt[:96], "").kept(kept) == 80  # one token at least is to be computed
-    assert three.look(prompt, "another tenant").kept(kept) == 0
-    assert three.look([1, *prompt], "").kept(kept) == 0  # pages behind another beginning are others
+    assert (
+        three.prompt_pages(prompt, "").cached_tokens(kept)
+        == three.prompt_pages([*prompt, 5], "").cached_tokens(kept)
+        == 96
+    )
+    assert three.prompt_pages(prompt[:96], "").cached_tokens(kept) == 80  # one token at least is to be computed
+    assert three.prompt_pages(prompt, "another tenant").cached_tokens(kept) == 0
+    assert three.prompt_pages([1, *prompt], "").cached_tokens(kept) == 0  # pages behind another beginning are others
     tell(three, 2, left=keys(prompt)[1:2])
-    assert three.look(prompt, "").kept(kept) == 16
+    assert three.prompt_pages(prompt, "").cached_tokens(kept) == 16
 
 
 def test_pages_of_other_weights_are_no_pages() -> None:
@@ -83,21 +87,21 @@ def test_pages_of_other_weights_are_no_pages() -> None:
 
 def test_who_asks_the_same_at_the_same_time_waits_at_the_same_engine() -> None:
     three, prompt = replicas(3), list(range(100))
-    tickets = [three.route(three.look(prompt, ""), 1) for _ in range(3)]
+    tickets = [three.route(three.prompt_pages(prompt, ""), 1) for _ in range(3)]
     assert len({ticket.replica.engine for ticket in tickets}) == 1
-    assert [len(r.holdings._coming) for r in three] == [6, 0, 0]
+    assert [len(r.cached_pages._expected) for r in three] == [6, 0, 0]
     for ticket in tickets:
         ticket.end()
-    assert not any(r.holdings._coming for r in three)
+    assert not any(r.cached_pages._expected for r in three)
 
 
 def test_loads_of_all_processes_count_and_end_with_their_requests() -> None:
     board = Board(3, engines=2)
     one, other = replicas(2, board, 1), replicas(2, board, 2)
-    first = one.route(one.look(list(range(50)), ""), 10)
-    second = other.route(other.look(list(range(50, 90)), ""), 10)
+    first = one.route(one.prompt_pages(list(range(50)), ""), 10)
+    second = other.route(other.prompt_pages(list(range(50, 90)), ""), 10)
     assert [first.replica.engine, second.replica.engine] == [0, 1]
-    sibling = first.beside()
+    sibling = first.sibling()
     assert board.engine_load.sum(axis=0).tolist() == [70, 50]
     first.started()
     assert board.engine_load.sum(axis=0).tolist() == [20, 50]
@@ -147,18 +151,18 @@ KEYS = st.lists(st.integers(0, 30).map(lambda i: bytes([i]) * BRIEF), max_size=6
 
 @given(st.lists(st.tuples(KEYS, KEYS), max_size=20), KEYS)
 def test_holdings_follow_the_news(news: list[tuple[list[bytes], list[bytes]]], coming: list[bytes]) -> None:
-    holdings, model = Holdings(), set()
-    holdings.expect(coming)
+    cached_pages, model = CachedPages(), set()
+    cached_pages.expect(coming)
     for entered, left in news:
         left = [key for key in left if key not in entered]
-        holdings.hear(PageNews(b"".join(entered), b"".join(left)))
+        cached_pages.update(PageChanges(b"".join(entered), b"".join(left)))
         model = (model | set(entered)) - set(left)
-        assert len(holdings) == len(model)
-        assert holdings.match(sorted(model | set(coming))) == len(model | set(coming))
-    holdings.settle(coming)
-    assert not holdings._coming
+        assert len(cached_pages) == len(model)
+        assert cached_pages.match(sorted(model | set(coming))) == len(model | set(coming))
+    cached_pages.settle(coming)
+    assert not cached_pages._expected
     absent = bytes([99]) * BRIEF
-    assert holdings.match([*sorted(model), absent]) == len(model)
+    assert cached_pages.match([*sorted(model), absent]) == len(model)
 
 
 class Cache:
@@ -199,7 +203,7 @@ def converse(engines: int, processes: int, *, pages: int, seed: int, shared: int
             tokens = tokens + [rng.randrange(10**6) for _ in range(rng.randrange(20, 400))]
             side, output = rng.choice(sides), rng.randrange(10, 200)
             with board.lock():
-                ticket = side.route(side.look(tokens, ""), output)
+                ticket = side.route(side.prompt_pages(tokens, ""), output)
             engine, wanted = ticket.replica.engine, keys(tokens)
             hits, entered, left = caches[engine].use(wanted[: (len(tokens) - 1) // PAGE])
             work = len(tokens) - hits * PAGE + output

@@ -9,7 +9,7 @@ import pytest
 
 from weft.server.api.responses.items import messages_of, read_input, seal, unseal
 from weft.server.api.responses.output import Output
-from weft.server.api.turn import Parts
+from weft.server.api.turn_parser import Parts
 from weft.server.tools.stream import Call
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}

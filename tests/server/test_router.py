@@ -37,7 +37,7 @@ def test_none_is_passed_over_that_is_better_in_everything(candidates: list[Candi
     chosen = candidates[choose(candidates, prompt, size, POLICY)]
     for other in candidates:
         better = other.load < chosen.load and other.work < chosen.work
-        assert not (better and other.kept > chosen.kept)
+        assert not (better and other.cached > chosen.cached)
 
 
 @pytest.mark.parametrize(

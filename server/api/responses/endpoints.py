@@ -14,6 +14,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from starlette.responses import StreamingResponse
 
 from weft.server.api.answer import Answer
+from weft.server.api.chat_prompt import prompt_ids
 from weft.server.api.files import OwnerOf
 from weft.server.api.responses.background import Background, follow
 from weft.server.api.responses.body import OfferedTools, ResponseBody
@@ -22,7 +23,7 @@ from weft.server.api.responses.items import Item, read_input
 from weft.server.api.responses.records import OPEN, Records, numbered
 from weft.server.api.routing import STREAMED, JsonRoute, ServiceOf
 from weft.server.api.service import Service
-from weft.server.api.turn import Turn, begin_turn, offered, prompt_ids
+from weft.server.api.turn import Turn, begin_turn
 from weft.server.errors import ApiError, bad_request, clip
 
 PATH = "/v1/responses"
@@ -89,10 +90,7 @@ async def count_input_tokens(
     body.check()
     own = read_input(body.input)
     context = await records.context(body.previous_response_id, body.conversation, own)
-    chat = body.as_chat(context, OfferedTools.of(body.tools))
-    chat.check()
-    await service.enter(body.model, request.scope)
-    ids = await prompt_ids(chat, offered(chat), service)
+    ids = await prompt_ids(body.as_chat(context, OfferedTools.of(body.tools)), request.scope, service)
     return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 

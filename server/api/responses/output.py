@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from weft.server.api.responses.items import Item, seal
-from weft.server.api.turn import Parts
+from weft.server.api.turn_parser import Parts
 from weft.server.tools.stream import Call
 
 _encode = orjson.dumps

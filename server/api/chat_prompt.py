@@ -1,0 +1,126 @@
+"""The first two steps of a chat turn: `parse_chat` checks the request, `render_prompt` makes its prompt."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from weft.server.api.chat_message import ChatMessage
+from weft.server.api.conversation_names import is_later_turn, names_of
+from weft.server.api.model_text import EncodedChat
+from weft.server.api.protocol import ChatBody
+from weft.server.api.service import Service
+from weft.server.api.turn_parser import ThinkingMarks, thinking_marks
+from weft.server.errors import bad_request
+from weft.server.tools.lasting import lasting
+from weft.server.tools.template import TemplateBody
+from weft.server.tools.tool_format import ToolFormat
+from weft.server.tools.tool_parsers import UNKNOWN, tool_format
+from weft.server.tools.tool_prompt import knows_tools, write_out
+from weft.server.tools.tools import Tool
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedChat:
+    """A checked request and everything about it that does not depend on the prompt."""
+
+    body: ChatBody
+    service: Service
+    """The service of the requested model."""
+    tools: list[Tool]
+    """The tools that the model is offered."""
+    tool_format: ToolFormat | None
+    """The syntax of calls; None if no tools are offered."""
+    salt: str
+    """Separates cached prefixes and tokenizations of different clients."""
+    names: tuple[bytes, ...]
+    """Names of the conversation, see `names_of`."""
+
+    @property
+    def must_call(self) -> bool:
+        """The answer consists of tool calls only."""
+        return self.tool_format is not None and self.body.tool_choice != "auto"
+
+
+class RenderedPrompt(NamedTuple):
+    ids: list[int]
+    text: str
+    """The rendered text, with the seams of `Tokenizer.as_text`."""
+    thinking: ThinkingMarks | None
+
+
+async def parse_chat(body: ChatBody, scope: MutableMapping[str, Any], service: Service) -> ParsedChat:
+    """Check the request, wake its model if it sleeps, and start prefetching its pages. Raises `ApiError`."""
+    service = await _enter(body, scope, service)
+    loaded = service.loaded
+    loaded.text.check_sampled_ids(body)
+    salt = scope["weft.salt"] + body.cache_salt
+    names = names_of(body, salt)
+    if is_later_turn(body):
+        loaded.replicas.prefetch(names)  # runs while the prompt is rendered
+    tools = _offered(body)
+    return ParsedChat(body, service, tools, _tool_format(service, body) if tools else None, salt, names)
+
+
+async def render_prompt(chat: ParsedChat) -> RenderedPrompt:
+    """Render and tokenize the conversation. Raises `ApiError`."""
+    prompt = await _encode(chat.body, chat.tools, chat.service, chat.salt)
+    return RenderedPrompt(prompt.ids, prompt.text, thinking_marks(chat.service, prompt.ids))
+
+
+async def prompt_ids(body: ChatBody, scope: MutableMapping[str, Any], service: Service) -> list[int]:
+    """Token ids of a request's prompt, for endpoints that generate nothing. Raises `ApiError`."""
+    service = await _enter(body, scope, service)
+    return (await _encode(body, _offered(body), service)).ids
+
+
+def template_input(
+    body: TemplateBody, messages: Sequence[ChatMessage], tools: list[Tool], service: Service
+) -> tuple[Sequence[ChatMessage], dict[str, Any]]:
+    """The messages and the arguments of the chat template.
+
+    Tools are an argument if the template supports them; otherwise they are written into the messages. Later messages
+    never change how earlier ones are rendered (`lasting`).
+    """
+    tokenizer = service.loaded.tokenizer
+    messages = lasting(messages, late_system=tokenizer.takes_late_system)
+    if knows_tools(tokenizer):
+        return messages, body.template_arguments(tools, tokenizer.chat_template or "")
+    form = tool_format(service.config.tool_call_parser, tokenizer) or UNKNOWN
+    as_text = (lambda text: text) if service.config.allow_special_tokens else tokenizer.as_text
+    return write_out(messages, tools, form, as_text), body.template_arguments([], tokenizer.chat_template or "")
+
+
+async def _enter(body: ChatBody, scope: MutableMapping[str, Any], service: Service) -> Service:
+    service = service.of(body.model)
+    body.check()
+    return await service.enter(body.model, scope)
+
+
+def _offered(body: ChatBody) -> list[Tool]:
+    return [] if body.tool_choice == "none" else body.tools
+
+
+async def _encode(body: ChatBody, tools: list[Tool], service: Service, salt: str | None = None) -> EncodedChat:
+    prompt = await service.loaded.text.encode_chat(
+        *template_input(body, body.messages, tools, service),
+        add_special_tokens=bool(body.add_special_tokens),
+        truncation=body.truncation(service.loaded.ready.max_model_len, body.output_limit),
+        salt=salt,
+    )
+    if not prompt.ids:
+        raise bad_request("messages: truncation leaves no tokens.", "truncate_prompt_tokens")
+    return prompt
+
+
+def _tool_format(service: Service, body: ChatBody) -> ToolFormat:
+    form = tool_format(service.config.tool_call_parser, service.loaded.tokenizer)
+    if form is None and body.tool_choice == "auto":
+        raise bad_request(
+            "The chat template does not show how this model writes tool calls, so it cannot choose to make one. "
+            "Use tool_choice 'required' or a named tool, or start the server with --tool-call-parser.",
+            "tools",
+            "tools_not_supported",
+        )
+    return form or UNKNOWN
