@@ -14,7 +14,7 @@ from dataclasses import replace
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, RequestError
 from weft.engine.memory.index_events import IndexEvents
-from weft.engine.memory.page_news import PageLedger
+from weft.engine.memory.page_ledger import PageLedger
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
 from weft.engine.memory.tier_setup import make_tiers, open_store
@@ -35,9 +35,9 @@ from weft.engine.scheduling.energy_ledger import EnergyLedger
 from weft.engine.scheduling.fairness import Fairness
 from weft.engine.scheduling.grammars import Grammars
 from weft.engine.scheduling.late_launch import LateLaunch
-from weft.engine.scheduling.notices import Notices
+from weft.engine.scheduling.outbox import Outbox
 from weft.engine.scheduling.scheduler import Scheduler
-from weft.engine.scheduling.seat_keeper import SeatKeeper
+from weft.engine.scheduling.slot_limit_keeper import SlotLimitKeeper
 from weft.engine.scheduling.slots import SlotTable
 from weft.engine.wire.kv_events import make_publisher
 from weft.engine.wire.log_sink import dropped_lines
@@ -47,7 +47,7 @@ from weft.engine.wire.messages import (
     EngineStats,
     Finish,
     Outputs,
-    PageNews,
+    PageChanges,
     PlanStats,
 )
 from weft.engine.wire.shelf import Shelf
@@ -126,7 +126,7 @@ class Engine:
         self._work = self._work_of(weights.num_bytes)
         self.energy, self._why_unmetered = self._metered()
         self.scheduler.chunk_keeper = self._chunk_keeper()
-        self._seat_keeper = SeatKeeper.of(config, self.scheduler) if config.adapts else None
+        self._seat_keeper = SlotLimitKeeper.of(config, self.scheduler) if config.adaptive_limit else None
         self._arrivals = Arrivals(
             pool,
             max_model_len=longest,
@@ -155,7 +155,7 @@ class Engine:
         self.on_wait: Callable[[InFlight], None] | None = None
         """called before an iteration's end is waited for"""
         self._step = 0
-        self._notices = Notices(self.tiers, plan_moved=self.pause is not None)
+        self._notices = Outbox(self.tiers, plan_moved=self.pause is not None)
         self._totals = IterationTotals()
         self._page_ledger: PageLedger | None = None
         self._warned_nonfinite = 0
@@ -229,7 +229,7 @@ class Engine:
             page_size=self.config.page_size,
             num_pages=self.runner.num_pages,
             max_num_seqs=resolved.max_num_seqs,
-            seats=self.scheduler.slots.seats,
+            seats=self.scheduler.slots.limit,
             max_num_batched_tokens=resolved.max_num_batched_tokens,
             eos_token_ids=self.spec.eos_token_ids,
             load_seconds=self.load_seconds,
@@ -440,7 +440,7 @@ class Engine:
             log_lines_dropped=dropped_lines(),
             energy=self.energy.stats() if self.energy is not None else None,
             plan=self._plan(),
-            pages=self._page_ledger.take() if self._page_ledger is not None else PageNews(),
+            pages=self._page_ledger.take() if self._page_ledger is not None else PageChanges(),
         )
 
     def _plan(self) -> PlanStats:

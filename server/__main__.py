@@ -15,7 +15,7 @@ def main() -> int:
     """Run the command line; returns the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # imports take a moment, and leave nothing to put in order
     _open_streams()
-    if sys.argv[1:2] == ["serve"] and not {"-h", "--help"} & set(sys.argv):
+    if sys.argv[1:2] == ["serve"] and not {"-h", "--help", "--help-all"} & set(sys.argv):
         from weft.engine.wire.blank import Blank
 
         Blank.begin()  # if the options are refused, it ends with this process

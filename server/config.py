@@ -1,4 +1,4 @@
-"""`ServeConfig`: everything `weft serve` can be told: the options of the engine and of HTTP, flat."""
+"""`ServeConfig`: all options of `weft serve`, those of the engine and of the server, in one flat model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
-from weft.engine.config import NO_OPTION, EngineConfig
+from weft.engine.config import NO_OPTION, EngineConfig, OptionGroup
+from weft.engine.config.option_groups import BATCHING, DEVICES, INTERNALS, MEMORY, MODEL, OBSERVABILITY, merged
 from weft.engine.errors import wrong_option
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -50,13 +51,12 @@ ReasoningParserName = Literal[
     "qwen3",
 ]
 
-
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/*\s]*")
-OF_A_MODEL = frozenset(
+ENGINE_OPTIONS = frozenset(
     name for name, field in EngineConfig.model_fields.items() if field.json_schema_extra != NO_OPTION
 )
-"""options of the engine, which each of several models may have for itself"""
-OWN_OPTIONS = OF_A_MODEL | {
+"""Options of the engine."""
+MODEL_OPTIONS = ENGINE_OPTIONS | {
     "served_model_name",
     "memory_share",
     "replicas",
@@ -66,150 +66,182 @@ OWN_OPTIONS = OF_A_MODEL | {
     "reasoning_parser",
     "allow_special_tokens",
 }
-"""all that each of several models may have for itself"""
+"""Options that each of several models can set for itself."""
 
 
 class ServeConfig(EngineConfig):
     """Options of one daemon. The field descriptions are the text of `weft serve --help`."""
 
-    GROUPS: ClassVar[dict[str, str]] = {
-        **EngineConfig.GROUPS,
-        "host": "HTTP",
-        "api_key": "keys and limits of each",
-        "max_queued_requests": "limits of all",
-        "replicas": "several engines",
-        "models": "several models",
-        "tool_call_parser": "processes",
-        "files_dir": "files and batches",
-        "responses_dir": "stored responses",
-        "log_level": "logs and traces",
-    }
+    GROUPS: ClassVar[tuple[OptionGroup, ...]] = merged(
+        EngineConfig.GROUPS,
+        (
+            OptionGroup(
+                MODEL,
+                ("served_model_name", "tool_call_parser", "reasoning_parser", "models"),
+                (
+                    "pooling", "allow_special_tokens", "memory_share", "max_awake_models", "wake_on_request",
+                    "wake_timeout",
+                ),
+            ),
+            OptionGroup(
+                "network",
+                ("host", "port", "tls_cert", "tls_key", "api_workers"),
+                ("cors_origin", "max_body_mib", "request_timeout", "client_stall_timeout", "ui", "handover"),
+            ),
+            OptionGroup(MEMORY),
+            OptionGroup(BATCHING, ("max_queued_requests",), ("max_queued_tokens",)),
+            OptionGroup(DEVICES, ("replicas", "data_parallel_size")),
+            OptionGroup(
+                "security",
+                ("api_key", "api_key_file"),
+                ("admin_api_key", "rate_limit", "rate_limit_tokens", "salt_per_key"),
+            ),
+            OptionGroup(
+                "files, batches and stored responses",
+                (),
+                ("files_dir", "files_max_gib", "responses_dir", "responses_max_mib", "responses_max_hours"),
+            ),
+            OptionGroup("restarts and shutdown", (), ("restart_engine", "hang_timeout", "drain_timeout")),
+            OptionGroup(OBSERVABILITY, ("log_level",), ("log_format", "access_log", "log_requests", "otlp_endpoint")),
+            OptionGroup(
+                INTERNALS,
+                (),
+                ("tokenizer_threads", "engine_restart_limit", "api_hang_timeout", "step_timeout", "start_timeout"),
+            ),
+        ),
+    )  # fmt: skip
 
-    host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for every interface")
-    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for all interfaces")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 picks a free port")
     served_model_name: list[str] = Field(
-        [], description="names that requests may use, the first is the one that answers carry [the model's own name]"
+        [], description="names that requests may use; responses carry the first [the model's own name]"
     )
-    api_workers: int = Field(
-        1, ge=1, le=64, description="processes that answer HTTP on the one port, in front of the one engine"
-    )
+    api_workers: int = Field(1, ge=1, le=64, description="HTTP server processes, which share the port")
     handover: str | None = Field(
         None,
         min_length=1,
-        description="Unix socket where a daemon started later, with the same option, takes the port over without a gap",
+        description="Unix socket for restarts without downtime: a daemon started later with the same socket takes over "
+        "the port",
     )
-    tls_cert: str | None = Field(None, min_length=1, description="PEM file of the certificate chain: serves https")
-    tls_key: str | None = Field(None, min_length=1, description="PEM file of its private key [in --tls-cert]")
-    ui: bool = Field(True, description="a page at / that shows how the daemon fares, with a box to try the model")
-    cors_origin: list[str] = Field([], description="origins whose web pages may call, '*' for all [none]")
+    tls_cert: str | None = Field(None, min_length=1, description="PEM file of the certificate chain; enables https")
+    tls_key: str | None = Field(None, min_length=1, description="PEM file of the private key [in --tls-cert]")
+    ui: bool = Field(True, description="serve a status page with a prompt box at /")
+    cors_origin: list[str] = Field([], description="origins allowed to call from web pages; '*' for all [none]")
     api_key: list[str] = Field(
-        [], repr=False, description="keys that clients may present, or their sha256:HEX digests [no key needed]"
+        [], repr=False, description="API keys that clients may use, or their sha256:HEX digests [no key needed]"
     )
-    api_key_file: str | None = Field(None, min_length=1, description="file with more such keys, one a line")
-    admin_api_key: str | None = Field(None, min_length=1, repr=False, description="key of /admin/ [/admin/ is off]")
+    api_key_file: str | None = Field(None, min_length=1, description="file with further API keys, one per line")
+    admin_api_key: str | None = Field(
+        None, min_length=1, repr=False, description="API key for /admin/ [/admin/ is off]"
+    )
     salt_per_key: bool | None = Field(
-        None, description="keys share no cached prefixes, whose timing tells what others asked [on with several keys]"
+        None,
+        description="do not share cached prefixes between API keys, whose timing could leak prompts [on with several "
+        "keys]",
     )
     rate_limit: int | None = Field(
-        None, ge=1, description="completions a minute that a key may ask for; beyond that 429 with Retry-After"
+        None, ge=1, description="completions per minute and API key; beyond that 429 with Retry-After"
     )
     rate_limit_tokens: int | None = Field(
-        None, ge=1, description="tokens a minute, prompt and output, that a key may use; beyond that 429"
+        None, ge=1, description="prompt and output tokens per minute and API key; beyond that 429"
     )
     max_queued_requests: int = Field(
-        1024, ge=0, description="sequences waiting for the engine at most; beyond that 503 with Retry-After"
+        1024, ge=0, description="maximum sequences waiting for the engine; beyond that 503 with Retry-After"
     )
     max_queued_tokens: int = Field(
-        1_000_000, ge=1, description="prompt tokens waiting for their first output token at most; beyond that 503"
+        1_000_000, ge=1, description="maximum prompt tokens waiting for their first output token; beyond that 503"
     )
-    request_timeout: float | None = Field(None, gt=0, description="seconds a request may take in all [no limit]")
-    drain_timeout: float = Field(30.0, ge=0, description="seconds that open requests get to finish after SIGTERM")
+    request_timeout: float | None = Field(None, gt=0, description="maximum seconds per request [no limit]")
+    drain_timeout: float = Field(30.0, ge=0, description="seconds for open requests to finish after SIGTERM")
     client_stall_timeout: float = Field(
-        300.0, ge=0, description="seconds that a client may leave data unread before it is cut off; 0 for ever"
+        300.0, ge=0, description="seconds before a client that does not read its data is disconnected; 0 for never"
     )
     max_body_mib: float | None = Field(
         None,
         gt=0,
-        description="size of a request body at most, in MiB [1, and 1 for each 1024 tokens of context, to 32]",
+        description="maximum size of a request body in MiB [1, plus 1 per 1024 tokens of context, up to 32]",
     )
     allow_special_tokens: bool = Field(
-        False, description="let control tokens that users' messages and tools' results spell be such, not text"
+        False, description="parse special tokens in user messages and tool results instead of treating them as text"
     )
     replicas: int = Field(
         1,
         ge=1,
         le=64,
-        description="engines on the same device, with one set of weights, which requests are shared out to; they "
-        "divide its memory and its time",
+        description="engines per device, with one copy of the weights; requests are balanced over them, and they split "
+        "the device's memory",
     )
     data_parallel_size: int = Field(
-        1, ge=1, le=64, description="GPUs with --replicas engines each; on a CPU engines beside those"
+        1, ge=1, le=64, description="GPUs to use, each with --replicas engines; on a CPU it multiplies --replicas"
     )
     models: list[dict[str, JsonValue]] = Field(
         [],
         title="a list of models, each a text or a mapping with a model",
-        description="several models, which requests choose among by name: each a text, the model and its own options, "
-        "as 'ORG/NAME memory_share=0.4 max_num_seqs=64'; --model given several times says the same",
+        description="several models, each with its own options, such as 'ORG/NAME memory_share=0.4 max_num_seqs=64'; "
+        "requests choose by name. Repeating --model does the same",
     )
     memory_share: float | None = Field(
-        None, gt=0, le=1, description="with several models, a model's part of the memory [an equal part]"
+        None, gt=0, le=1, description="with several models: one model's fraction of the memory [equal shares]"
     )
     max_awake_models: int | None = Field(
-        None, ge=1, description="models awake at once at most; the others sleep [as many as memory_share lets]"
+        None, ge=1, description="with several models: maximum awake at once; the others sleep [as memory_share allows]"
     )
     wake_on_request: bool = Field(
-        True, description="wake a sleeping model when a request names it; else such a request gets 503"
+        True, description="wake a sleeping model when a request names it; otherwise such a request gets 503"
     )
     wake_timeout: float = Field(
         60.0, gt=0, description="seconds that a request waits for its model to wake; then 503 with Retry-After"
     )
     tool_call_parser: ToolParserName = Field(
-        "auto", description="how the model writes tool calls; auto reads it off the chat template"
+        "auto",
+        description="format of the model's tool calls (names: --help-all); 'auto' detects it from the chat template",
     )
     reasoning_parser: ReasoningParserName = Field(
-        "auto", description="how the model marks its thinking; auto reads it off the chat template, none leaves it in"
+        "auto",
+        description="format of the model's reasoning (names: --help-all); 'auto' detects it from the chat template, "
+        "'none' leaves it in the text",
     )
     pooling: Literal["auto", "last", "mean", "none"] = Field(
         "auto",
-        description="hidden states that are embeddings: of the last token, or their mean; auto: as the model's "
-        "1_Pooling/config.json says, else last; none: no /v1/embeddings",
+        description="hidden states to use as embeddings: the last token's or their mean; 'auto' follows "
+        "1_Pooling/config.json, else last; 'none' disables /v1/embeddings",
     )
-    tokenizer_threads: int = Field(2, ge=1, le=64, description="threads that tokenize and render chat templates")
+    tokenizer_threads: int = Field(2, ge=1, le=64, description="threads for tokenization and chat templates")
     restart_engine: bool = Field(
-        True, description="start another engine process when one ends or hangs, instead of ending the daemon"
+        True, description="restart an engine process that ends or hangs, instead of ending the daemon"
     )
     engine_restart_limit: int = Field(
-        10, ge=1, description="engine processes started anew within ten minutes at most; then the daemon ends, status 1"
+        10, ge=1, description="maximum engine restarts within ten minutes; then the daemon exits with status 1"
     )
     hang_timeout: float = Field(
         30.0,
         ge=0,
-        description="seconds without progress after which the engine is killed, its stacks logged; 0 for never",
+        description="seconds without progress before the engine is killed and its stacks are logged; 0 for never",
     )
-    api_hang_timeout: float = Field(10.0, ge=0, description="the same for a process that answers HTTP; 0 for never")
+    api_hang_timeout: float = Field(10.0, ge=0, description="--hang-timeout for HTTP processes; 0 for never")
     step_timeout: float = Field(
-        600.0, gt=0, description="seconds an iteration may take on a CPU; on a GPU --hang-timeout bounds it"
+        600.0, gt=0, description="maximum seconds of an iteration on a CPU; on a GPU --hang-timeout applies"
     )
     start_timeout: float = Field(
-        600.0, gt=0, description="seconds that loading, compiling and the like may go on without a step of progress"
+        600.0, gt=0, description="maximum seconds without progress while loading and compiling"
     )
     files_dir: str | None = Field(
-        None, min_length=1, description="folder of /v1/files and /v1/batches, which are off without one"
+        None, min_length=1, description="folder for files and batches; enables /v1/files and /v1/batches"
     )
-    files_max_gib: float = Field(10.0, gt=0, description="what they may take of the disk, in GiB")
+    files_max_gib: float = Field(10.0, gt=0, description="maximum size of --files-dir in GiB")
     responses_dir: str | None = Field(
-        None, min_length=1, description="folder that keeps responses and conversations over restarts [in memory]"
+        None, min_length=1, description="folder that keeps responses and conversations across restarts [in memory]"
     )
     responses_max_mib: float = Field(
-        256.0, ge=0, description="what they may take, in MiB; the oldest go first; 0 stores none"
+        256.0, ge=0, description="maximum size of stored responses in MiB; the oldest are dropped; 0 stores none"
     )
-    responses_max_hours: float = Field(720.0, gt=0, description="hours without use after which they go")
-    log_level: LogLevel = Field("info", description="how much is logged to stderr")
-    log_format: Literal["text", "json"] = Field("text", description="lines of text, or a JSON object a line")
-    access_log: bool = Field(True, description="log a line for each request, but for probes and scrapes")
-    log_requests: bool = Field(False, description="log the bodies of requests too, with the prompts in them")
+    responses_max_hours: float = Field(720.0, gt=0, description="hours after which unused stored responses are dropped")
+    log_level: LogLevel = Field("info", description="minimum level of log lines on stderr")
+    log_format: Literal["text", "json"] = Field("text", description="text lines, or one JSON object per line")
+    access_log: bool = Field(True, description="log a line per request, except probes and scrapes")
+    log_requests: bool = Field(False, description="also log request bodies, including prompts")
     otlp_endpoint: str | None = Field(
-        None, min_length=1, description="URL of a collector that gets OpenTelemetry spans; needs the extra otel"
+        None, min_length=1, description="URL of an OpenTelemetry collector for spans; needs the extra otel"
     )
 
     @field_validator("admin_api_key")
@@ -228,11 +260,11 @@ class ServeConfig(EngineConfig):
 
     @field_validator("cors_origin")
     @classmethod
-    def _as_browsers_say_it(cls, value: list[str]) -> list[str]:
-        """It is compared letter by letter: what no browser sends would let nobody in, without a word."""
+    def _origins_as_browsers_send_them(cls, value: list[str]) -> list[str]:
+        """Origins are compared literally, so one that no browser sends would silently match nothing."""
         if odd := [origin for origin in value if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin)]:
-            like = "https://example.org (no slash at its end, no * in it; * alone lets all in)"
-            raise ValueError(f"{odd[0]!r} is no origin such as {like}")
+            like = "https://example.org (no trailing slash, no wildcard; '*' alone allows all)"
+            raise ValueError(f"{odd[0]!r} is not an origin such as {like}")
         return value
 
     @field_validator("models", mode="before")
@@ -241,37 +273,37 @@ class ServeConfig(EngineConfig):
         return [entry_of(each) if isinstance(each, str) else each for each in value] if type(value) is list else value
 
     @model_validator(mode="after")
-    def _models_fit_together(self) -> ServeConfig:
+    def _models_are_compatible(self) -> ServeConfig:
         if not self.models:
             return self
         if self.model != "demo" or self.model_preset is not None:
             raise ValueError("give --model or --models, not both")
         if self.served_model_name or self.memory_share is not None:
-            raise ValueError("served_model_name and memory_share are each model's own: give them inside --models")
+            raise ValueError("served_model_name and memory_share belong to each model: give them inside --models")
         for entry in self.models:
-            if unknown := sorted(set(entry) - OWN_OPTIONS):
-                raise ValueError(f"models: {unknown[0]} is no option of one model")
+            if unknown := sorted(set(entry) - MODEL_OPTIONS):
+                raise ValueError(f"models: {unknown[0]} is not an option of a single model")
         each = self.each
         for i, config in enumerate(each):
             if config.memory_share is None and _even_share(each, self.max_awake_models) <= 0:
-                raise ValueError(f"models: nothing is left for number {i + 1}: give each a memory_share")
+                raise ValueError(f"models: no memory is left for number {i + 1}: give each model a memory_share")
         return self
 
     @model_validator(mode="after")
-    def _key_of_a_certificate(self) -> ServeConfig:
+    def _key_needs_certificate(self) -> ServeConfig:
         if self.tls_key is not None and self.tls_cert is None:
             raise ValueError("tls_key needs tls_cert")
         return self
 
     @model_validator(mode="after")
-    def _an_objective_is_kept_by_somebody(self) -> ServeConfig:
-        if self.slo and not self.adapts:
-            raise ValueError("--slo is what max_num_seqs auto keeps: give that too, or leave --slo out")
+    def _slo_needs_adaptive_limit(self) -> ServeConfig:
+        if self.slo and not self.adaptive_limit:
+            raise ValueError("--slo needs max_num_seqs auto")
         return self
 
     @property
     def engine(self) -> EngineConfig:
-        """The part that the engine process is told."""
+        """The options of one engine process."""
         given = {name: getattr(self, name) for name in EngineConfig.model_fields}
         if self.kv_events_endpoint is not None:
             given["kv_events_topic"] = self.kv_topic(self.model_names[0])
@@ -279,7 +311,7 @@ class ServeConfig(EngineConfig):
 
     @property
     def each(self) -> list[ServeConfig]:
-        """The configuration of every model: what is given for all, and its own options. Raises `ValueError`."""
+        """The configuration of each model: the common options and its own. Raises `ValueError`."""
         if not self.models:
             return [self]
         common = self.model_dump(exclude={"models", "model"}, exclude_unset=True)
@@ -295,14 +327,14 @@ class ServeConfig(EngineConfig):
 
     @property
     def memory_shares(self) -> list[float]:
-        """Of the memory, by model. Those that may be awake together have 1 at most."""
+        """Each model's fraction of the memory. Models that may be awake together sum to 1 at most."""
         each = self.each
         even = _even_share(each, self.max_awake_models)
         return [even if config.memory_share is None else config.memory_share for config in each]
 
     @property
     def engine_numbers(self) -> list[range]:
-        """Of each model's engines: all are counted through."""
+        """Each model's engine numbers; engines are numbered consecutively across models."""
         found: list[range] = []
         for config in self.each:
             first = found[-1].stop if found else 0
@@ -311,7 +343,7 @@ class ServeConfig(EngineConfig):
 
     @property
     def num_engines(self) -> int:
-        """Of all models."""
+        """Engines of all models."""
         if self.models:
             return sum(config.num_engines for config in self.each)
         return self.replicas * self.data_parallel_size
@@ -322,10 +354,10 @@ class ServeConfig(EngineConfig):
 
 
 def entry_of(text: str) -> dict[str, JsonValue]:
-    """A model and its own options, from `MODEL option=value …`; one named twice is a list. Raises `ValueError`."""
+    """Parse `MODEL option=value ...`; a repeated option becomes a list. Raises `ValueError`."""
     words = shlex.split(text)
     if not words or "=" in words[0]:
-        raise ValueError(f"models: {text!r} must begin with a model")
+        raise ValueError(f"models: {text!r} must start with a model")
     entry: dict[str, JsonValue] = {"model": words[0]}
     for word in words[1:]:
         name, equals, value = word.partition("=")
@@ -341,7 +373,7 @@ def entry_of(text: str) -> dict[str, JsonValue]:
 
 
 def _even_share(each: list[ServeConfig], most: int | None) -> float:
-    """Of the memory, for each model that is given none. `most`: awake at once."""
+    """Return the memory fraction of each model without `memory_share`. `most`: models awake at once."""
     given = [config.memory_share for config in each if config.memory_share is not None]
     if not given:
         return 1 / min(len(each), most or len(each))

@@ -27,7 +27,7 @@ from weft.autosearch.advisor.sweep import Sweep
 from weft.autosearch.advisor.terminal import show
 from weft.autosearch.bar import SearchBar
 from weft.autosearch.budget import Budget
-from weft.engine.bench.options import Lengths, read_lengths
+from weft.autosearch.workload import Lengths, read_lengths
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, WeftError
 from weft.engine.progress import ProgressBar, for_stdout
@@ -60,7 +60,7 @@ def run(config: EngineConfig, arguments: argparse.Namespace) -> int:
         raise ConfigError("name a file to write: --out weft.yaml, --html, --png or --points")
     if (arguments.html or arguments.png) and find_spec("matplotlib") is None:
         raise ConfigError(f"--html and --png need matplotlib: {install_hint('loadgen')}")
-    if config.adapts:
+    if config.adaptive_limit:
         raise ConfigError("--max-num-seqs is the largest bound that is tried here: a number, not auto")
     if not (arguments.budget_seconds > 0 and 0 < arguments.point_seconds < math.inf):
         raise ConfigError("--budget-seconds and --point-seconds must be more than 0")

@@ -21,13 +21,13 @@ from weft.engine.plans.plan import Plan, load_plan
 from weft.engine.runner.broad_shapes import kinds_of_calls, refuse_on_gpu
 from weft.engine.runner.footprint import GIB, Footprint, memory_bytes
 from weft.engine.runner.gpu_limits import check_fp8, check_kernels, check_pod
-from weft.kernels import attention_backends
-from weft.kernels.attention import AttentionShape, AttentionUnavailable
-from weft.kernels.attention_backends import TRITON_HEAD_DIMS, BackendName
-from weft.kernels.fp8 import E4M3
-from weft.kernels.gpu import Gpu, gpu, gpu_device
-from weft.kernels.packed_page import PackedPage
-from weft.kernels.work_lists import tokens_of_whole_tiles
+from weft.kernels.attention import backends as attention_backends
+from weft.kernels.attention.backend import AttentionShape, AttentionUnavailable
+from weft.kernels.attention.backends import TRITON_HEAD_DIMS, BackendName
+from weft.kernels.attention.work_lists import tokens_of_whole_tiles
+from weft.kernels.common.gpu import Gpu, gpu, gpu_device
+from weft.kernels.formats.fp8 import E4M3
+from weft.kernels.formats.packed_page import PackedPage
 
 log = logging.getLogger("weft.engine")
 INVARIANT_CHUNK = 128
@@ -135,7 +135,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     ranks, sharers = spec.shard_of.ranks, config.share.sharers
     device = gpu_device() if cuda else torch.device("cpu")
     dtype = _compute_dtype(config, spec, cuda=cuda)
-    max_num_seqs = config.seats or (1024 if cuda else 256)
+    max_num_seqs = config.sequence_limit or (1024 if cuda else 256)
     max_model_len = _context(config, spec, max_num_seqs)
     pages_dtype = _pages_dtype(config, spec, dtype, here)
     kv, shapes = _pages(config, spec, dtype, pages_dtype, device, max_model_len)

@@ -6,8 +6,9 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,9 +31,10 @@ Serve large language models over the OpenAI HTTP API.
 """
 
 _SOURCES = (
-    "Every option can also be set as WEFT_<NAME> in the environment or as a key of --config FILE; "
-    "a flag wins over the environment, the environment over the file."
+    "Every option can also be set as WEFT_<NAME> in the environment or as a key of --config FILE. "
+    "Flags take precedence over the environment, the environment over the file."
 )
+_HELP_ALL = " --help lists the common options, --help-all lists every option."
 
 
 M = TypeVar("M", bound=EngineConfig)
@@ -100,12 +102,8 @@ def _cache_path(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", type=Path, help="the directory of --ssd-kv-path")
 
 
-_OPTIONS = "weft.engine.bench.options"
-
 GROUPS = {
-    "bench": ("measure throughput and CPU cost", "BENCHMARK"),
     "cache": ("look at the KV pages that --ssd-kv-path keeps", "COMMAND"),
-    "demo": ("train or evaluate the embedded demo model", "COMMAND"),
     "plan": ("look at plans of weft search", "COMMAND"),
 }
 
@@ -171,74 +169,6 @@ COMMANDS = (
         "weft.deploy.fleet.command:run",
         "weft.deploy.fleet.options:add_fleet_flags",
     ),
-    Command(
-        "bench offline",
-        "throughput of the engine in this process, without HTTP",
-        "weft.engine.bench.offline:run_offline",
-        f"{_OPTIONS}:add_offline_flags",
-        EngineConfig,
-    ),
-    Command(
-        "bench multiround",
-        "conversations that do not fit the GPU, with and without KV tiers",
-        "weft.engine.bench.multiround:run_multiround",
-        f"{_OPTIONS}:add_multiround_flags",
-        EngineConfig,
-    ),
-    Command(
-        "bench agent",
-        "turns of one long conversation, its prefix on the device and in each lower tier",
-        "weft.engine.bench.agent:run_agent",
-        f"{_OPTIONS}:add_agent_flags",
-        EngineConfig,
-    ),
-    Command(
-        "bench scheduler",
-        "CPU time per iteration, without a model",
-        "weft.engine.bench.offline:run_scheduler",
-        f"{_OPTIONS}:add_scheduler_flags",
-    ),
-    Command(
-        "bench server",
-        "CPU time of an API process per streamed token, without a model",
-        "weft.server.bench.server:run",
-        "weft.server.bench.options:add_server_flags",
-    ),
-    Command(
-        "bench iterations",
-        "record how long an engine's iterations take, for weft fleet",
-        "weft.deploy.fleet.record:run",
-        "weft.deploy.fleet.options:add_iterations_flags",
-        EngineConfig,
-    ),
-    Command(
-        "bench kernels",
-        "each GPU kernel beside its ceiling and the vendor's",
-        "weft.kernels.bench:main",
-        own_parser=True,
-        parser_class=True,
-        cache_folder=True,
-    ),
-    Command(
-        "bench attention",
-        "attention of hybrid batches, each way there is, in bursts and sustained",
-        "weft.kernels.bench_attention:main",
-        own_parser=True,
-        parser_class=True,
-        cache_folder=True,
-    ),
-    Command(
-        "bench ranks",
-        "an iteration on several GPUs, its sums made in each way by turns",
-        "weft.autosearch.ablation:main",
-        own_parser=True,
-    ),
-    Command(
-        "bench batching",
-        "Table IV and the figures of Mind the Memory Gap, with this engine",
-        "weft.autosearch.advisor.paper:main",
-        own_parser=True,
-    ),
     Command("cache stats", "how full the store is, and of what", _cache, _cache_path),
     Command(
         "cache verify",
@@ -247,14 +177,6 @@ COMMANDS = (
         _cache_path,
     ),
     Command("cache clear", "forget every page; the file stays", _cache, _cache_path),
-    Command(
-        "demo evaluate",
-        "accuracy of each of its skills",
-        "weft.engine.demo.evaluate:main",
-        own_parser=True,
-        parser_class=True,
-    ),
-    Command("demo train", "make it again", "weft.engine.demo.train:main", own_parser=True, parser_class=True),
     Command(
         "search",
         "find the pipeline of nano-batches for a model and a workload",
@@ -287,6 +209,20 @@ COMMANDS = (
 )
 
 
+CHECKOUT_GROUPS = ("bench", "demo")
+CHECKOUT_COMMANDS = "weft.tools.commands"
+"""The commands of `CHECKOUT_GROUPS`, which the wheel leaves out."""
+
+
+@cache
+def all_commands() -> tuple[tuple[Command, ...], dict[str, tuple[str, str]]]:
+    """Commands and groups, including those that only a checkout has."""
+    if find_spec("weft.tools") is None:
+        return COMMANDS, GROUPS
+    tools = import_module(CHECKOUT_COMMANDS)
+    return COMMANDS + tools.COMMANDS, GROUPS | tools.GROUPS
+
+
 def _imported(function: str | Callable[..., Any]) -> Callable[..., Any]:
     if callable(function):
         return function
@@ -312,7 +248,7 @@ def _run(command: Command, arguments: argparse.Namespace) -> int:
     for one in config.each if isinstance(config, ServeConfig) else [config]:
         if one.load_format != "dummy":
             continue
-        own = ", the demo's tokenizer in place of its own" if one.stands_in else ""
+        own = ", the demo's tokenizer in place of its own" if one.uses_demo_tokenizer else ""
         print(f"weft: {one.model_name} has made-up weights{own}: what it answers means nothing", file=sys.stderr)
     return int(_imported(command.run)(config))
 
@@ -386,10 +322,11 @@ def _parser() -> Parser:
     parser = Parser(prog="weft", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
     top = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
     groups: dict[str, Any] = {}
-    for command in COMMANDS:
+    commands, about = all_commands()
+    for command in commands:
         group, _, name = command.name.rpartition(" ")
         if group and group not in groups:
-            text, metavar = GROUPS[group]
+            text, metavar = about[group]
             of_group = top.add_parser(group, help=text, description=_sentence(text))
             of_group.set_defaults(parser=of_group)
             groups[group] = of_group.add_subparsers(title="commands", metavar=metavar, parser_class=Parser)
@@ -397,9 +334,11 @@ def _parser() -> Parser:
         sub.set_defaults(parser=sub, command=command)
         if command.config is not None:
             sub.add_argument("model_argument", metavar="MODEL", nargs="?", help="as --model [demo]")
-            sub.add_argument("--config", metavar="FILE", type=Path, help="YAML file with any of the options below")
+            if command.config is ServeConfig:
+                sub.hide({name for group in ServeConfig.GROUPS for name in group.more})
+            sub.add_argument("--config", metavar="FILE", type=Path, help="YAML file with any of the options")
             add_flags(sub, command.config, repeated=("model",) if command.config is ServeConfig else ())
-            sub.epilog = _SOURCES
+            sub.epilog = _SOURCES + (_HELP_ALL if command.config is ServeConfig else "")
             sub.usage = f"weft {command.name} [MODEL] [OPTION ...]"
         if command.flags is not None:
             _imported(command.flags)(sub)
@@ -442,11 +381,16 @@ def _unwritten() -> OSError | None:
 
 
 def _main(argv: list[str]) -> int:
-    for command in COMMANDS:
+    commands, groups = all_commands()
+    if argv and argv[0] in CHECKOUT_GROUPS and argv[0] not in groups:
+        where = "run it in a checkout of weft's repository, after `pip install -e .` there"
+        print(f"weft {argv[0]}: this command is not part of the installed package: {where}", file=sys.stderr)
+        return USAGE
+    for command in commands:
         if command.own_parser and command.name == " ".join(argv[:2]):
             return _translated(f"weft {command.name}", partial(_hand_over, command, argv[2:]))
     parser = _parser()
-    names = list(dict.fromkeys(command.name.split()[0] for command in COMMANDS))
+    names = list(dict.fromkeys(command.name.split()[0] for command in commands))
     if argv and not argv[0].startswith("-") and argv[0] not in names:
         parser.error(f"unknown command {argv[0]}{nearest(argv[0], names)}")
     arguments = parser.parse_args(argv)

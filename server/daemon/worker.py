@@ -200,7 +200,7 @@ class Worker:
     async def _load_tokenizer(self, service: Service) -> Tokenizer:
         config = service.config
         tokenizer = await service.offload(lambda: Tokenizer.load(config.tokenizer_path))
-        if config.stands_in:
+        if config.uses_demo_tokenizer:
             tokenizer.name_unknown()
         return tokenizer
 

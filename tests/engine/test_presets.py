@@ -47,10 +47,10 @@ def test_made_up_weights_need_no_tokenizer_of_their_own(tiny_model: Callable[[st
     preset = EngineConfig(model_preset="gpt-2", load_format="dummy")
     bare = EngineConfig(model=str(tiny_model("yi")), load_format="dummy")
     for config in (preset, bare):
-        assert config.stands_in
+        assert config.uses_demo_tokenizer
         assert config.tokenizer_path == MODEL_PATH
     for config in (EngineConfig(model=str(tiny_model("yi"))), EngineConfig(load_format="dummy")):
-        assert not config.stands_in
+        assert not config.uses_demo_tokenizer
         assert config.tokenizer_path == config.model_path
 
 

@@ -38,7 +38,7 @@ from weft.server.commands.endpoint import Endpoint
 from weft.server.commands.models import find
 from weft.server.config import ServeConfig
 from weft.server.daemon import cli
-from weft.server.daemon.cli import COMMANDS, _parser, main
+from weft.server.daemon.cli import _parser, all_commands, main
 from weft.server.options import Parser, options_of
 
 
@@ -243,11 +243,11 @@ def test_every_command_and_option_is_in_the_scripts() -> None:
     parser = _parser()
     for shell in ("bash", "zsh", "fish"):
         text = script(parser, shell)
-        for command in COMMANDS:
+        for command in all_commands()[0]:
             assert command.name.split()[-1] in text
         for name in options_of(ServeConfig):
             assert name.replace("_", "-") in text
-    assert {" ".join(word.words) for word in walk(parser)} >= {command.name for command in COMMANDS}
+    assert {" ".join(word.words) for word in walk(parser)} >= {command.name for command in all_commands()[0]}
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -443,7 +443,7 @@ def test_doctor_finds_no_port_above_the_last() -> None:
 def test_benchmarks_of_kernels_look_where_the_server_keeps_tiles(
     environ: dict[str, str], folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bench = pytest.importorskip("weft.kernels.bench", exc_type=ImportError)
+    bench = pytest.importorskip("weft.tools.kernels.bench", exc_type=ImportError)
     monkeypatch.setattr(os, "environ", environ)
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
     monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: True)
@@ -461,7 +461,7 @@ def test_benchmarks_of_kernels_look_where_the_server_keeps_tiles(
 def test_the_help_of_a_benchmark_needs_no_home(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("weft.kernels.bench_attention", exc_type=ImportError)
+    pytest.importorskip("weft.tools.kernels.bench_attention", exc_type=ImportError)
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
     with pytest.raises(SystemExit, match="0"):
@@ -477,7 +477,7 @@ def test_who_has_no_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) ->
         use_cache(EngineConfig())
     (finding,) = caches(argparse.Namespace())
     assert (finding.state, finding.do) == ("bad", "set HOME or XDG_CACHE_HOME to a folder")
-    with pytest.raises(ConfigError, match="~/weft: nobody knows that home directory"):
+    with pytest.raises(ConfigError, match="~/weft: unknown home directory"):
         _ = EngineConfig(cache_dir="~/weft").cache_path
 
 

@@ -42,17 +42,17 @@ def test_values_that_cannot_work_are_refused(bad: dict[str, object]) -> None:
 
 def test_a_bound_that_adapts_keeps_an_objective() -> None:
     config = ServeConfig.model_validate({"max_num_seqs": "auto:64", "slo": ["ITL:p99:0.05s"]})
-    assert (config.engine.adapts, config.engine.seats, config.engine.slo) == (True, 64, ["itl:p99:50ms"])
-    assert ServeConfig(max_num_seqs="auto", slo=["itl:mean:20ms"]).seats is None
-    assert (ServeConfig(max_num_seqs=8).adapts, ServeConfig(max_num_seqs=8).seats) == (False, 8)
+    assert (config.engine.adaptive_limit, config.engine.sequence_limit, config.engine.slo) == (True, 64, ["itl:p99:50ms"])
+    assert ServeConfig(max_num_seqs="auto", slo=["itl:mean:20ms"]).sequence_limit is None
+    assert (ServeConfig(max_num_seqs=8).adaptive_limit, ServeConfig(max_num_seqs=8).sequence_limit) == (False, 8)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"max_num_seqs": "auto"}, "--max-num-seqs auto needs --slo"),
-        ({"slo": ["itl:p99:50ms"]}, "--slo is what --max-num-seqs auto keeps"),
-        ({"max_num_seqs": "auto", "slo": ["ttft:p99:50ms"]}, "keeps the time between tokens"),
+        ({"slo": ["itl:p99:50ms"]}, "--slo needs --max-num-seqs auto"),
+        ({"max_num_seqs": "auto", "slo": ["ttft:p99:50ms"]}, "only limits the time between tokens"),
         ({"max_num_seqs": "auto", "slo": ["itl:p99"]}, "--slo: 'itl:p99' is not MEASURE:STATISTIC:LIMIT"),
         ({"max_num_seqs": "auto", "slo": ["itl:p101:5ms"]}, "'p101'"),
         ({"max_num_seqs": "auto:5000", "slo": ["itl:p99:5ms"]}, "--max-num-seqs"),

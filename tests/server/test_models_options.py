@@ -67,12 +67,12 @@ def test_one_model_is_given_as_ever(monkeypatch: pytest.MonkeyPatch, served: lis
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"models": ["/m/a port=1"]}, "port is no option of one model"),
-        ({"models": ["/m/a share=1"]}, "share is no option of one model"),
+        ({"models": ["/m/a port=1"]}, "port is not an option of a single model"),
+        ({"models": ["/m/a share=1"]}, "share is not an option of a single model"),
         ({"models": ["/m/a max_num_seqs=0"]}, "number 1: --max-num-seqs: "),
         ({"models": ["/m/a", "/m/b memory_share"]}, "must be option=value"),
-        ({"models": ["memory_share=1"]}, "must begin with a model"),
-        ({"models": ["/m/a memory_share=1", "/m/b"]}, "nothing is left for number 2"),
+        ({"models": ["memory_share=1"]}, "must start with a model"),
+        ({"models": ["/m/a memory_share=1", "/m/b"]}, "no memory is left for number 2"),
         ({"models": ["/m/a memory_share=1.5"]}, "--memory-share: "),
         ({"models": ["/m/a 'x"]}, "o closing quotation"),
         ({"models": ["/m/a"], "model": "/m/b"}, "give --model or --models, not both"),

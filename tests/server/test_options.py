@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, what_it_takes
 from weft.server.config import ServeConfig
 from weft.server.daemon.cli import main
@@ -181,7 +182,7 @@ def test_a_value_that_cannot_be_is_told_with_what_the_option_takes(
             "models: [5]",
             "models in FILE: must be a list of models, each a text or a mapping with a model, but number 1 is 5",
         ),
-        ("models: [demo port=1]", "models: port is no option of one model"),
+        ("models: [demo port=1]", "models: port is not an option of a single model"),
         (
             "models: [demo max-model-len=x]",
             "models, number 1: --max-model-len: must be a whole number of 2 or more, not 'x'",
@@ -206,6 +207,7 @@ def test_no_option_is_told_in_the_words_of_a_library() -> None:
     ("argv", "message"),
     [
         (["serve", "--prot", "1"], "weft serve: unknown option --prot; did you mean --port?"),
+        (["serve", "--late-lanch"], "weft serve: unknown option --late-lanch; did you mean --late-launch?"),
         (["srve"], "weft: unknown command srve; did you mean serve?"),
         (["serve", "a", "b"], "weft serve: unexpected argument b"),
         (["demo", "evaluate", "--limt", "3"], "weft demo evaluate: unknown option --limt; did you mean --limit?"),
@@ -276,14 +278,39 @@ def test_what_needs_no_engine_is_refused_without_one(words: list[str], message: 
     assert result.stderr.count("\n") == 1
 
 
-def test_help_puts_options_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
-    assert set(ServeConfig.GROUPS) <= set(ServeConfig.model_fields)
-    assert next(iter(ServeConfig.model_fields)) in ServeConfig.GROUPS
-    with pytest.raises(SystemExit):
-        main(["serve", "--help"])
-    lines = capsys.readouterr().out.splitlines()
-    titles = [lines.index(f"{title}:") for title in ServeConfig.GROUPS.values()]
+def _help(capsys: pytest.CaptureFixture[str], option: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", option])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def _listed(text: str) -> set[str]:
+    return set(re.findall(r"^  (?:-\w, )?--([a-z][a-z-]*)", text, re.MULTILINE))
+
+
+def test_every_option_is_in_one_group() -> None:
+    for model in (EngineConfig, ServeConfig):
+        grouped = [name for group in model.GROUPS for name in (*group.common, *group.more)]
+        assert sorted(grouped) == sorted(options_of(model))
+
+
+@pytest.mark.parametrize("option", ["--help", "--help-all"])
+def test_help_puts_options_in_groups(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = _help(capsys, option).splitlines()
+    groups = [group for group in ServeConfig.GROUPS if group.common or option == "--help-all"]
+    titles = [lines.index(f"{group.title}:") for group in groups]
     assert titles == sorted(titles)
+    assert "internals" in groups[-1].title or option == "--help"
+
+
+def test_help_lists_the_common_options_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    text = _help(capsys, "--help")
+    common = {name.replace("_", "-") for group in ServeConfig.GROUPS for name in group.common}
+    assert _listed(text) == common | {"help", "help-all", "config"}
+    assert len(_listed(text)) <= 35
+    assert "internals" not in text
+    assert "--help-all" in text
 
 
 @pytest.mark.parametrize("module", ["pydantic", "weft.server.daemon.cli", "weft.server.daemon.daemon"])
@@ -316,11 +343,9 @@ def test_ctrl_c_while_options_are_read_leaves_no_traceback(
     assert capsys.readouterr() == ("", "")
 
 
-def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["serve", "--help"])
-    text = capsys.readouterr().out
-    assert all("--" + name.replace("_", "-") in text for name in options_of(ServeConfig))
+def test_help_all_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    text = _help(capsys, "--help-all")
+    assert _listed(text) >= {name.replace("_", "-") for name in options_of(ServeConfig)}
     assert "--share" not in text  # told by the daemon to its engines
 
 

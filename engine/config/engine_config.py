@@ -1,0 +1,425 @@
+"""`EngineConfig`: all options of one engine, validated once. `None` means: chosen once the device is known."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
+
+from weft.engine.config.objectives import Objective, itl_objective, kept_percentiles
+from weft.engine.config.option_groups import ENGINE_GROUPS, OptionGroup
+from weft.engine.config.paths import PRESETS, TOKENIZER_FILES, cache_home, expanded
+from weft.engine.demo import MODEL_PATH as DEMO_MODEL_PATH
+from weft.engine.errors import ConfigError
+
+Device = Literal["auto", "cpu", "cuda"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+ModelImpl = Literal["auto", "native", "transformers"]
+Pod = Literal["off", "auto", "on"]
+Attention = Literal["auto", "triton", "flash-attn", "torch"]
+
+NO_OPTION: dict[str, JsonValue] = {"option": False}
+"""Marks a field that is not an option: the daemon sets it for each engine."""
+MAX_BATCHED_TOKENS = 65536
+"""Tokens per iteration, at most."""
+_AUTO = r"^auto(:[1-9]\d{0,2}|:[1-3]\d{3}|:40[0-8]\d|:409[0-6])?$"
+_SEQUENCE_LIMIT = Field(pattern=_AUTO, title="auto or auto:N")
+_ADDRESS = "tcp://ADDRESS:PORT or ipc://PATH"
+_SNAPSHOT = re.compile(r"models--(.+?)--(.+)/snapshots/[0-9a-f]{40}$")
+"""A snapshot directory of the Hugging Face cache."""
+
+
+class Share(BaseModel):
+    """One engine's share of the machine, assigned by a daemon with several engines."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    engine: int = 0
+    """Number of this engine."""
+    sharers: int = 1
+    """Engines on the same device, including this one."""
+    weight_sharers: int = 1
+    """Engines among them that share one copy of the weights."""
+    cpus: tuple[int, ...] = ()
+    """Cores to pin the engine to; empty for no pinning."""
+    gpu: str = ""
+    """The only visible GPU, in the format of `CUDA_VISIBLE_DEVICES`; empty for all."""
+    sleeps: bool = False
+    """Whether the engine can release its memory and take it back."""
+    memory: float = 1.0
+    """Fraction of the device's memory for the model; 1 if it has the device to itself."""
+    models: int = 1
+    """Models of the daemon, which take turns on the device."""
+    awake: int = 1
+    """Models that may be awake at the same time."""
+
+
+class EngineConfig(BaseModel):
+    """Options of one engine. The field descriptions are the text of `weft serve --help`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    GROUPS: ClassVar[tuple[OptionGroup, ...]] = ENGINE_GROUPS
+
+    model: str = Field(
+        "demo",
+        description="'demo', a Hugging Face model directory, a GGUF file, or ORG/NAME on the hub (ORG/NAME:FILE for a "
+        "GGUF file), which is downloaded once",
+    )
+    model_preset: str | None = Field(
+        None,
+        min_length=1,
+        description="built-in model shape to use with --load-format dummy, such as qwen3-30b-a3b (list: weft inspect "
+        "--model-preset help)",
+    )
+    revision: str | None = Field(None, min_length=1, description="branch, tag or commit of ORG/NAME [main]")
+    load_format: Literal["auto", "dummy"] = Field(
+        "auto", description="'auto' loads the checkpoint; 'dummy' fills the config's shapes with seeded random weights"
+    )
+    model_impl: ModelImpl = Field(
+        "auto",
+        description="'native' uses weft's layers, 'transformers' its slower code with weft's attention; "
+        "'auto' falls back to transformers for unknown architectures",
+    )
+    trust_remote_code: bool = Field(
+        False, description="run code from the model's directory with your privileges; only for sources you trust"
+    )
+    dummy_weights: Literal["plain", "realistic"] = Field(
+        "plain",
+        description="with --load-format dummy: 'realistic' imitates scales and outlier channels of trained weights, "
+        "which affect a GPU's power",
+    )
+    dummy_skew: float = Field(
+        0.0,
+        ge=0,
+        le=100,
+        description="with --load-format dummy: bias added to the router logits of the first eighth of the experts",
+    )
+    device: Device = Field("auto", description="device to run on; 'auto' uses a GPU if there is one")
+    dtype: DType = Field(
+        "auto",
+        description="dtype of weights and KV; 'auto' is the checkpoint's on a GPU, bfloat16 on a CPU that supports it",
+    )
+    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+        "auto",
+        description="dtype of KV pages: 'auto' is --dtype; 'fp8' is e4m3 with the checkpoint's scales, or 1 "
+        "(experimental on GPUs)",
+    )
+    quantization: Literal["fp8"] | None = Field(
+        None,
+        description="'fp8' converts a 16-bit checkpoint to e4m3 at load time, one scale per output channel "
+        "(experimental on GPUs). FP8 checkpoints do not need it",
+    )
+    max_model_len: int | None = Field(
+        None, ge=2, description="maximum prompt and output tokens per request [the model's limit]"
+    )
+    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] | Annotated[str, _SEQUENCE_LIMIT] | None = Field(
+        None,
+        description="maximum requests running at once; 'auto' or 'auto:MAX' adapts the limit to keep --slo "
+        "[CPU 256, GPU 1024]",
+    )
+    slo: list[str] = Field(
+        [],
+        description="objectives for --max-num-seqs auto, as itl:STATISTIC:LIMIT; itl is the time between two tokens of "
+        "a request, as in itl:p99:50ms",
+    )
+    itl_slo: str | None = Field(
+        None,
+        description="limit on the time between tokens while prompts run, such as 50ms or p99:50ms; prefill chunks are "
+        "cut to keep it [off; with --max-num-seqs auto the shortest percentile of --slo]",
+    )
+    itl_slo_patience: float = Field(
+        5.0,
+        gt=0,
+        le=3600,
+        description="with --itl-slo: seconds at the head of the queue before a prompt may exceed the limit; at twice "
+        "that it gets the full token budget",
+    )
+    max_num_batched_tokens: int | None = Field(
+        None, ge=1, le=MAX_BATCHED_TOKENS,
+        description="maximum tokens per iteration: the dense batch [CPU 512, GPU 2048]",
+    )  # fmt: skip
+    page_size: int = Field(64, ge=1, le=1024, description="tokens per KV page")
+    kv_cache_gib: float | None = Field(
+        None,
+        gt=0,
+        description="memory for KV pages in GiB [CPU: up to a quarter of RAM; GPU: the remaining memory]",
+    )
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=0.98, description="fraction of GPU memory for weights, buffers and KV pages"
+    )
+    num_pages: int | None = Field(None, ge=2, lt=2**31, description="number of KV pages, instead of --kv-cache-gib")
+    prefix_caching: bool = Field(True, description="reuse the KV pages of shared prefixes")
+    pinned_cache_share: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="fraction of KV pages that requests may retain for a time (cache_control, prompt_cache_key); 0 "
+        "disables retention",
+    )
+    host_kv_gib: float = Field(
+        0.0, ge=0, description="pinned host memory in GiB for KV pages evicted from the device; 0 disables it"
+    )
+    idle_spill_seconds: float = Field(
+        30.0,
+        ge=0,
+        le=86400,
+        description="copy KV pages to the lower tiers in the background after this many idle seconds; 0 disables it",
+    )
+    ssd_kv_path: str | None = Field(
+        None,
+        min_length=1,
+        description="directory for KV pages evicted from host memory; survives restarts, used by one daemon at a time",
+    )
+    tier_kv_format: Literal["raw", "packed"] = Field(
+        "raw",
+        description="format of KV pages on host and SSD: 'packed' stores bfloat16 losslessly in 12 bits per value; "
+        "pages that do not pack stay raw",
+    )
+    ssd_kv_gib: float = Field(64.0, gt=0, description="disk space in GiB for --ssd-kv-path, allocated at start")
+    kv_events_endpoint: str | None = Field(
+        None,
+        pattern=r"^(tcp://.+:(\d+|\*)|ipc://.+)$",
+        title=_ADDRESS,
+        description="ZeroMQ address that publishes KV cache events for routers, such as tcp://*:5557 [off]",
+    )
+    kv_events_replay_endpoint: str | None = Field(
+        None,
+        pattern=r"^(tcp://.+:(\d+|\*)|ipc://.+)$",
+        title=_ADDRESS,
+        description="ZeroMQ address that replays KV cache events, such as tcp://*:5558 [off]",
+    )
+    kv_events_topic: str | None = Field(
+        None,
+        min_length=1,
+        max_length=255,
+        description="topic of KV cache events [kv@POD@MODEL: $POD_IP or the host name, and the model name]",
+    )
+    attention_backend: Attention = Field(
+        "auto", description="attention kernels; 'auto' is triton on a GPU, torch on a CPU; flash-attn needs its package"
+    )
+    pod: Pod = Field(
+        "off",
+        description="run attention of decodes and prefill chunks in one launch (POD-Attention; Hopper, serial plan, "
+        "experimental): 'auto' follows measurements (weft bench attention --keep) or a rule",
+    )
+    tensor_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=8,
+        description="ranks that share one model, each with a shard of weights and KV; one GPU each (experimental). "
+        "Memory and disk sizes are for all ranks together",
+    )
+    batch_invariant: bool = Field(
+        False,
+        description="make a request's tokens and log-probabilities independent of the batch; slower. Preemption and "
+        "cached prefixes may still change the last bits",
+    )
+    cache_dir: str | None = Field(
+        None, min_length=1, description="folder of compiled kernels and tuned tiles [$XDG_CACHE_HOME/weft]"
+    )
+    tuning_seconds: float = Field(
+        60.0, ge=0, description="seconds that a start on a GPU may spend tuning new matrix shapes; 0 disables tuning"
+    )
+    fair_prefill_share: float = Field(
+        0.25,
+        ge=0,
+        le=0.5,
+        description="share of prefill tokens, and of scarce slots, for the shortest prompts; the rest is first come, "
+        "first served; 0 disables it",
+    )
+    priority_preemption: bool = Field(
+        True, description="let a better priority preempt a worse one when all slots are taken"
+    )
+    async_scheduling: bool = Field(True, description="schedule the next iteration while the current one runs")
+    late_launch: bool | None = Field(
+        None,
+        description="schedule the next iteration just before the current one ends, so that late arrivals can join it "
+        "[on if an engine has a GPU to itself]",
+    )
+    plan: str = Field(
+        "auto",
+        description="nano-batch pipeline: a file from `weft search`, 'serial' for none, or 'auto' for a shipped plan "
+        "that fits the model and GPU",
+    )
+    wait_for_plan: bool = Field(
+        False,
+        description="wait until all pipelines of the plan are compiled and captured, instead of serving with the "
+        "serial plan meanwhile",
+    )
+    cpu_threads: int | None = Field(None, ge=1, description="threads for CPU execution [all cores but one]")
+    seed: int = Field(0, ge=0, lt=2**63, description="seed of dummy weights and of requests without a seed")
+    share: Share = Field(Share(), description="one engine's share of the machine", json_schema_extra=NO_OPTION)
+
+    @field_validator("model")
+    @classmethod
+    def _model_is_named(cls, value: str) -> str:
+        if not value.strip():
+            raise ValueError("must name a model directory, or 'demo'")
+        return value
+
+    @staticmethod
+    def known_preset(name: str) -> str:
+        """Return `name` if the preset exists. Raises `ConfigError`, which lists all presets."""
+        known = sorted(path.parent.name for path in PRESETS.glob("*/config.json"))
+        if name not in known:
+            raise ConfigError(f"unknown model preset {name!r}; choose one of {', '.join(known)}")
+        return name
+
+    @model_validator(mode="after")
+    def _preset_has_no_weights(self) -> EngineConfig:
+        if self.model_preset is not None:
+            try:
+                self.known_preset(self.model_preset)
+            except ConfigError as error:
+                raise ValueError(str(error)) from None
+            if self.load_format != "dummy":
+                raise ValueError("model_preset has no weights: it needs load_format dummy")
+            if self.model != "demo":
+                raise ValueError("give model or model_preset, not both")
+        return self
+
+    @model_validator(mode="after")
+    def _dummy_options_need_dummy_weights(self) -> EngineConfig:
+        if self.dummy_skew and self.load_format != "dummy":
+            raise ValueError("dummy_skew needs load_format dummy")
+        if self.dummy_weights != "plain" and self.load_format != "dummy":
+            raise ValueError("dummy_weights needs load_format dummy")
+        return self
+
+    @model_validator(mode="after")
+    def _one_pool_size(self) -> EngineConfig:
+        if self.kv_cache_gib is not None and self.num_pages is not None:
+            raise ValueError("give kv_cache_gib or num_pages, not both")
+        return self
+
+    @field_validator("slo")
+    @classmethod
+    def _valid_objectives(cls, value: list[str]) -> list[str]:
+        try:
+            return [str(Objective.parse(text)) for text in value]
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+
+    @field_validator("itl_slo")
+    @classmethod
+    def _valid_itl_objective(cls, value: str | None) -> str | None:
+        try:
+            return None if value is None else str(itl_objective(value))
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+
+    @model_validator(mode="after")
+    def _adaptive_limit_has_objectives(self) -> EngineConfig:
+        if not self.adaptive_limit:
+            return self
+        if not self.slo:
+            raise ValueError("max_num_seqs auto needs --slo, such as itl:p99:50ms")
+        if other := next((o for o in self.objectives if o.measure != "itl"), None):
+            raise ValueError(f"max_num_seqs auto only limits the time between tokens (itl), not {other}")
+        return self
+
+    @model_validator(mode="after")
+    def _late_launch_schedules_ahead(self) -> EngineConfig:
+        if self.late_launch and not self.async_scheduling:
+            raise ValueError("late_launch needs async_scheduling")
+        return self
+
+    @model_validator(mode="after")
+    def _patience_needs_a_limit(self) -> EngineConfig:
+        if self.itl_objective is None and self.itl_slo_patience != type(self).model_fields["itl_slo_patience"].default:
+            raise ValueError("itl_slo_patience needs itl_slo, or max_num_seqs auto with a percentile")
+        return self
+
+    @model_validator(mode="after")
+    def _tiers_need_each_other(self) -> EngineConfig:
+        if self.host_kv_gib and not self.prefix_caching:
+            raise ValueError("host_kv_gib needs prefix_caching")
+        if self.tier_kv_format != "raw" and not self.host_kv_gib:
+            raise ValueError("tier_kv_format needs host_kv_gib")
+        if self.ssd_kv_path is not None and not self.host_kv_gib:
+            raise ValueError("ssd_kv_path needs host_kv_gib: pages reach the disk through host memory")
+        return self
+
+    @model_validator(mode="after")
+    def _events_need_prefix_caching(self) -> EngineConfig:
+        if self.kv_events_endpoint is not None and not self.prefix_caching:
+            raise ValueError("kv_events_endpoint needs prefix_caching")
+        if self.kv_events_replay_endpoint is not None and self.kv_events_endpoint is None:
+            raise ValueError("kv_events_replay_endpoint needs kv_events_endpoint")
+        return self
+
+    def for_measuring(self) -> EngineConfig:
+        """Return a copy for an engine that becomes ready only after all background preparation."""
+        return self.model_copy(update={"wait_for_plan": True})
+
+    @property
+    def adaptive_limit(self) -> bool:
+        """Whether the sequence limit follows measurements."""
+        return isinstance(self.max_num_seqs, str)
+
+    @property
+    def sequence_limit(self) -> int | None:
+        """Maximum of running requests; None if not configured."""
+        if isinstance(self.max_num_seqs, str):
+            return int(self.max_num_seqs.partition(":")[2] or 0) or None
+        return self.max_num_seqs
+
+    @property
+    def itl_objective(self) -> Objective | None:
+        """The objective for the time between tokens that prefill chunks must respect; None for no limit.
+
+        Percentiles of an adaptive sequence limit apply to chunks, too: with few requests running, a full batch of
+        prefill tokens still delays the next token.
+        """
+        if self.itl_slo is not None:
+            return itl_objective(self.itl_slo)
+        return min(self.kept_percentiles, key=lambda o: o.limit, default=None)
+
+    @property
+    def kept_percentiles(self) -> list[Objective]:
+        """Objectives of the adaptive sequence limit that a few late tokens can break."""
+        return kept_percentiles(self.objectives) if self.adaptive_limit else []
+
+    @property
+    def objectives(self) -> list[Objective]:
+        return [Objective.parse(text) for text in self.slo]
+
+    @property
+    def model_path(self) -> Path:
+        if self.model_preset is not None:
+            return PRESETS / self.model_preset
+        return DEMO_MODEL_PATH if self.model == "demo" else expanded(self.model)
+
+    @property
+    def uses_demo_tokenizer(self) -> bool:
+        """Whether a dummy model without a tokenizer borrows the demo model's."""
+        return self.load_format == "dummy" and not any((self.model_path / name).exists() for name in TOKENIZER_FILES)
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return DEMO_MODEL_PATH if self.uses_demo_tokenizer else self.model_path
+
+    def kv_topic(self, name: str) -> str:
+        """Topic of the KV events of a model served under `name`."""
+        pod = os.environ.get("POD_IP") or socket.gethostname()
+        return self.kv_events_topic or f"kv@{pod}@{name}"
+
+    @property
+    def cache_path(self) -> Path:
+        return cache_home() if self.cache_dir is None else expanded(self.cache_dir)
+
+    @property
+    def model_name(self) -> str:
+        """Default served name: the directory's name as given, so that a symbolic link keeps its own name."""
+        if self.model_preset is not None:
+            return self.model_preset
+        if self.model == "demo":
+            return "demo"
+        path = os.path.abspath(self.model_path)
+        of_hub = _SNAPSHOT.search(path)
+        return f"{of_hub[1]}/{of_hub[2]}" if of_hub else os.path.basename(path)
