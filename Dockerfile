@@ -14,8 +14,8 @@ RUN python -m venv /opt/weft
 ENV PATH=/opt/weft/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 # torch first and alone: the layer survives every change of the code. For DEVICE=cpu the build without CUDA.
 COPY constraints.txt ./
-COPY deploy/install deploy/install
-RUN python deploy/install torch --device "$DEVICE"
+COPY tools/install tools/install
+RUN python tools/install torch --device "$DEVICE"
 COPY . .
 RUN if [ "$DEVICE" = cuda ]; then extra="[gpu]"; else extra=""; fi && pip install -c constraints.txt ".$extra"
 

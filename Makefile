@@ -21,8 +21,8 @@ PINNED := $(VENV)/constraints.txt
 # it needs: what one has to fetch comes while the others compute.
 SUPERVISED := $(patsubst %,tests/server/test_%.py,supervision hub lifecycle workers takeover handover replicas_live ranks_live first_start) \
 	$(wildcard tests/server/test_conformance_*.py)
-BUSY := tests/autosearch tests/engine tests/kernels tests/examples tests/fleet tests/loadgen
-INSTALL := $(BIN)/python deploy/install
+BUSY := tests/autosearch tests/engine tests/kernels tests/examples tests/fleet tests/loadgen tests/tools
+INSTALL := $(BIN)/python tools/install
 # Compile what is imported when it is imported: of these packages that is a small part.
 LAZY := --no-compile
 
@@ -74,7 +74,7 @@ quick: $(VENV)/.test ## lint, types and the fast tests: two minutes on two cores
 
 brisk: $(VENV)/.test
 	$(BIN)/python -m pytest -q -m "not slow" --ignore-glob='*/test_conformance_*' \
-	  tests/server tests/loadgen tests/autosearch tests/deploy tests/fleet
+	  tests/server tests/loadgen tests/autosearch tests/deploy tests/fleet tests/tools
 
 # Each client has an environment of its own, for no two want the same versions.
 FOREIGN := tests/server/foreign/clients.txt
@@ -114,8 +114,8 @@ lint: $(VENV)/.test ## ruff and mypy
 
 types: $(VENV)/.test
 	@mkdir -p build/types && ln -sfn ../.. build/types/weft
-	$(BIN)/mypy -p weft.kernels -p weft.engine -p weft.autosearch -p weft.loadgen -p weft.server -p weft.deploy.fleet -p weft.deploy.ray
-	$(BIN)/mypy --explicit-package-bases deploy/install
+	$(BIN)/mypy -p weft.kernels -p weft.engine -p weft.autosearch -p weft.loadgen -p weft.server -p weft.deploy.fleet -p weft.deploy.ray -p weft.tools
+	$(BIN)/mypy --explicit-package-bases tools/install
 
 format: $(VENV)/.test ## reformat the code
 	$(BIN)/ruff check --fix .
@@ -188,8 +188,8 @@ package: $(VENV)/.tools ## build source distribution and wheel, look into them, 
 	$(BIN)/python -m build --outdir build/package
 	$(INSTALL) archives build/package
 	$(BIN)/python -m venv build/package/venv
-	build/package/venv/bin/python deploy/install torch --device $(DEVICE) $(LAZY)
-	build/package/venv/bin/python deploy/install packages "the wheel" $(LAZY) -c constraints.txt build/package/*.whl
+	build/package/venv/bin/python tools/install torch --device $(DEVICE) $(LAZY)
+	build/package/venv/bin/python tools/install packages "the wheel" $(LAZY) -c constraints.txt build/package/*.whl
 	$(INSTALL) ask build/package/venv/bin
 
 clean: ## remove the virtual environment and what tools left behind
@@ -207,7 +207,7 @@ $(VENV)/bin/python:
 $(PINNED): $(VENV)/bin/python constraints.txt
 	@$(INSTALL) pins $(PINS) >$@.new && mv $@.new $@
 
-# torch first and alone, because which build it is depends on the machine (deploy/install/torch_build.py).
+# torch first and alone, because which build it is depends on the machine (tools/install/torch_build.py).
 $(VENV)/.serve: pyproject.toml $(PINNED)
 	@$(INSTALL) torch --device $(DEVICE) --constraints $(PINNED) $(LAZY)
 	@$(INSTALL) packages "weft and what it needs" $(LAZY) -c $(PINNED) -e .

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from weft.autosearch.bench_protocol import Bench, Load, Timing
-from weft.autosearch.ways import SumsBench
+from weft.autosearch.bench_protocol import Bench, Load, SumsBench, Timing
 from weft.engine.config import EngineConfig
 from weft.engine.errors import RankLost, WeftError
 from weft.engine.model.directory import read_spec
@@ -27,7 +26,6 @@ from weft.engine.ranks.links import Descriptors, Links
 from weft.engine.wire.child import settle
 
 if TYPE_CHECKING:
-    from weft.autosearch.cpu_bench import CpuBench
     from weft.autosearch.gpu_bench import GpuBench
 
 
@@ -43,7 +41,6 @@ class Opening(msgspec.Struct, frozen=True):
     """see `Bench`"""
     tuning_seconds: float
     """of rank 0"""
-    device: Literal["cuda", "cpu"] = "cuda"
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -88,24 +85,20 @@ def follow(bench: Bench, lines: Iterable[bytes]) -> None:
 
 
 def open_rank(
-    links: Links, opening: Opening, progress: Callable[[str], None] = lambda _: None
-) -> GpuBench | CpuBench:  # fmt: skip
+    links: Links,
+    opening: Opening,
+    progress: Callable[[str], None] = lambda _: None,
+    make: type[GpuBench] | None = None,
+) -> GpuBench:
     """The bench of one rank; all ranks make theirs at once. Rank 0 tunes products, the others read what it found.
 
-    Raises `ConfigError`, `ModelError`, `OutOfMemory` or `RankLost`.
+    make: the class of the bench, if not `GpuBench`. Raises `ConfigError`, `ModelError`, `OutOfMemory` or `RankLost`.
     """
     import torch
 
     from weft.engine.ranks.shared_collectives import SharedCollectives
 
     host, spec = SharedCollectives(links), read_spec(Path(opening.model)).shard(links.rank, links.ranks)
-    if opening.device == "cpu":
-        from weft.autosearch.cpu_bench import CpuBench
-
-        torch.set_num_threads(1)
-        return CpuBench(
-            spec, host, max_tokens=opening.max_tokens, max_context=opening.max_context, seconds=opening.seconds
-        )  # fmt: skip
     from weft.autosearch.gpu_bench import GpuBench
     from weft.engine.runner.products import prepare_products
 
@@ -123,7 +116,7 @@ def open_rank(
     host.all_gather(torch.tensor([1]))
     if links.rank != 0:
         prepare(0.0)
-    return GpuBench(
+    return (make or GpuBench)(
         spec, max_tokens=opening.max_tokens, max_context=opening.max_context, seconds=opening.seconds, host=host
     )  # fmt: skip
 
@@ -141,14 +134,15 @@ def lines_of_stdin() -> Iterable[bytes]:
     return iter(lines.get, None)
 
 
-def main() -> int:
+def main(open_bench: Callable[[Links, Opening], Bench] = open_rank) -> int:
+    """Follow rank 0 until stdin ends, with the bench that `open_bench` makes."""
     rank, parent = int(sys.argv[1]), int(sys.argv[2])
     settle(parent or None)
     opening = msgspec.json.decode(sys.stdin.buffer.readline(), type=Opening)
     links = Links(rank, Descriptors.load(opening.descriptors))
     state = links.state(rank)
     try:
-        follow(open_rank(links, opening), lines_of_stdin())
+        follow(open_bench(links, opening), lines_of_stdin())
     except WeftError as error:
         state.end(str(error))
     except Exception as error:  # a defect

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from weft.engine.plans.plan import NanoOperation, Period
 from weft.engine.runner.nano import decode_counts
-from weft.kernels.measure import Sustained
+from weft.kernels.tuning.measure import Sustained
 
 
 class Load(NamedTuple):
@@ -73,4 +73,13 @@ class Bench(PeriodBench, Protocol):
 
     def pair(self, a: NanoOperation, b: NanoOperation, load: Load) -> tuple[Timing, Timing]:
         """Each repeated on its own lane, both busy all the time: the time of each; watts are the card's."""
+        ...
+
+
+@runtime_checkable
+class SumsBench(Bench, Protocol):
+    """A bench of ranks that can switch how their partial sums are added: those of `weft bench ranks`."""
+
+    def sums(self, way: str) -> None:
+        """Use `way` from now on. Every rank calls this at once. Raises `ConfigError` if this bench cannot."""
         ...

@@ -15,7 +15,6 @@ import torch
 
 from weft.autosearch.bench_protocol import Load, Timing
 from weft.autosearch.iteration import batch_of
-from weft.autosearch.sums_of_bench import SumsOfBench
 from weft.engine.errors import OutOfMemory
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.operations import Role
@@ -26,15 +25,15 @@ from weft.engine.plans.plan import MAX_NANO_BATCHES, NanoOperation, Period
 from weft.engine.ranks.arena import Arena
 from weft.engine.runner.attention_lists import AttentionGrid
 from weft.engine.runner.batch import Batch
-from weft.engine.runner.collectives import Alone, Collectives, Graph
+from weft.engine.runner.collectives import Alone, Collectives, DeviceCollectives, Graph
 from weft.engine.runner.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda_inputs import DeviceInputs
 from weft.engine.runner.cuda_layers import CudaLayers
 from weft.engine.runner.input_layout import Layout
 from weft.engine.runner.peer_collectives import PeerCollectives, Sizes
-from weft.kernels.attention import AttentionShape
-from weft.kernels.attention_triton import PER_SM, TritonAttention
-from weft.kernels.measure import Meter, sustained
+from weft.kernels.attention.backend import AttentionShape
+from weft.kernels.attention.triton_backend import PER_SM, TritonAttention
+from weft.kernels.tuning.measure import Meter, sustained
 
 LAYERS = 16
 """of the model that is measured: at the first and the last of them a pipeline is not full, as in a whole model"""
@@ -89,14 +88,9 @@ class GpuBench:
 
     def _of_ranks(
         self, host: Collectives, max_tokens: int, dtype: torch.dtype, device: torch.device
-    ) -> SumsOfBench:  # fmt: skip
+    ) -> DeviceCollectives:  # fmt: skip
         sizes = Sizes(self.spec, max_tokens, 1, dtype)
-        return SumsOfBench(PeerCollectives(Arena(sizes.total, device, host), host.rank, host.ranks, sizes))
-
-    def sums(self, way: str) -> None:
-        """See `SumsBench`. Raises `ConfigError`."""
-        assert self._collectives is not None
-        self._collectives.use(way)
+        return PeerCollectives(Arena(sizes.total, device, host), host.rank, host.ranks, sizes)
 
     def alone(self, op: NanoOperation, load: Load) -> Timing:
         pipeline = self._around(load, op)

@@ -23,7 +23,7 @@ from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.operations import ALL_REDUCE, Operation, Resource, Role
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.plan import TOKEN_STEP, Target, model_key
-from weft.kernels.gemm_config import SPECIAL
+from weft.kernels.matmul.gemm_config import SPECIAL
 
 SOURCES = (
     "measured on one H200, Llama-3-8B: products reach 0.68 of the printed FLOP/s, attention 0.90 of the bandwidth and "

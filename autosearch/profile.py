@@ -25,7 +25,7 @@ from weft.engine.model.operations import Operation, Role
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.document import read_document
 from weft.engine.plans.plan import Target
-from weft.kernels.gemm_config import SPECIAL, GemmConfig
+from weft.kernels.matmul.gemm_config import SPECIAL, GemmConfig
 
 VERSION = 1
 MEMORY_SHARE = 0.9

@@ -24,7 +24,7 @@ from weft.engine.model.operations import Operation, Resource, Role
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.choose import COLLECTIVES
 from weft.engine.plans.plan import TOKEN_STEP, NanoOperation, Target
-from weft.kernels.gemm_config import SPECIAL, GemmConfig
+from weft.kernels.matmul.gemm_config import SPECIAL, GemmConfig
 
 if TYPE_CHECKING:
     from weft.autosearch.gpu_bench import GpuBench

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
@@ -37,10 +36,10 @@ class RanksBench:
         self, model: Path, ranks: int, *, max_tokens: int, max_context: int, seconds: float, tuning_seconds: float,
         progress: Callable[[str], None] = lambda _: None,
         open_own: Callable[[Links, Opening, Callable[[str], None]], Bench] = open_rank,
-        device: Literal["cuda", "cpu"] = "cuda",
+        module: str = "", device: str = "cuda",
     ) -> None:  # fmt: skip
-        """model: folder of the whole one. open_own: makes rank 0's bench."""
-        self._device = device
+        """model: folder of the whole one. open_own: makes rank 0's bench. module: what the other ranks run."""
+        self._module, self._device = module or MODULE, device
         self._why: str | None = None
         self._closing = False
         self._followers: dict[int, subprocess.Popen[bytes]] = {}
@@ -48,7 +47,7 @@ class RanksBench:
         self._lost = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._links = Links(0, self._shared, self._lost)
         self._links.check = self._check
-        opening = Opening(str(model), self._shared.dump(), max_tokens, max_context, seconds, tuning_seconds, device)
+        opening = Opening(str(model), self._shared.dump(), max_tokens, max_context, seconds, tuning_seconds)
         try:
             for rank in self._links.peers:
                 self._begin(rank, opening)
@@ -67,7 +66,7 @@ class RanksBench:
         config = EngineConfig.model_validate(options)
         try:
             process = self._followers[rank] = subprocess.Popen(
-                (sys.executable, "-P", "-m", MODULE, str(rank), str(parent)),
+                (sys.executable, "-P", "-m", self._module, str(rank), str(parent)),
                 stdin=subprocess.PIPE,
                 pass_fds=self._shared.fds,
                 start_new_session=True,  # Ctrl-C reaches rank 0 alone

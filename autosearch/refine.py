@@ -19,7 +19,7 @@ from weft.engine.errors import ConfigError, WeftError
 from weft.engine.model.operations import Resource, Role
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.plan import TOKEN_STEP, Edge, Period, serial_period
-from weft.kernels.gemm_config import GemmConfig
+from weft.kernels.matmul.gemm_config import GemmConfig
 
 MIN_GAIN = 0.002
 """medians closer than this are equal"""

@@ -1,12 +1,15 @@
-"""What a workload means for an iteration."""
+"""Workloads: the lengths of their requests, and the load that they put on an iteration."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from weft.autosearch.bench_protocol import Load
-from weft.engine.bench.options import Lengths, read_lengths
 from weft.engine.errors import ConfigError
+
+Lengths = list[tuple[int, int]]
+"""Prompt and output tokens of each request."""
 
 
 def steady_load(lengths: Lengths, tokens: int, max_num_seqs: int = 1024) -> Load:
@@ -44,3 +47,43 @@ def workload_pair(workload: str) -> tuple[int, int]:
     if prompt < 1 or output < 1:
         raise ConfigError(f"--workload {workload!r} must be PROMPT:OUTPUT, two positive numbers of tokens")
     return prompt, output
+
+
+def read_lengths(workload: str, file: Path | None, seed: int) -> Lengths:
+    """The requests of a workload. Raises `ConfigError`, one line, when it cannot be read."""
+    if file is not None:
+        try:
+            pairs = [(int(a), int(b)) for a, b in json.loads(file.read_text())]
+        except OSError as error:
+            raise ConfigError(f"cannot read --lengths {file}: {error.strerror}") from None
+        except (ValueError, TypeError):
+            raise ConfigError(f"--lengths {file} must be a JSON list of [input, output] pairs") from None
+    else:
+        try:
+            pairs = _made_up(workload, seed)
+        except ValueError:
+            raise ConfigError(
+                f"--workload {workload!r} is neither IN:OUT:REQUESTS "
+                "nor lognormal:IN_MEAN:IN_SD:OUT_MEAN:OUT_SD:REQUESTS"
+            ) from None
+    if not pairs or any(a < 1 or b < 1 for a, b in pairs):
+        raise ConfigError("a workload needs at least one request, and at least one token in and out for each")
+    return pairs
+
+
+def _made_up(workload: str, seed: int) -> Lengths:
+    parts = workload.split(":")
+    if parts[0] != "lognormal":
+        inputs, outputs, count = map(int, parts)
+        return [(inputs, outputs)] * count
+    in_mean, in_sd, out_mean, out_sd = map(float, parts[1:5])
+    (count,) = map(int, parts[5:])
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    columns = []
+    for mean, sd in ((in_mean, in_sd), (out_mean, out_sd)):
+        variance = np.log1p((sd / mean) ** 2)
+        draw = rng.lognormal(np.log(mean) - variance / 2, np.sqrt(variance), count)
+        columns.append(np.maximum(draw.round().astype(int), 1))
+    return list(zip(columns[0].tolist(), columns[1].tolist(), strict=True))

@@ -69,7 +69,7 @@ COMPILE_SECONDS = 300.0
 """that a kernel may take to compile which no warm-up has met"""
 
 ENGINE_MODULES = ("weft.engine.engine",)
-GPU_MODULES = ("weft.engine.runner.cuda_runner", "weft.kernels.tuning")
+GPU_MODULES = ("weft.engine.runner.cuda_runner", "weft.kernels.tuning.search")
 """what takes seconds to import"""
 
 

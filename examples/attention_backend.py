@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft import LLM, SamplingParams
-from weft.kernels import attention_torch
-from weft.kernels.attention import AttentionRequests, AttentionShape, HostAttention
-from weft.kernels.attention_torch import TorchAttention
+from weft.kernels.attention import torch_backend as attention_torch
+from weft.kernels.attention.backend import AttentionRequests, AttentionShape, HostAttention
+from weft.kernels.attention.torch_backend import TorchAttention
 
 
 class Part(NamedTuple):

@@ -1,5 +1,6 @@
-"""Operations on tensors. Owns: every kernel with its torch twin and launcher, how they are tuned, timed and identified.
+"""Operations on tensors.
 
-May import: torch, triton, numpy, the package that a back end is named after, `weft.install_hint`; no other folder.
+Owns: every kernel with its reference implementation and launcher, its tuning, timing and identity.
+May import: torch, triton, numpy, the package that a backend is named after, `weft.install_hint`; no other folder.
 Never: reads a checkpoint or a configuration, schedules requests, allocates pages.
 """

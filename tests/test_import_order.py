@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import tomllib
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ FOLDERS: dict[str, set[str]] = {
     "loadgen": set(),
     "server": {"engine", "autosearch", "loadgen"},
     "deploy": {"engine", "autosearch", "loadgen", "server"},
+    "tools": {"kernels", "engine", "autosearch", "loadgen", "server", "deploy"},
 }
 """what each folder may import beside itself"""
 
@@ -35,7 +37,7 @@ ENGINE = (
     ("ranks",),
     ("scheduling",),
     ("engine",),
-    ("llm", "process", "bench"),
+    ("llm", "process"),
 )
 SERVER = (
     ("errors", "config", "bodies", "keys", "logs"),
@@ -43,12 +45,22 @@ SERVER = (
     ("text", "observe"),
     ("tools", "batches", "replicas"),
     ("api",),
-    ("daemon", "bench", "commands"),
+    ("daemon", "commands"),
     ("__main__",),
 )
 """floors, the lowest first: a room may import what lies below it, and its own floor without going round"""
 
-COMMAND_LINE = {"server.daemon.cli", "server.bench", "server.commands"}
+KERNELS = (
+    ("common",),
+    ("formats",),
+    ("reference",),
+    ("matmul", "attention"),
+    ("experts", "collectives"),
+    ("sampling", "tiers"),
+    ("tuning",),
+)
+
+COMMAND_LINE = {"server.daemon.cli", "server.commands"}
 """the only ones that know every sub-command, and so the searches and the load generator"""
 
 
@@ -124,7 +136,7 @@ def test_folders_import_only_what_lies_below_them(graph: dict[str, set[str]]) ->
     assert not wrong
 
 
-@pytest.mark.parametrize(("folder", "floors"), [("engine", ENGINE), ("server", SERVER)])
+@pytest.mark.parametrize(("folder", "floors"), [("engine", ENGINE), ("server", SERVER), ("kernels", KERNELS)])
 def test_wings_import_only_what_lies_below_them(
     graph: dict[str, set[str]], folder: str, floors: tuple[tuple[str, ...], ...]
 ) -> None:
@@ -174,7 +186,13 @@ def test_only_the_command_line_imports_the_search_and_the_load_generator(
 
 
 @pytest.mark.parametrize(
-    "wing", [f"{f}.{n}" for f, floors in (("engine", ENGINE), ("server", SERVER)) for names in floors for n in names]
+    "wing",
+    [
+        f"{f}.{n}"
+        for f, floors in (("engine", ENGINE), ("server", SERVER), ("kernels", KERNELS))
+        for names in floors
+        for n in names
+    ],
 )
 def test_a_wing_says_what_it_owns_what_it_may_import_and_what_it_never_does(wing: str) -> None:
     folder = ROOT / Path(*wing.split("."))
@@ -189,6 +207,32 @@ def test_every_wing_is_in_the_wheel() -> None:
     there = {"weft"} | {
         ".".join(("weft", *init.parent.relative_to(ROOT).parts))
         for folder in FOLDERS
+        if folder != "tools"
         for init in (ROOT / folder).rglob("__init__.py")
+        if init.parent != ROOT / "deploy" / "ray"
     }
     assert set(listed) == there
+
+
+def test_no_file_imports_a_private_name_of_another() -> None:
+    wrong = [
+        f"{name} imports {alias.name} of {node.module}"
+        for name, file in modules().items()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("weft.")
+        for alias in node.names
+        if alias.name.startswith("_")
+    ]
+    assert not wrong
+
+
+def test_other_folders_import_only_the_public_modules_of_a_kernel_folder(graph: dict[str, set[str]]) -> None:
+    wrong = []
+    for name, others in graph.items():
+        for other in others:
+            _, folder, module = (*other.split("."), "", "")[:3]
+            if other.startswith("kernels.") and module and not name.startswith((f"kernels.{folder}", "tools.")):
+                public = import_module(f"weft.kernels.{folder}").PUBLIC
+                if module not in public:
+                    wrong.append(f"{name} imports {other}")
+    assert not wrong

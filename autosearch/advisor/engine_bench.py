@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import platform
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 
 from weft import __version__
 from weft.autosearch.advisor.activity import activity_of
 from weft.autosearch.advisor.curve import Machine, Point, RateRun, Times
-from weft.engine.bench.options import Lengths
+from weft.autosearch.workload import Lengths
 from weft.engine.config import Objective
 from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError
@@ -78,9 +81,7 @@ class EngineBench:
             name = torch.cuda.get_device_name(device)
             usable = int(usable * engine.resolved.gpu_memory_utilization)
         else:
-            from weft.engine.bench.offline import machine
-
-            name = str(machine()["cpu"])
+            name = cpu_name()
         return Machine(
             device=str(device), name=name, memory=usable, weights=memory.weights, working=memory.working,
             page_bytes=engine.resolved.kv.page_bytes, page_size=described.page_size, pages=described.num_pages - 1,
@@ -221,7 +222,7 @@ class EngineBench:
         until, stuck = time.perf_counter() + RAMP_SECONDS, 0
         while time.perf_counter() < until and not self._ended():
             self._step(bound)
-            stuck = stuck + 1 if scheduler.num_running < bound and not scheduler.short_of_seats else 0
+            stuck = stuck + 1 if scheduler.num_running < bound and not scheduler.short_of_slots else 0
             begun = sum(self._open.values())
             if begun >= 0.95 * bound or (stuck >= STUCK and begun >= 0.95 * scheduler.num_running):
                 return
@@ -290,3 +291,12 @@ def _joules(before: EngineStats, after: EngineStats, tokens: int) -> float | Non
 def means(lengths: Sequence[tuple[int, int]]) -> tuple[float, float]:
     """(prompt, output) tokens of a request."""
     return float(np.mean([p for p, _ in lengths])), float(np.mean([d for _, d in lengths]))
+
+
+def cpu_name() -> str:
+    """The processor's model name, or its architecture if the system names no model."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

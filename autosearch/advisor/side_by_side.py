@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from weft.autosearch.advisor.curve import QUANTILES, Point, ReplicaPoint, Times
-from weft.engine.bench.options import Lengths
+from weft.autosearch.workload import Lengths
 from weft.engine.config import EngineConfig
 from weft.engine.errors import WeftError
 from weft.engine.wire.child import settle

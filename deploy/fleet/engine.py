@@ -17,7 +17,7 @@ from weft.deploy.fleet.clock import Clock, Processor
 from weft.deploy.fleet.profile import Features, IterationProfile
 from weft.engine.config import Objective, kept_percentiles
 from weft.engine.errors import RequestError
-from weft.engine.memory.page_news import PageLedger
+from weft.engine.memory.page_ledger import PageLedger
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
 from weft.engine.runner.batch import Batch, StepResult
@@ -26,8 +26,8 @@ from weft.engine.scheduling.fairness import Fairness
 from weft.engine.scheduling.pace import Pace
 from weft.engine.scheduling.request import Request, check_request
 from weft.engine.scheduling.scheduler import Scheduler
-from weft.engine.scheduling.seat_keeper import SeatKeeper
-from weft.engine.scheduling.seats import SeatControl
+from weft.engine.scheduling.slot_limit_keeper import SlotLimitKeeper
+from weft.engine.scheduling.slot_limit import SlotLimitControl
 from weft.engine.scheduling.slots import SlotTable
 from weft.engine.wire.messages import EngineReady, EngineStats, Finish, SchedulerStats
 from weft.engine.wire.sampling import SamplingParams
@@ -125,10 +125,10 @@ class SimulatedEngine:
                 most=options.max_num_batched_tokens, chunk_step=1, patience=options.itl_slo_patience,
                 share=options.fair_prefill_share, clock=lambda: clock.now,
             )  # fmt: skip
-        self._seat_keeper: SeatKeeper | None = None
+        self._seat_keeper: SlotLimitKeeper | None = None
         if options.keeps:
             pace = Pace(options.keeps, self.scheduler.slots, clock.now)
-            self._seat_keeper = SeatKeeper(self.scheduler, pace, SeatControl(options.max_num_seqs))
+            self._seat_keeper = SlotLimitKeeper(self.scheduler, pace, SlotLimitControl(options.max_num_seqs))
         self._ledger = PageLedger(pool.index)
         self._inbox: list[Asked] = []
         self._refused: list[int] = []

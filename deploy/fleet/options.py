@@ -1,4 +1,4 @@
-"""Flags of `weft fleet` and `weft bench iterations`. Imports nothing heavy: `weft --help` reads this."""
+"""Flags of `weft fleet`. Imports nothing heavy: `weft --help` reads this."""
 
 from __future__ import annotations
 
@@ -47,13 +47,3 @@ def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
     report("--json", metavar="FILE", type=output_file, help="all figures")
     report("--png", metavar="FILE", type=output_file, help="goodput over rates and engines, as a picture")
     report("--quiet", action="store_true", help="no progress; only the result")
-
-
-def add_iterations_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("recording").add_argument
-    group("--out", metavar="FILE", type=output_file, required=True, help="the profile, for weft fleet --profile")
-    group("--seconds", metavar="S", type=float, default=60.0, help="that recording may take, about [60]")
-    group("--processor-time", action="store_true",
-        help="on a CPU with one thread: its processor time, where other work would disturb the clock's")  # fmt: skip
-    group("--server", metavar="URL",
-        help="also measure what stands around the engine, at an idle daemon with this model")  # fmt: skip

@@ -1,9 +1,9 @@
 """The embedded demo model: a small Llama that answers simple questions exactly.
 
-weft trains it with its own script on text it generates itself, and ships it inside the package. It lets anyone try the
-daemon without a download, and it lets a test check *answers*: a wrong KV page makes a wrong answer.
+`weft demo train` makes it from generated text (`tools/demo/`). It lets anyone try the daemon without a download, and it
+lets a test check answers: a wrong KV page makes a wrong answer.
 
-Owns: the shipped model, and the words, facts and training that made it.
+Owns: the shipped model.
 May import: nothing of weft.
 Never: is needed to serve another model.
 """

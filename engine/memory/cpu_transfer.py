@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weft.engine.memory.kv_layout import page_rows
 from weft.engine.memory.transfer import Bytes, Copy, PageSizes, Pairs, map_host_pool, map_rests
-from weft.kernels.packed_page import PackedPage
+from weft.kernels.formats.packed_page import PackedPage
 
 
 class CpuCopy:

@@ -21,7 +21,7 @@ from torch import Tensor
 from weft.engine.errors import OutOfMemory
 from weft.engine.memory.kv_layout import page_rows
 from weft.engine.memory.transfer import GIB, Copy, Gate, PageSizes, Pairs, map_host_pool, map_rests
-from weft.kernels.packed_page import PackedPage
+from weft.kernels.formats.packed_page import PackedPage
 
 if TYPE_CHECKING:
     from weft.engine.memory.cuda_packing import CudaPacking

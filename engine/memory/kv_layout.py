@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from weft.engine.model.spec import ModelSpec
-from weft.kernels.packed_page import PackedPage
+from weft.kernels.formats.packed_page import PackedPage
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from weft.engine.memory.store_file import StoreFile, StoreUnavailable
 from weft.engine.memory.tiers import Tiers
 from weft.engine.memory.transfer import GIB, Bytes, CopyEngine, PageSizes, aligned
 from weft.engine.model.spec import Shard
-from weft.kernels.packed_page import PackedPage
+from weft.kernels.formats.packed_page import PackedPage
 
 LOCK_PATIENCE_SECONDS = 6.0
 """for the engine of a daemon that was killed: it stores what it can for a few seconds, then it ends"""

@@ -20,7 +20,7 @@ from weft.engine.model.families.family import TensorNames
 from weft.engine.model.matrices import Unpacked
 from weft.engine.model.parts import Experts
 from weft.engine.model.spec import ModelSpec
-from weft.kernels import pack
+from weft.kernels.matmul import weight_layout as pack
 
 
 class ExpertMatrices(NamedTuple):

@@ -16,8 +16,8 @@ from weft.engine.model.families.family import TensorNames
 from weft.engine.model.matrices import Quantised, Unpacked
 from weft.engine.model.parts import Experts
 from weft.engine.model.spec import ModelSpec
-from weft.kernels import pack
-from weft.kernels.fp8_matrix import Fp8Matrix, Matrix
+from weft.kernels.formats.fp8_matrix import Fp8Matrix, Matrix
+from weft.kernels.matmul import weight_layout as pack
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from weft.engine.errors import ModelError
 from weft.engine.model.checkpoint import WHOLE, Part, Stored, Tensors
 from weft.engine.model.families.family import TensorNames
 from weft.engine.model.spec import ModelSpec
-from weft.kernels import fp8
-from weft.kernels.fp8 import BLOCK, E4M3, Fp8Weight
-from weft.kernels.fp8_matrix import by_rows
+from weft.kernels.formats import fp8
+from weft.kernels.formats.fp8 import BLOCK, E4M3, Fp8Weight
+from weft.kernels.formats.fp8_matrix import by_rows
 
 SCALES = ("weight_scale", "weight_scale_inv")
 """a matrix' values are multiplied by it, whatever its name says"""

@@ -33,7 +33,7 @@ from weft.engine.model.shapes import ShapesAlone
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import ask
 from weft.engine.progress import Progress
-from weft.kernels import fp8
+from weft.kernels.formats import fp8
 
 PARTIAL, STATE = ".partial", "quantize.json"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")

@@ -26,7 +26,8 @@ from weft.engine.model.shapes import ShapesAlone
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.staging import Staging
 from weft.engine.progress import LOADING, Progress
-from weft.kernels import fp8, pack
+from weft.kernels.formats import fp8
+from weft.kernels.matmul import weight_layout as pack
 
 HARMLESS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
 """ends of names that checkpoints carry and nobody needs: tables that follow from the config"""

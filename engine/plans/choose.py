@@ -13,20 +13,14 @@ from weft.engine.config import expanded
 from weft.engine.errors import ConfigError
 from weft.engine.model.operations import ALL_REDUCE, Role
 from weft.engine.model.spec import ModelSpec
+from weft.engine.plans.kernel_sources import kernels_digest
 from weft.engine.plans.plan import Plan, Target, by_name, load_plan, model_key
-from weft.kernels.gpu import gpu
-from weft.kernels.source_digest import source_digest
+from weft.kernels.common.gpu import gpu
 
 log = logging.getLogger("weft.engine")
 SHIPPED = Path(__file__).parent
 COLLECTIVES: Collection[str] = (ALL_REDUCE,)
 """kernels of collectives that an executor runs as operations of a pipeline"""
-
-
-def kernels_digest(*, eight: bool = False) -> str:
-    """Of the kernels' code: a plan's configurations and timings belong to it. eight: with that of FP8."""
-    more = ("fp8*.py", "attention_output.py") if eight else ()
-    return source_digest("gemm*.py", "projections.py", "decode_*.py", "prefill_*.py", "dependent_launch.py", *more)
 
 
 def target_of(
@@ -37,7 +31,7 @@ def target_of(
     assert here is not None
     name = str(dtype).removeprefix("torch.") + ("+fp8" if spec.quantization is not None else "")
     name += "+kv8" if pages not in (None, dtype) else ""
-    return Target(here.name, here.sms, model_key(spec), name, kernels_digest(eight="fp8" in name or "kv8" in name))
+    return Target(here.name, here.sms, model_key(spec), name, kernels_digest(spec, fp8="fp8" in name or "kv8" in name))
 
 
 def _mismatch(made_for: Target, here: Target) -> str | None:

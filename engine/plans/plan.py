@@ -19,7 +19,7 @@ from weft.engine.model.operations import Operation, Resource, Role
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.sums import Way
 from weft.engine.plans.document import read_document
-from weft.kernels.gemm_config import GemmConfig
+from weft.kernels.matmul.gemm_config import GemmConfig
 
 VERSION = 1
 TOKEN_STEP = 128

@@ -23,13 +23,19 @@ from weft.engine.runner.cpu_runner import CpuRunner
 from weft.engine.runner.make import make_runner
 from weft.engine.runner.resolve import ResolvedConfig
 from weft.engine.runner.runner import Runner
-from weft.kernels.gpu import gpu
-from weft.kernels.source_digest import source_digest
-from weft.kernels.tuned import BUCKETS
+from weft.kernels.common.gpu import gpu
+from weft.kernels.common.source_digest import source_digest
+from weft.kernels.matmul.tuned import BUCKETS
 
 if TYPE_CHECKING:
     from weft.engine.runner.peer_collectives import PeerCollectives
 
+SOURCES = (
+    "collectives/peer", "collectives/push_gemm", "collectives/push_gemm_hopper", "common/dependent_launch",
+    "common/hopper", "matmul/gemm", "matmul/gemm_activations", "matmul/gemm_config", "matmul/gemm_hopper",
+    "matmul/gemm_launch", "matmul/gemm_tiles", "matmul/gemm_triton",
+)  # fmt: skip
+"""The modules of `kernels` that timings of collectives depend on."""
 PRODUCT_LAYERS = 4
 """whose products are measured with the sums behind them"""
 
@@ -45,9 +51,7 @@ def _use_measured(
     layers = [layer for layer in weights.layers[-PRODUCT_LAYERS:] if all(name in layer for name in names)]
     products = [layer[name].weight for layer in layers for name in names]
     shape = "-".join(map(str, (spec.hidden_size, *dict.fromkeys(product.shape[1] for product in products))))
-    file = file_of(
-        config.cache_dir, here.name, source_digest("collectives.py", "gemm*.py", "pushed*.py"), host.ranks, shape
-    )
+    file = file_of(config.cache_dir, here.name, source_digest(*SOURCES), host.ranks, shape)
     measure = partial(
         device.microseconds, hidden=spec.hidden_size, dtype=config.compute_dtype, products=products
     )  # fmt: skip
@@ -62,7 +66,7 @@ def _use_measured(
 
 def _tiles_agree(host: SharedCollectives, products: list[torch.Tensor], sms: int) -> bool:
     """Whether all ranks cut these products into the same tiles, which is what flags tell of."""
-    from weft.kernels.gemm_launch import choose  # needs Triton
+    from weft.kernels.matmul.gemm_launch import choose  # needs Triton
 
     tiles = [choose(tokens, product.shape[0], product.shape[1], sms) for product in products for tokens in BUCKETS]
     every = host.all_gather(torch.tensor(tiles, dtype=torch.int64))

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from weft.engine.runner.batch import Batch
 from weft.engine.runner.input_layout import DECODE, LEFT, LEFT_PREFILL, PREFILL, Layout
 from weft.engine.runner.nano import NanoBatch
-from weft.kernels.break_evens import BreakEvens, Even
-from weft.kernels.work_lists import (
+from weft.kernels.attention.break_evens import BreakEvens, Even
+from weft.kernels.attention.work_lists import (
     ITEM_FIELDS,
     PART_FIELDS,
     PART_KEYS,

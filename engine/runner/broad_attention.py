@@ -14,7 +14,7 @@ from weft.engine.model.broad.spec import BroadSpec
 from weft.engine.model.broad.trial import layer_of
 from weft.engine.runner.broad_shapes import kinds_of_calls
 from weft.engine.runner.resolve import ResolvedConfig
-from weft.kernels.attention import AttentionBackend, AttentionShape
+from weft.kernels.attention.backend import AttentionBackend, AttentionShape
 
 
 class PagedCalls:

@@ -15,8 +15,8 @@ from weft.engine.runner.batch import Batch
 from weft.engine.runner.broad_attention import PagedCalls
 from weft.engine.runner.pooling import pooled_rows
 from weft.engine.runner.resolve import ResolvedConfig
-from weft.kernels.attention import HostAttention
-from weft.kernels.attention_backends import make_host_attention
+from weft.kernels.attention.backend import HostAttention
+from weft.kernels.attention.backends import make_host_attention
 
 
 class BroadInputs(NamedTuple):

@@ -21,11 +21,11 @@ from weft.engine.plans.pipeline import Pipeline
 from weft.engine.runner.broad_attention import PagedCalls
 from weft.engine.runner.cuda_inputs import DeviceInputs
 from weft.engine.runner.resolve import ResolvedConfig
-from weft.kernels import resident
-from weft.kernels.attention_triton import TritonAttention, TritonStep
-from weft.kernels.decode_workspace import decode_workspace
-from weft.kernels.gpu import gpu
-from weft.kernels.sampler import sample, sample_scratch
+from weft.kernels.attention.decode_workspace import decode_workspace
+from weft.kernels.attention.triton_backend import TritonAttention, TritonStep
+from weft.kernels.common.gpu import gpu
+from weft.kernels.sampling import resident
+from weft.kernels.sampling.sampler import sample, sample_scratch
 
 T = TypeVar("T")
 

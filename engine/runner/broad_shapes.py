@@ -9,7 +9,7 @@ import torch
 from weft.engine.errors import ConfigError
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.broad.spec import BroadSpec
-from weft.kernels.attention import AttentionShape
+from weft.kernels.attention.backend import AttentionShape
 
 
 class Kind(NamedTuple):

@@ -10,7 +10,7 @@ from weft.engine.runner.footprint import memory_bytes
 from weft.engine.runner.gpu_room import share_bytes
 from weft.engine.runner.resolve import ResolvedConfig
 from weft.engine.wire.messages import MemoryBudget
-from weft.kernels.attention_torch import GROUP_ELEMENTS
+from weft.kernels.attention.torch_backend import GROUP_ELEMENTS
 
 if TYPE_CHECKING:
     from weft.engine.model.broad.module import BroadModule

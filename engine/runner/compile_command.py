@@ -14,7 +14,7 @@ from weft.engine.errors import ConfigError, WeftError
 from weft.engine.progress import ProgressBar
 from weft.engine.runner.compile_job import COMPILING
 from weft.engine.wire.cores import cores
-from weft.kernels.gpu import KNOWN, Gpu, gpu
+from weft.kernels.common.gpu import KNOWN, Gpu, gpu
 
 
 def add_compile_flags(parser: argparse.ArgumentParser) -> None:

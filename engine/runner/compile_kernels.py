@@ -22,11 +22,11 @@ from weft.engine.config import EngineConfig
 from weft.engine.errors import WeftError
 from weft.engine.runner.compile_job import PIPELINE, SERIAL, is_compiled, stamp_file, use_cache, write_stamp
 from weft.engine.wire.cores import cores
-from weft.kernels import early
-from weft.kernels.gpu import Gpu, gpu
+from weft.kernels.common import warm_start as early
+from weft.kernels.common.gpu import Gpu, gpu
 
 if TYPE_CHECKING:
-    from weft.kernels.compilation import Kernel
+    from weft.kernels.common.compilation import Kernel
 
 NICENESS = 10
 """of compiling beside an engine that serves"""
@@ -42,7 +42,7 @@ def compile_kernels(
     Raises `WeftError` for a model or options that cannot be served there.
     """
     from weft.engine.runner.kernel_set import kernel_set
-    from weft.kernels.compilation import compile_all
+    from weft.kernels.common.compilation import compile_all
 
     use_cache(config)
     stamp = stamp_file(config)  # of the tiles that are known now
@@ -58,7 +58,7 @@ def compile_kernels(
 def compile_in_parts(config: EngineConfig, target: Gpu, jobs: int, tell: Callable[[str], None]) -> None:
     """As `compile_kernels`, the serial plan first; `tell` gets the lines for a `CompileJob`."""
     from weft.engine.runner.kernel_set import kernel_parts
-    from weft.kernels.compilation import compile_all
+    from weft.kernels.common.compilation import compile_all
 
     use_cache(config)
     stamp, serial_stamp = stamp_file(config), stamp_file(config, SERIAL)

@@ -18,9 +18,9 @@ from weft.engine.model.weights import Weights
 from weft.engine.runner.batch import Batch
 from weft.engine.runner.collectives import Alone, Collectives
 from weft.engine.runner.launchers import launchers_of
-from weft.kernels import experts_reference as expert_twins
-from weft.kernels import reference as twins
-from weft.kernels.attention import HostAttention
+from weft.kernels.attention.backend import HostAttention
+from weft.kernels.reference import experts as expert_twins
+from weft.kernels.reference import layer as twins
 
 BLOCK_ROWS = (32, 16, 8, 4, 2, 1)
 """tried in this order for batch invariance; one row at a time always holds"""

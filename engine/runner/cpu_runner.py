@@ -30,7 +30,7 @@ from weft.engine.runner.pooling import pooled
 from weft.engine.runner.resolve import ResolvedConfig
 from weft.engine.runner.resting import Resting
 from weft.engine.runner.sampling import Sampling, Scores
-from weft.kernels.attention_backends import make_host_attention
+from weft.kernels.attention.backends import make_host_attention
 
 if TYPE_CHECKING:
     from weft.engine.model.broad.module import BroadModule

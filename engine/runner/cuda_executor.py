@@ -21,14 +21,16 @@ from weft.engine.runner.collectives import Graph
 from weft.engine.runner.cuda_layers import CudaLayers
 from weft.engine.runner.layer_launch import Fused, one_part, same_parts
 from weft.engine.runner.sum_places import OF_EMBEDDING
-from weft.kernels import reference, resident, sampling_shards
-from weft.kernels.attention_output import part_of
-from weft.kernels.collectives import embed_part
-from weft.kernels.dependent_launch import dependent_launch
-from weft.kernels.embedding import embed, final_norm
-from weft.kernels.gemm import matmul
-from weft.kernels.rows import gather_rows
-from weft.kernels.sampler import sample, sample_scratch
+from weft.kernels.attention.output import part_of
+from weft.kernels.collectives.peer import embed_part
+from weft.kernels.common.dependent_launch import dependent_launch
+from weft.kernels.matmul.embedding import embed, final_norm
+from weft.kernels.matmul.gemm import matmul
+from weft.kernels.matmul.rows import gather_rows
+from weft.kernels.reference import layer as reference
+from weft.kernels.reference import sampling_shards
+from weft.kernels.sampling import resident
+from weft.kernels.sampling.sampler import sample, sample_scratch
 
 
 class CudaExecutor:

@@ -12,10 +12,10 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import NanoOperation
 from weft.engine.runner.layer_launch import Launch
-from weft.kernels import experts, router
-from weft.kernels.experts import ExpertSpace
-from weft.kernels.gemm_config import GemmConfig
-from weft.kernels.router import Choice
+from weft.kernels.experts import experts, router
+from weft.kernels.experts.experts import ExpertSpace
+from weft.kernels.experts.router import Choice
+from weft.kernels.matmul.gemm_config import GemmConfig
 
 
 class ExpertLayers:

@@ -20,13 +20,13 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.runner.layer_launch import Launch
-from weft.kernels import fp8_projections
-from weft.kernels.attention_output import part_of
-from weft.kernels.fp8 import BLOCK, Fp8Rows
-from weft.kernels.fp8_experts import switch_shared
-from weft.kernels.fp8_matrix import Fp8Matrix
-from weft.kernels.fp8_rows import quantize_rows
-from weft.kernels.gpu import gpu
+from weft.kernels.attention.output import part_of
+from weft.kernels.common.gpu import gpu
+from weft.kernels.experts.fp8_experts import switch_shared
+from weft.kernels.formats.fp8 import BLOCK, Fp8Rows
+from weft.kernels.formats.fp8_matrix import Fp8Matrix
+from weft.kernels.matmul import fp8_projections
+from weft.kernels.matmul.fp8_rows import quantize_rows
 
 HEADS = (64, 128)
 """head sizes whose way into q and the pages is an epilogue of an FP8 product"""

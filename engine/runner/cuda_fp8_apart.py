@@ -19,11 +19,11 @@ from weft.engine.model.weights import Weights
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.runner.cuda_fp8 import Fp8Layers
 from weft.engine.runner.layer_launch import Launch
-from weft.kernels import fp8_projections
-from weft.kernels.fp8 import Fp8Rows
-from weft.kernels.fp8_rows import norm_rows, quantize_rows
-from weft.kernels.heads import place_heads
-from weft.kernels.rows import add_normed, row_sumsq
+from weft.kernels.formats.fp8 import Fp8Rows
+from weft.kernels.matmul import fp8_projections
+from weft.kernels.matmul.fp8_rows import norm_rows, quantize_rows
+from weft.kernels.matmul.heads import place_heads
+from weft.kernels.matmul.rows import add_normed, row_sumsq
 
 
 class Fp8LayersApart(Fp8Layers):

@@ -15,11 +15,11 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.runner.cuda_experts import range_of
 from weft.engine.runner.cuda_fp8 import Fp8Layers
 from weft.engine.runner.layer_launch import Launch
-from weft.kernels import fp8_experts
-from weft.kernels.fp8_experts import Fp8ExpertSpace
-from weft.kernels.gemm_config import GemmConfig
-from weft.kernels.gpu import is_hopper
-from weft.kernels.router import Choice
+from weft.kernels.common.gpu import is_hopper
+from weft.kernels.experts import fp8_experts
+from weft.kernels.experts.fp8_experts import Fp8ExpertSpace
+from weft.kernels.experts.router import Choice
+from weft.kernels.matmul.gemm_config import GemmConfig
 
 _MANY = 1 << 20
 """tokens: whatever their share of an expert is, it has many rows"""

@@ -15,10 +15,10 @@ from weft.engine.runner.batch import Batch, SamplingInputs, sampler_names
 from weft.engine.runner.input_layout import COUNTS, DECODE, LEFT, LEFT_PREFILL, LIVE, PREFILL, Layout
 from weft.engine.runner.nano import Assignment, assign
 from weft.engine.runner.resolve import ResolvedConfig
-from weft.kernels.attention_triton import DecodeWork, cuts_prefill
-from weft.kernels.break_evens import BreakEvens
-from weft.kernels.fp8_unpack import pays
-from weft.kernels.work_lists import (
+from weft.kernels.attention.break_evens import BreakEvens
+from weft.kernels.attention.fp8_unpack import pays
+from weft.kernels.attention.triton_backend import DecodeWork, cuts_prefill
+from weft.kernels.attention.work_lists import (
     ITEM_FIELDS,
     TILE_FIELDS,
 )

@@ -26,22 +26,22 @@ from weft.engine.runner.cuda_inputs import DeviceInputs
 from weft.engine.runner.launchers import launchers_of
 from weft.engine.runner.layer_launch import Launch, Rows, rows_of
 from weft.engine.runner.rank_sums import RankSums
-from weft.kernels.attention import AttentionBackend
-from weft.kernels.attention_output import Output
-from weft.kernels.attention_triton import PrefillParts, TritonStep
-from weft.kernels.decode_workspace import decode_workspace
-from weft.kernels.experts import switch_shared
-from weft.kernels.fp8 import KvScales
-from weft.kernels.fp8_projections import rows_buffer
-from weft.kernels.fp8_unpack import Unpacked, counting_table
-from weft.kernels.gemm_config import GemmConfig
-from weft.kernels.gemm_launch import choose, workspace
-from weft.kernels.gpu import gpu
-from weft.kernels.heads import place_heads
-from weft.kernels.mid_projections import gate_up_project, linear_project, qkv_project, residual_project
-from weft.kernels.prefill_attention import prefill_workspace
-from weft.kernels.projections import fuses_heads, sumsq_buffer
-from weft.kernels.rows import row_sumsq
+from weft.kernels.attention.backend import AttentionBackend
+from weft.kernels.attention.decode_workspace import decode_workspace
+from weft.kernels.attention.fp8_unpack import Unpacked, counting_table
+from weft.kernels.attention.output import Output
+from weft.kernels.attention.prefill_attention import prefill_workspace
+from weft.kernels.attention.triton_backend import PrefillParts, TritonStep
+from weft.kernels.common.gpu import gpu
+from weft.kernels.experts.experts import switch_shared
+from weft.kernels.formats.fp8 import KvScales
+from weft.kernels.matmul.fp8_projections import rows_buffer
+from weft.kernels.matmul.gemm_config import GemmConfig
+from weft.kernels.matmul.gemm_launch import choose, workspace
+from weft.kernels.matmul.heads import place_heads
+from weft.kernels.matmul.mid_projections import gate_up_project, linear_project, qkv_project, residual_project
+from weft.kernels.matmul.projections import fuses_heads, sumsq_buffer
+from weft.kernels.matmul.rows import row_sumsq
 
 
 class CudaLayers:

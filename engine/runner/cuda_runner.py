@@ -42,11 +42,12 @@ from weft.engine.runner.preparation import Preparation, Step, Work
 from weft.engine.runner.resolve import ResolvedConfig
 from weft.engine.runner.resting import Resting
 from weft.engine.runner.sampling import Sampling, Scores
-from weft.kernels import break_evens, reference
-from weft.kernels.attention import AttentionBackend, HostAttention
-from weft.kernels.attention_backends import make_host_attention
-from weft.kernels.attention_triton import PER_SM, TritonAttention
-from weft.kernels.gpu import gpu
+from weft.kernels.attention import break_evens
+from weft.kernels.attention.backend import AttentionBackend, HostAttention
+from weft.kernels.attention.backends import make_host_attention
+from weft.kernels.attention.triton_backend import PER_SM, TritonAttention
+from weft.kernels.common.gpu import gpu
+from weft.kernels.reference import layer as reference
 
 if TYPE_CHECKING:
     from weft.engine.model.broad.module import BroadModule

@@ -8,8 +8,8 @@ from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError
 from weft.engine.model.parts import Placement
 from weft.engine.model.spec import ModelSpec
-from weft.kernels.attention import AttentionShape
-from weft.kernels.gpu import Gpu
+from weft.kernels.attention.backend import AttentionShape
+from weft.kernels.common.gpu import Gpu
 
 log = logging.getLogger("weft.engine")
 EXPERT_ACTIVATIONS = ("silu", "swiglu_oai")
@@ -65,7 +65,7 @@ def check_pod(config: EngineConfig, spec: ModelSpec, backend: str, shape: Attent
     """Raises `ConfigError` where attention cannot be one launch, and is to be."""
     able = shape.device.type != "cpu" and backend == "triton" and spec.native and not config.batch_invariant
     if able:
-        from weft.kernels.attention_triton import cuts_prefill  # Triton, which a CPU need not have
+        from weft.kernels.attention.triton_backend import cuts_prefill  # Triton, which a CPU need not have
 
         able = cuts_prefill(shape)
     if not able:

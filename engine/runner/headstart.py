@@ -13,7 +13,7 @@ from importlib import import_module
 
 from weft.engine.config import EngineConfig
 from weft.engine.runner.compile_job import has_gpu
-from weft.kernels import early
+from weft.kernels.common import warm_start as early
 
 LOOK_SECONDS = 0.1
 """between two looks at whether there is still something to wait for"""

@@ -10,7 +10,7 @@ import numpy as np
 from weft.engine.config import Pod
 from weft.engine.plans.plan import MAX_NANO_BATCHES
 from weft.engine.wire.sampling import COLUMNS
-from weft.kernels.work_lists import ITEM_FIELDS, PART_FIELDS, TILE_FIELDS, TILE_ROWS
+from weft.kernels.attention.work_lists import ITEM_FIELDS, PART_FIELDS, TILE_FIELDS, TILE_ROWS
 
 COUNTS = ("tokens", "sampled", "updates")
 # then prefill items of each nano-batch, live tokens behind each beginning of a range, and decode items of each

@@ -58,7 +58,7 @@ def _devices(config: EngineConfig, spec: ModelSpec) -> dict[str, dict[str, Any]]
     """What each device of this machine makes of a rank's part: room for KV, or why it does not serve it."""
     from weft.engine.runner.footprint import memory_bytes
     from weft.engine.runner.resolve import resolve, served_as
-    from weft.kernels.gpu import gpu
+    from weft.kernels.common.gpu import gpu
 
     found: dict[str, dict[str, Any]] = {}
     for name in ("cpu",) if gpu() is None else ("cpu", "cuda"):

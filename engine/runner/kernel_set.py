@@ -24,10 +24,10 @@ from weft.engine.runner.peer_collectives import Imagined, PeerCollectives, Sizes
 from weft.engine.runner.pipelines import Pipelines
 from weft.engine.runner.products import tuning_launches
 from weft.engine.runner.resolve import ResolvedConfig, resolve, served_as
-from weft.kernels import tuned
-from weft.kernels.attention_triton import TritonAttention
-from weft.kernels.compilation import Kernel, collect
-from weft.kernels.gpu import Gpu, compiling_for, gpu_device
+from weft.kernels.attention.triton_backend import TritonAttention
+from weft.kernels.common.compilation import Kernel, collect
+from weft.kernels.common.gpu import Gpu, compiling_for, gpu_device
+from weft.kernels.matmul import tuned
 
 
 def kernel_set(config: EngineConfig, gpu: Gpu) -> list[Kernel]:

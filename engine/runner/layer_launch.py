@@ -12,7 +12,7 @@ from weft.engine.model.layer_weights import ProductWeights
 from weft.engine.model.operations import Operation
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import TOKEN_STEP, NanoOperation
-from weft.kernels.attention_output import Output
+from weft.kernels.attention.output import Output
 
 
 class Rows(NamedTuple):

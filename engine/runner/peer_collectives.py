@@ -16,13 +16,13 @@ from torch import Tensor
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.plan import MAX_NANO_BATCHES
 from weft.engine.runner.collectives import Graph, Steps
-from weft.kernels import collectives as kernels
-from weft.kernels.collectives import Peers
-from weft.kernels.gemm_config import GemmConfig
-from weft.kernels.gemm_launch import Workspace, workspace
-from weft.kernels.gpu import gpu
-from weft.kernels.projections import linear_project
-from weft.kernels.pushed import Inbox, Pushed, push_project, reduce_pushed, width_of
+from weft.kernels.collectives import peer as kernels
+from weft.kernels.collectives.peer import Peers
+from weft.kernels.collectives.push_gemm import Inbox, Pushed, push_project, reduce_pushed, width_of
+from weft.kernels.common.gpu import gpu
+from weft.kernels.matmul.gemm_config import GemmConfig
+from weft.kernels.matmul.gemm_launch import Workspace, workspace
+from weft.kernels.matmul.projections import linear_project
 
 ALIGNED = 256
 FEW = 32

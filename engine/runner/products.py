@@ -10,9 +10,9 @@ import torch
 from weft.engine.model.operations import Role
 from weft.engine.model.spec import ModelSpec
 from weft.engine.progress import Progress
-from weft.kernels import tuned
-from weft.kernels.gpu import gpu, gpu_device, is_hopper
-from weft.kernels.tuned import Shape
+from weft.kernels.common.gpu import gpu, gpu_device, is_hopper
+from weft.kernels.matmul import tuned
+from weft.kernels.matmul.tuned import Shape
 
 TUNING = "tuning matrix products"
 
@@ -34,7 +34,8 @@ def product_shapes(spec: ModelSpec) -> list[Shape]:
 
 def tuning_launches(spec: ModelSpec, max_tokens: int, cache_dir: Path) -> None:
     """On the meta device: every product that `prepare_products` would time."""
-    from weft.kernels import bench_calls, gemm_launch
+    from weft.kernels.matmul import gemm_launch
+    from weft.kernels.tuning import calls as bench_calls
 
     here, device = gpu(), gpu_device()
     assert here is not None
@@ -58,7 +59,7 @@ def prepare_products(
 
     max_tokens: of an iteration.
     """
-    from weft.kernels.tuning import QuickTimer
+    from weft.kernels.tuning.search import QuickTimer
 
     def report(done: int, total: int) -> None:
         if progress is not None:

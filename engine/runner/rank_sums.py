@@ -14,9 +14,9 @@ from weft.engine.model.weights import Weights
 from weft.engine.runner.collectives import DeviceCollectives
 from weft.engine.runner.layer_launch import Launch
 from weft.engine.runner.sum_places import SumPlace, sum_places
-from weft.kernels.mid_projections import linear_project, residual_project
-from weft.kernels.projections import sumsq_buffer
-from weft.kernels.rows import add_normed, row_sumsq
+from weft.kernels.matmul.mid_projections import linear_project, residual_project
+from weft.kernels.matmul.projections import sumsq_buffer
+from weft.kernels.matmul.rows import add_normed, row_sumsq
 
 
 class RankSums:

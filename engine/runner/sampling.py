@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.engine.runner.batch import PROMPT_LOGPROB_ROWS, Batch, CountReset, Logprobs, PromptLogprobs, SamplingInputs
 from weft.engine.runner.collectives import Alone, Collectives, DeviceCollectives
-from weft.kernels import sampling, sampling_shards
+from weft.kernels.reference import sampling, sampling_shards
 
 
 class Scores(NamedTuple):

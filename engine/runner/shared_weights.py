@@ -19,8 +19,8 @@ from weft.engine.model.layer_weights import ProductWeights
 from weft.engine.model.weights import Weights
 from weft.engine.runner.resting import ALIGNMENT
 from weft.engine.wire.shelf import Shelf, Shelved
-from weft.kernels.fp8 import Fp8Weight
-from weft.kernels.fp8_matrix import Fp8Matrix
+from weft.kernels.formats.fp8 import Fp8Weight
+from weft.kernels.formats.fp8_matrix import Fp8Matrix
 
 KINDS = {kind.__name__: kind for kind in (Weights, ProductWeights, Fp8Matrix, Fp8Weight)}
 """what a model's weights are made of, beside tensors, mappings and tuples"""

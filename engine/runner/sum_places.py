@@ -1,6 +1,6 @@
 """`SumPlace`: where products of a rank leave the partial sums that all ranks add up.
 
-There are two places of `[T, H]`, which take turns: see `kernels/collectives.py` for why two are enough. That holds for
+There are two places of `[T, H]`, which take turns: see `kernels/collectives/peer.py` for why two are enough. That holds for
 each token by itself. Between two sums of one place lies one of the other for the same token, which needs the first on
 every rank: so nano-batches, which are ranges of tokens, may be as far apart as a pipeline likes. The last sum of an
 iteration and the embedding's of the next may have one place: the samplers' exchange, which every iteration has, is

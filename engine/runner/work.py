@@ -16,7 +16,7 @@ GPU_BALANCE = 150.0
 CPU_BALANCE = 20.0
 """operations of a matrix product that cost about as much as one byte of memory"""
 GPU_TILE = 128
-"""tokens that a product of more computes at once (`kernels/gemm.py`)"""
+"""tokens that a product of more computes at once (`kernels/matmul/gemm.py`)"""
 
 
 class Costs(NamedTuple):

@@ -1,4 +1,4 @@
-"""`ChunkKeeper`: keeps the prompts of a scheduler's iterations as small as the time between tokens asks for."""
+"""`ChunkKeeper`: cuts the prompts of each iteration so that the time between tokens stays within its objective."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import numpy as np
 from weft.engine.config import Objective
 from weft.engine.runner.batch import I32, Batch, StepResult
 from weft.engine.runner.work import Costs
-from weft.engine.scheduling.chunk_limit import BOUNDS, ChunkLimit, Room
+from weft.engine.scheduling.chunk_limit import BOUNDS, ChunkLimit, Headroom
 from weft.engine.scheduling.iteration_cost import IterationCost, Load, load_of
+from weft.engine.scheduling.listeners import Listener
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.slots import Phase, SlotTable
 
 LEAST_SHARE = 16
-"""of the dense batch, one part, goes to prompts in any case"""
+"""Prompts get at least the dense batch divided by this."""
 
 
 class _Formed(NamedTuple):
-    """An iteration that is not done yet."""
+    """An iteration that has been launched and is not done yet."""
 
     load: Load
     bound: str
@@ -29,32 +30,32 @@ class _Formed(NamedTuple):
 
 
 class Cut:
-    """The prompts of one iteration that is being formed. Tokens are given in the order in which they are asked for."""
+    """The token budget for prompts of one iteration. Prompts must take tokens in their order."""
 
-    def __init__(self, limit: ChunkLimit, room: Room, share: float) -> None:
-        """`share`: of the time for prompts, at most, for those that go before their turn."""
-        self._limit, self._room, self._share = limit, room, share
-        self._load = room.decodes
-        self._least = room.least
+    def __init__(self, limit: ChunkLimit, headroom: Headroom, share: float) -> None:
+        """`share` limits the time for prompts that run ahead of their turn, as a share of the time for prompts."""
+        self._limit, self._headroom, self._share = limit, headroom, share
+        self._load = headroom.decodes
+        self._least = headroom.least
         self.early = False
-        """what is asked for now goes before its turn"""
+        """The next prompts run ahead of their turn."""
         self.bound = ""
-        """of `BOUNDS`, once there was no more"""
+        """The entry of `BOUNDS` that cut a prompt short; empty if none was."""
 
     def most(self, context: int, tokens: int) -> int:
-        """How many of a prompt's `tokens`, behind `context` of its own, this iteration computes."""
+        """Return how many of a prompt's `tokens`, after `context` computed ones, this iteration may compute."""
         if self.bound or tokens <= 0:
             return 0
-        limit, target, least = self._limit, self._room.target, self._least
+        limit, target, least = self._limit, self._headroom.target, self._least
         if self.early:
-            alone = limit.cost.seconds(self._room.decodes)
+            alone = limit.cost.seconds(self._headroom.decodes)
             if alone >= target:
                 return 0
             target, least = alone + self._share * (target - alone), 0
         fits = limit.fits(self._load, target, context, tokens)
         allowed = min(tokens, max(fits, least))
         if allowed < tokens and not self.early:
-            self.bound = "slo" if fits >= least else "waited" if self._room.waited else "least"
+            self.bound = "slo" if fits >= least else "waited" if self._headroom.waited else "least"
         return allowed
 
     def took(self, context: int, tokens: int) -> None:
@@ -66,8 +67,8 @@ class Cut:
             self._least = max(0, self._least - tokens)
 
 
-class ChunkKeeper:
-    """Between the scheduler, which asks for a `Cut`, and what is measured of its iterations."""
+class ChunkKeeper(Listener):
+    """Gives the scheduler a `Cut` per iteration and learns from how long iterations take."""
 
     def __init__(
         self, limit: ChunkLimit, costs: Costs, slots: SlotTable, share: float,
@@ -76,20 +77,21 @@ class ChunkKeeper:
         self.limit = limit
         self._costs, self._slots, self._share, self._clock = costs, slots, share, clock
         self._formed: dict[int, _Formed] = {}
-        """by step"""
+        """Iterations in flight, by step."""
         self._since: dict[int, float] = {}
-        """by handle, of prompts under way that are or were first in line: since when"""
+        """When each prompt under way, by handle, became first in line."""
         self._cut: Cut | None = None
+        self._first_step = 0
+        """First step after the device had no work: idle time before it does not count."""
         self.bounds = dict.fromkeys(BOUNDS, 0)
-        """iterations whose prompts were cut short, by what"""
+        """Iterations whose prompts were cut short, by reason."""
 
     @classmethod
     def of(
         cls, objective: Objective, others: Sequence[Objective], costs: Costs, slots: SlotTable, *, most: int,
         chunk_step: int, patience: float, share: float, clock: Callable[[], float] = time.monotonic,
     ) -> ChunkKeeper:  # fmt: skip
-        """`others`: percentiles of `--slo`, which the number of seats keeps second by second; the shortest limit is
-        kept."""
+        """`others` are percentiles of `--slo` that the slot limit keeps second by second. The shortest limit counts."""
         shortest = min([objective, *others], key=lambda o: o.limit)
         limit = ChunkLimit(
             objective._replace(limit=shortest.limit), IterationCost(costs), costs,
@@ -99,16 +101,17 @@ class ChunkKeeper:
         return cls(limit, costs, slots, share, clock)
 
     def __str__(self) -> str:
-        """For the log."""
         limit = self.limit
         return (
-            f"prompts beside decodes are cut to keep {limit.objective}: to {limit.least} tokens an iteration at least, "
-            f"and to more once one has been first in line for {limit.patience:g} s"
+            f"chunks next to decodes are limited to keep {limit.objective}: at least {limit.least} tokens per "
+            f"iteration, more once a prompt has been first in line for {limit.patience:g} s"
         )
 
     def cut(self, decodes: I32, in_turn: Sequence[Request]) -> Cut | None:
-        """For an iteration with these slots' decodes; `in_turn`: prompts under way, the first in line first. None:
-        nobody is made to wait, so nothing is cut."""
+        """Return the budget of an iteration with these decode slots; None if no request decodes.
+
+        `in_turn` are the prompts under way, first in line first.
+        """
         s, now, self._cut = self._slots, self._clock(), None
         handles = [request.handle for request in in_turn]
         self._since = {handle: since for handle, since in self._since.items() if handle in handles}
@@ -116,33 +119,38 @@ class ChunkKeeper:
         if not len(decodes) and not (s.phase == Phase.DECODE).any():
             return None
         load = Load(len(decodes), float(self._costs.all_seen(s.scheduled.take(decodes) + 1).sum()))
-        self._cut = Cut(self.limit, self.limit.room(load, waited), self._share)
+        self._cut = Cut(self.limit, self.limit.headroom(load, waited), self._share)
         return self._cut
 
     def formed(self, batch: Batch) -> None:
-        """This is the iteration for which `cut` was asked."""
+        """Note the iteration that the last `cut` was for."""
         load = load_of(batch, self._costs)
         bound = self._cut.bound if self._cut is not None else ""
         if bound:
             self.bounds[bound] += 1
         self._formed[batch.step] = _Formed(load, bound, Load(batch.num_decodes, load.seen))
 
-    def committed(self, result: StepResult, first: bool) -> None:
-        """An iteration is done. `first`: the device had nothing to do before it."""
-        formed = self._formed.pop(result.batch.step, None)
+    def on_busy(self, step: int, now: float) -> None:
+        self._first_step = step
+
+    def on_result(self, result: StepResult, now: float) -> None:
+        step = result.batch.step
+        formed = self._formed.pop(step, None)
         if formed is None:
             return
-        seconds = result.seconds + (0.0 if first else result.idle_seconds)
+        seconds = result.seconds + (0.0 if step == self._first_step else result.idle_seconds)
         self.limit.observe(formed.load, seconds, formed.bound)
 
     @property
     def cuts(self) -> bool:
-        """The prompts of the iteration formed last were cut short: the next one is theirs."""
+        """The prompts of the last iteration were cut short, so the next iteration is theirs."""
         return self._cut is not None and bool(self._cut.bound)
 
-    def part_of_decodes(self, step: int) -> float:
-        """Of the time of an iteration that is not committed: what it would have taken with no more prompts than there
-        are in any case. For who answers for the number of decodes."""
+    def share_of_decodes(self, step: int) -> float:
+        """Return the share of an uncommitted iteration's time that it would need with the minimum of prompts.
+
+        The slot limit answers for that share alone.
+        """
         formed = self._formed.get(step)
         if formed is None or not self.limit.cost.measured:
             return 1.0

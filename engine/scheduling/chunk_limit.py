@@ -1,12 +1,11 @@
-"""`ChunkLimit`: how many tokens of prompts an iteration may compute beside decodes, so that these are not late.
+"""`ChunkLimit`: how many prompt tokens an iteration may compute without making its decodes late.
 
-No clock and no I/O. It takes as many as keep the foreseen time (`IterationCost`) within the limit, less a margin: what
-single iterations stray, and what `margin` learns from those that were late all the same. The margin goes up with each
-late one and down with each that was not, in the proportion that the objective allows, so that in the long run no more
-are late than that, whatever the forecast is worth.
+No clock and no I/O. The forecast time (`IterationCost`) must stay below the limit less a margin. The margin covers the
+spread of single iterations, plus a correction: it rises with each late iteration and falls with each one in time, in
+the proportion that the objective allows. In the long run no more are late than that, however good the forecast is.
 
-Prompts are never starved: `least` tokens go into every iteration, whatever it takes, and more once a prompt has been
-first in line for `patience` seconds, up to all there is room for at twice that.
+Prompts never starve: every iteration computes at least `least` tokens of them. Once a prompt has been first in line
+for `patience` seconds it gets more, up to the whole budget after twice that time.
 """
 
 from __future__ import annotations
@@ -20,42 +19,40 @@ from weft.engine.runner.work import Costs
 from weft.engine.scheduling.iteration_cost import IterationCost, Load
 
 BOUNDS = ("slo", "least", "waited")
-"""what cut an iteration's prompts short: the limit; the tokens that prompts get in any case; those that they get
-because the first in line has waited"""
+"""What cut an iteration's prompts short: the limit; the minimum of prompt tokens; the raised minimum after a wait."""
 STRICTER = 0.5
-"""late iterations, of those that the objective allows: gaps are not spread evenly over them"""
+"""Share of the late iterations allowed by the objective that is used, because gaps are not spread evenly over them."""
 EACH_SECOND = 0.005
-"""seconds that have a late iteration, where every single one is to keep a percentile: of the few that it has (25 at 40
-ms) one is too many"""
+"""Share of seconds that may have a late iteration if each second must keep a percentile: of the few iterations in a
+second (25 at 40 ms), one late is too many."""
 STEP = 0.05
-"""of the margin, a logarithm, behind an iteration that was late"""
+"""Increase of the margin, a logarithm, after a late iteration."""
 MOST_MARGIN = 0.4
 HICCUP = 0.4
-"""an iteration that took so much longer than foreseen, a logarithm, was not late because of its prompts: the margin is
-not for that"""
+"""Logarithm of measured / forecast above which a late iteration does not move the margin: prompts were not the cause."""
 
 
-class Room(NamedTuple):
-    """What an iteration has for prompts. Times in seconds."""
+class Headroom(NamedTuple):
+    """What an iteration has left for prompts."""
 
     decodes: Load
     target: float
-    """that the whole iteration shall take"""
+    """Seconds that the whole iteration may take."""
     least: int
-    """tokens, whatever they take"""
+    """Prompt tokens to compute in any case."""
     waited: bool
-    """`least` is more than usual, because the first in line has waited"""
+    """`least` is raised because the first in line has waited."""
 
 
 class ChunkLimit:
-    """Of one engine. `late`, `kept`: iterations cut by the limit that passed it, and that did not."""
+    """The limit of one engine. `late` and `kept` count iterations cut by the limit that passed it, or did not."""
 
     def __init__(
         self, objective: Objective, cost: IterationCost, costs: Costs, *, least: int, most: int, patience: float,
         each_second: bool = False,
     ) -> None:  # fmt: skip
-        """`least`, `most`: tokens of prompts in an iteration; `patience`: seconds; `each_second`: every single one is
-        to keep the objective, not all of them together."""
+        """`least` and `most` bound the prompt tokens of an iteration; `patience` is in seconds. `each_second`: every
+        second must keep the objective, not only all of them together."""
         self.objective = objective
         self.limit = objective.limit
         self.cost = cost
@@ -68,26 +65,26 @@ class ChunkLimit:
             self._allowed = min(self._allowed, EACH_SECOND * self.limit)
         self._deviations = NormalDist().inv_cdf(1 - self._allowed)
         self.margin = 0.0
-        """a logarithm, beside what iterations stray"""
+        """The learned part of the margin, a logarithm."""
         self.late = 0
         self.kept = 0
 
     @property
     def target(self) -> float:
-        """Seconds that an iteration may be foreseen to take."""
+        """Maximum forecast of an iteration, in seconds."""
         return self.limit * math.exp(-max(0.0, self.margin + self._deviations * self.cost.spread))
 
-    def room(self, decodes: Load, waited: float) -> Room:
-        """`waited`: seconds that the prompt has been first in line."""
+    def headroom(self, decodes: Load, waited: float) -> Headroom:
+        """`waited` is how long the first prompt has been first in line, in seconds."""
         share = min(1.0, max(0.0, waited / self.patience - 1))
-        return Room(decodes, self.target, self.least + round(share * (self._most - self.least)), share > 0)
+        return Headroom(decodes, self.target, self.least + round(share * (self._most - self.least)), share > 0)
 
     def pairs(self, context: int, tokens: int) -> float:
-        """Of a chunk behind so many tokens, in all layers."""
+        """Return the attention pairs of a chunk after `context` tokens, in all layers."""
         return tokens * self._costs.seen(context + 0.5 * (tokens + 1))
 
     def fits(self, load: Load, target: float, context: int, tokens: int) -> int:
-        """The most of `tokens` of a prompt, behind `context` of its own, that keep the target."""
+        """Return how many of a prompt's `tokens`, after `context` computed ones, keep the target."""
 
         def keeps(count: int) -> bool:
             more = load._replace(
@@ -97,14 +94,14 @@ class ChunkLimit:
 
         if keeps(tokens):
             return tokens
-        low, high = 0, tokens  # the first keeps it, or is nothing; the second does not
+        low, high = 0, tokens  # invariant: low keeps the target or is 0; high does not
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if keeps(middle) else (low, middle)
         return low
 
     def observe(self, load: Load, seconds: float, bound: str) -> None:
-        """An iteration with decodes is done. `bound`: of `BOUNDS`, or "" where nothing cut its prompts short."""
+        """Learn from an iteration with decodes. `bound` is one of `BOUNDS`, or "" if its prompts were not cut."""
         shifts = self.cost.shifts
         error = self.cost.observe(load, seconds)
         if self.cost.shifts > shifts:

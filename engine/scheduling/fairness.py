@@ -59,7 +59,7 @@ class Fairness:
         """The first in line was admitted."""
         self._credit = min(1.0, self._credit + self._share)
 
-    def seats_wanted(self, waiting: int) -> int:
+    def slots_wanted(self, waiting: int) -> int:
         """Seats to be free, or on their way, when so many wait whose priority may take them."""
         return min(waiting, SEATS_AT_ONCE) if self._preempt else 0
 

@@ -1,16 +1,15 @@
-"""`IterationCost`: how long an iteration will take, learned from those that were measured.
+"""`IterationCost`: forecasts the time of an iteration, learned from measured ones.
 
     seconds = m · (weights, tokens below the knee, tokens above it, far above it, decodes' context, prefill pairs)
               · step of the tokens' tiles
 
-with m >= 0. What the model and the device say of it is where it begins (`runner.work.Costs`, bytes of memory traffic:
-up to the knee an iteration reads weights, beyond it multiplies); the unit, and then each multiplier, is measured. No
-clock and no I/O. Iterations with prompts and those without are remembered apart, so that an hour of the one kind does
-not make it forget the other.
+with m >= 0. The features are bytes of memory traffic (`runner.work.Costs`): up to the knee an iteration is bound by
+reading weights, beyond it by arithmetic. The unit, and then each multiplier, is measured. No clock and no I/O.
+Iterations with and without prompts are remembered separately, so that an hour of one kind does not erase the other.
 
-Products compute tokens by tiles, and as many tiles at once as the device has room for: one tile more may take nothing,
-or a fifth of the iteration (an 8B on an H200: 32 ms for 1,020 tokens, 39 for 1,030), which no line tells. So tokens
-count as whole tiles, and what iterations of so many tiles with prompts are off by is foreseen too.
+GEMMs compute tokens in tiles, as many at once as the device has processors for: one more tile may cost nothing, or a
+fifth of the iteration (an 8B on an H200: 32 ms for 1,020 tokens, 39 for 1,030). A line cannot express that. So tokens
+count as whole tiles, and a correction per number of tiles is learned for iterations with prompts.
 """
 
 from __future__ import annotations
@@ -23,41 +22,40 @@ from weft.engine.runner.batch import Batch
 from weft.engine.runner.work import Costs
 
 PRIOR = (1.0, 0.1, 1.0, 0.0, 1.0, 1.0)
-"""multipliers before anything is measured, in seconds a byte"""
+"""Multipliers before the first measurement, in seconds per byte."""
 TRUST = 0.05
-"""of each of them, in iterations that say otherwise"""
+"""Weight of each prior multiplier, in iterations."""
 MEMORY = 0.98
-"""of what is known of a kind of iterations, for each that is measured"""
+"""Decay of what is known of a kind of iterations per measurement."""
 SWEEPS = 6
-"""of coordinate descent, from where the last one ended"""
+"""Sweeps of coordinate descent per measurement, starting at the last solution."""
 SPREAD, LEAST_SPREAD = 0.05, 0.01
-"""standard deviation of the logarithm of measured over foreseen: at first, and at least"""
+"""Initial and minimum standard deviation of log(measured / forecast)."""
 OUTLIER, LEAST_OUTLIER = 4.0, 0.2
-"""deviations, and a logarithm, beyond which an iteration counts only as much as one at this bound"""
+"""Errors are clipped at this many standard deviations, and no lower than this logarithm."""
 SUDDEN = 4
-"""outliers in a row, all too long or all too short, that are a device that does something else"""
+"""Consecutive outliers of one sign that mean that the device's speed has changed."""
 FORGET = 0.1
-"""what then is left of what was known, at the new speed"""
+"""Weight of the old knowledge, scaled to the new speed, after such a change."""
 STEP_MEMORY = 0.1
-"""least weight of an iteration in what those of its tiles are off by"""
+"""Minimum weight of an iteration in the correction for its number of tiles."""
 FIRST = 8
-"""iterations of a kind that are believed whatever they say: nothing is known that they could stray from"""
+"""First iterations of a kind, which are never outliers."""
 
 
 class Load(NamedTuple):
-    """What an iteration's time depends on."""
+    """The quantities that determine an iteration's time."""
 
     tokens: int
     seen: float = 0.0
-    """positions that decodes read, in all layers"""
+    """Positions that decodes read, in all layers."""
     pairs: float = 0.0
-    """of a prompt's token and a position that it attends to, in all layers"""
+    """Pairs of a prompt token and a position it attends to, in all layers."""
     chunks: int = 0
-    """of prompts"""
+    """Prompt chunks."""
 
 
 def load_of(batch: Batch, costs: Costs) -> Load:
-    """Of an iteration that was formed."""
     d = batch.num_decodes
     tokens, ends = batch.query_len[d:], batch.kv_len[d:]
     seen = float(costs.all_seen(batch.kv_len[:d]).sum())
@@ -66,7 +64,7 @@ def load_of(batch: Batch, costs: Costs) -> Load:
 
 
 class _Kind:
-    """What is remembered of iterations with prompts, or without: sums of products, the latest counting most."""
+    """Decayed normal equations of iterations with prompts, or without."""
 
     def __init__(self) -> None:
         n = len(PRIOR)
@@ -75,7 +73,7 @@ class _Kind:
         self.spread = SPREAD
         self.number = 0
         self.odd: list[float] = []
-        """logarithms of measured over foreseen, of outliers in a row"""
+        """log(measured / forecast) of consecutive outliers."""
 
     def add(self, parts: list[float], seconds: float) -> None:
         relative = [part / seconds for part in parts]
@@ -86,14 +84,14 @@ class _Kind:
         self.number += 1
 
     def fade(self, factor: float) -> None:
-        """What is known now counts for little, and of a device that takes `factor` times as long."""
+        """Reduce the weight of what is known and scale it to a device that takes `factor` times as long."""
         self.gram = [[FORGET / factor**2 * value for value in row] for row in self.gram]
         self.right = [FORGET / factor * value for value in self.right]
         self.odd = []
 
 
 class IterationCost:
-    """Of one engine on one device. `measured`: iterations that it has seen."""
+    """The forecast of one engine on one device."""
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
@@ -102,16 +100,17 @@ class IterationCost:
         self._kinds = _Kind(), _Kind()
         self._m: list[float] | None = None
         self._steps: dict[int, tuple[float, int]] = {}
-        """by tiles: the logarithm of measured over the line, and how often that was seen"""
+        """By number of tiles: log(measured / line), and how often it was measured."""
         self.shifts = 0
-        """times that the device began to do something else"""
+        """Number of sudden changes of the device's speed."""
 
     @property
     def measured(self) -> int:
+        """Number of iterations measured."""
         return sum(kind.number for kind in self._kinds)
 
     def seconds(self, load: Load) -> float:
-        """Foreseen; infinite before anything was measured."""
+        """Return the forecast in seconds; infinite before the first measurement."""
         if self._m is None:
             return math.inf
         step, _ = self._steps.get(self._tiles(load), (0.0, 0))
@@ -121,25 +120,25 @@ class IterationCost:
         return sum(m * part for m, part in zip(self._m or (), self._parts(load), strict=True))
 
     def _tiles(self, load: Load) -> int:
-        """0 where none are told apart: of decodes alone, of one tile."""
+        """Return the number of tiles; 0 for decodes alone or a single tile, which have no correction."""
         tile = self._costs.tile
         return -(-load.tokens // tile) if tile > 1 and load.chunks and load.tokens > tile else 0
 
     @property
     def spread(self) -> float:
-        """Standard deviation of the logarithm of measured over foreseen, of iterations with prompts."""
+        """Standard deviation of log(measured / forecast) of iterations with prompts."""
         return max(LEAST_SPREAD, self._kinds[1].spread)
 
     def observe_plan(self, plan: Plan, layers: int) -> None:
-        """What was measured of its pipelines, for a model of so many layers: where the forecast begins."""
+        """Start the forecast from the measurements of a plan's pipelines, for a model of `layers` layers."""
         for period in plan.periods:
             if (ms := period.figures.get("measured_ms")) is not None:
                 seen = period.figures.get("kv_tokens", 0.0) * layers
                 self.observe(Load(period.tokens, seen, chunks=1), ms * layers / 1e3)
 
     def observe(self, load: Load, seconds: float) -> float:
-        """An iteration took so long. Returns the logarithm of that over what was foreseen, 0 where nothing was. What is
-        not a positive number is no measurement."""
+        """Learn from a measured iteration. Returns log(measured / forecast), 0 without a forecast. Ignores times that
+        are not positive and finite."""
         if not (math.isfinite(seconds) and seconds > 0 and load.tokens > 0):
             return 0.0
         kind, error = self._kinds[load.chunks > 0], 0.0
@@ -154,7 +153,7 @@ class IterationCost:
         return error
 
     def _believed(self, kind: _Kind, error: float, seconds: float) -> float:
-        """What an iteration counts as that was off by this, a logarithm."""
+        """Return the seconds to learn from an iteration whose log error is `error`: outliers are clipped."""
         bound = max(LEAST_OUTLIER, OUTLIER * kind.spread)
         if abs(error) <= bound or kind.number < FIRST:
             kind.odd = []
@@ -173,7 +172,7 @@ class IterationCost:
         return seconds
 
     def _stepped(self, tiles: int, load: Load, seconds: float) -> float:
-        """What iterations of so many tiles are off by, with this one."""
+        """Return the correction, a logarithm, for this number of tiles, updated with this iteration."""
         step, seen = self._steps.get(tiles, (0.0, 0))
         if self._m is not None:
             off = math.log(seconds / self._line(load))
@@ -190,7 +189,7 @@ class IterationCost:
         ]  # fmt: skip
 
     def _solve(self) -> None:
-        """Least squares of relative errors, never below zero, a little drawn to the prior times one unit for all."""
+        """Solve non-negative least squares of relative errors, regularised towards the prior times a common unit."""
         n, (alone, mixed) = len(PRIOR), self._kinds
         gram = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(alone.gram, mixed.gram, strict=True)]
         right = [a + b for a, b in zip(alone.right, mixed.right, strict=True)]

@@ -1,35 +1,37 @@
-"""`LateLaunch`: how long an engine may wait with the next iteration, so that requests that come meanwhile are in it.
+"""`LateLaunch`: delays the next launch so that requests that arrive meanwhile can join that iteration.
 
-With one iteration always launched behind the one that runs, a request waits for the rest of that one and for all of
-the next, which was scheduled before it came. An iteration whose length is known is followed by one that is scheduled
-shortly before it ends instead: what that takes the host, and a margin. Decodes take what those before them took; of
-iterations with prompts `IterationCost` learns what they will take. The device tells whether it had to wait: then the
-margin doubles.
+With one iteration launched ahead, a new request waits for the rest of the running iteration and for all of the next
+one, which was scheduled before the request arrived. If the length of the running iteration is known, the next one is
+scheduled shortly before it ends: by the host time of a launch, plus a margin. Decodes are expected to take as long as
+the decodes before them; `IterationCost` forecasts iterations with prompts. The margin doubles when the device had to
+wait.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 
 from weft.engine.runner.batch import Batch, StepResult
 from weft.engine.runner.work import Costs
 from weft.engine.scheduling.iteration_cost import IterationCost, load_of
+from weft.engine.scheduling.listeners import Listener
 
 KNOWN = 8
-"""iterations of decodes whose shortest is what the next one is taken for; with prompts as many must have been seen"""
+"""Recent iterations of decodes whose minimum predicts the next one. As many with prompts must have been measured."""
 STRAY = 2.0
-"""standard deviations of the forecast by which an iteration with prompts is taken for shorter"""
+"""Standard deviations to subtract from the forecast of an iteration with prompts."""
 MARGINS = (0.4e-3, 5e-3)
-"""seconds, at least and at most"""
+"""Minimum and maximum margin, in seconds."""
 IDLE_SECONDS = 50e-6
-"""of the device before an iteration that was launched late: more is a wait"""
+"""Idle seconds of the device before a delayed iteration above which the launch was too late."""
 CALMER = 0.99
-"""by what a margin shrinks with each one that was in time"""
+"""Factor on the margin after each delayed launch that was in time."""
 
 
-class LateLaunch:
-    """Of one engine. Times are those of one monotonic clock, in seconds."""
+class LateLaunch(Listener):
+    """The launch times of one engine. All times are seconds of `time.monotonic()`."""
 
     def __init__(self, costs: Costs) -> None:
         self._costs, self._cost = costs, IterationCost(costs)
@@ -37,27 +39,37 @@ class LateLaunch:
         self._with_prompts = 0
         self._begun = 0.0
         self._host = 0.0
-        self._behind_prompts = False
-        """what `at` was last asked about"""
+        self._after_prompts = False
+        """The iteration that `at` last looked at has prompts."""
+        self.delayed = False
+        """The next launch was delayed on purpose."""
         self._late: dict[int, bool] = {}
-        """steps that were waited for, and whether behind prompts"""
+        """Delayed steps, and whether each follows an iteration with prompts."""
         self.margins = {False: 2 * MARGINS[0], True: 2 * MARGINS[0]}
-        """behind decodes, behind prompts"""
+        """Margin after an iteration of decodes alone (False) and after one with prompts (True)."""
 
-    def launched(self, batch: Batch, seconds: float, *, late: bool) -> None:
-        """It took the host so long to schedule and launch it. late: `at` was waited for."""
-        self._host = max(seconds, 0.95 * self._host)
-        if late:
-            self._late[batch.step] = self._behind_prompts
+    def until(self, running: Batch | None) -> float:
+        """Return the time at which to launch the iteration after `running`; 0 for at once, as if `running` is None.
 
-    def ended(self, result: StepResult, now: float) -> None:
-        """The iteration behind it, which was launched before, begins now."""
+        The caller must wait until then: the next launch counts as delayed.
+        """
+        at = 0.0 if running is None else self.at(running)
+        self.delayed = at > time.monotonic()
+        return at if self.delayed else 0.0
+
+    def on_launch(self, batch: Batch, host_seconds: float) -> None:
+        self._host = max(host_seconds, 0.95 * self._host)
+        if self.delayed:
+            self._late[batch.step] = self._after_prompts
+
+    def on_result(self, result: StepResult, now: float) -> None:
+        """Learn from an iteration that has ended. The next one was launched before and begins now."""
         self._begun = now
-        behind = self._late.pop(result.batch.step, None)
-        if behind is not None:
+        after_prompts = self._late.pop(result.batch.step, None)
+        if after_prompts is not None:
             waited = result.idle_seconds > IDLE_SECONDS
-            (least, most), margin = MARGINS, self.margins[behind]
-            self.margins[behind] = min(2 * margin, most) if waited else max(CALMER * margin, least)
+            (least, most), margin = MARGINS, self.margins[after_prompts]
+            self.margins[after_prompts] = min(2 * margin, most) if waited else max(CALMER * margin, least)
         self._cost.observe(load_of(result.batch, self._costs), result.seconds)
         if _decodes_alone(result.batch):
             self._decodes.append(result.seconds)
@@ -65,9 +77,9 @@ class LateLaunch:
             self._with_prompts += 1
 
     def at(self, running: Batch) -> float:
-        """When the iteration behind `running`, which began when the last one ended, should be scheduled; 0: at once."""
-        self._behind_prompts = not _decodes_alone(running)
-        if self._behind_prompts:
+        """Return when to schedule the iteration after `running`, which began when the last one ended; 0 for at once."""
+        self._after_prompts = not _decodes_alone(running)
+        if self._after_prompts:
             if self._with_prompts < KNOWN:
                 return 0.0
             seconds = self._cost.seconds(load_of(running, self._costs)) * math.exp(-STRAY * self._cost.spread)
@@ -75,7 +87,7 @@ class LateLaunch:
             return 0.0
         else:
             seconds = min(self._decodes)
-        return self._begun + seconds - self._host - self.margins[self._behind_prompts]
+        return self._begun + seconds - self._host - self.margins[self._after_prompts]
 
 
 def _decodes_alone(batch: Batch) -> bool:

@@ -73,7 +73,7 @@ class Scheduler:
         self.prefill_tokens = 0
         self.nonfinite_logits = 0
         self.attention = PathCounts()
-        self.seat_changes: dict[str, int] = {}
+        self.slot_limit_changes: dict[str, int] = {}
         """of whoever calls `limit_running` for a reason"""
         self.chunk_keeper: ChunkKeeper | None = None
         """who keeps prompts as small as the time between tokens asks for; None: nobody"""
@@ -120,7 +120,7 @@ class Scheduler:
         return len(self._requests) - self.num_waiting
 
     @property
-    def short_of_seats(self) -> bool:
+    def short_of_slots(self) -> bool:
         """Somebody waits for a seat and for nothing else."""
         return self.num_waiting > 0 and self._waiting.blocked == "slots"
 
@@ -144,7 +144,7 @@ class Scheduler:
         """
         if not 1 <= seats <= self.slots.num_slots:
             raise ValueError(f"{seats} seats: there are 1 to {self.slots.num_slots}")
-        self.slots.seats = seats
+        self.slots.limit = seats
 
     def has_events(self) -> bool:
         return bool(self._aborted)
@@ -155,7 +155,7 @@ class Scheduler:
         """The batch of iteration `step`, or None when nothing can run now."""
         self._take_loaded()
         self.pool.promises.expire(time.monotonic())
-        self._make_seats()
+        self._free_slots()
         decodes = self._schedule_decodes()
         budget, keeper = self.max_num_batched_tokens - len(decodes), self.chunk_keeper
         cut = None if keeper is None else keeper.cut(decodes, self._prefills.in_turn())
@@ -220,13 +220,13 @@ class Scheduler:
         self.preemptions += 1
         return victim
 
-    def _make_seats(self) -> None:
+    def _free_slots(self) -> None:
         """Where all seats are taken, those of worse priorities go to a better one that waits."""
         if self.slots.num_open or (head := self._waiting.head()) is None:
             return
-        wanted = self.fairness.seats_wanted(self._waiting.num_beside(head))
+        wanted = self.fairness.slots_wanted(self._waiting.num_beside(head))
         # More may run than there are seats now: then nobody gives one up, for nobody would get it.
-        while 0 <= self.slots.seats - self.num_running < wanted:
+        while 0 <= self.slots.limit - self.num_running < wanted:
             victim = self.fairness.victim(self.slots, head)
             if victim is None:
                 return
@@ -463,8 +463,8 @@ class Scheduler:
         pool, loading = self.pool, int((self.slots.phase == Phase.LOADING).sum())
         return SchedulerStats(
             running=self.num_running,
-            seats=self.slots.seats,
-            seat_changes=self.seat_changes,
+            slot_limit=self.slots.limit,
+            slot_limit_changes=self.slot_limit_changes,
             waiting=self.num_waiting,
             queue={**self._waiting.by_reason(), "load": loading, "grammar": compiling},
             pages_held=pool.num_held,

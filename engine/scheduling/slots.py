@@ -40,7 +40,7 @@ class SlotTable:
     def __init__(self, num_slots: int, max_model_len: int, page_size: int, window: int | None = None) -> None:
         n = self.num_slots = num_slots
         self.page_size, self.window = page_size, window
-        self.seats = num_slots
+        self.limit = num_slots
         """rows that may be taken at once; when that gets less nobody loses a row, but those given back stay free"""
         max_pages = -(-max_model_len // page_size)
         self.request: list[Request | None] = [None] * n
@@ -98,7 +98,7 @@ class SlotTable:
     @property
     def num_open(self) -> int:
         """Rows that a request may be given now."""
-        return max(0, self.seats - (self.num_slots - len(self._free)))
+        return max(0, self.limit - (self.num_slots - len(self._free)))
 
     def running(self) -> np.ndarray:
         """Slots that belong to a request: in LOADING, PREFILL or DECODE."""

@@ -149,7 +149,7 @@ class EngineReady(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     max_num_batched_tokens: int
     eos_token_ids: tuple[int, ...]
     load_seconds: float
-    seats: int = 0
+    slot_limit: int = 0
     """requests that may run at once at first"""
     hidden_size: int = 0
     """numbers of a hidden state"""
@@ -219,10 +219,10 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """What the scheduler knows; counters are totals since start."""
 
     running: int = 0
-    seats: int = 0
+    slot_limit: int = 0
     """requests that may run at once now"""
-    seat_changes: dict[str, int] = {}
-    """by reason (`scheduling.seats.REASONS`), where the number of seats follows an objective"""
+    slot_limit_changes: dict[str, int] = {}
+    """by reason (`scheduling.slot_limit.REASONS`), where the number of seats follows an objective"""
     waiting: int = 0
     queue: dict[str, int] = {}
     """requests that cannot be computed yet, by what they wait for: slots, pages, tokens (room in an iteration), sibling
@@ -286,7 +286,7 @@ class EnergyStats(msgspec.Struct, frozen=True, kw_only=True):
     """to requests"""
 
 
-class PageNews(msgspec.Struct, frozen=True, array_like=True):
+class PageChanges(msgspec.Struct, frozen=True, array_like=True):
     """Brief keys (`page_keys.BRIEF` bytes each) of pages that came into a prefix index and that left it."""
 
     entered: bytes = b""
@@ -310,7 +310,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     energy: EnergyStats | None = None
     """None: nobody counts it"""
     plan: PlanStats = PlanStats()
-    pages: PageNews = PageNews()
+    pages: PageChanges = PageChanges()
     """since the message before, once a client has asked"""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -29,6 +29,39 @@ MAX_TOP_K = 2**31 - 1
 """larger ones are taken as this: no vocabulary has more tokens"""
 LEAST_REPETITION_PENALTY = 1e-20
 """smaller ones are taken as this: a logit divided by less would be infinite"""
+
+
+class Bounds(NamedTuple):
+    """The range of a number; None is unbounded."""
+
+    rule: str
+    """Completes "FIELD must be ..." in error messages."""
+    ge: int | None = None
+    gt: int | None = None
+    le: int | None = None
+
+    def hold(self, value: float) -> bool:
+        """Whether a value is in range; NaN is not."""
+        above = (self.ge is None or value >= self.ge) and (self.gt is None or value > self.gt)
+        return above and (self.le is None or value <= self.le)
+
+
+BOUNDS = {
+    "max_tokens": Bounds("at least 0", ge=0),
+    "min_tokens": Bounds("at least 0", ge=0),
+    "temperature": Bounds("between 0 and 2", ge=0, le=2),
+    "top_p": Bounds("above 0 and at most 1", gt=0, le=1),
+    "top_k": Bounds("-1 or more", ge=-1),
+    "min_p": Bounds("between 0 and 1", ge=0, le=1),
+    "presence_penalty": Bounds("between -2 and 2", ge=-2, le=2),
+    "frequency_penalty": Bounds("between -2 and 2", ge=-2, le=2),
+    "repetition_penalty": Bounds("above 0 and at most 10", gt=0, le=10),
+    "logit_bias": Bounds("between -100 and 100", ge=-100, le=100),  # each value
+    "seed": Bounds("a 64-bit integer", ge=-(2**63), le=2**63 - 1),
+    "logprobs": Bounds(f"0 to {MAX_LOGPROBS}", ge=0, le=MAX_LOGPROBS),
+    "prompt_logprobs": Bounds(f"0 to {MAX_LOGPROBS}", ge=0, le=MAX_LOGPROBS),
+}
+"""Bounds of the numeric sampling fields. `SamplingParams` checks them; the HTTP bodies and their schema use them."""
 
 
 Pooling = Literal["last", "mean"]
@@ -80,29 +113,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if not ok:
                 raise RequestError(f"{param} must be {rule}, not {getattr(self, param)!r}"[:200], param)
 
-        check(self.max_tokens is None or self.max_tokens >= 0, "max_tokens", "at least 0")
+        for name, bounds in BOUNDS.items():
+            value = getattr(self, name)
+            numbers = value.values() if isinstance(value, dict) else (value,)
+            check(all(number is None or bounds.hold(number) for number in numbers), name, bounds.rule)
         scores = self.prompt_logprobs is not None or self.pooling is not None
         check(self.max_tokens != 0 or scores, "max_tokens", "at least 1")
         check(self.pooling is None or self.max_tokens == 0, "max_tokens", "0 where hidden states are pooled")
-        check(self.min_tokens >= 0, "min_tokens", "at least 0")
         check(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", "at most max_tokens")
-        check(0.0 <= self.temperature <= 2.0, "temperature", "between 0 and 2")
-        check(0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1")
-        check(self.top_k >= -1, "top_k", "-1 or more")
-        check(0.0 <= self.min_p <= 1.0, "min_p", "between 0 and 1")
-        check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "between -2 and 2")
-        check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "between -2 and 2")
-        check(0.0 < self.repetition_penalty <= 10.0, "repetition_penalty", "above 0 and at most 10")
         check(len(self.logit_bias) <= MAX_LOGIT_BIAS, "logit_bias", f"at most {MAX_LOGIT_BIAS} entries")
-        check(all(-100.0 <= v <= 100.0 for v in self.logit_bias.values()), "logit_bias", "between -100 and 100")
-        check(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer")
         check(len(self.stop_token_ids) <= MAX_STOP_TOKENS, "stop_token_ids", f"at most {MAX_STOP_TOKENS} ids")
-        check(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"0 to {MAX_LOGPROBS}")
-        check(
-            self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
-            "prompt_logprobs",
-            f"0 to {MAX_LOGPROBS}",
-        )
         check(self.allowed_token_ids != (), "allowed_token_ids", "at least one id")
         check(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", f"at most {MAX_BAD_WORDS} texts")
         check(all(self.bad_words), "bad_words", "texts of at least one character")

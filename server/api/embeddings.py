@@ -17,7 +17,7 @@ from weft.engine.errors import ModelError
 from weft.engine.wire.sampling import SamplingParams
 from weft.server.api.answer import Answer
 from weft.server.api.choice import Choice, Piece
-from weft.server.api.field_types import INT32, Inputs
+from weft.server.api.field_types import INT32, CacheKey, CacheSalt, Inputs, Priority
 from weft.server.api.generate import Generation, Prompt
 from weft.server.api.model_text import too_long
 from weft.server.api.protocol import REQUEST_ID, GenerationBody
@@ -39,9 +39,9 @@ class EmbeddingBody(Body):
     prompt_name: str | None = Field(None, max_length=256)
     """which of the model's own prompts (`config_sentence_transformers.json`) stands in front of the texts"""
     add_special_tokens: bool = True
-    priority: int = Field(0, ge=-INT32, le=INT32)
-    cache_salt: str = Field("", max_length=128)
-    prompt_cache_key: str | None = Field(None, max_length=1024)
+    priority: Priority = 0
+    cache_salt: CacheSalt = ""
+    prompt_cache_key: CacheKey | None = None
     user: str | None = None
     request_id: str | None = Field(None, pattern=REQUEST_ID)
     include_energy: bool = False

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator, WithJsonSchema
 
-from weft.engine.wire.sampling import MAX_LOGIT_BIAS
+from weft.engine.wire.sampling import BOUNDS, MAX_LOGIT_BIAS
 from weft.server.errors import clip
 
 MAX_PROMPTS = 1024
@@ -18,6 +18,13 @@ MAX_STOP_CHARS = 1024
 MAX_PARTS = 8192
 """of one message"""
 INT32 = 2**31 - 1
+_BIAS = BOUNDS["logit_bias"]
+
+
+def bounded(name: str, default: Any = ..., *, le: int | None = None) -> Any:
+    """A field with the bounds of the sampling field `name`. `le`: its upper bound if the engine sets none."""
+    bounds = BOUNDS[name]
+    return Field(default, ge=bounds.ge, gt=bounds.gt, le=bounds.le if le is None else le)
 
 
 def _parse_prompts(value: Any, most: int = MAX_PROMPTS) -> list[str] | list[list[int]]:
@@ -58,8 +65,8 @@ def _parse_logit_bias(value: Any) -> dict[int, float]:
     for key, number in value.items():
         if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10):
             raise ValueError(f"keys must be token ids, not {clip(key)!r}")
-        if type(number) not in (int, float) or not -100 <= number <= 100:
-            raise ValueError("values must be numbers between -100 and 100")
+        if type(number) not in (int, float) or not _BIAS.hold(number):
+            raise ValueError(f"values must be numbers {_BIAS.rule}")
         bias[int(key)] = float(number)
     return bias
 
@@ -147,7 +154,11 @@ LogitBias = Annotated[
         {
             "type": "object",
             "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "additionalProperties": {
+                "type": "number",
+                "minimum": BOUNDS["logit_bias"].ge,
+                "maximum": BOUNDS["logit_bias"].le,
+            },
             "maxProperties": MAX_LOGIT_BIAS,
         }
     ),
@@ -158,6 +169,9 @@ Content = Annotated[
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART, "maxItems": MAX_PARTS}]}),
 ]
 TokenId = Annotated[int, Field(ge=0, le=INT32)]
+Priority = Annotated[int, Field(ge=-INT32, le=INT32)]
+CacheSalt = Annotated[str, Field(max_length=128)]
+CacheKey = Annotated[str, Field(max_length=1024)]
 
 
 def _parse_ids(value: Any) -> list[int]:
@@ -170,4 +184,4 @@ def _parse_ids(value: Any) -> list[int]:
 
 
 TokenIds = Annotated[list[int], PlainValidator(_parse_ids), WithJsonSchema({"type": "array", "items": _ID})]
-"""Any number; the endpoint knows how many the model can mean"""
+"""Any number of ids; the endpoint checks them against the vocabulary."""

@@ -21,7 +21,7 @@ from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import CoreSchema
 
 from weft.server.api.chat_message import MAX_MESSAGES
-from weft.server.api.field_types import INT32, MAX_PARTS, MAX_STOP_CHARS
+from weft.server.api.field_types import INT32, MAX_PARTS, MAX_STOP_CHARS, CacheKey, CacheSalt, Priority, bounded
 from weft.server.bodies import Body
 from weft.server.errors import bad_request, clip
 from weft.server.tools.cache_control import CacheControl
@@ -243,7 +243,7 @@ class OutputConfig(Body):
 
 
 class Metadata(Body):
-    user_id: str | None = Field(None, max_length=1024)
+    user_id: CacheKey | None = None
 
 
 class CountTokensBody(Body):
@@ -306,19 +306,19 @@ class CountTokensBody(Body):
 
 
 class MessagesBody(CountTokensBody):
-    max_tokens: int = Field(ge=0, le=INT32)
+    max_tokens: int = bounded("max_tokens", le=INT32)
     """0: the prompt is computed and kept, nothing is answered. What the context does not leave is not used."""
     stop_sequences: list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]] = Field(
         [], max_length=MAX_STOP_SEQUENCES
     )
     stream: bool = False
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, le=INT32)
+    temperature: float = bounded("temperature", 1.0)
+    top_p: float = bounded("top_p", 1.0)
+    top_k: int = bounded("top_k", 0, le=INT32)
     metadata: Metadata | None = None
     """`user_id` leads to the engine that served the same one before, as `prompt_cache_key` does"""
-    priority: int = Field(0, ge=-INT32, le=INT32)
-    cache_salt: str = Field("", max_length=128)
+    priority: Priority = 0
+    cache_salt: CacheSalt = ""
 
     def as_chat(self) -> dict[str, Any]:
         fields = super().as_chat()

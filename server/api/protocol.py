@@ -9,9 +9,21 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from pydantic.json_schema import SkipJsonSchema
 
 from weft.engine.wire.grammar_text import literal
-from weft.engine.wire.sampling import MAX_LOGPROBS, MAX_STOP_TOKENS, SamplingParams
+from weft.engine.wire.sampling import MAX_STOP_TOKENS, SamplingParams
 from weft.server.api.chat_message import Messages
-from weft.server.api.field_types import INT32, MAX_PROMPTS, LogitBias, Prompts, Stop, TokenId, TokenIds
+from weft.server.api.field_types import (
+    INT32,
+    MAX_PROMPTS,
+    CacheKey,
+    CacheSalt,
+    LogitBias,
+    Priority,
+    Prompts,
+    Stop,
+    TokenId,
+    TokenIds,
+    bounded,
+)
 from weft.server.bodies import Body
 from weft.server.errors import bad_request
 from weft.server.text.tokenizer import Tokenizer
@@ -63,22 +75,22 @@ class StreamOptions(Body):
 class SamplingFields(Body):
     """What every endpoint that generates lets a client say of sampling and scheduling."""
 
-    min_tokens: int = Field(0, ge=0, le=INT32)
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, le=INT32)
-    min_p: float = Field(0.0, ge=0, le=1)
-    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, gt=0, le=10)
+    min_tokens: int = bounded("min_tokens", 0, le=INT32)
+    temperature: float = bounded("temperature", 1.0)
+    top_p: float = bounded("top_p", 1.0)
+    top_k: int = bounded("top_k", 0, le=INT32)
+    min_p: float = bounded("min_p", 0.0)
+    seed: int | None = bounded("seed", None)
+    presence_penalty: float = bounded("presence_penalty", 0.0)
+    frequency_penalty: float = bounded("frequency_penalty", 0.0)
+    repetition_penalty: float = bounded("repetition_penalty", 1.0)
     logit_bias: LogitBias = Field({})
     stop: Stop = Field([])
     stop_token_ids: list[TokenId] = Field([], max_length=MAX_STOP_TOKENS)
     ignore_eos: bool = False
-    priority: int = Field(0, ge=-INT32, le=INT32)
-    cache_salt: str = Field("", max_length=128)
-    prompt_cache_key: str | None = Field(None, max_length=1024)
+    priority: Priority = 0
+    cache_salt: CacheSalt = ""
+    prompt_cache_key: CacheKey | None = None
     """requests with the same one go to the same engine, of several, where load and kept prefixes leave a choice"""
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     """how long the prompt is kept in the cache: five minutes, also where there is a `prompt_cache_key`, or a day"""
@@ -98,11 +110,11 @@ class GenerationBody(SamplingFields, LegacyConstraints):
     """What completions and chat have in common."""
 
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=0, le=INT32)
+    max_tokens: int | None = bounded("max_tokens", None, le=INT32)
     n: int = Field(1, ge=1, le=128)
     best_of: int | None = Field(None, ge=1, le=128)
     include_stop_str_in_output: bool = False
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    prompt_logprobs: int | None = bounded("prompt_logprobs", None)
     stream: bool = False
     stream_options: StreamOptions | None = None
     include_energy: bool = False
@@ -210,7 +222,7 @@ class CompletionBody(GenerationBody):
     prompt: Prompts
     suffix: str | None = None
     echo: bool = False
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: int | None = bounded("logprobs", None)
 
     def check(self) -> None:
         super().check()
@@ -242,9 +254,9 @@ class ChatBody(GenerationBody, TemplateBody):
     )
     """after so many tokens its thinking is ended"""
     reasoning: Reasoning | None = None
-    max_completion_tokens: int | None = Field(None, ge=0, le=INT32)
+    max_completion_tokens: int | None = bounded("max_tokens", None, le=INT32)
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: int | None = bounded("logprobs", None)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     echo: bool = False

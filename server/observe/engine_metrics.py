@@ -21,7 +21,7 @@ from weft.server.observe.exposition import head, labelled
 from weft.server.observe.totals import plus, summed
 
 TIERS = ("gpu", "host", "ssd")
-SEAT_REASONS = ("room", "late", "shift", "worse", "out_of_reach")
+SLOT_LIMIT_REASONS = ("room", "late", "shift", "worse", "out_of_reach")
 """why --max-num-seqs auto changes the bound (docs/advisor.md)"""
 CUTS = ("slo", "least", "waited")
 """what decides how far --itl-slo cuts prompts (`engine.scheduling.chunk_limit.BOUNDS`)"""
@@ -130,7 +130,7 @@ class EngineMetrics:
         yield _gauge("weft_requests_waiting", "Sequences waiting", stats.waiting)
         yield _gauge("weft_max_num_seqs_now", "Sequences that may run at once now", self._seats())
         changed = "Changes of that number by --max-num-seqs auto, by reason"
-        changes = {reason: stats.seat_changes.get(reason, 0) for reason in SEAT_REASONS}
+        changes = {reason: stats.slot_limit_changes.get(reason, 0) for reason in SLOT_LIMIT_REASONS}
         yield _family("weft_max_num_seqs_changes_total", "counter", changed, "reason", changes)
         yield _family("weft_requests_queued", "gauge", "Sequences that wait, by what they wait for", "reason", queue)
         yield _gauge("weft_kv_cache_usage_ratio", "KV pages held / all", usage)
@@ -181,7 +181,7 @@ class EngineMetrics:
     def _seats(self) -> int:
         """An engine that has not said anything yet has as many as it began with."""
         up = [engine for engine in self.engines if engine.up and engine.ready is not None]
-        return sum(e.stats.scheduler.seats or (e.ready.seats if e.ready is not None else 0) for e in up)
+        return sum(e.stats.scheduler.slot_limit or (e.ready.slot_limit if e.ready is not None else 0) for e in up)
 
     def _energy(self, energy: EnergyStats | None) -> Iterable[str]:
         if energy is None:

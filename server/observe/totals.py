@@ -55,7 +55,7 @@ def plus(before: EngineStats, now: EngineStats) -> EngineStats:
         lengths = {**lengths, name: _raised(lengths.get(name, LengthHits()), of, _LENGTH)}
     counted = {
         name: _counts(getattr(now.scheduler, name), getattr(before.scheduler, name))
-        for name in ("seat_changes", "chunks_cut", "attention")
+        for name in ("slot_limit_changes", "chunks_cut", "attention")
     }
     scheduler = replace(
         _raised(now.scheduler, before.scheduler, _SCHEDULER), tiers=tiers, prefix_lengths=lengths, **counted

@@ -10,8 +10,8 @@ from harness import GREEDY, Harness
 from tokenizers import Tokenizer
 
 from weft.engine.demo import MODEL_PATH
-from weft.engine.demo.corpus import prompt_ids
-from weft.engine.demo.skills import Example, held_out, user
+from weft.tools.demo.corpus import prompt_ids
+from weft.tools.demo.skills import Example, held_out, user
 
 
 class Answers(NamedTuple):

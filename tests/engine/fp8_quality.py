@@ -15,8 +15,8 @@ from harness import Harness
 from tokenizers import Tokenizer
 
 from weft.engine.demo import MODEL_PATH
-from weft.engine.demo.corpus import prompt_ids
-from weft.engine.demo.evaluate import TASKS, Task
+from weft.tools.demo.corpus import prompt_ids
+from weft.tools.demo.evaluate import TASKS, Task
 
 END_ID = 1
 FORMATS: dict[str, dict[str, Any]] = {

@@ -22,8 +22,8 @@ from weft.engine.runner.batch import Batch, SamplingInputs
 from weft.engine.runner.cuda_inputs import RING, DeviceInputs
 from weft.engine.runner.input_layout import Layout
 from weft.engine.runner.resolve import resolve
-from weft.kernels.break_evens import BreakEvens, Even, Made, read
-from weft.kernels.gpu import KNOWN, compiling_for
+from weft.kernels.attention.break_evens import BreakEvens, Even, Made, read
+from weft.kernels.common.gpu import KNOWN, compiling_for
 from weft.server.observe.engine_metrics import ATTENTION, ATTENTION_PARTS
 
 
@@ -112,7 +112,7 @@ def test_the_slab_of_a_gpu_says_which_way_it_is(
 @pytest.mark.parametrize("model", ["llama-3-8b", "yi-6b"])
 def test_an_engine_looks_for_the_break_evens_that_the_bench_keeps(model: str, tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    from weft.kernels import bench_attention
+    from weft.tools.kernels import bench_attention
 
     us = dict.fromkeys(("whole", "cut", "pod all", "pod few", "pod half"), 100.0)
     row = {"model": model, "chunk": 512, "context": 8192, "decodes": 32, "length": 8192, "regime": "burst", "us": us}

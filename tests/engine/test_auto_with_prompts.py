@@ -23,8 +23,8 @@ from weft.engine.runner.work import Costs
 from weft.engine.scheduling.chunk_keeper import ChunkKeeper
 from weft.engine.scheduling.iteration_cost import Load
 from weft.engine.scheduling.pace import Pace
-from weft.engine.scheduling.seat_keeper import SeatKeeper
-from weft.engine.scheduling.seats import SeatControl
+from weft.engine.scheduling.slot_limit_keeper import SlotLimitKeeper
+from weft.engine.scheduling.slot_limit import SlotLimitControl
 
 LAYERS, DENSE_BATCH = 32, 512
 COSTS = Costs(16e9, 16e9 / 150, 4096.0, 109.0, {None: LAYERS})
@@ -57,7 +57,7 @@ class Device:
                 share=0.25, clock=lambda: self.now,
             )  # fmt: skip
         pace = Pace([OBJECTIVE], scheduler.slots, 0.0)
-        self._keeper = SeatKeeper(scheduler, pace, SeatControl(scheduler.slots.num_slots))
+        self._keeper = SlotLimitKeeper(scheduler, pace, SlotLimitControl(scheduler.slots.num_slots))
 
     def _seconds(self, batch: Batch) -> float:
         d = batch.num_decodes
@@ -73,7 +73,7 @@ class Device:
         """Of serving: (the objective's value, tokens a second)."""
         begun, before, gaps, scheduler = self.now, self.tokens, list[np.ndarray](), self.scheduler
         while self.now < begun + 1:
-            while scheduler.num_requests < scheduler.slots.seats + 8:
+            while scheduler.num_requests < scheduler.slots.limit + 8:
                 self.engine.add([1] * shape[0], shape[1])
             self.step += 1
             batch = scheduler.schedule(self.step)

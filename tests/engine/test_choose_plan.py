@@ -20,8 +20,8 @@ from weft.engine.plans.choose import choose_plan
 from weft.engine.plans.plan import Period, Plan, Target, model_key, serial_period
 from weft.engine.runner import resolve as resolving
 from weft.engine.runner.resolve import resolve
-from weft.kernels.fp8 import E4M3
-from weft.kernels.gpu import KNOWN, compiling_for
+from weft.kernels.common.gpu import KNOWN, compiling_for
+from weft.kernels.formats.fp8 import E4M3
 
 SPEC = read_spec(EngineConfig().model_path)
 HERE = Target("NVIDIA H200", 132, model_key(SPEC), "bfloat16", "0123456789abcdef")

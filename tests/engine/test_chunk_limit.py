@@ -26,8 +26,8 @@ from weft.engine.scheduling.chunk_keeper import LEAST_SHARE, ChunkKeeper
 from weft.engine.scheduling.chunk_limit import ChunkLimit
 from weft.engine.scheduling.iteration_cost import SUDDEN, IterationCost, Load
 from weft.engine.scheduling.pace import Pace
-from weft.engine.scheduling.seat_keeper import SeatKeeper
-from weft.engine.scheduling.seats import SeatControl
+from weft.engine.scheduling.slot_limit_keeper import SlotLimitKeeper
+from weft.engine.scheduling.slot_limit import SlotLimitControl
 
 LAYERS = 32
 COSTS = Costs(16e9, 16e9 / 150, 4096.0, 109.0, {None: LAYERS})
@@ -476,7 +476,7 @@ def test_seats_answer_for_decodes_and_not_for_prompts_that_fill_the_rest() -> No
     scheduler = timed.scheduler
     seen: list[float] = []
     pace = Pace([Objective("itl", 99.0, 0.03)], scheduler.slots, 0.0)
-    keeper = SeatKeeper(scheduler, pace, SeatControl(6))
+    keeper = SlotLimitKeeper(scheduler, pace, SlotLimitControl(6))
     told = pace.window
     pace.window = lambda gaps, *more: seen.extend(gaps.tolist()) or told(gaps, *more)  # type: ignore[method-assign]
     timed.before_commit = lambda result: keeper.committed(result.batch, timed.now)

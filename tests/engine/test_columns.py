@@ -29,7 +29,7 @@ from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.slots import SlotTable
 from weft.engine.wire.messages import AddRequest
 from weft.engine.wire.sampling import COLUMNS, Column, SamplingParams
-from weft.kernels import sampling
+from weft.kernels.reference import sampling
 
 VOCAB = 200
 PARAMS = {
@@ -113,7 +113,7 @@ def test_the_samplers_take_words_of_four_bytes_alone() -> None:
 
 
 def test_both_samplers_take_what_the_declaration_gives_them() -> None:
-    triton = pytest.importorskip("weft.kernels.sampler")
+    triton = pytest.importorskip("weft.kernels.sampling.sampler")
     names = set(schedule(SamplingParams()).sampling.sampler_arguments())
     for sample in (sampling.sample, triton.sample):
         taken = set(sample.__annotations__) - {"logits", "return"}

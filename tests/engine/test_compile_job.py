@@ -302,8 +302,8 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, list[str]], list[s
     """Kernels of a serial plan and three pipelines, by name, of which "bad" does not compile; and what is tried."""
     pytest.importorskip("triton")
     from weft.engine.runner import kernel_set
-    from weft.kernels import compilation
-    from weft.kernels.compilation import Kernel
+    from weft.kernels.common import compilation
+    from weft.kernels.common.compilation import Kernel
 
     class Function:
         def __init__(self, name: str) -> None:
@@ -332,7 +332,7 @@ def test_the_serial_plan_is_compiled_first_and_a_bad_kernel_costs_the_pipelines_
     config: EngineConfig, parts: tuple[dict[str, list[str]], list[str]]
 ) -> None:
     from weft.engine.runner.compile_kernels import compile_in_parts
-    from weft.kernels.gpu import KNOWN
+    from weft.kernels.common.gpu import KNOWN
 
     told: list[str] = []
     compile_in_parts(config, KNOWN["h200"], 1, told.append)
@@ -346,7 +346,7 @@ def test_all_parts_together_are_what_a_later_start_needs(
     config: EngineConfig, parts: tuple[dict[str, list[str]], list[str]]
 ) -> None:
     from weft.engine.runner.compile_kernels import compile_in_parts
-    from weft.kernels.gpu import KNOWN
+    from weft.kernels.common.gpu import KNOWN
 
     for pipeline in ("1", "2"):
         parts[0][pipeline].remove("bad")
@@ -375,7 +375,7 @@ def test_the_kernels_of_a_model_are_known_without_its_weights_and_gpu(
     from triton.runtime.driver import driver
 
     from weft.engine.runner.kernel_set import kernel_parts
-    from weft.kernels.gpu import KNOWN
+    from weft.kernels.common.gpu import KNOWN
 
     def parts(**options: object) -> list[list[Any]]:
         known = config.model_copy(update={"model": llama(tmp_path / str(len(options)))} | options)
@@ -403,7 +403,7 @@ def test_the_kernels_of_weights_and_pages_in_fp8_are_known_too(
     from triton.runtime.driver import driver
 
     from weft.engine.runner.kernel_set import kernel_set
-    from weft.kernels.gpu import KNOWN
+    from weft.kernels.common.gpu import KNOWN
 
     def modules(layers: int = 3, **options: object) -> Counter[str]:
         monkeypatch.setattr(driver, "_active", None)

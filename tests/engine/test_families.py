@@ -26,7 +26,7 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights, load_weights
 from weft.engine.runner import cpu_executor, gpu_limits
 from weft.engine.runner.launchers import launchers_of
-from weft.kernels import reference
+from weft.kernels.reference import layer as reference
 
 
 def _weights(spec: ModelSpec, path: Path, seed: int | None = None) -> Weights:

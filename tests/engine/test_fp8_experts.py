@@ -24,8 +24,9 @@ from weft.engine.model.directory import read_spec
 from weft.engine.model.implementation import choose_spec
 from weft.engine.model.quantize import by_layer, quantize
 from weft.engine.model.weights import Weights, load_weights
-from weft.kernels import experts_reference, fp8
-from weft.kernels.fp8_matrix import Fp8Matrix
+from weft.kernels.formats import fp8
+from weft.kernels.formats.fp8_matrix import Fp8Matrix
+from weft.kernels.reference import experts as experts_reference
 
 __all__ = ["unrounded"]
 Made = Callable[[str], Path]

@@ -19,8 +19,6 @@ from tokenizers import Tokenizer
 
 from weft.engine.config import EngineConfig
 from weft.engine.demo import MODEL_PATH
-from weft.engine.demo.corpus import prompt_ids
-from weft.engine.demo.skills import held_out
 from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError, ModelError
 from weft.engine.model.broad.spec import BroadSpec
@@ -28,10 +26,12 @@ from weft.engine.model.directory import read_spec
 from weft.engine.model.implementation import choose_spec
 from weft.engine.model.weights import load_weights
 from weft.engine.runner.resolve import resolve
-from weft.kernels import fp8
-from weft.kernels.attention import AttentionShape
-from weft.kernels.attention_torch import TorchAttention
-from weft.kernels.gpu import KNOWN, compiling_for
+from weft.kernels.attention.backend import AttentionShape
+from weft.kernels.attention.torch_backend import TorchAttention
+from weft.kernels.common.gpu import KNOWN, compiling_for
+from weft.kernels.formats import fp8
+from weft.tools.demo.corpus import prompt_ids
+from weft.tools.demo.skills import held_out
 
 FP8: dict[str, Any] = {"kv_cache_dtype": "fp8", "page_size": 16, "num_pages": 24}
 TOKENIZER = Tokenizer.from_file(str(MODEL_PATH / "tokenizer.json"))

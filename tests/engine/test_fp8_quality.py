@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fp8_quality import FORMATS, accuracy, served
 
-from weft.engine.demo.evaluate import TASKS
+from weft.tools.demo.evaluate import TASKS
 
 BY_DAY = {"addition": 16, "lists in any words": 16, "recall, 1,800-token context": 2}
 BY_NIGHT = {

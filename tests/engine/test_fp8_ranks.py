@@ -19,7 +19,8 @@ from torch import Tensor
 from weft.engine.model.directory import read_spec
 from weft.engine.model.layer_weights import LayerWeights
 from weft.engine.model.weights import load_weights
-from weft.kernels import fp8, fp8_matrix, reference
+from weft.kernels.formats import fp8, fp8_matrix
+from weft.kernels.reference import layer as reference
 
 CPU: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, "max_positions": 64}
 SIZES: dict[str, Any] = {

@@ -32,7 +32,7 @@ from weft.engine.model.quantization import read_quantization
 from weft.engine.model.quantize import quantize
 from weft.engine.model.weights import load_weights
 from weft.engine.runner.resolve import resolve
-from weft.kernels import fp8, fp8_matrix
+from weft.kernels.formats import fp8, fp8_matrix
 
 __all__ = ["unrounded"]
 Made = Callable[[str], Path]
@@ -351,7 +351,7 @@ def test_weights_alone_become_the_numbers_that_they_mean_on_a_gpu(
 ) -> None:
     """Experts in one tensor, and each in its own; a rank's part of them as well."""
     import weft.engine.runner.resolve as resolve_module
-    from weft.kernels.gpu import KNOWN
+    from weft.kernels.common.gpu import KNOWN
 
     there, meant = write_fp8(tiny_model(family), tmp_path, "compressed-tensors, weights alone")
     chosen = read_spec(there)
@@ -381,7 +381,7 @@ def test_a_gpu_that_cannot_refuses_fp8_weights_in_one_line(
     name: str, options: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import weft.engine.runner.resolve as resolve_module
-    from weft.kernels.gpu import KNOWN
+    from weft.kernels.common.gpu import KNOWN
 
     monkeypatch.setattr(resolve_module, "gpu", lambda: KNOWN[name])
     config = EngineConfig(quantization="fp8", **options)

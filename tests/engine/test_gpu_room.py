@@ -20,7 +20,7 @@ from weft.engine.runner import resolve as resolving
 from weft.engine.runner.footprint import GIB
 from weft.engine.runner.gpu_room import CONTEXT_BYTES, Taken, room_for_pages, share_bytes
 from weft.engine.runner.resolve import ResolvedConfig, resolve
-from weft.kernels.gpu import KNOWN, compiling_for
+from weft.kernels.common.gpu import KNOWN, compiling_for
 
 
 def on_a_gpu(**options: Any) -> ResolvedConfig:

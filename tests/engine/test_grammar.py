@@ -23,7 +23,7 @@ from weft.engine.scheduling import grammars
 from weft.engine.wire import grammar_text
 from weft.engine.wire.messages import Finish
 from weft.engine.wire.sampling import SamplingParams
-from weft.kernels import sampling
+from weft.kernels.reference import sampling
 
 MODEL = MODEL_PATH
 TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from weft import LLM, SamplingParams
-from weft.engine.demo.corpus import held_out
 from weft.engine.errors import ConfigError, ModelError, RequestError
+from weft.tools.demo.corpus import held_out
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from list_device import ListEngine
 
 from weft.engine.scheduling.events import NOT_FINITE
 from weft.engine.wire.messages import Finish
-from weft.kernels import sampling
+from weft.kernels.reference import sampling
 
 POISON = 17
 """a token whose embedding is no number"""

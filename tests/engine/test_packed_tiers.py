@@ -27,7 +27,7 @@ from weft.engine.memory.tiers import Tiers
 from weft.engine.memory.transfer import Copy
 from weft.engine.ranks.follower import _outcome
 from weft.engine.ranks.leader import BROKEN, DONE, LOST, LeadingCopy
-from weft.kernels.packed_page import PackedPage
+from weft.kernels.formats.packed_page import PackedPage
 
 LAYOUT = KvLayout(3, 2, 16, 2, 32, torch.bfloat16)
 PACKS, DOES_NOT = 0, 1

@@ -16,7 +16,7 @@ from weft.engine.model.spec import Shard
 from weft.engine.runner import peer_collectives
 from weft.engine.runner.collectives import Graph, Steps
 from weft.engine.runner.peer_collectives import PeerCollectives, Sizes
-from weft.kernels.pushed import Inbox, Pushed, width_of
+from weft.kernels.collectives.push_gemm import Inbox, Pushed, width_of
 
 TOKENS, HIDDEN = 256, 128
 

@@ -16,7 +16,7 @@ from weft.engine.model.rope import Rope
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import Edge, NanoOperation, Period, Plan, Target, load_plan, model_key, serial_period
-from weft.kernels.gemm_config import SPECIAL
+from weft.kernels.matmul.gemm_config import SPECIAL
 
 SPEC = ModelSpec(
     "LlamaForCausalLM", 1000, 256, 512, 4, 4, 2, 64, 4096, Norm(1e-5), (Rope(1e4),), "bfloat16",

@@ -17,7 +17,7 @@ from weft.engine.ranks.links import Descriptors, Links
 from weft.engine.ranks.shared_collectives import SharedCollectives
 from weft.engine.runner.collectives import Collectives
 from weft.engine.runner.sampling import Sampling
-from weft.kernels import sampling, sampling_shards
+from weft.kernels.reference import sampling, sampling_shards
 
 VOCABULARY = 301
 """does not divide by any number of ranks"""

@@ -16,11 +16,11 @@ from tiny import save_tiny
 from tokenizers import Tokenizer
 
 from weft.engine.demo import MODEL_PATH
-from weft.engine.demo.corpus import prompt_ids
-from weft.engine.demo.skills import held_out
 from weft.engine.errors import ConfigError
 from weft.engine.memory.store_file import FILE_NAME, StoreFile
 from weft.engine.memory.tiers import Tiers
+from weft.tools.demo.corpus import prompt_ids
+from weft.tools.demo.skills import held_out
 
 PAGE = 16
 PAGE_BYTES = PAGE * 7 * 2 * 2 * 64 * 4  # of the demo model in float32

@@ -18,9 +18,9 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from weft.engine.demo import MODEL_PATH
-from weft.engine.demo.corpus import prompt_ids
-from weft.engine.demo.skills import held_out
 from weft.engine.wire.messages import Finish
+from weft.tools.demo.corpus import prompt_ids
+from weft.tools.demo.skills import held_out
 
 MAX_TOKENS = 24
 LLAMA_LIKE = ("llama2", "llama3.1", "mistral", "yi", "deepseek-llm", "qwen2", "qwen3")

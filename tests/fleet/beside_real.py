@@ -28,11 +28,11 @@ sys.path.insert(0, str(HERE.parent / "server"))
 
 from live import running  # noqa: E402
 
-from weft.deploy.fleet.around import Around, Seen, derive, measure, together, watch  # noqa: E402
 from weft.deploy.fleet.profile import IterationProfile, Limits  # noqa: E402
-from weft.deploy.fleet.record import WARM_UP, Recorder, fitted, levels, limits_of  # noqa: E402
 from weft.engine.config import EngineConfig  # noqa: E402
 from weft.engine.engine import Engine  # noqa: E402
+from weft.tools.fleet.around import Around, Seen, derive, measure, together, watch  # noqa: E402
+from weft.tools.fleet.record import WARM_UP, Recorder, fitted, levels, limits_of  # noqa: E402
 
 ENGINES = 3
 BOUND = 0.10

@@ -93,8 +93,8 @@ class Endless:
 def test_requests_that_end_together_cost_no_seats() -> None:
     adapts, fixed = Endless((161, 200), 256, auto=True), Endless((161, 200), 256, auto=False)
     rows, others = adapts.serve(70), fixed.serve(70)
-    assert adapts.engine.scheduler.slots.seats == 256
-    assert adapts.engine.scheduler.seat_changes["late"] == 0
+    assert adapts.engine.scheduler.slots.limit == 256
+    assert adapts.engine.scheduler.slot_limit_changes["late"] == 0
     assert sum(row.tokens for row in rows[20:]) >= 0.95 * sum(row.tokens for row in others[20:])
     assert np.mean([row.value <= OBJECTIVE.limit for row in rows[10:]]) >= 0.99
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from fleets import profile
 
-from weft.deploy.fleet import record
 from weft.deploy.fleet.profile import Features, SideBySide, fit, knots_for, load_profile, nonnegative
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError
+from weft.tools.fleet import record
 
 TRUE = (2e-3, 5e-5, 0.3, 0.02)
 """context, pairs, chunks, decodes: milliseconds"""

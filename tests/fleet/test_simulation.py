@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from fleets import ENGINE, at, drawn, profile, run
 
-from weft.deploy.fleet.around import Seen, derive
 from weft.deploy.fleet.clock import Clock, Processor, Sharing, Slowdown
 from weft.deploy.fleet.engine import Asked, EngineOptions, SimulatedEngine
 from weft.deploy.fleet.profile import Features, SideBySide, load_profile
@@ -16,6 +15,7 @@ from weft.deploy.fleet.simulation import Failure
 from weft.engine.config import itl_objective
 from weft.loadgen.lengths import Lengths
 from weft.loadgen.record import Outcome
+from weft.tools.fleet.around import Seen, derive
 
 BROKEN, OK = Outcome.BROKEN, Outcome.OK
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weft.autosearch import gpu_bench
 from weft.engine.plans.plan import NanoOperation
-from weft.kernels import collectives as kernels
+from weft.kernels.collectives import peer as kernels
 
 
 class Host:

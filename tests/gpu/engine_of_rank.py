@@ -25,7 +25,7 @@ from weft.engine.runner.collectives import Alone, Several, Steps
 from weft.engine.runner.cuda_runner import CudaRunner
 from weft.engine.runner.peer_collectives import PeerCollectives, Sizes
 from weft.engine.runner.resolve import resolve
-from weft.kernels import collectives as kernels
+from weft.kernels.collectives import peer as kernels
 
 RNG = np.random.default_rng(5)
 PROMPTS = [RNG.integers(3, 90, n) for n in (5, 11)]

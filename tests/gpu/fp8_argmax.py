@@ -33,7 +33,7 @@ from weft.engine.model.realistic import RealisticDummy
 from weft.engine.model.spec import ModelSpec
 from weft.engine.wire.messages import AddRequest
 from weft.engine.wire.sampling import SamplingParams
-from weft.kernels import fp8
+from weft.kernels.formats import fp8
 
 FORMATS: dict[str, dict[str, Any]] = {
     "16 bits": {},

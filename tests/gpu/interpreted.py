@@ -15,8 +15,9 @@ from triton.runtime import interpreter
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.ranks import loading
 from weft.engine.runner import cuda_runner, resolve
-from weft.kernels import attention_backends, attention_triton
-from weft.kernels.gpu import Gpu, compiling_for
+from weft.kernels.attention import backends as attention_backends
+from weft.kernels.attention import triton_backend as attention_triton
+from weft.kernels.common.gpu import Gpu, compiling_for
 
 
 class InOrder:

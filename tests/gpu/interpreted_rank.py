@@ -24,11 +24,11 @@ from weft.engine.model.spec import ModelSpec, Shard
 from weft.engine.plans.plan import NanoOperation, Period, serial_period
 from weft.engine.runner.collectives import Graph, Steps
 from weft.engine.runner.peer_collectives import PeerCollectives, Sizes
-from weft.kernels import collectives as kernels
-from weft.kernels.collectives import part_width
-from weft.kernels.gemm_config import GemmConfig
-from weft.kernels.gpu import gpu
-from weft.kernels.projections import linear_project
+from weft.kernels.collectives import peer as kernels
+from weft.kernels.collectives.peer import part_width
+from weft.kernels.common.gpu import gpu
+from weft.kernels.matmul.gemm_config import GemmConfig
+from weft.kernels.matmul.projections import linear_project
 
 MAPPED: list[np.memmap] = []
 """what kernels know the addresses of"""

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from weft.kernels.decode_attention import decode_attention
-from weft.kernels.decode_workspace import decode_workspace
-from weft.kernels.prefill_attention import prefill_attention
-from weft.kernels.work_lists import ITEM_FIELDS, TILE_FIELDS, decode_items, prefill_items
+from weft.kernels.attention.decode_attention import decode_attention
+from weft.kernels.attention.decode_workspace import decode_workspace
+from weft.kernels.attention.prefill_attention import prefill_attention
+from weft.kernels.attention.work_lists import ITEM_FIELDS, TILE_FIELDS, decode_items, prefill_items
 
 LAYERS, LAYER = 3, 1
 
@@ -190,7 +190,7 @@ def hopper(device: str) -> Callable[..., Tensor]:
     """The kernel with one program per SM."""
     if device == "cpu" or torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
-    from weft.kernels.decode_hopper import launch_decode
+    from weft.kernels.attention.decode_hopper import launch_decode
 
     return launch_decode
 

@@ -10,11 +10,11 @@ import torch
 from paged import LAYER, Iteration, assert_attention, empty_out, iteration
 
 pytest.importorskip("triton")
-from weft.kernels.attention import AttentionShape
-from weft.kernels.attention_backends import make_host_attention
-from weft.kernels.attention_triton import DecodeWork, TritonAttention, TritonStep
-from weft.kernels.decode_workspace import decode_workspace
-from weft.kernels.work_lists import decode_items, prefill_items
+from weft.kernels.attention.backend import AttentionShape
+from weft.kernels.attention.backends import make_host_attention
+from weft.kernels.attention.decode_workspace import decode_workspace
+from weft.kernels.attention.triton_backend import DecodeWork, TritonAttention, TritonStep
+from weft.kernels.attention.work_lists import decode_items, prefill_items
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DECODES, CHUNKS = [1, 64, 65, 300, 1000], [(0, 33), (100, 28), (256, 300), (640, 1)]

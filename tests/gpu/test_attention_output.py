@@ -16,14 +16,12 @@ from test_attention import BENT, LAYER, MORE, PLAIN, PORTABLE, Bent, pool, uploa
 from test_fp8_attention import eight, in_16_bits
 from test_fp8_projections import poisoned
 
-from weft.kernels import embedding, fp8_attention, fp8_rows, projections, rows
-from weft.kernels.attention_output import Output, output_places
-from weft.kernels.decode_attention import decode_attention
-from weft.kernels.decode_workspace import decode_workspace
-from weft.kernels.fp8 import BLOCK, E4M3, Fp8Rows, KvScales
-from weft.kernels.gpu import is_hopper, on_gpu
-from weft.kernels.prefill_attention import prefill_attention, prefill_workspace
-from weft.kernels.work_lists import (
+from weft.kernels.attention import fp8_attention
+from weft.kernels.attention.decode_attention import decode_attention
+from weft.kernels.attention.decode_workspace import decode_workspace
+from weft.kernels.attention.output import Output, output_places
+from weft.kernels.attention.prefill_attention import prefill_attention, prefill_workspace
+from weft.kernels.attention.work_lists import (
     ITEM_FIELDS,
     PART_FIELDS,
     TILE_FIELDS,
@@ -31,6 +29,9 @@ from weft.kernels.work_lists import (
     prefill_items,
     prefill_parts,
 )
+from weft.kernels.common.gpu import is_hopper, on_gpu
+from weft.kernels.formats.fp8 import BLOCK, E4M3, Fp8Rows, KvScales
+from weft.kernels.matmul import embedding, fp8_rows, projections, rows
 
 pytestmark = pytest.mark.usefixtures("rounded")
 D = BLOCK
@@ -125,7 +126,7 @@ HOPPER = [
 def test_hopper_decode(
     kernel: str, group: int, dtype: torch.dtype, page: int, bent: Bent, device: str, num_sms: int
 ) -> None:
-    from weft.kernels import decode_hopper, fp8_decode, fp8_decode_warps
+    from weft.kernels.attention import decode_hopper, fp8_decode, fp8_decode_warps
 
     launch: Callable[..., object] = {
         "16 bits": decode_hopper.launch_decode, "one program an SM": fp8_decode.launch_decode,
@@ -202,7 +203,7 @@ def test_hopper_prefill(
 @pytest.mark.parametrize("group", [1, 4, 16])
 @pytest.mark.usefixtures("hopper")
 def test_one_launch_of_decodes_and_chunks(group: int, device: str, num_sms: int) -> None:
-    from weft.kernels.pod_hopper import PodWork, launch_pod
+    from weft.kernels.attention.pod_hopper import PodWork, launch_pod
 
     decodes, chunks, kv_heads = [1, 700, 5000, 64], [(0, 33), (3000, 128), (5, 300)], 2
     count, lengths = len(decodes), [*decodes, *(c + n for c, n in chunks)]

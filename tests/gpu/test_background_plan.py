@@ -34,7 +34,7 @@ from weft.engine.runner import preparation
 from weft.engine.runner.cuda_executor import CudaExecutor
 from weft.engine.runner.pipelines import token_buckets
 from weft.engine.wire.messages import PlanStats
-from weft.kernels.gpu import gpu
+from weft.kernels.common.gpu import gpu
 
 HERE = torch.cuda.is_available()
 

@@ -11,10 +11,10 @@ from harness import GREEDY, Harness
 from tokenizers import Tokenizer
 
 from weft.engine.demo import MODEL_PATH
-from weft.engine.demo.corpus import prompt_ids
-from weft.engine.demo.skills import held_out
 from weft.engine.wire.messages import Finish
-from weft.kernels.gpu import is_hopper
+from weft.kernels.common.gpu import is_hopper
+from weft.tools.demo.corpus import prompt_ids
+from weft.tools.demo.skills import held_out
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SMALL = {"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 64, "max_num_batched_tokens": 256}

@@ -40,12 +40,12 @@ from weft.engine.runner.cuda_runner import _Graphs
 from weft.engine.runner.input_layout import Layout
 from weft.engine.runner.layer_launch import Fused
 from weft.engine.runner.rank_sums import RankSums
-from weft.kernels.attention import AttentionShape
-from weft.kernels.attention_torch import TorchAttention
-from weft.kernels.attention_triton import PER_SM, TritonAttention
-from weft.kernels.fp8 import row_values
-from weft.kernels.gemm_config import SPECIAL, GemmConfig
-from weft.kernels.gpu import gpu
+from weft.kernels.attention.backend import AttentionShape
+from weft.kernels.attention.torch_backend import TorchAttention
+from weft.kernels.attention.triton_backend import PER_SM, TritonAttention
+from weft.kernels.common.gpu import gpu
+from weft.kernels.formats.fp8 import row_values
+from weft.kernels.matmul.gemm_config import SPECIAL, GemmConfig
 
 PAGE = 16
 SMALL = GemmConfig(64, 64, 64, 3, 4, 8)

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from weft.kernels import experts, experts_reference, reference, router
-from weft.kernels.gemm_config import SPECIAL, GemmConfig
+from weft.kernels.experts import experts, router
+from weft.kernels.matmul.gemm_config import SPECIAL, GemmConfig
+from weft.kernels.reference import experts as experts_reference
+from weft.kernels.reference import layer as reference
 
 EPS = 1e-5
 TINY = GemmConfig(16, 64, 64, 3, 4, 2, 1, True, 2, 1)
@@ -204,6 +206,6 @@ def test_the_gate_of_a_shared_expert(device: str) -> None:
     x, gate = data(5, 192, 1, device)
     h = torch.randn(5, 80, device=device).to(x.dtype)
     sumsq = x.float().square().view(5, 3, -1).sum(-1).t().contiguous()
-    want = h.float() * torch.sigmoid(reference._normed(x.float(), sumsq.sum(0), EPS) @ gate.t())
+    want = h.float() * torch.sigmoid(reference.normed(x.float(), sumsq.sum(0), EPS) @ gate.t())
     got = experts.switch_shared(x, sumsq, gate.to(x.dtype), EPS, out=h.clone())
     assert error(got, want) < 4e-3

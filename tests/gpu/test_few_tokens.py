@@ -9,9 +9,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from weft.kernels import attention_triton
-from weft.kernels.attention import AttentionShape
-from weft.kernels.attention_triton import FEW_TOKENS, DecodeWork, TritonAttention, TritonStep
+from weft.kernels.attention import triton_backend as attention_triton
+from weft.kernels.attention.backend import AttentionShape
+from weft.kernels.attention.triton_backend import FEW_TOKENS, DecodeWork, TritonAttention, TritonStep
 
 SMS = 4
 

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+import reference_fp8 as fp8_reference
 from test_attention import BENT, LAYER, LAYERS, PLAIN, Bent, attend, error, forget, pool, upload
 
-from weft.kernels import fp8, fp8_attention, fp8_reference, fp8_unpack
-from weft.kernels.decode_workspace import decode_workspace
-from weft.kernels.fp8 import KvScales
-from weft.kernels.prefill_attention import prefill_attention
-from weft.kernels.work_lists import ITEM_FIELDS, TILE_FIELDS, decode_items, prefill_items
+from weft.kernels.attention import fp8_attention, fp8_unpack
+from weft.kernels.attention.decode_workspace import decode_workspace
+from weft.kernels.attention.prefill_attention import prefill_attention
+from weft.kernels.attention.work_lists import ITEM_FIELDS, TILE_FIELDS, decode_items, prefill_items
+from weft.kernels.formats import fp8
+from weft.kernels.formats.fp8 import KvScales
 
 pytestmark = pytest.mark.usefixtures("rounded")
 PORTABLE = partial(fp8_attention.decode_attention, portable=True)
@@ -92,7 +94,7 @@ def hopper(device: str, request: pytest.FixtureRequest) -> Callable[..., Tensor]
     """A kernel for Hopper."""
     if device == "cpu" or torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
-    from weft.kernels import fp8_decode, fp8_decode_warps
+    from weft.kernels.attention import fp8_decode, fp8_decode_warps
 
     return fp8_decode.launch_decode if "one" in request.param else fp8_decode_warps.launch_decode
 
@@ -116,7 +118,7 @@ def test_hopper_decode(
 def test_both_kernels_for_hopper_give_the_same_bits(d: int, device: str, num_sms: int) -> None:
     if device == "cpu" or torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
-    from weft.kernels import fp8_decode, fp8_decode_warps
+    from weft.kernels.attention import fp8_decode, fp8_decode_warps
 
     lengths = [1, 64, 65, 700, 5000]
     kv, table, scales, _ = eight(lengths, 64, 2, d, device)

@@ -21,10 +21,11 @@ from interpreted import interpreted_gpu
 
 from weft.engine.runner import cuda_inputs, resolve
 from weft.engine.runner.cuda_inputs import DeviceInputs
-from weft.kernels import fp8, fp8_projections
-from weft.kernels.attention_triton import TritonAttention
-from weft.kernels.gpu import Gpu, is_hopper
-from weft.kernels.heads import place_heads
+from weft.kernels.attention.triton_backend import TritonAttention
+from weft.kernels.common.gpu import Gpu, is_hopper
+from weft.kernels.formats import fp8
+from weft.kernels.matmul import fp8_projections
+from weft.kernels.matmul.heads import place_heads
 
 pytestmark = pytest.mark.usefixtures("rounded", "device")
 HERE = torch.cuda.is_available()

@@ -9,10 +9,16 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from weft.kernels import experts_reference, fp8, fp8_experts, fp8_experts_reference, fp8_projections, reference, router
-from weft.kernels.fp8 import Fp8Rows, Fp8Weight
-from weft.kernels.fp8_experts import SPECIAL
-from weft.kernels.gemm_config import GemmConfig
+import reference_fp8_experts as fp8_experts_reference
+
+from weft.kernels.experts import fp8_experts, router
+from weft.kernels.experts.fp8_experts import SPECIAL
+from weft.kernels.formats import fp8
+from weft.kernels.formats.fp8 import Fp8Rows, Fp8Weight
+from weft.kernels.matmul import fp8_projections
+from weft.kernels.matmul.gemm_config import GemmConfig
+from weft.kernels.reference import experts as experts_reference
+from weft.kernels.reference import layer as reference
 
 pytestmark = pytest.mark.usefixtures("rounded")
 
@@ -199,5 +205,5 @@ def test_the_gate_of_a_shared_expert(inter: int, device: str) -> None:
     )
     assert error(got.scale[:, :4], want.scale[:, :4]) < 1e-5
     assert torch.equal(got.scale[:, 4], h.scale[:, 4])
-    hidden = fp8.row_values(h) * torch.sigmoid(reference._normed(x.float(), sumsq.sum(0), EPS) @ gate.float().t())
+    hidden = fp8.row_values(h) * torch.sigmoid(reference.normed(x.float(), sumsq.sum(0), EPS) @ gate.float().t())
     assert error(fp8.row_values(want), hidden) < 1e-5

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from interpreted import interpreted_gpu
 
 from weft.engine.runner import resolve
-from weft.kernels.gpu import Gpu
+from weft.kernels.common.gpu import Gpu
 
 pytestmark = pytest.mark.usefixtures("rounded", "device")
 HERE = torch.cuda.is_available()

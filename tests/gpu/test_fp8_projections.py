@@ -9,10 +9,15 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from weft.kernels import fp8, fp8_projections, fp8_reference, fp8_rows, gemm_launch, pack, reference
-from weft.kernels.fp8 import Fp8Rows, Fp8Weight
-from weft.kernels.fp8_few_config import few
-from weft.kernels.gemm_config import GemmConfig
+import reference_fp8 as fp8_reference
+
+from weft.kernels.formats import fp8
+from weft.kernels.formats.fp8 import Fp8Rows, Fp8Weight
+from weft.kernels.matmul import fp8_projections, fp8_rows, gemm_launch
+from weft.kernels.matmul import weight_layout as pack
+from weft.kernels.matmul.fp8_few_config import few
+from weft.kernels.matmul.gemm_config import GemmConfig
+from weft.kernels.reference import layer as reference
 
 pytestmark = pytest.mark.usefixtures("rounded")
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from weft.kernels import gemm, gemm_launch
-from weft.kernels.gemm_config import SPECIAL, GemmConfig
+from weft.kernels.matmul import gemm, gemm_launch
+from weft.kernels.matmul.gemm_config import SPECIAL, GemmConfig
 
 SPLIT = GemmConfig(16, 64, 64, 3, 4, 8, 3, True, 2, 1)
 CONFIGS = {

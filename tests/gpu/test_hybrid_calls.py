@@ -6,10 +6,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from weft.kernels.foreign_attention import FLASH_PAGE, NAMES
-from weft.kernels.gpu import is_hopper, on_gpu
-from weft.kernels.hybrid_batches import Hybrid
-from weft.kernels.hybrid_calls import LAYERS, HybridCalls
+from weft.kernels.common.gpu import is_hopper, on_gpu
+from weft.tools.kernels.foreign_attention import FLASH_PAGE, NAMES
+from weft.tools.kernels.hybrid_batches import Hybrid
+from weft.tools.kernels.hybrid_calls import LAYERS, HybridCalls
 
 
 @pytest.mark.parametrize("model", ["llama-3-8b", "yi-6b"])

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from weft.kernels import gemm_launch, mid_hopper, mid_projections, pack, projections, reference
-from weft.kernels.gemm_config import SPECIAL, GemmConfig
-from weft.kernels.mid_config import TALL, MidConfig
+from weft.kernels.matmul import gemm_launch, mid_hopper, mid_projections, projections
+from weft.kernels.matmul import weight_layout as pack
+from weft.kernels.matmul.gemm_config import SPECIAL, GemmConfig
+from weft.kernels.matmul.mid_config import TALL, MidConfig
+from weft.kernels.reference import layer as reference
 
 EPS = 1e-5
 WIDTHS = [
@@ -196,7 +198,7 @@ def test_loading_live_tokens_alone_changes_no_bit_of_them(kind: str, config: Mid
 )
 def test_a_graph_of_many_gives_the_same_each_time(config: MidConfig, num_sms: int) -> None:
     """One workspace for all of them; in place, as an engine has it."""
-    from weft.kernels.dependent_launch import dependent_launch
+    from weft.kernels.common.dependent_launch import dependent_launch
 
     c = Case("residual", 256, 1024, 2048, num_sms)
     scratch = projections.sumsq_buffer(1024, 256, "cuda")
@@ -225,7 +227,7 @@ def test_a_graph_of_many_gives_the_same_each_time(config: MidConfig, num_sms: in
 
 
 def test_a_table_takes_effect(monkeypatch: pytest.MonkeyPatch, num_sms: int) -> None:
-    from weft.kernels import mid_rule, mid_table
+    from weft.kernels.matmul import mid_rule, mid_table
 
     if num_sms != mid_table.MACHINE[1]:
         pytest.skip("tables are for GPUs of 132 SMs")

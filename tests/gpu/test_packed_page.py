@@ -13,8 +13,8 @@ from interpreted import InOrder, streams_in_order
 from packed_pages import cell_of, far, of_kind, pages, words_of
 
 from weft.engine.memory import cuda_transfer
-from weft.kernels import packed_page_triton as kernels
-from weft.kernels.packed_page import PackedPage
+from weft.kernels.formats.packed_page import PackedPage
+from weft.kernels.tiers import pack_pages as kernels
 
 FORMS = [PackedPage(2 * 3 * 16 * 64, 16, 64), PackedPage(5 * 6 * 4, 5, 6), PackedPage(2 * 3 * 20, 3, 20)]
 

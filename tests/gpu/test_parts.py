@@ -10,8 +10,9 @@ from test_projections import EPS, SQUARE, TINY, WIDE, check_qkv, error, parts_of
 from torch import Tensor
 
 pytest.importorskip("triton")
-from weft.kernels import embedding, gemm, gemm_launch, projections, reference, rows
-from weft.kernels.gemm_config import SPECIAL, GemmConfig
+from weft.kernels.matmul import embedding, gemm, gemm_launch, projections, rows
+from weft.kernels.matmul.gemm_config import SPECIAL, GemmConfig
+from weft.kernels.reference import layer as reference
 
 BF16, FP16 = torch.bfloat16, torch.float16
 TILED = ((1, None), (40, None), (333, SQUARE), (333, WIDE), (333, SPECIAL))

@@ -9,11 +9,18 @@ import torch
 pytest.importorskip("triton")
 from test_attention import LAYER, PLAIN, Bent, attend, error, pool, upload
 
-from weft.kernels.decode_attention import decode_attention
-from weft.kernels.decode_workspace import decode_workspace
-from weft.kernels.gpu import is_hopper, on_gpu
-from weft.kernels.prefill_attention import prefill_attention, prefill_workspace
-from weft.kernels.work_lists import ITEM_FIELDS, PART_FIELDS, TILE_FIELDS, decode_items, prefill_items, prefill_parts
+from weft.kernels.attention.decode_attention import decode_attention
+from weft.kernels.attention.decode_workspace import decode_workspace
+from weft.kernels.attention.prefill_attention import prefill_attention, prefill_workspace
+from weft.kernels.attention.work_lists import (
+    ITEM_FIELDS,
+    PART_FIELDS,
+    TILE_FIELDS,
+    decode_items,
+    prefill_items,
+    prefill_parts,
+)
+from weft.kernels.common.gpu import is_hopper, on_gpu
 
 SLOTS = 2000
 """parts of tiles: three chunks of 400 over 6,000 tokens, cut at 256, are 1,900"""
@@ -32,8 +39,8 @@ def check(
 ) -> None:  # fmt: skip
     """chunks: (tokens already in pages, queries). whole: tiles are not cut. together: of `pod_together`, whose sums are
     made in another order."""
-    from weft.kernels.pod_hopper import PodWork, launch_pod
-    from weft.kernels.pod_together import launch_together
+    from weft.kernels.attention.pod_hopper import PodWork, launch_pod
+    from weft.kernels.attention.pod_together import launch_together
 
     lengths = [*decodes, *(c + n for c, n in chunks)]
     group, count = heads // kv_heads, len(decodes)

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from weft.kernels import embedding, gemm_launch, pack, projections, reference
-from weft.kernels.gemm_config import SPECIAL, GemmConfig
+from weft.kernels.matmul import embedding, gemm_launch, projections
+from weft.kernels.matmul import weight_layout as pack
+from weft.kernels.matmul.gemm_config import SPECIAL, GemmConfig
+from weft.kernels.reference import layer as reference
 
 TINY = GemmConfig(16, 64, 64, 3, 4, 8, 2, True, 2, 1)
 WHOLE = GemmConfig(16, 128, 64, 3, 4, 8, 1, True, 1, 1)

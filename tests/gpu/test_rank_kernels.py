@@ -24,8 +24,8 @@ from engine_of_rank import served
 from interpreted import interpreted_gpu, streams_in_order
 from interpreted_rank import ARENA, PRODUCT, SUMS, logits, models, partial_sums, product
 
-from weft.kernels.collectives import part_width
-from weft.kernels.reference import pushed_sum
+from weft.kernels.collectives.peer import part_width
+from weft.kernels.reference.layer import pushed_sum
 
 Found = list[dict[str, list[Tensor]]]
 HERE = Path(__file__).parent

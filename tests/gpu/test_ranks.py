@@ -18,8 +18,6 @@ from harness import GREEDY, Harness
 from tokenizers import Tokenizer
 
 from weft.engine.demo import MODEL_PATH
-from weft.engine.demo.corpus import prompt_ids
-from weft.engine.demo.skills import held_out
 from weft.engine.errors import RankLost
 from weft.engine.model.directory import read_spec
 from weft.engine.model.operations import Resource
@@ -27,6 +25,8 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.choose import target_of
 from weft.engine.plans.plan import Lane, NanoOperation, Period, Plan
 from weft.engine.runner.collectives import MEASURED_STEPS
+from weft.tools.demo.corpus import prompt_ids
+from weft.tools.demo.skills import held_out
 
 OPTIONS = {
     "dtype": "bfloat16", "max_num_seqs": 64, "max_num_batched_tokens": 512, "num_pages": 1000, "tuning_seconds": 0,

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from weft.kernels import sampler, sampling
+from weft.kernels.reference import sampling
+from weft.kernels.sampling import sampler
 
 
 def draw(logits: Tensor, t: Tensor, k: Tensor, p: Tensor, m: Tensor, u: Tensor) -> Tensor:

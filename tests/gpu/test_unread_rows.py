@@ -20,7 +20,7 @@ from test_fp8_engine import SIZES, WIDE
 from weft.engine.plans import pipeline
 from weft.engine.runner import cuda_inputs, resolve
 from weft.engine.runner.cuda_executor import CudaExecutor
-from weft.kernels.gpu import Gpu
+from weft.kernels.common.gpu import Gpu
 
 pytestmark = [pytest.mark.usefixtures("rounded", "device"), pytest.mark.nightly]
 PROMPTS = [np.random.default_rng(seed).integers(3, 190, length) for seed, length in enumerate((21, 3, 30, 11))]

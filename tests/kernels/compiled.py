@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 COMPILE = """
-from weft.kernels.compilation import collect
-from weft.kernels.gpu import KNOWN
+from weft.kernels.common.compilation import collect
+from weft.kernels.common.gpu import KNOWN
 
 for number, kernel in enumerate(collect(work, KNOWN["h200"])):
     compiled = kernel.function._do_compile(*kernel.arguments)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from weft.kernels.packed_page import ESCAPE, Bytes, PackedPage
+from weft.kernels.formats.packed_page import ESCAPE, Bytes, PackedPage
 
 Words = npt.NDArray[np.uint16]
 SPECIAL = np.array(

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from paged import LAYER, Iteration, assert_attention, empty_out, iteration
 from torch import Tensor
 
-from weft.kernels import attention_torch
-from weft.kernels.attention import AttentionShape, AttentionUnavailable, HostAttention
-from weft.kernels.attention_backends import check, choose, make_host_attention
-from weft.kernels.attention_torch import TorchAttention
+from weft.kernels.attention import torch_backend as attention_torch
+from weft.kernels.attention.backend import AttentionShape, AttentionUnavailable, HostAttention
+from weft.kernels.attention.backends import check, choose, make_host_attention
+from weft.kernels.attention.torch_backend import TorchAttention
 
 CPU = torch.device("cpu")
 
@@ -184,7 +184,7 @@ def fake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fak
     module.flash_attn_varlen_func = fake.varlen
     module.flash_attn_with_kvcache = fake.kvcache_3 if fake.version == 3 else fake.kvcache_2
     monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr("weft.kernels.flash._has_version_3", lambda _: fake.version == 3)
+    monkeypatch.setattr("weft.kernels.attention.flash_backend._has_version_3", lambda _: fake.version == 3)
     return fake
 
 

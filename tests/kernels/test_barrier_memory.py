@@ -20,17 +20,21 @@ SCRIPT = """
 import functools
 import sys
 import torch
-from weft.kernels import bench_calls, fp8_projections, gemm_launch, mid_projections, projections
-from weft.kernels.compilation import collect
-from weft.kernels.decode_workspace import decode_workspace
-from weft.kernels.gemm_config import SPECIAL
-from weft.kernels.gpu import KNOWN
-from weft.kernels.mid_config import MidConfig
-from weft.kernels.mid_trial import MODELS, Operands
-from weft.kernels.pod_hopper import PodWork, launch_pod
-from weft.kernels.pod_together import launch_together
-from weft.kernels.prefill_attention import prefill_workspace
-from weft.kernels.tuned import Shape
+from weft.kernels.tuning import calls as bench_calls
+from weft.kernels.matmul import fp8_projections
+from weft.kernels.matmul import gemm_launch
+from weft.kernels.matmul import mid_projections
+from weft.kernels.matmul import projections
+from weft.kernels.common.compilation import collect
+from weft.kernels.attention.decode_workspace import decode_workspace
+from weft.kernels.matmul.gemm_config import SPECIAL
+from weft.kernels.common.gpu import KNOWN
+from weft.kernels.matmul.mid_config import MidConfig
+from weft.tools.kernels.mid_trial import MODELS, Operands
+from weft.kernels.attention.pod_hopper import PodWork, launch_pod
+from weft.kernels.attention.pod_together import launch_together
+from weft.kernels.attention.prefill_attention import prefill_workspace
+from weft.kernels.matmul.tuned import Shape
 
 count = torch.empty(1, dtype=torch.int32, device="meta")  # read on the device, so it is an argument
 for module in (projections, fp8_projections, mid_projections):

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.kernels import break_evens
-from weft.kernels.break_evens import FAR, WAYS, BreakEvens, Even, Made, file_of, keep, learn, read, write
+from weft.kernels.attention import break_evens
+from weft.kernels.attention.break_evens import FAR, WAYS, BreakEvens, Even, Made, file_of, keep, learn, read, write
 
 H200 = Made("NVIDIA H200", 132, 32, 8, 128, 64, "3.6.0", "abc")
 SIZES = [(c, k, d) for c in (128, 256, 512, 1024, 2048) for k in (4096, 8192, 16384) for d in (8, 32, 128)]

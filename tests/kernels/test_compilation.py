@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from triton.runtime.driver import driver
 
-from weft.kernels.compilation import Kernel, collect, compile_all
-from weft.kernels.gpu import KNOWN, gpu, gpu_device, is_hopper
+from weft.kernels.common.compilation import Kernel, collect, compile_all
+from weft.kernels.common.gpu import KNOWN, gpu, gpu_device, is_hopper
 
 H200 = KNOWN["h200"]
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a process with a GPU has Triton's driver for it")
@@ -67,8 +67,8 @@ def test_inside_the_named_gpu_is_what_kernels_are_chosen_for() -> None:
 def test_what_torch_does_without_data_imports_no_compiler() -> None:
     script = """
 import sys, torch
-from weft.kernels.compilation import collect
-from weft.kernels.gpu import KNOWN
+from weft.kernels.common.compilation import collect
+from weft.kernels.common.gpu import KNOWN
 collect(lambda: torch.cat([torch.empty(2, device="meta")] * 2), KNOWN["h200"])
 assert "torch._dynamo" not in sys.modules and "_dynamo" not in vars(torch)
 """

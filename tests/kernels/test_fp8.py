@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from weft.kernels import fp8
+from weft.kernels.formats import fp8
 
 
 def test_every_number_of_e4m3_is_one_of_float16_and_of_bfloat16() -> None:

@@ -14,12 +14,17 @@ SCRIPT = """
 import subprocess, tempfile
 import torch
 from triton import knobs
-from weft.kernels import fp8, fp8_attention, fp8_experts, fp8_projections, gemm_launch, router
-from weft.kernels.compilation import collect
-from weft.kernels.decode_attention import decode_attention
-from weft.kernels.decode_workspace import decode_workspace
-from weft.kernels.gpu import KNOWN
-from weft.kernels.prefill_attention import prefill_attention, prefill_workspace
+from weft.kernels.formats import fp8
+from weft.kernels.attention import fp8_attention
+from weft.kernels.experts import fp8_experts
+from weft.kernels.matmul import fp8_projections
+from weft.kernels.matmul import gemm_launch
+from weft.kernels.experts import router
+from weft.kernels.common.compilation import collect
+from weft.kernels.attention.decode_attention import decode_attention
+from weft.kernels.attention.decode_workspace import decode_workspace
+from weft.kernels.common.gpu import KNOWN
+from weft.kernels.attention.prefill_attention import prefill_attention, prefill_workspace
 
 def meta(*shape, dtype=torch.float32):
     return torch.empty(*shape, dtype=dtype, device="meta")

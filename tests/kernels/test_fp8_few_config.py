@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.kernels.fp8_few_config import LEAST_BUSY, MOST_PARTS, STEP, few, shared_out
+from weft.kernels.matmul.fp8_few_config import LEAST_BUSY, MOST_PARTS, STEP, few, shared_out
 
 SIZES = st.integers(1, 40_000)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from weft.kernels import tuned
-from weft.kernels.gemm_config import SPECIAL, GemmConfig
+from weft.kernels.matmul import tuned
+from weft.kernels.matmul.gemm_config import SPECIAL, GemmConfig
 
 
 def test_wider_tiles_take_no_more_shared_memory() -> None:

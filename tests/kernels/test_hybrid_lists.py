@@ -17,9 +17,7 @@ from paged import LAYER, assert_attention, empty_out, iteration
 from played import Played, Scores
 
 pytest.importorskip("triton")
-from weft.kernels import foreign_attention, hybrid_calls
-from weft.kernels.hybrid_batches import HEAD_DIM, HEADS, Hybrid
-from weft.kernels.work_lists import (
+from weft.kernels.attention.work_lists import (
     decode_items,
     first_decoders,
     one_launch,
@@ -27,6 +25,8 @@ from weft.kernels.work_lists import (
     prefill_parts,
     with_decodes,
 )
+from weft.tools.kernels import foreign_attention, hybrid_calls
+from weft.tools.kernels.hybrid_batches import HEAD_DIM, HEADS, Hybrid
 
 SLOTS = 64
 
@@ -150,8 +150,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> hybrid_calls.HybridCalls:
 
     monkeypatch.setattr(hybrid_calls, "decode_attention", partial(play, "decodes"))
     monkeypatch.setattr(hybrid_calls, "prefill_attention", partial(play, "tiles"))
-    monkeypatch.setattr("weft.kernels.pod_hopper.launch_pod", pod)
-    monkeypatch.setattr("weft.kernels.pod_together.launch_together", pod)
+    monkeypatch.setattr("weft.kernels.attention.pod_hopper.launch_pod", pod)
+    monkeypatch.setattr("weft.kernels.attention.pod_together.launch_together", pod)
     monkeypatch.setattr(hybrid_calls, "capture", capture)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     made = hybrid_calls.HybridCalls("llama-3-8b", "cpu", sms=12, pages=40, largest=(4, 16, 512))
@@ -203,7 +203,7 @@ def test_a_batch_that_is_too_large_is_named(calls: hybrid_calls.HybridCalls) -> 
 
 
 def test_ways_compile_for_hopper_without_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from weft.kernels import compilation
+    from weft.kernels.common import compilation
 
     found: list[Any] = []
     monkeypatch.setattr(compilation, "compile_all", lambda kernels, _: (found.extend(kernels), []))

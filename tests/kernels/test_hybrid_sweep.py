@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 pytest.importorskip("triton")
-from weft.kernels.bench_attention import run
-from weft.kernels.break_evens import Made, keep, read
-from weft.kernels.hybrid_batches import KV_HEADS, Hybrid, balanced, best_splits, figures, paper, split_us, sweep
-from weft.kernels.hybrid_calls import TOGETHER, plan_lists
-from weft.kernels.hybrid_report import floor_lines, summary
-from weft.kernels.measure import Meter, Sustained
+from weft.kernels.attention.break_evens import Made, keep, read
+from weft.kernels.tuning.measure import Meter, Sustained
+from weft.tools.kernels.bench_attention import run
+from weft.tools.kernels.hybrid_batches import KV_HEADS, Hybrid, balanced, best_splits, figures, paper, split_us, sweep
+from weft.tools.kernels.hybrid_calls import TOGETHER, plan_lists
+from weft.tools.kernels.hybrid_report import floor_lines, summary
 
 MODELS = ("yi-6b", "llama-3-8b")
 ABOUT = {"device": "made up"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.kernels import measure
-from weft.kernels.measure import Meter, sustained
+from weft.kernels.tuning import measure
+from weft.kernels.tuning.measure import Meter, sustained
 
 
 class Clock:

@@ -11,8 +11,8 @@ from compiled import compiled
 pytest.importorskip("triton")
 SCRIPT = """
 import torch
-from weft.kernels.mid_config import MidConfig
-from weft.kernels.mid_trial import MODELS, Operands
+from weft.kernels.matmul.mid_config import MidConfig
+from weft.tools.kernels.mid_trial import MODELS, Operands
 
 def work():
     model = MODELS["8b"]

@@ -7,9 +7,10 @@ from collections.abc import Generator
 from itertools import pairwise
 
 import pytest
+import split_meeting as mid_meeting
 
-from weft.kernels import mid_config, mid_meeting, mid_rule, mid_table
-from weft.kernels.mid_config import TALL, MidConfig, part_of
+from weft.kernels.matmul import mid_config, mid_rule, mid_table
+from weft.kernels.matmul.mid_config import TALL, MidConfig, part_of
 
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (3072, 2048), (2048, 8192), (8192, 14336))
 
@@ -73,8 +74,8 @@ def test_a_shape_without_a_row_is_cut_by_the_rule() -> None:
     pytest.importorskip("triton")
     import torch
 
-    from weft.kernels.gpu import KNOWN, compiling_for
-    from weft.kernels.mid_projections import chosen
+    from weft.kernels.common.gpu import KNOWN, compiling_for
+    from weft.kernels.matmul.mid_projections import chosen
 
     weight = torch.empty(37888, 3584, dtype=torch.bfloat16, device="meta")  # gate and up of Qwen2.5-7B
     with compiling_for(KNOWN["h200"]):
@@ -241,10 +242,10 @@ def test_a_table_is_for_whole_gpus_of_its_kind_and_for_epilogues_that_are_there(
 ) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("triton")
-    from weft.kernels.gemm_config import SPECIAL
-    from weft.kernels.gemm_launch import workspace
-    from weft.kernels.gpu import KNOWN, compiling_for
-    from weft.kernels.mid_projections import chosen
+    from weft.kernels.common.gpu import KNOWN, compiling_for
+    from weft.kernels.matmul.gemm_config import SPECIAL
+    from weft.kernels.matmul.gemm_launch import workspace
+    from weft.kernels.matmul.mid_projections import chosen
 
     monkeypatch.setattr(mid_table, "_used", {(256, 4096, 4096): MidConfig(256, 4)})
     weight, space = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta"), workspace("meta")
@@ -265,7 +266,7 @@ def test_what_tuning_cannot_do_is_said_before_it_begins(
     options: list[str], why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("triton")
-    from weft.kernels import mid_tuning
+    from weft.tools.kernels import mid_tuning
 
     monkeypatch.setattr(mid_tuning.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("sys.argv", ["mid_tuning", *options])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from packed_pages import Words, bf16, cell_of, far, of_kind, pages, words_of
 
-from weft.kernels.packed_page import MAX_VALUES, PackedPage
+from weft.kernels.formats.packed_page import MAX_VALUES, PackedPage
 
 FORM = PackedPage(2 * 3 * 16 * 64, 16, 64)
 NARROW = PackedPage(5 * 6 * 4, 5, 6)

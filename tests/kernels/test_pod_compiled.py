@@ -12,10 +12,10 @@ from compiled import compiled
 triton = pytest.importorskip("triton")
 SCRIPT = """
 import torch
-from weft.kernels.decode_workspace import decode_workspace
-from weft.kernels.pod_hopper import PodWork, launch_pod
-from weft.kernels.pod_together import launch_together
-from weft.kernels.prefill_attention import prefill_workspace
+from weft.kernels.attention.decode_workspace import decode_workspace
+from weft.kernels.attention.pod_hopper import PodWork, launch_pod
+from weft.kernels.attention.pod_together import launch_together
+from weft.kernels.attention.prefill_attention import prefill_workspace
 
 def meta(*shape, dtype=torch.int32):
     return torch.empty(*shape, dtype=dtype, device="meta")

@@ -11,9 +11,9 @@ from compiled import compiled
 pytest.importorskip("triton")
 SCRIPT = """
 import torch
-from weft.kernels import pushed
-from weft.kernels.collectives import Peers
-from weft.kernels.gemm_launch import workspace
+from weft.kernels.collectives import push_gemm as pushed
+from weft.kernels.collectives.peer import Peers
+from weft.kernels.matmul.gemm_launch import workspace
 
 def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(*shape, dtype=dtype, device="meta")

@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from weft.kernels import pushed
-from weft.kernels.collectives import WAVES, Peers
+from weft.kernels.collectives import push_gemm as pushed
+from weft.kernels.collectives.peer import WAVES, Peers
 
 
 @pytest.mark.parametrize(

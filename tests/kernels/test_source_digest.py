@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.engine.plans.choose import kernels_digest
-from weft.kernels import source_digest as module
-from weft.kernels.source_digest import code_words, source_digest
+from weft.kernels.common import source_digest as module
+from weft.kernels.common.source_digest import code_words, source_digest
 
 CODE = '''"""A module."""
 
@@ -95,24 +94,23 @@ def test_every_version_of_python_reads_the_same() -> None:
     assert hashlib.sha256(words.encode()).hexdigest()[:16] == "8bd6f127ac3fcdde"
 
 
-def test_a_digest_is_of_the_files_that_match_in_the_order_of_their_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "HERE", tmp_path)
+def test_imports_change_nothing() -> None:
+    assert code_words("from a.b import c\nimport d\n" + CODE) == code_words(CODE)
+
+
+def test_a_digest_covers_the_listed_modules_and_tables_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "KERNELS", tmp_path)
     digest = source_digest.__wrapped__
-    (tmp_path / "gemm_b.py").write_text("b = 1")
-    (tmp_path / "gemm_a.py").write_text("a = 1  # first")
-    (tmp_path / "other.py").write_text("c = 1")
-    before = digest("gemm*.py")
-    assert digest("gemm_b.py", "gemm_a.py", "gemm*.py") == before
-    (tmp_path / "gemm_a.py").write_text('"""A docstring."""\na = 1')
-    (tmp_path / "other.py").write_text("c = 2")
-    assert digest("gemm*.py") == before
-    (tmp_path / "gemm_a.py").write_text("a = 2")
-    assert digest("gemm*.py") != before
-    assert digest("*.py") != digest("gemm*.py")
-
-
-def test_the_kernels_have_one() -> None:
-    assert len(kernels_digest()) == 16
-    assert kernels_digest() != source_digest("*.py")
+    (tmp_path / "matmul").mkdir()
+    (tmp_path / "matmul/gemm.py").write_text("a = 1  # first")
+    (tmp_path / "matmul/table.json").write_text('{"a": 1, "b": 2}')
+    (tmp_path / "matmul/other.py").write_text("c = 1")
+    before = digest("matmul/gemm", "matmul/table.json")
+    (tmp_path / "matmul/gemm.py").write_text('"""A docstring."""\nimport x\n\na = 1')
+    (tmp_path / "matmul/table.json").write_text('{"b": 2,\n "a": 1}')
+    (tmp_path / "matmul/other.py").write_text("c = 2")
+    assert digest("matmul/gemm", "matmul/table.json") == before
+    (tmp_path / "matmul/table.json").write_text('{"a": 1, "b": 3}')
+    assert digest("matmul/gemm", "matmul/table.json") != before
+    with pytest.raises(FileNotFoundError):
+        digest("matmul/gone")

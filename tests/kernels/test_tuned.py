@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from weft.kernels import tuned
-from weft.kernels.gemm_config import SPECIAL, GemmConfig
-from weft.kernels.tuned import (
+from weft.kernels.matmul import tuned
+from weft.kernels.matmul.gemm_config import SPECIAL, GemmConfig
+from weft.kernels.matmul.tuned import (
     BUCKETS,
     Machine,
     Shape,
@@ -252,8 +252,8 @@ def test_a_start_does_not_wait_for_ever_for_another_one(tmp_path: Path) -> None:
 
 def test_products_in_fp8_have_tiles_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from weft.kernels import fp8_projections
-    from weft.kernels.fp8_few_config import few as few_of
+    from weft.kernels.matmul import fp8_projections
+    from weft.kernels.matmul.fp8_few_config import few as few_of
 
     monkeypatch.setattr(tuned, "_found", {})
     eight = Shape("residual", 5120, 4000, bits=8)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from weft.kernels import work_lists
-from weft.kernels.work_lists import (
+from weft.kernels.attention import work_lists
+from weft.kernels.attention.work_lists import (
     TILE_ROWS,
     decode_items,
     first_decoders,

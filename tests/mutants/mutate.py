@@ -63,7 +63,7 @@ NEAREST: dict[str, tuple[str, ...]] = {
     "engine/memory/prefix_index.py": (
         "tests/engine/test_prefix.py", "tests/engine/test_pages.py", *ORDER, MACHINE, TIER_MACHINE,
     ),
-    "engine/wire/page_keys.py": ("tests/engine/test_prefix.py", "tests/engine/test_page_news.py", *ORDER),
+    "engine/wire/page_keys.py": ("tests/engine/test_prefix.py", "tests/engine/test_page_ledger.py", *ORDER),
     "engine/scheduling/prefix_reuse.py": (
         "tests/engine/test_prefix.py", REUSE, *ORDER, "tests/engine/test_loads.py", MACHINE, TIER_MACHINE,
     ),

@@ -27,7 +27,7 @@ from weft.engine.wire.messages import (
 )
 from weft.server.observe.board import Board
 from weft.server.observe.counters import Counter, Histogram, Store
-from weft.server.observe.engine_metrics import ATTENTION, ATTENTION_PARTS, CUTS, SEAT_REASONS
+from weft.server.observe.engine_metrics import ATTENTION, ATTENTION_PARTS, CUTS, SLOT_LIMIT_REASONS
 from weft.server.observe.metrics import Metrics
 from weft.server.observe.totals import plus
 
@@ -196,7 +196,7 @@ def test_every_total_of_the_engine_goes_on() -> None:
     scheduler = ones(
         SchedulerStats,
         tiers={"gpu": ones(TierStats)},
-        seat_changes=dict.fromkeys(SEAT_REASONS, 1),
+        slot_limit_changes=dict.fromkeys(SLOT_LIMIT_REASONS, 1),
         chunks_cut=dict.fromkeys(CUTS, 1),
         attention=dict.fromkeys((*ATTENTION, *ATTENTION_PARTS), 1),
         prefix_lengths={name: ones(LengthHits) for name in (*LENGTHS, "more")},
@@ -215,9 +215,9 @@ def test_the_bound_is_told_before_the_first_request_and_is_nobodys_when_the_engi
     metrics = Metrics()
     engine = metrics.engines[0]
     told = []
-    engine.loaded("m", msgspec.structs.replace(READY, seats=16))
+    engine.loaded("m", msgspec.structs.replace(READY, slot_limit=16))
     told.append(metrics._of_engines.text([False]))
-    engine.hear(EngineStats(scheduler=SchedulerStats(seats=24)))
+    engine.hear(EngineStats(scheduler=SchedulerStats(slot_limit=24)))
     told.append(metrics._of_engines.text([False]))
     engine.died()
     told.append(metrics._of_engines.text([False]))

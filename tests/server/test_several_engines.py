@@ -12,7 +12,7 @@ import pytest
 from exposed import value_of
 from stub import Script, Server, Stub, serving
 
-from weft.engine.wire.messages import EngineStats, PageNews, SchedulerStats, TierStats
+from weft.engine.wire.messages import EngineStats, PageChanges, SchedulerStats, TierStats
 from weft.engine.wire.page_keys import BRIEF, page_keys, root
 from weft.server.observe.board import Board
 from weft.server.observe.metrics import Metrics
@@ -244,7 +244,7 @@ async def test_pages_of_another_tenant_draw_no_request() -> None:
         prompt = server.engine.tokenizer.encode("hello world " * 40)
         keys = page_keys(root("", "mine"), np.array(prompt, np.int32), 64)
         assert server.engines[1].on_stats is not None
-        server.engines[1].on_stats(EngineStats(pages=PageNews(b"".join(key[:BRIEF] for key in keys))))
+        server.engines[1].on_stats(EngineStats(pages=PageChanges(b"".join(key[:BRIEF] for key in keys))))
         for salt, engine in (("mine", 1), ("theirs", 0), ("mine", 1), ("", 0)):
             for each in server.engines:
                 each.added.clear()

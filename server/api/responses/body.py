@@ -9,8 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import Field, PlainValidator, ValidationError, WithJsonSchema
 from pydantic.json_schema import SkipJsonSchema
 
-from weft.engine.wire.sampling import MAX_LOGPROBS
-from weft.server.api.field_types import INT32
+from weft.server.api.field_types import INT32, bounded
 from weft.server.api.protocol import ChatBody, SamplingFields
 from weft.server.api.responses.items import Item, full_name, messages_of
 from weft.server.bodies import Body
@@ -150,7 +149,7 @@ class ResponseBody(SamplingFields):
     text: Text = Field(default_factory=lambda: Text.model_validate({}))
     reasoning: Reasoning | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=INT32)
-    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: int = bounded("logprobs", 0)
     include: list[str] = Field([], max_length=64)
     """of these `message.output_text.logprobs` and `reasoning.encrypted_content` have an effect"""
     truncation: Literal["auto", "disabled"] = "disabled"

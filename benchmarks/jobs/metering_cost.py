@@ -1,0 +1,236 @@
+"""What metering costs, and whether the requests' joules and those at rest add up to the device's own counter.
+
+    python benchmarks/jobs/metering.py OUT --model-preset llama-3-8b
+
+*Cost*: so many requests decode and nothing else happens; turns with metering and without, on off off on, so that
+contexts that grow and a card that warms are the same in both. With it a thread reads the counter ten times a second and
+the loop charges every iteration, all requests asking. *Sum*: bursts, single requests, long prompts, clients that go and
+pauses, beside a counter that this script reads itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weft.engine import engine as engines
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
+from weft.engine.runner.energy_meter import EnergyCounter, energy_counter
+from weft.engine.wire.messages import AddRequest
+from weft.engine.wire.sampling import SamplingParams
+
+Span = tuple[int, int]
+"""of lengths in tokens"""
+
+
+class Switched:
+    """A counter that can be left alone."""
+
+    def __init__(self, counter: EnergyCounter) -> None:
+        self.source, self._counter, self.on = counter.source, counter, True
+        self._last = counter.joules()
+
+    def joules(self) -> float:
+        if self.on:
+            self._last = self._counter.joules()
+        return self._last
+
+
+class Pretended:
+    """For a dry run on a machine that counts nothing; no figure of it means anything."""
+
+    source = "pretended"
+
+    def joules(self) -> float:
+        return 50.0 * time.monotonic()
+
+
+class Metering:
+    def __init__(self, config: EngineConfig, pretend: bool) -> None:
+        made: list[Switched] = []
+
+        def counter(device: Any, ranks: int = 1) -> EnergyCounter:
+            made.append(Switched(Pretended() if pretend else energy_counter(device, ranks)))
+            return made[-1]
+
+        engines.energy_counter = counter  # type: ignore[attr-defined]
+        self.engine = Engine(config.for_measuring())
+        assert self.engine.energy is not None, self.engine.describe().energy_missing
+        (self.counter,) = made
+        self.own: EnergyCounter = Pretended() if pretend else energy_counter(self.engine.resolved.device)
+        self.ledger = self.engine.energy
+        self._rng = np.random.default_rng(0)
+        self._handles = itertools.count()
+        self.joules: dict[int, float] = {}
+        """by request, what it was told last"""
+        self.open: set[int] = set()
+
+    def add(self, prompt: int, output: int) -> int:
+        handle = next(self._handles)
+        ids = self._rng.integers(0, self.engine.spec.vocab_size, prompt).astype(np.int32)
+        params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+        self.engine.add(AddRequest(handle=handle, prompt_token_ids=ids.tobytes(), params=params, metered=True))
+        self.open.add(handle)
+        return handle
+
+    def step(self) -> int:
+        """Returns how many tokens of output came."""
+        outputs = self.engine.step()
+        if outputs is None:
+            return 0
+        self.joules.update(outputs.joules)
+        handles, _, finish = outputs.columns()
+        self.open -= set(handles[np.flatnonzero(finish)].tolist())
+        return len(handles)
+
+    def switch(self, on: bool) -> None:
+        self.counter.on = on
+        self.engine.energy = self.ledger if on else None
+
+    def cost(self, number: int, output: int, seconds: float, turn: float) -> dict[str, Any]:
+        """seconds of decoding `number` requests, in turns of so long."""
+        for _ in range(number):
+            self.add(64, output)
+        while self.engine.scheduler.num_running < number or self.step() < number:
+            self.step()
+        until = time.monotonic() + seconds
+        blocks: list[list[float]] = []
+        while time.monotonic() < until and len(self.open) == number:
+            block = []
+            for on in (True, False, False, True):
+                self.switch(on)
+                self.step()  # one that began under the other
+                begun, iterations = time.perf_counter(), 0
+                while time.perf_counter() - begun < turn and len(self.open) == number:
+                    iterations += self.step() > 0
+                block.append((time.perf_counter() - begun) / max(1, iterations))
+            if len(self.open) == number:
+                blocks.append(block)
+        self.switch(True)
+        for handle in list(self.open):
+            self.engine.abort(handle)
+        self.open.clear()
+        while self.engine.has_work:
+            self.step()
+        times = np.array(blocks)
+        ratio = (times[:, 0] + times[:, 3]) / (times[:, 1] + times[:, 2]) - 1
+        spread = ratio.std(ddof=1) / np.sqrt(len(ratio)) if len(ratio) > 1 else float("nan")
+        row = {
+            "requests": number, "blocks": len(blocks), "turn_s": turn,
+            "iteration_ms": round(1e3 * float(times.mean()), 4), "cost": round(float(ratio.mean()), 6),
+            "standard_error": round(float(spread), 6), "median": round(float(np.median(ratio)), 6),
+        }  # fmt: skip
+        print(
+            f"{number} requests: metering costs {row['cost']:.3%} +- {spread:.3%} of an iteration of "
+            f"{row['iteration_ms']:.3f} ms ({len(blocks)} times on off off on)", flush=True,
+        )  # fmt: skip
+        return row
+
+    def serve(self, seconds: float, rate: float, prompts: Span, outputs: Span, gone: float) -> None:
+        """Poisson arrivals for so long, lengths between two each; a share of the clients goes before the end."""
+        until, due = time.monotonic() + seconds, time.monotonic()
+        while (now := time.monotonic()) < until:
+            while rate and due <= now:
+                handle = self.add(int(self._rng.integers(*prompts)), int(self._rng.integers(*outputs)))
+                due += float(self._rng.exponential(1 / rate))
+                if self._rng.random() < gone:
+                    self.engine.abort(handle)
+                    self.open.discard(handle)
+            if self.engine.has_work:
+                self.step()
+            else:
+                self.engine.rest()
+                time.sleep(0.002)
+
+    def sum(self, seconds: float) -> dict[str, Any]:
+        """A mixed run, as parts of so many seconds."""
+        # What was drawn while metering was switched off is owed, and charged to the next seconds of work.
+        self.serve(4.0, 20.0, (20, 100), (16, 64), 0)
+        while self.engine.has_work:
+            self.step()
+        self.serve(3.0, 0, (1, 2), (1, 2), 0)  # at rest: what that draws is known
+        self.joules.clear()
+        before, counted, begun = self.engine.stats().energy, self.own.joules(), time.monotonic()
+        assert before is not None
+        parts: list[tuple[float, float, Span, Span, float]] = [
+            (0.15, 2.0, (20, 400), (8, 64), 0.0),
+            (0.2, 25.0, (20, 1500), (8, 256), 0.05),
+            (0.1, 0.0, (1, 2), (1, 2), 0.0),
+            (0.15, 2.0, (2000, 6000), (16, 128), 0.1),
+            (0.1, 0.0, (1, 2), (1, 2), 0.0),
+            (0.2, 30.0, (64, 65), (400, 800), 0.1),
+            (0.1, 0.3, (20, 100), (8, 32), 0.0),
+        ]
+        longest = self.engine.resolved.max_model_len
+        for share, rate, prompts, outputs, gone in parts:
+            low, high = (max(1, min(n, longest // 2)) for n in prompts)
+            few, many = (max(1, min(n, longest // 4)) for n in outputs)
+            self.serve(share * seconds, rate, (low, high + 1), (few, many + 1), gone)
+        while self.engine.has_work:
+            self.step()
+        self.serve(3.0, 0, (1, 2), (1, 2), 0)
+        after = self.engine.stats().energy
+        assert after is not None
+        counter, took = self.own.joules() - counted, time.monotonic() - begun
+        requests = sum(self.joules.values())
+        rest, charged = after.at_rest - before.at_rest, after.charged - before.charged
+        row = {
+            "seconds": round(took, 1), "requests": len(self.joules), "counter_j": round(counter, 1),
+            "drawn_j": round(after.joules - before.joules, 1), "requests_j": round(requests, 1),
+            "charged_j": round(charged, 1), "rest_j": round(rest, 1),
+            "of_counter": round((requests + rest) / counter, 4),
+            "charged_of_counter": round((charged + rest) / counter, 4),
+        }  # fmt: skip
+        print(
+            f"{took:.0f} s, {len(self.joules)} requests: their joules {requests:,.0f} + at rest {rest:,.0f} = "
+            f"{row['of_counter']:.4f} of the counter's {counter:,.0f} (in the metrics, clients that went included: "
+            f"{row['charged_of_counter']:.4f})", flush=True,
+        )  # fmt: skip
+        return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--model-preset")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--requests", type=int, nargs="+", default=[128, 1, 512], help="that decode, for the cost")
+    parser.add_argument("--output", type=int, default=6000, help="tokens of 128 of these")
+    parser.add_argument("--cost-seconds", type=float, default=32.0, help="for each number")
+    parser.add_argument("--turn-seconds", type=float, default=0.4)
+    parser.add_argument("--sum-seconds", type=float, default=100.0)
+    parser.add_argument("--pretend", action="store_true", help="a counter that is none: a dry run")
+    options = parser.parse_args()
+    model = {"model_preset": options.model_preset, "load_format": "dummy"} if options.model_preset else {}
+    config = EngineConfig.model_validate(
+        {**model, "device": options.device, "max_num_seqs": max(256, *options.requests), "prefix_caching": False}
+    )
+    metering = Metering(config, options.pretend)
+    longest = metering.engine.resolved.max_model_len - 80
+    # The pool holds the contexts of all: nobody is preempted meanwhile.
+    room = metering.engine.scheduler.pool.capacity * config.page_size
+
+    def keep(row: dict[str, Any]) -> None:
+        with (options.out / "metering.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def cost(number: int) -> None:
+        output = min(longest, options.output * max(1, 128 // number), int(0.9 * room / number) - 128)
+        keep(metering.cost(number, output, options.cost_seconds, options.turn_seconds))
+
+    cost(options.requests[0])
+    keep(metering.sum(options.sum_seconds))
+    for number in options.requests[1:]:
+        cost(number)
+    metering.engine.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Layers of a model for one request, chained as an engine's graph has them: what a way to multiply is worth.
+
+    python benchmarks/jobs/few_chain.py --ways few,plain --bits 8
+
+A line a way and count of tokens: microseconds of a layer of an 8B. "few" is `fp8_few_hopper` (FP8 alone), "plain" the
+plain Triton kernel by rule, "table" what the shipped table says. Each with attention and, in FP8, a pass that quantises
+its result, as it was; with attention that leaves the operand, as it is; without attention; and each product alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+
+from weft.kernels.tuning import calls as bench_calls
+from weft.kernels.matmul import fp8_projections
+from weft.kernels.matmul import gemm_launch
+from weft.kernels.matmul import tuned
+from weft.tools.kernels.bench_fp8 import decode_of_eight, eight_bits
+from weft.kernels.matmul.fp8_few_config import few
+from weft.kernels.matmul.fp8_rows import quantize_rows
+from weft.kernels.matmul.gemm_config import GemmConfig
+from weft.kernels.common.gpu import gpu
+from weft.kernels.tuning.measure import burst
+from weft.kernels.matmul.tuned import Shape
+
+
+def config_of(way: str, shape: Shape, tokens: int, num_sms: int) -> GemmConfig | None:
+    sizes = tokens, shape.features, shape.depth
+    if way == "few":
+        return few(shape.kind, shape.features, shape.depth, num_sms)
+    if way == "table":
+        return tuned.lookup(*sizes, bits=shape.bits) or config_of("plain", shape, tokens, num_sms)
+    if shape.bits == 16:
+        return gemm_launch.choose(*sizes, num_sms)
+    return fp8_projections.by_rule(shape.kind, *sizes, num_sms, plain=True)
+
+
+def chain(
+    way: str, bits: int, tokens: int, layers: int, num_sms: int, device: str, *, attention: int, only: int | None = None
+) -> list[Callable[[], object]]:  # fmt: skip
+    """The calls of `layers` layers for so many requests, 1,280 tokens behind each.
+
+    attention: 2 leaves 16 bits, which a pass quantises (in FP8); 1 leaves the operand itself; 0 none. only: the index
+    of a product.
+    """
+    shapes = bench_calls.LLAMA_8B if bits == 16 else eight_bits(bench_calls.LLAMA_8B)
+    space, calls = gemm_launch.workspace(device, 1 << 24), []
+    result = torch.randn(tokens, 4096, device=device, dtype=torch.bfloat16)
+    operand = fp8_projections.rows_buffer(tokens, 4096, device)
+    if bits == 16:
+        attend = bench_calls.decode_calls(tokens, 1280, page=64, layers=layers)[0]
+    else:
+        attend = decode_of_eight(tokens, 1280, page=64, layers=layers, out=operand if attention == 1 else result)[0]
+    for layer in range(layers):
+        for index, shape in enumerate(shapes):
+            if only not in (None, index):
+                continue
+            config = config_of(way, shape, tokens, num_sms)
+            weight = bench_calls.weights(shape, 1)[0]
+            calls.append(bench_calls.product(shape, tokens, weight, space, num_sms, config))
+            if shape.kind == "qkv" and attention:
+                calls.append(attend[layer])
+            if shape.kind == "qkv" and attention > 1 and bits == 8:
+                calls.append(lambda: quantize_rows(result, out=operand))
+    return calls
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--ways", default="few,plain")
+    parser.add_argument("--tokens", default="1,4,16")
+    parser.add_argument("--bits", default="8")
+    parser.add_argument("--layers", type=int, default=8)
+    given = parser.parse_args()
+    here = gpu()
+    assert here is not None
+    cases = [
+        (bits, tokens, way)
+        for bits in map(int, given.bits.split(","))
+        for tokens in map(int, given.tokens.split(","))
+        for way in given.ways.split(",")
+    ]
+    for bits, tokens, way in cases:
+        fixed = way, bits, tokens, given.layers, here.sms, bench_calls.DEVICE
+        row = []
+        for attention in (2, 1, 0):
+            calls = chain(*fixed, attention=attention)
+            row.append(burst(calls, repeats=25) * len(calls) / given.layers * 1e3)
+            del calls
+        for index in range(len(bench_calls.LLAMA_8B)):
+            calls = chain(*fixed, attention=0, only=index)
+            row.append(burst(calls, repeats=25) * 1e3)
+            del calls
+        whole, leaving, bare, *each = row
+        names = ", ".join(f"{s.kind} {us:.1f}" for s, us in zip(bench_calls.LLAMA_8B, each, strict=True))
+        print(
+            f"{bits} bits, {tokens} tokens, {way}: {whole:.1f} us a layer, {leaving:.1f} without the pass, {bare:.1f} "
+            f"without attention; {names}", flush=True,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Features of the engine that act at points of its loop: one small `Listener` each."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from weft.engine.memory.index_events import IndexEvents
+from weft.engine.memory.page_ledger import PageLedger
+from weft.engine.memory.tiers import Tiers
+from weft.engine.ranks.group import Ranks
+from weft.engine.runner.batch import StepResult
+from weft.engine.runner.preparation import Preparation
+from weft.engine.scheduling.energy_ledger import EnergyLedger
+from weft.engine.scheduling.grammars import Grammars
+from weft.engine.scheduling.listeners import Listener
+from weft.engine.scheduling.outbox import Outbox
+from weft.engine.scheduling.scheduler import Scheduler
+
+LOAD_POLL_SECONDS = 0.002
+"""Seconds between steps while pages are fetched for a request that has not arrived yet."""
+ENERGY_REPORT_SECONDS = 1.0
+"""Seconds between reports of the energy that an idle engine draws."""
+NONFINITE_LINE_SECONDS = 60.0
+"""Seconds between log lines about logits that were not finite."""
+
+
+class CompiledGrammars(Listener):
+    """Queues requests whose grammar is compiled and refuses those whose grammar cannot be used."""
+
+    def __init__(self, grammars: Grammars, scheduler: Scheduler, outbox: Outbox) -> None:
+        self._grammars, self._scheduler, self._outbox = grammars, scheduler, outbox
+
+    def on_schedule(self) -> None:
+        for request, refusal, how in self._grammars.compiled():
+            if refusal is None:
+                self._scheduler.add(request)
+            else:
+                self._outbox.refuse(request.handle, refusal, how)
+
+    def on_blocked(self, seconds: float) -> bool:
+        return self._grammars.wait(seconds)
+
+
+class TierTransfers(Listener):
+    """Stores pages in the lower tiers while an iteration computes, and reports loads and a tier that failed."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+        self._ssd_up = tiers.ssd.store is not None
+        self._reported_bytes = 0
+
+    def on_commit(self, busy: bool) -> None:
+        self._tiers.begin_stores()
+
+    def on_blocked(self, seconds: float) -> bool:
+        self._tiers.wait(seconds)
+        return True
+
+    def has_news(self) -> bool:
+        """Return True if the SSD tier went down, or if pages were moved since the last report and none moves now."""
+        tiers = self._tiers
+        went_down = self._ssd_up and tiers.ssd.store is None
+        self._ssd_up = tiers.ssd.store is not None
+        settled = not tiers.num_transfers and tiers.bytes_moved != self._reported_bytes
+        if settled and not went_down:
+            self._reported_bytes = tiers.bytes_moved
+        return went_down or settled
+
+    def pause(self) -> float | None:
+        return LOAD_POLL_SECONDS if self._tiers.num_loading else None
+
+    def stats(self) -> dict[str, Any]:
+        return {"load_seconds": self._tiers.take_load_seconds()}
+
+
+class PlanPreparation(Listener):
+    """Prepares the plan's pipelines between iterations."""
+
+    def __init__(self, preparation: Preparation, has_work: Callable[[], bool], outbox: Outbox) -> None:
+        self._preparation, self._has_work, self._outbox = preparation, has_work, outbox
+        outbox.plan_moved = self.pause() is not None
+
+    def on_step(self) -> None:
+        if self._preparation.advance(busy=self._has_work()):
+            self._outbox.plan_moved = True
+
+    def pause(self) -> float | None:
+        return self._preparation.pause
+
+    def stats(self) -> dict[str, Any]:
+        return {"plan": self._preparation.stats}
+
+
+class EnergyCharges(Listener):
+    """Charges requests for the energy of their iterations, and reports once a second what an idle engine draws."""
+
+    def __init__(self, ledger: EnergyLedger, outbox: Outbox, *, shares_device: bool) -> None:
+        """`shares_device`: another engine uses the device while this one sleeps."""
+        self._ledger, self._outbox, self._shares_device = ledger, outbox, shares_device
+        self._reported = 0.0
+
+    def on_busy(self, step: int, now: float) -> None:
+        self._ledger.working(now, True)
+
+    def on_result(self, result: StepResult, now: float) -> None:
+        self._outbox.joules = self._ledger.charge(result.batch, result.seconds)
+
+    def on_commit(self, busy: bool) -> None:
+        if not busy:
+            self._ledger.working(time.monotonic(), False)
+
+    def on_idle(self, now: float) -> bool:
+        if now - self._reported < ENERGY_REPORT_SECONDS:
+            return False
+        self._reported = now
+        self._ledger.working(now, False)
+        self._ledger.settle()
+        return True
+
+    def on_sleep(self) -> None:
+        if self._shares_device:
+            self._ledger.leave()
+
+    def on_wake(self) -> None:
+        self._ledger.come_back()
+
+    def stats(self) -> dict[str, Any]:
+        return {"energy": self._ledger.stats()}
+
+
+class KvEvents(Listener):
+    """Publishes the pages that each step has added to the tiers or removed from them."""
+
+    def __init__(self, events: IndexEvents) -> None:
+        self._events = events
+
+    def on_step_end(self) -> None:
+        self._events.flush()
+
+
+class PageReports(Listener):
+    """Reports to routers which pages entered and left the prefix index."""
+
+    def __init__(self, ledger: PageLedger) -> None:
+        self.ledger = ledger
+
+    def stats(self) -> dict[str, Any]:
+        return {"pages": self.ledger.take()}
+
+
+class RankCheck(Listener):
+    """Ends the engine when another rank has ended."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def check(self) -> None:
+        """Raise `RankLost` if a rank has ended."""
+        self._ranks.check()
+
+
+class NonfiniteWarning(Listener):
+    """Logs at most once a minute how many requests ended because their logits were not finite."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._logged = 0
+        self._quiet_until = 0.0
+
+    def on_commit(self, busy: bool) -> None:
+        total = self._scheduler.nonfinite_logits
+        if total == self._logged or (now := time.monotonic()) < self._quiet_until:
+            return
+        print(
+            f"weft: {total - self._logged} request(s) ended with 500 nonfinite_logits ({total} so far): "
+            "the model computes NaN or inf; check the checkpoint, --dtype float16, and the device's memory",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._logged, self._quiet_until = total, now + NONFINITE_LINE_SECONDS

@@ -1,0 +1,96 @@
+"""Attention back ends by name: `triton` (default on a GPU), `flash-attn`, `torch` (the twin, anywhere).
+
+What a back end needs is imported when it is asked for: `check` and `choose` cost neither Triton nor a package.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from weft.kernels.attention.backend import AttentionShape, AttentionUnavailable, HostAttention
+from weft.kernels.common.gpu import on_gpu
+from weft.kernels.formats.fp8 import E4M3
+
+BackendName = Literal["triton", "flash-attn", "torch"]
+NAMES: tuple[BackendName, ...] = ("triton", "flash-attn", "torch")
+TRITON_PAGE_SIZES = (16, 32, 64, 128)
+TRITON_HEAD_DIMS = range(16, 257, 16)
+TRITON_MAX_GROUP = 16
+
+
+def choose(name: str, device: torch.device) -> BackendName:
+    """The back end that `name` means on this device; `auto`: triton on a GPU, torch elsewhere."""
+    if name == "auto":
+        return "triton" if on_gpu(device) else "torch"
+    for known in NAMES:
+        if name == known:
+            return known
+    raise AttentionUnavailable(f"unknown attention back end {name!r}; there are {', '.join(NAMES)}")
+
+
+def check(name: BackendName, shape: AttentionShape) -> None:
+    """Raise `AttentionUnavailable` when the back end cannot serve `shape`. Allocates nothing."""
+    if name == "torch":
+        return
+    if shape.pool_dtype != shape.dtype and (name != "triton" or shape.pool_dtype != E4M3):
+        raise AttentionUnavailable(f"the {name} attention back end reads pages of the queries' dtype alone; use torch")
+    if name != "triton" and (lacking := _lacking(shape)):
+        raise AttentionUnavailable(f"the {name} attention back end has no {lacking}; use torch")
+    if not on_gpu(shape.device):
+        raise AttentionUnavailable(f"the {name} attention back end needs a GPU; on a CPU use auto or torch")
+    if name == "triton":
+        check_triton(shape)
+    else:
+        from weft.kernels.attention.flash_backend import check_flash
+
+        check_flash(shape)
+
+
+def _lacking(shape: AttentionShape) -> str:
+    """The first of the shape's parts that flash-attn, as it is called here, does not compute; "" if there is none."""
+    parts = {
+        "sliding windows": any(shape.windows),
+        "scale of its own for the scores": shape.scale not in (None, shape.head_dim**-0.5),
+        "soft-cap on scores": bool(shape.softcap),
+        "attention sinks": shape.sinks,
+    }
+    return next((name for name, asked in parts.items() if asked), "")
+
+
+def check_triton(shape: AttentionShape) -> None:
+    """What the Triton kernels were made for. Raises `AttentionUnavailable`."""
+    if shape.head_dim not in TRITON_HEAD_DIMS:
+        raise AttentionUnavailable(
+            f"the triton attention back end takes head_dim 16, 32 and so on up to 256, the model has {shape.head_dim}; "
+            "use flash-attn or torch"
+        )
+    if shape.page_size not in TRITON_PAGE_SIZES:
+        raise AttentionUnavailable(
+            f"the triton attention back end takes pages of 16, 32, 64 or 128 tokens, not {shape.page_size}; "
+            "change the page size, or use flash-attn or torch"
+        )
+    if shape.group > TRITON_MAX_GROUP:
+        raise AttentionUnavailable(
+            f"the triton attention back end takes up to {TRITON_MAX_GROUP} query heads per KV head, "
+            f"the model has {shape.group}; use flash-attn or torch"
+        )
+
+
+def make_host_attention(
+    name: BackendName, shape: AttentionShape, *, batch_invariant: bool = False
+) -> HostAttention[Any]:
+    """A back end that plans on the host. Raises `AttentionUnavailable`; `triton` is none: see `attention_triton`.
+
+    batch_invariant: one accumulation order for a request, whatever shares its batch.
+    """
+    if name == "torch":
+        from weft.kernels.attention.torch_backend import TorchAttention
+
+        return TorchAttention(shape, batch_invariant=batch_invariant)
+    if name == "flash-attn":
+        from weft.kernels.attention.flash_backend import FlashAttention
+
+        return FlashAttention(shape, batch_invariant=batch_invariant)
+    raise AttentionUnavailable(f"{name} plans on the device; use flash-attn or torch")

@@ -1,0 +1,262 @@
+"""Paged attention over K and V in e4m3, decode and prefill (twin: `reference.paged_attention` over
+`fp8_reference.kv_values`).
+
+Arithmetic is that of float16: every e4m3 number is one, exactly, so a score is what the stored numbers say; K's scale
+joins that of the scores, V's the division by the sum, both by head. Queries become float16 when they are read; their
+heads are RMS-normed or of a size that float16 holds (up to 65,504).
+
+Work lists, pages and scratch are those of `decode_attention` and `prefill_attention`. On Hopper a warp-specialised
+kernel decodes (`fp8_decode`); for prefill there, `fp8_unpack` puts what the chunks see into pages of 16 bits, once a
+layer, and the kernel of those pages does the rest. The plain Triton kernels here serve everything else.
+"""
+
+# Device functions carry no Python types.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.attention.decode_workspace import DecodeWorkspace
+from weft.kernels.attention.output import Out, output_places, write_heads
+from weft.kernels.attention.scores import bend, log2_scale, with_sink
+from weft.kernels.attention.work_lists import TILE_ROWS
+from weft.kernels.common.block_sizes import group_block, head_block
+from weft.kernels.common.dependent_launch import begin, pdl_options, release
+from weft.kernels.common.gpu import gpu
+from weft.kernels.formats.fp8 import E4M3, KvScales
+
+_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+@triton.jit
+def _tokens(kv, at, head, d, mask, HKV: tl.constexpr, D: tl.constexpr):
+    """Rows `at [BN]` of a head as float16 `[BN, DP]`; zero where masked."""
+    place = kv + at[:, None] * (HKV * D) + (head * D + d)[None, :]
+    return tl.load(place, mask=mask, other=0).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _decode_kernel(
+    q, kv, kv_scale, out, out_scale, stride_scale, table, stride_table, items, num_items, partial, arrived, layer,
+    layers, scale, sinks,
+    HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
+    BN: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    release(PDL)
+    begin(PDL)
+    column = tl.arange(0, GP)
+    d = tl.arange(0, DP)
+    tasks = tl.load(num_items) * HKV
+    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        head = task % HKV
+        item = items + (task // HKV) * 8
+        row = tl.load(item).to(tl.int64)
+        pages = table + tl.load(item + 1).to(tl.int64) * stride_table
+        start = tl.load(item + 2)
+        end = tl.load(item + 3)
+        parts = tl.load(item + 5)
+        heads = (row * HKV + head) * G + column
+        mine = (column < G)[None, :] & (d < D)[:, None]
+        query = tl.load(q + heads[None, :] * D + d[:, None], mask=mine, other=0.0).to(tl.float16)
+        factor = scale * tl.load(kv_scale + layer * (2 * HKV) + head)
+        v_scale = tl.load(kv_scale + layer * (2 * HKV) + HKV + head)
+        m = tl.full([GP], -1e30, tl.float32)
+        norm = tl.zeros([GP], tl.float32)
+        acc = tl.zeros([DP, GP], tl.float32)
+        for first in tl.range(start, end, BN, num_stages=STAGES):
+            token = first + tl.arange(0, BN)
+            real = token < end
+            if WINDOWED:
+                real = real & (token >= tl.load(item + 7))
+            page = tl.load(pages + token // PAGE, mask=real, other=0).to(tl.int64)
+            at = (page * layers + layer) * (2 * PAGE) + token % PAGE
+            whole = real[:, None] & (d < D)[None, :]
+            k = _tokens(kv, at, head, d, whole, HKV, D)
+            v = _tokens(kv, at + PAGE, head, d, whole, HKV, D)
+            s = tl.where(real[:, None], bend(tl.dot(k, query) * factor, SOFTCAP), float("-inf"))
+            m_new = tl.maximum(m, tl.max(s, axis=0))
+            p = tl.exp2(s - m_new[None, :])
+            alpha = tl.exp2(m - m_new)
+            norm = norm * alpha + tl.sum(p, axis=0)
+            acc = tl.dot(tl.trans(v), p.to(tl.float16), acc * alpha[None, :])
+            m = m_new
+        target = out + heads[None, :] * D + d[:, None]
+        if parts == 1:
+            norm = with_sink(norm, m, sinks, head * G + column, column < G)
+            y = (acc / norm[None, :] * v_scale).to(DTYPE)
+            write_heads(y, target, mine, out_scale, stride_scale, head * G + column, row, column < G, 0)
+        else:
+            SIZE: tl.constexpr = (DP + 2) * GP
+            base = partial + (tl.load(item + 4).to(tl.int64) * HKV + head) * SIZE
+            block = d[:, None] * GP + column[None, :]
+            mine_at = base + tl.load(item + 6).to(tl.int64) * (HKV * SIZE)
+            tl.store(mine_at + block, acc)
+            tl.store(mine_at + DP * GP + column, m)
+            tl.store(mine_at + (DP + 1) * GP + column, norm)
+            tl.debug_barrier()  # every thread's store precedes the release below
+            before = tl.atomic_add(arrived + row * HKV + head, 1, sem="acq_rel")
+            if before == parts - 1:
+                m = tl.full([GP], -1e30, tl.float32)
+                norm = tl.zeros([GP], tl.float32)
+                acc = tl.zeros([DP, GP], tl.float32)
+                for other in range(parts):
+                    at = base + other * (HKV * SIZE)
+                    m_other = tl.load(at + DP * GP + column, cache_modifier=".cg")
+                    m_new = tl.maximum(m, m_other)
+                    alpha = tl.exp2(m - m_new)
+                    beta = tl.exp2(m_other - m_new)
+                    norm = norm * alpha + tl.load(at + (DP + 1) * GP + column, cache_modifier=".cg") * beta
+                    acc = acc * alpha[None, :] + tl.load(at + block, cache_modifier=".cg") * beta[None, :]
+                    m = m_new
+                norm = with_sink(norm, m, sinks, head * G + column, column < G)
+                y = (acc / norm[None, :] * v_scale).to(DTYPE)
+                write_heads(y, target, mine, out_scale, stride_scale, head * G + column, row, column < G, 0)
+                tl.store(arrived + row * HKV + head, 0)
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _prefill_kernel(
+    q, kv, kv_scale, out, out_scale, stride_scale, table, stride_table, items, num_items, layer, layers, scale, sinks,
+    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
+    release(PDL)
+    rows = tl.arange(0, BM)
+    d = tl.arange(0, DP)
+    tasks = tl.load(num_items) * HKV
+    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        head = task % HKV
+        item = items + (task // HKV) * 4
+        q_row = tl.load(item)
+        queries = tl.load(item + 1)
+        start = tl.load(item + 2)
+        pages = table + tl.load(item + 3).to(tl.int64) * stride_table
+        end = start + queries
+        limit = start + rows // G
+        mine = (rows // G < queries)[:, None] & (d < D)[None, :]
+        at = ((q_row + rows // G).to(tl.int64) * (HKV * G) + head * G + rows % G) * D
+        query = tl.load(q + at[:, None] + d[None, :], mask=mine, other=0.0).to(tl.float16)
+        factor = scale * tl.load(kv_scale + layer * (2 * HKV) + head)
+        v_scale = tl.load(kv_scale + layer * (2 * HKV) + HKV + head)
+        m = tl.full([BM], -1e30, tl.float32)
+        norm = tl.zeros([BM], tl.float32)
+        acc = tl.zeros([BM, DP], tl.float32)
+        lowest = 0
+        if WINDOW > 0:
+            lowest = tl.maximum(start + 1 - WINDOW, 0)
+        for first in tl.range(lowest // BN * BN, end, BN, num_stages=STAGES):
+            token = first + tl.arange(0, BN)
+            real = token < end
+            if WINDOW > 0:
+                real = real & (token >= lowest)
+            page = tl.load(pages + token // PAGE, mask=real, other=0).to(tl.int64)
+            row = (page * layers + layer) * (2 * PAGE) + token % PAGE
+            whole = real[:, None] & (d < D)[None, :]
+            k = _tokens(kv, row, head, d, whole, HKV, D)
+            v = _tokens(kv, row + PAGE, head, d, whole, HKV, D)
+            s = bend(tl.dot(query, k.T) * factor, SOFTCAP)
+            s = tl.where(token[None, :] <= limit[:, None], s, float("-inf"))
+            if WINDOW > 0:
+                s = tl.where(token[None, :] > limit[:, None] - WINDOW, s, float("-inf"))
+            m_new = tl.maximum(m, tl.max(s, axis=1))
+            p = tl.exp2(s - m_new[:, None])
+            alpha = tl.exp2(m - m_new)
+            norm = norm * alpha + tl.sum(p, axis=1)
+            acc = tl.dot(p.to(tl.float16), v, acc * alpha[:, None])
+            m = m_new
+        norm = with_sink(norm, m, sinks, head * G + rows % G, rows // G < queries)
+        y = (acc / norm[:, None] * v_scale).to(DTYPE)
+        whose, token = head * G + rows % G, q_row + rows // G
+        write_heads(
+            y, out + at[:, None] + d[None, :], mine, out_scale, stride_scale, whose, token, rows // G < queries, 1
+        )
+
+
+def _check(q: Tensor, kv: Tensor, items: Tensor, page_table: Tensor, scales: KvScales) -> None:
+    if kv.dtype != E4M3:
+        raise TypeError(f"pages must be e4m3, not {kv.dtype}")
+    if not (kv.is_contiguous() and q.is_contiguous() and items.is_contiguous()):
+        raise ValueError("q, kv and items must be contiguous")
+    if page_table.stride(1) != 1:
+        raise ValueError("rows of the page table must be contiguous")
+    if scales.scale.shape != (kv.shape[1], 2, kv.shape[4]) or not scales.scale.is_contiguous():
+        raise ValueError("scales must be [layers, 2, Hkv], contiguous")
+
+
+def decode_attention(
+    q: Tensor,
+    kv: Tensor,
+    scales: KvScales,
+    layer: int,
+    page_table: Tensor,
+    items: Tensor,
+    num_items: Tensor,
+    *,
+    out: Out,
+    num_sms: int,
+    space: DecodeWorkspace,
+    scale: float | None = None,
+    windowed: bool = False,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    portable: bool = False,
+) -> Out:
+    """As `decode_attention.decode_attention`, over kv `[pages, layers, 2, page_size, Hkv, D]` in e4m3."""
+    _check(q, kv, items, page_table, scales)
+    if not portable:
+        from weft.kernels.attention import fp8_decode, fp8_decode_warps
+
+        if fp8_decode.supports(q, kv):
+            here = gpu(q.device if q.is_cuda else None)
+            wide = here is not None and num_sms >= here.sms  # programs of one warp cannot be kept off other SMs
+            launch = fp8_decode_warps.launch_decode if wide else fp8_decode.launch_decode
+            return launch(
+                q, kv, scales, layer, page_table, items, num_items, out=out, num_sms=num_sms, space=space, scale=scale,
+                windowed=windowed, softcap=softcap, sinks=sinks,
+            )  # fmt: skip
+    layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
+    group = q.shape[1] // num_kv_heads
+    _decode_kernel[(4 * num_sms,)](
+        q, kv.view(torch.uint8), scales.scale, *output_places(out, len(q), head_dim), page_table, page_table.stride(0),
+        items, num_items, space.partial, space.arrived, layer, layers, log2_scale(scale, head_dim), sinks,
+        HKV=num_kv_heads, G=group, GP=group_block(group), D=head_dim, DP=head_block(head_dim), PAGE=page_size, BN=64,
+        STAGES=2, DTYPE=_DTYPES[q.dtype], WINDOWED=windowed, SOFTCAP=softcap, num_warps=4, **pdl_options(),
+    )  # fmt: skip
+    return out
+
+
+def prefill_attention(
+    q: Tensor,
+    kv: Tensor,
+    scales: KvScales,
+    layer: int,
+    page_table: Tensor,
+    items: Tensor,
+    num_items: Tensor,
+    *,
+    out: Out,
+    num_sms: int,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Out:
+    """As `prefill_attention.prefill_attention`, over kv `[pages, layers, 2, page_size, Hkv, D]` in e4m3."""
+    _check(q, kv, items, page_table, scales)
+    layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
+    width = head_block(head_dim)
+    _prefill_kernel[(num_sms,)](
+        q, kv.view(torch.uint8), scales.scale, *output_places(out, len(q), head_dim), page_table, page_table.stride(0),
+        items, num_items, layer, layers, log2_scale(scale, head_dim), sinks,
+        HKV=num_kv_heads, G=q.shape[1] // num_kv_heads, D=head_dim, DP=width, PAGE=page_size, BM=TILE_ROWS,
+        BN=64 if width <= 128 else 32, STAGES=2, DTYPE=_DTYPES[q.dtype], WINDOW=window or 0, SOFTCAP=softcap,
+        num_warps=8, **pdl_options(),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,392 @@
+"""Paged attention of one query token per request over K and V in e4m3, on Hopper with one program per SM (twin:
+`reference.paged_attention` over `fp8_reference.kv_values`).
+
+As `decode_hopper`: four consumers of one warp each, a ring and a producer for each, all of an SM's shared memory on its
+way. Pages lie in shared memory as pairs of bytes, which `ldmatrix` can move, and become float16 in registers:
+
+- K is a left operand of `[tokens, pairs]`: a register holds bytes d = 4i .. 4i + 3, whose halves are a left operand
+  each; q is dealt to two right operands in the same way, when it is read;
+- V, transposed, is `[pairs, tokens]`: a register holds bytes d, d + 1 of two tokens. Sorted by d they are two left
+  operands as well, one for even and one for odd d, with an accumulator each.
+
+So nothing changes lanes. Arithmetic is that of float16, of which every e4m3 number is one; sums are float32.
+"""
+
+# Device functions carry no Python types.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from weft.kernels.attention.decode_hopper import (
+    CONSUMERS,
+    idle_warps,
+    load_block,
+    read_word,
+    release_stage,
+    task_range,
+    transpose_blocks,
+    write_word,
+)
+from weft.kernels.attention.decode_workspace import DecodeWorkspace
+from weft.kernels.attention.output import Out, output_places
+from weft.kernels.attention.scores import log2_scale
+from weft.kernels.common.block_sizes import group_block, head_block
+from weft.kernels.common.dependent_launch import pdl_options
+from weft.kernels.common.gpu import is_hopper, on_gpu
+from weft.kernels.common.hopper import await_previous, barrier, let_next_start
+from weft.kernels.formats.fp8 import KvScales
+from weft.kernels.formats.fp8_gluon import quantized_pairs
+
+# The barriers are those of `decode_hopper`, with its picture, but for q: consumers load it themselves.
+
+
+@gluon.jit
+def _produce(
+    source, CONSUMERS: gl.constexpr, HKV: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr,
+    PAIRS: gl.constexpr, WIDTH: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """PAIRS of bytes in a head, WIDTH as it lies in shared memory."""
+    (kv, ring, full, empty, task_smem, tokens_smem, table, stride_table, items, tasks, tickets, layer,
+     layers) = source  # fmt: skip
+    slot = 0
+    phase = 1  # a fresh ring is empty
+    producers = gl.num_programs(0) * CONSUMERS
+    task = gl.program_id(0) + CONSUMER * gl.num_programs(0)
+    start, end, row, pages = task_range(items, task, tasks, table, stride_table, HKV)
+    page = gl.load(pages + start // PAGE)
+    if PDL:
+        await_previous()
+    while task < tasks:
+        column = (task % HKV) * PAIRS
+        task_next = tasks
+        start_next, end_next, row_next, pages_next = start, end, row, pages
+        for first in range(start, end, BN):
+            at = CONSUMER * SLOTS + slot
+            mbarrier.wait(empty.index(at), phase)
+            if first == start:
+                write_word(task_smem.index(at), task)
+                write_word(tokens_smem.index(at), end - start)
+            mbarrier.expect(full.index(at), BN * WIDTH * 2)
+            load_block(kv, ring.index(at), full.index(at), pages, page, layer * 2, layers * 2, first, end, column,
+                        PAGE, BN, BOX, WIDTH)  # fmt: skip
+            slot += 1
+            if slot == SLOTS:
+                slot = 0
+                phase ^= 1
+            # what the next task needs is fetched while this one waits for room
+            if (first == start) & (tasks > producers):
+                task_next = producers + gl.atomic_add(tickets, 1, sem="relaxed")
+            if first + BN >= end:
+                start_next, end_next, row_next, pages_next = task_range(
+                    items, task_next, tasks, table, stride_table, HKV
+                )
+
+            at = CONSUMER * SLOTS + slot
+            mbarrier.wait(empty.index(at), phase)
+            mbarrier.expect(full.index(at), BN * WIDTH * 2)
+            load_block(kv, ring.index(at), full.index(at), pages, page, layer * 2 + 1, layers * 2, first, end, column,
+                        PAGE, BN, BOX, WIDTH)  # fmt: skip
+            after = first + BN
+            page = gl.load(gl.where(after < end, pages + after // PAGE, pages_next + start_next // PAGE))
+            slot += 1
+            if slot == SLOTS:
+                slot = 0
+                phase ^= 1
+        task, start, end, row, pages = task_next, start_next, end_next, row_next, pages_next
+    at = CONSUMER * SLOTS + slot
+    mbarrier.wait(empty.index(at), phase)
+    write_word(task_smem.index(at), -1)
+    mbarrier.arrive(full.index(at), count=1)
+    if tasks > producers:  # noqa: SIM102 (`and` would draw in any case)
+        # the last producer to finish leaves the counters as it found them
+        if gl.atomic_add(tickets + 1, 1, sem="acq_rel") == producers - 1:
+            gl.store(tickets, 0)
+            gl.store(tickets + 1, 0)
+
+
+@gluon.jit
+def halves_of_words(x):
+    """int16 pairs `[M, K]` -> float16 of the lower and of the upper two of four neighbouring bytes."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h; }",
+        "=r,=r,r", [x], dtype=(gl.float16, gl.float16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def even_and_odd(x):
+    """int16 pairs `[M, K]` -> float16 of the first and of the second byte of each."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 t; .reg .b16 l, h; prmt.b32 t, $2, 0, 0x3120; mov.b32 {l, h}, t;"
+        " cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h; }",
+        "=r,=r,r", [x], dtype=(gl.float16, gl.float16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _part(
+    base, part, parts, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, WIDTH: gl.constexpr, MMA: gl.constexpr
+):  # fmt: skip
+    """Maxima, sums and products (of even and of odd numbers) that one part left; behind the last they weigh nothing."""
+    column = gl.arange(0, GP, layout=gl.SliceLayout(0, MMA))
+    pair = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, MMA))
+    block = pair[:, None] * GP + column[None, :]
+    mask = (column < G)[None, :]
+    at = base + gl.minimum(part, parts - 1).to(gl.int64) * (HKV * (2 * WIDTH + 2) * GP)
+    m = gl.load(at + 2 * WIDTH * GP + column, cache_modifier=".cg")
+    norm = gl.load(at + (2 * WIDTH + 1) * GP + column, cache_modifier=".cg")
+    even = gl.load(at + block, mask=mask, other=0.0, cache_modifier=".cg")
+    odd = gl.load(at + WIDTH * GP + block, mask=mask, other=0.0, cache_modifier=".cg")
+    return gl.where(part < parts, m, float("-inf")), norm, even, odd
+
+
+@gluon.jit
+def _add(m, norm, even, odd, m_other, norm_other, even_other, odd_other):
+    m_new = gl.maximum(m, m_other)
+    alpha = gl.exp2(m - m_new)
+    beta = gl.exp2(m_other - m_new)
+    even = even * alpha[None, :] + even_other * beta[None, :]
+    odd = odd * alpha[None, :] + odd_other * beta[None, :]
+    return m_new, norm * alpha + norm_other * beta, even, odd
+
+
+@gluon.jit
+def join_pairs(
+    base, parts, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, WIDTH: gl.constexpr, MMA: gl.constexpr
+):  # fmt: skip
+    """Products (of even and odd numbers of a head), sums and maxima of all parts of a request, added in their order;
+    four parts are on their way at a time."""
+    m = gl.full([GP], -1e30, gl.float32, layout=gl.SliceLayout(0, MMA))
+    norm = gl.zeros([GP], gl.float32, layout=gl.SliceLayout(0, MMA))
+    even = gl.zeros([WIDTH, GP], gl.float32, layout=MMA)
+    odd = gl.zeros([WIDTH, GP], gl.float32, layout=MMA)
+    for part in range(0, parts, 4):
+        m_a, norm_a, even_a, odd_a = _part(base, part, parts, HKV, G, GP, WIDTH, MMA)
+        m_b, norm_b, even_b, odd_b = _part(base, part + 1, parts, HKV, G, GP, WIDTH, MMA)
+        m_c, norm_c, even_c, odd_c = _part(base, part + 2, parts, HKV, G, GP, WIDTH, MMA)
+        m_d, norm_d, even_d, odd_d = _part(base, part + 3, parts, HKV, G, GP, WIDTH, MMA)
+        m, norm, even, odd = _add(m, norm, even, odd, m_a, norm_a, even_a, odd_a)
+        m, norm, even, odd = _add(m, norm, even, odd, m_b, norm_b, even_b, odd_b)
+        m, norm, even, odd = _add(m, norm, even, odd, m_c, norm_c, even_c, odd_c)
+        m, norm, even, odd = _add(m, norm, even, odd, m_d, norm_d, even_d, odd_d)
+    return even, odd, norm, m
+
+
+@gluon.jit
+def _consume(
+    sink, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr,
+    WIDTH: gl.constexpr, SLOTS: gl.constexpr, DTYPE: gl.constexpr, WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr,
+    CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """Work off the tasks of one producer; `m`, `norm`, `even` and `odd` as in flash attention, in the log2 domain."""
+    q, out, ring, full, empty, task_smem, tokens_smem, items, partial, arrived, scale, kv_scale, layer, sinks = sink
+    out, out_scale, stride_scale = out
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    LANES: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [1, 1], [1, 0])
+    column = gl.arange(0, GP, layout=gl.SliceLayout(0, MMA))
+    token = gl.arange(0, BN, layout=gl.SliceLayout(1, MMA))
+    pair = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, MMA))
+    lane_head = gl.arange(0, GP, layout=gl.SliceLayout(0, B))
+    lane = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, B))
+    lane_d = lane // 2 * 4 + lane % 2  # of the lower two of four bytes
+    slot = 0
+    phase = 0
+    mbarrier.wait(full.index(CONSUMER * SLOTS), 0)
+    task = read_word(task_smem.index(CONSUMER * SLOTS))
+    while task >= 0:
+        tokens = read_word(tokens_smem.index(CONSUMER * SLOTS + slot))
+        head = task % HKV
+        item = items + (task // HKV) * 8
+        row = gl.load(item).to(gl.int64)
+        parts = gl.load(item + 5)
+        factor = scale * gl.load(kv_scale + layer * (2 * HKV) + head)
+        v_scale = gl.load(kv_scale + layer * (2 * HKV) + HKV + head)
+        q_at = q + (row * HKV + head) * (G * D) + lane_head[None, :] * D + lane_d[:, None]
+        mine = (lane_head < G)[None, :] & (lane_d < D)[:, None]
+        lower = gl.load(q_at, mask=mine, other=0.0).to(gl.float16)
+        upper = gl.load(q_at + 2, mask=mine, other=0.0).to(gl.float16)
+
+        m = gl.full([GP], -1e30, gl.float32, layout=gl.SliceLayout(0, MMA))
+        norm = gl.zeros([8, GP], gl.float32, layout=LANES)  # a sum per lane
+        even = gl.zeros([WIDTH, GP], gl.float32, layout=MMA)
+        odd = gl.zeros([WIDTH, GP], gl.float32, layout=MMA)
+        for first in range(0, tokens, BN):
+            at = CONSUMER * SLOTS + slot
+            mbarrier.wait(full.index(at), phase)
+            k_lower, k_upper = halves_of_words(ring.index(at).load(A))
+            s = mma_v2(k_lower, lower, gl.zeros([BN, GP], gl.float32, layout=MMA))
+            s = mma_v2(k_upper, upper, s)
+            release_stage(empty.index(at))
+            slot += 1
+            if slot == SLOTS:
+                slot = 0
+                phase ^= 1
+            if SOFTCAP > 0:
+                CAP: gl.constexpr = SOFTCAP * 1.4426950408889634
+                s = (CAP - 2 * CAP / (1.0 + gl.exp2(s * (factor * (2.0 / SOFTCAP))))) / factor
+            if WINDOWED:
+                unseen = gl.load(item + 7) - gl.load(item + 2)
+                if first < unseen:
+                    # a request that ends in this block has it shifted by whole boxes
+                    late = gl.minimum(gl.maximum(first + (token // BOX + 1) * BOX - tokens, 0), BOX)
+                    s = gl.where((first + token - late >= unseen)[:, None], s, float("-inf"))
+            if first + BN > tokens:
+                shift = gl.minimum(gl.maximum(first + (token // BOX + 1) * BOX - tokens, 0), BOX)
+                s = gl.where((token % BOX >= shift)[:, None], s, float("-inf"))
+            m_new = gl.maximum(m, gl.max(s, axis=0) * factor)
+            p = gl.exp2(s * factor - m_new[None, :])
+            alpha = gl.exp2(m - m_new)
+            sums = gl.convert_layout(gl.sum(gl.reshape(p, (BN // 8, 8, GP)), axis=0), LANES)
+            norm = norm * gl.convert_layout(alpha, gl.SliceLayout(0, LANES))[None, :] + sums
+            even = even * alpha[None, :]
+            odd = odd * alpha[None, :]
+            probs = transpose_blocks(p.to(gl.float16), B)
+            at = CONSUMER * SLOTS + slot
+            mbarrier.wait(full.index(at), phase)
+            v_even, v_odd = even_and_odd(ring.index(at).permute((1, 0)).load(A))
+            even = mma_v2(v_even, probs, even)
+            odd = mma_v2(v_odd, probs, odd)
+            release_stage(empty.index(at))
+            slot += 1
+            if slot == SLOTS:
+                slot = 0
+                phase ^= 1
+            m = m_new
+
+        total = gl.convert_layout(gl.sum(norm, axis=0), gl.SliceLayout(0, MMA))
+        last = True
+        if parts > 1:
+            SIZE: gl.constexpr = (2 * WIDTH + 2) * GP
+            base = partial + (gl.load(item + 4).to(gl.int64) * HKV + head) * SIZE
+            own = base + gl.load(item + 6).to(gl.int64) * (HKV * SIZE)
+            block = pair[:, None] * GP + column[None, :]
+            gl.store(own + block, even, mask=(column < G)[None, :])
+            gl.store(own + WIDTH * GP + block, odd, mask=(column < G)[None, :])
+            gl.store(own + 2 * WIDTH * GP + column, m)
+            gl.store(own + (2 * WIDTH + 1) * GP + column, total)
+            barrier()  # every lane's store precedes the release below
+            last = gl.atomic_add(arrived + row * HKV + head, 1, sem="acq_rel") == parts - 1
+            barrier()
+            if last:
+                even, odd, total, m = join_pairs(base, parts, HKV, G, GP, WIDTH, MMA)
+                gl.store(arrived + row * HKV + head, 0)
+        if last:
+            if sinks is not None:
+                logit = gl.load(sinks + head * G + column, mask=column < G, other=0.0).to(gl.float32)
+                total += gl.exp2(logit * 1.4426950408889634 - m)
+            first_of = transpose_blocks((even / total[None, :] * v_scale).to(DTYPE), B)
+            second_of = transpose_blocks((odd / total[None, :] * v_scale).to(DTYPE), B)
+            target = out + (row * HKV + head) * (G * D) + lane_head[None, :] * D + 2 * lane[:, None]
+            mine = (lane_head < G)[None, :] & (2 * lane < D)[:, None]
+            if out_scale is None:
+                gl.store(target, first_of, mask=mine)
+                gl.store(target + 1, second_of, mask=mine)
+            else:
+                pairs, factors = quantized_pairs(first_of, second_of, 0)
+                words = out.to(gl.pointer_type(gl.int16), bitcast=True) + (row * HKV + head) * (G * D // 2)
+                gl.store(words + lane_head[None, :] * (D // 2) + lane[:, None], pairs, mask=(lane_head < G)[None, :])
+                gl.store(out_scale + (head * G + lane_head) * stride_scale + row, factors, mask=lane_head < G)
+        mbarrier.wait(full.index(CONSUMER * SLOTS + slot), phase)
+        task = read_word(task_smem.index(CONSUMER * SLOTS + slot))
+
+
+@gluon.jit(do_not_specialize=["layer"])
+def decode_kernel(
+    q, kv, kv_scale, out, out_scale, stride_scale, table, stride_table, items, num_items, partial, arrived, tickets,
+    layer, layers, scale, sinks,
+    HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, PAGE: gl.constexpr,
+    BN: gl.constexpr, BOX: gl.constexpr, SLOTS: gl.constexpr, SWIZZLE: gl.constexpr, DTYPE: gl.constexpr,
+    WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    C: gl.constexpr = 4
+    shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=SWIZZLE, element_bitwidth=16, rank=2)
+    word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    ring = gl.allocate_shared_memory(gl.int16, [C * SLOTS, BN, WIDTH], shared)
+    task_smem = gl.allocate_shared_memory(gl.int32, [C * SLOTS, 1], word)
+    tokens_smem = gl.allocate_shared_memory(gl.int32, [C * SLOTS, 1], word)
+    full = gl.allocate_shared_memory(gl.int64, [C * SLOTS, 1], bar)
+    empty = gl.allocate_shared_memory(gl.int64, [C * SLOTS, 1], bar)
+    for slot in gl.static_range(C * SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+    for slot in gl.static_range(C * SLOTS):
+        mbarrier.init(empty.index(slot), count=1)
+    if PDL:
+        let_next_start()
+    tasks = gl.load(num_items) * HKV
+    PAIRS: gl.constexpr = D // 2
+    source = (kv, ring, full, empty, task_smem, tokens_smem, table, stride_table, items, tasks, tickets, layer, layers)
+    target = (out, out_scale, stride_scale)
+    sink = (q, target, ring, full, empty, task_smem, tokens_smem, items, partial, arrived, scale, kv_scale, layer,
+            sinks)  # fmt: skip
+    gl.warp_specialize(
+        [
+            (idle_warps, (PDL,)),
+            (_consume, (sink, HKV, G, GP, BN, BOX, D, WIDTH, SLOTS, DTYPE, WINDOWED, SOFTCAP, 0)),
+            (_consume, (sink, HKV, G, GP, BN, BOX, D, WIDTH, SLOTS, DTYPE, WINDOWED, SOFTCAP, 1)),
+            (_consume, (sink, HKV, G, GP, BN, BOX, D, WIDTH, SLOTS, DTYPE, WINDOWED, SOFTCAP, 2)),
+            (_consume, (sink, HKV, G, GP, BN, BOX, D, WIDTH, SLOTS, DTYPE, WINDOWED, SOFTCAP, 3)),
+            (_produce, (source, C, HKV, PAGE, BN, BOX, PAIRS, WIDTH, SLOTS, PDL, 0)),
+            (_produce, (source, C, HKV, PAGE, BN, BOX, PAIRS, WIDTH, SLOTS, PDL, 1)),
+            (_produce, (source, C, HKV, PAGE, BN, BOX, PAIRS, WIDTH, SLOTS, PDL, 2)),
+            (_produce, (source, C, HKV, PAGE, BN, BOX, PAIRS, WIDTH, SLOTS, PDL, 3)),
+        ],
+        [1] * 8,
+        [248, 248, 248, 248, 48, 48, 48, 48],
+    )  # fmt: skip
+
+
+_RING = 196608
+"""bytes of shared memory for K and V: with it no other program of any size fits on the SM"""
+
+
+def block_tokens(head_dim: int) -> int:
+    """Tokens that are worked on at once; they wait in the registers of one warp. Sums depend on it."""
+    return 64 if head_dim <= 128 else 32
+
+
+def supports(q: Tensor, kv: Tensor) -> bool:
+    """Whether `launch_decode` takes these shapes on this device."""
+    page_size, num_kv_heads, head_dim = kv.shape[3:]
+    return (
+        on_gpu(q.device) and is_hopper()
+        and q.dtype in (torch.bfloat16, torch.float16) and page_size in (16, 32, 64, 128)
+        and head_dim in (64, 128, 256) and q.shape[1] // num_kv_heads <= (16 if head_dim <= 128 else 8)
+    )  # fmt: skip
+
+
+def launch_decode(
+    q: Tensor, kv: Tensor, scales: KvScales, layer: int, page_table: Tensor, items: Tensor, num_items: Tensor, *,
+    out: Out, num_sms: int, space: DecodeWorkspace, scale: float | None = None, windowed: bool = False,
+    softcap: float = 0.0, sinks: Tensor | None = None,
+) -> Out:  # fmt: skip
+    """As `fp8_attention.decode_attention`, which checks the arguments; on `num_sms` SMs, whose shared memory it takes
+    whole.
+    """
+    layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
+    group = q.shape[1] // num_kv_heads
+    width = head_block(head_dim) // 2  # pairs of bytes
+    block = block_tokens(head_dim)
+    box = min(page_size, block)
+    swizzle = min(128, width * 2)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=3)
+    slabs = kv.view(torch.int16).view(-1, page_size, num_kv_heads * head_dim // 2)  # K or V of one page and layer
+    decode_kernel[(num_sms,)](
+        q, TensorDescriptor.from_tensor(slabs, [1, box, width], layout), scales.scale,
+        *output_places(out, len(q), head_dim), page_table, page_table.stride(0), items, num_items, space.partial,
+        space.arrived, space.tickets, layer, layers, log2_scale(scale, head_dim), sinks,
+        HKV=num_kv_heads, G=group, GP=group_block(group), D=head_dim, WIDTH=width, PAGE=page_size, BN=block, BOX=box,
+        SLOTS=_RING // (CONSUMERS * block * width * 2), SWIZZLE=swizzle,
+        DTYPE={torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[q.dtype],
+        WINDOWED=windowed, SOFTCAP=softcap, num_warps=4, **pdl_options(),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,256 @@
+"""Paged attention of one query token per request over K and V in e4m3, on all SMs of a Hopper GPU, in programs of one
+warp (twin: `reference.paged_attention` over `fp8_reference.kv_values`).
+
+What `fp8_decode` does, to the bit, with its consumers as programs of their own, several on an SM: one copy of the loop
+serves them all. The consumers of one program have a copy each, and four loops that convert e4m3 are more than the
+instruction caches hold: that was half of the time. A program feeds itself: when a block of K or V is in registers, the
+copy engine fills its place with the one `PLACES` blocks later. So tasks are drawn that much ahead of the work.
+"""
+
+# Device functions carry no Python types.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from weft.kernels.attention.decode_hopper import load_block, read_word, task_range, transpose_blocks, write_word
+from weft.kernels.attention.decode_workspace import DecodeWorkspace
+from weft.kernels.attention.fp8_decode import block_tokens, even_and_odd, halves_of_words, join_pairs
+from weft.kernels.attention.output import Out, output_places
+from weft.kernels.attention.scores import log2_scale
+from weft.kernels.common.block_sizes import group_block, head_block
+from weft.kernels.common.dependent_launch import pdl_options
+from weft.kernels.common.hopper import await_previous, barrier, let_next_start
+from weft.kernels.formats.fp8 import KvScales
+from weft.kernels.formats.fp8_gluon import quantized_pairs
+
+# A place is K and V of BN tokens, `ring[2 * place]` and `ring[2 * place + 1]`, each with a barrier of its own, which
+# the copy engine completes. Nothing else waits: the warp that reads a place is the one that has it filled again. Words
+# beside a place say which task begins there (-1: none does any more) and of how many tokens.
+
+
+@gluon.jit
+def _fill(
+    ground, cursor, place, PART: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr,
+    BYTE_PAIRS: gl.constexpr, WIDTH: gl.constexpr, HKV: gl.constexpr,
+):  # fmt: skip
+    """Ask for K (PART 0) or V (1) of the block that the cursor points at."""
+    kv, ring, full, task_smem, tokens_smem, tasks, layer, layers = ground
+    task, start, end, first, pages, page = cursor
+    at = 2 * place + PART
+    if task < tasks:
+        if PART == 0:  # noqa: SIM102 (the outer one is settled when compiled)
+            if first == start:
+                write_word(task_smem.index(place), task)
+                write_word(tokens_smem.index(place), end - start)
+        mbarrier.expect(full.index(at), BN * WIDTH * 2)
+        load_block(kv, ring.index(at), full.index(at), pages, page, layer * 2 + PART, layers * 2, first, end,
+                    (task % HKV) * BYTE_PAIRS, PAGE, BN, BOX, WIDTH)  # fmt: skip
+    elif PART == 0:
+        write_word(task_smem.index(place), -1)
+
+
+@gluon.jit
+def _next(queue, cursor, HKV: gl.constexpr, BN: gl.constexpr, PAGE: gl.constexpr):
+    """The cursor at the block behind, which may be another task's."""
+    items, tasks, table, stride_table, tickets = queue
+    task, start, end, first, pages, _ = cursor
+    first += BN
+    if first >= end:
+        programs = gl.num_programs(0)
+        if (tasks > programs) & (task < tasks):
+            task = programs + gl.atomic_add(tickets, 1, sem="relaxed")
+        else:
+            task = tasks
+        start, end, _, pages = task_range(items, task, tasks, table, stride_table, HKV)
+        first = start
+    page = gl.load(pages + first // PAGE)
+    return task, start, end, first, pages, page
+
+
+@gluon.jit(do_not_specialize=["layer"])
+def decode_kernel(
+    q, kv, kv_scale, out, out_scale, stride_scale, table, stride_table, items, num_items, partial, arrived, tickets,
+    layer, layers, scale, sinks,
+    HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, PAGE: gl.constexpr,
+    BN: gl.constexpr, BOX: gl.constexpr, PLACES: gl.constexpr, SWIZZLE: gl.constexpr, DTYPE: gl.constexpr,
+    WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=SWIZZLE, element_bitwidth=16, rank=2)
+    word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ring = gl.allocate_shared_memory(gl.int16, [2 * PLACES, BN, WIDTH], shared)
+    task_smem = gl.allocate_shared_memory(gl.int32, [PLACES, 1], word)
+    tokens_smem = gl.allocate_shared_memory(gl.int32, [PLACES, 1], word)
+    full = gl.allocate_shared_memory(gl.int64, [2 * PLACES, 1], mbarrier.MBarrierLayout())
+    for at in gl.static_range(2 * PLACES):
+        mbarrier.init(full.index(at), count=1)
+    tasks = gl.load(num_items) * HKV
+    ground = (kv, ring, full, task_smem, tokens_smem, tasks, layer, layers)
+    queue = (items, tasks, table, stride_table, tickets)
+
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    LANES: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [1, 1], [1, 0])
+    column = gl.arange(0, GP, layout=gl.SliceLayout(0, MMA))
+    token = gl.arange(0, BN, layout=gl.SliceLayout(1, MMA))
+    pair = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, MMA))
+    lane_head = gl.arange(0, GP, layout=gl.SliceLayout(0, B))
+    lane = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, B))
+    lane_d = lane // 2 * 4 + lane % 2  # of the lower two of four bytes
+
+    task = gl.program_id(0)
+    start, end, _, pages = task_range(items, task, tasks, table, stride_table, HKV)
+    page = gl.load(pages + start // PAGE)
+    cursor = (task, start, end, start, pages, page)
+    if PDL:  # noqa: SIM102 (the outer one is settled when compiled)
+        # who has no task makes room for the next kernel; not all, or it would start before the one in front ended
+        if (task < tasks) | (tasks == 0):
+            await_previous()
+    for empty in gl.static_range(PLACES):
+        _fill(ground, cursor, empty, 0, PAGE, BN, BOX, D // 2, WIDTH, HKV)
+        _fill(ground, cursor, empty, 1, PAGE, BN, BOX, D // 2, WIDTH, HKV)
+        cursor = _next(queue, cursor, HKV, BN, PAGE)
+    place = 0
+    phase = 0
+    task = read_word(task_smem.index(0))
+    if PDL:
+        # not sooner: what the next kernel asks of memory would be before the first K and V
+        if task >= 0:
+            mbarrier.wait(full.index(1), 0)
+        let_next_start()
+    while task >= 0:
+        tokens = read_word(tokens_smem.index(place))
+        head = task % HKV
+        item = items + (task // HKV) * 8
+        row = gl.load(item).to(gl.int64)
+        parts = gl.load(item + 5)
+        factor = scale * gl.load(kv_scale + layer * (2 * HKV) + head)
+        v_scale = gl.load(kv_scale + layer * (2 * HKV) + HKV + head)
+        q_at = q + (row * HKV + head) * (G * D) + lane_head[None, :] * D + lane_d[:, None]
+        mine = (lane_head < G)[None, :] & (lane_d < D)[:, None]
+        lower = gl.load(q_at, mask=mine, other=0.0).to(gl.float16)
+        upper = gl.load(q_at + 2, mask=mine, other=0.0).to(gl.float16)
+
+        m = gl.full([GP], -1e30, gl.float32, layout=gl.SliceLayout(0, MMA))
+        norm = gl.zeros([8, GP], gl.float32, layout=LANES)  # a sum per lane
+        even = gl.zeros([WIDTH, GP], gl.float32, layout=MMA)
+        odd = gl.zeros([WIDTH, GP], gl.float32, layout=MMA)
+        for first in range(0, tokens, BN):
+            mbarrier.wait(full.index(2 * place), phase)
+            k_lower, k_upper = halves_of_words(ring.index(2 * place).load(A))
+            s = mma_v2(k_lower, lower, gl.zeros([BN, GP], gl.float32, layout=MMA))
+            s = mma_v2(k_upper, upper, s)
+            fence_async_shared()  # what was read is here before the copy engine writes
+            _fill(ground, cursor, place, 0, PAGE, BN, BOX, D // 2, WIDTH, HKV)
+            if SOFTCAP > 0:
+                CAP: gl.constexpr = SOFTCAP * 1.4426950408889634
+                s = (CAP - 2 * CAP / (1.0 + gl.exp2(s * (factor * (2.0 / SOFTCAP))))) / factor
+            if WINDOWED:
+                unseen = gl.load(item + 7) - gl.load(item + 2)
+                if first < unseen:
+                    # a request that ends in this block has it shifted by whole boxes
+                    late = gl.minimum(gl.maximum(first + (token // BOX + 1) * BOX - tokens, 0), BOX)
+                    s = gl.where((first + token - late >= unseen)[:, None], s, float("-inf"))
+            if first + BN > tokens:
+                shift = gl.minimum(gl.maximum(first + (token // BOX + 1) * BOX - tokens, 0), BOX)
+                s = gl.where((token % BOX >= shift)[:, None], s, float("-inf"))
+            m_new = gl.maximum(m, gl.max(s, axis=0) * factor)
+            p = gl.exp2(s * factor - m_new[None, :])
+            alpha = gl.exp2(m - m_new)
+            sums = gl.convert_layout(gl.sum(gl.reshape(p, (BN // 8, 8, GP)), axis=0), LANES)
+            norm = norm * gl.convert_layout(alpha, gl.SliceLayout(0, LANES))[None, :] + sums
+            even = even * alpha[None, :]
+            odd = odd * alpha[None, :]
+            probs = transpose_blocks(p.to(gl.float16), B)
+            m = m_new
+            mbarrier.wait(full.index(2 * place + 1), phase)
+            v_even, v_odd = even_and_odd(ring.index(2 * place + 1).permute((1, 0)).load(A))
+            even = mma_v2(v_even, probs, even)
+            odd = mma_v2(v_odd, probs, odd)
+            fence_async_shared()
+            _fill(ground, cursor, place, 1, PAGE, BN, BOX, D // 2, WIDTH, HKV)
+            cursor = _next(queue, cursor, HKV, BN, PAGE)
+            place += 1
+            if place == PLACES:
+                place = 0
+                phase ^= 1
+
+        total = gl.convert_layout(gl.sum(norm, axis=0), gl.SliceLayout(0, MMA))
+        last = True
+        if parts > 1:
+            SIZE: gl.constexpr = (2 * WIDTH + 2) * GP
+            base = partial + (gl.load(item + 4).to(gl.int64) * HKV + head) * SIZE
+            own = base + gl.load(item + 6).to(gl.int64) * (HKV * SIZE)
+            block = pair[:, None] * GP + column[None, :]
+            gl.store(own + block, even, mask=(column < G)[None, :])
+            gl.store(own + WIDTH * GP + block, odd, mask=(column < G)[None, :])
+            gl.store(own + 2 * WIDTH * GP + column, m)
+            gl.store(own + (2 * WIDTH + 1) * GP + column, total)
+            barrier()  # every lane's store precedes the release below
+            last = gl.atomic_add(arrived + row * HKV + head, 1, sem="acq_rel") == parts - 1
+            barrier()
+            if last:
+                even, odd, total, m = join_pairs(base, parts, HKV, G, GP, WIDTH, MMA)
+                gl.store(arrived + row * HKV + head, 0)
+        if last:
+            if sinks is not None:
+                logit = gl.load(sinks + head * G + column, mask=column < G, other=0.0).to(gl.float32)
+                total += gl.exp2(logit * 1.4426950408889634 - m)
+            first_of = transpose_blocks((even / total[None, :] * v_scale).to(DTYPE), B)
+            second_of = transpose_blocks((odd / total[None, :] * v_scale).to(DTYPE), B)
+            target = out + (row * HKV + head) * (G * D) + lane_head[None, :] * D + 2 * lane[:, None]
+            mine = (lane_head < G)[None, :] & (2 * lane < D)[:, None]
+            if out_scale is None:
+                gl.store(target, first_of, mask=mine)
+                gl.store(target + 1, second_of, mask=mine)
+            else:
+                pairs, factors = quantized_pairs(first_of, second_of, 0)
+                words = out.to(gl.pointer_type(gl.int16), bitcast=True) + (row * HKV + head) * (G * D // 2)
+                gl.store(words + lane_head[None, :] * (D // 2) + lane[:, None], pairs, mask=(lane_head < G)[None, :])
+                gl.store(out_scale + (head * G + lane_head) * stride_scale + row, factors, mask=lane_head < G)
+        task = read_word(task_smem.index(place))
+    programs = gl.num_programs(0)
+    if tasks > programs:  # noqa: SIM102 (`and` would draw in any case)
+        # the last program to finish leaves the counters as it found them
+        if gl.atomic_add(tickets + 1, 1, sem="acq_rel") == programs - 1:
+            gl.store(tickets, 0)
+            gl.store(tickets + 1, 0)
+
+
+PER_SM = 4
+"""programs on each SM: as many as work lists are cut for"""
+_RING = 49152
+"""bytes of shared memory for K and V of a program"""
+
+
+def launch_decode(
+    q: Tensor, kv: Tensor, scales: KvScales, layer: int, page_table: Tensor, items: Tensor, num_items: Tensor, *,
+    out: Out, num_sms: int, space: DecodeWorkspace, scale: float | None = None, windowed: bool = False,
+    softcap: float = 0.0, sinks: Tensor | None = None,
+) -> Out:  # fmt: skip
+    """As `fp8_decode.launch_decode`, in `PER_SM` programs for each of `num_sms` SMs, wherever the GPU puts them."""
+    layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
+    group = q.shape[1] // num_kv_heads
+    width = head_block(head_dim) // 2  # pairs of bytes
+    block = block_tokens(head_dim)
+    box = min(page_size, block)
+    swizzle = min(128, width * 2)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=3)
+    slabs = kv.view(torch.int16).view(-1, page_size, num_kv_heads * head_dim // 2)  # K or V of one page and layer
+    decode_kernel[(PER_SM * num_sms,)](
+        q, TensorDescriptor.from_tensor(slabs, [1, box, width], layout), scales.scale,
+        *output_places(out, len(q), head_dim), page_table, page_table.stride(0), items, num_items, space.partial,
+        space.arrived, space.tickets, layer, layers, log2_scale(scale, head_dim), sinks,
+        HKV=num_kv_heads, G=group, GP=group_block(group), D=head_dim, WIDTH=width, PAGE=page_size, BN=block, BOX=box,
+        PLACES=_RING // (2 * block * width * 2), SWIZZLE=swizzle,
+        DTYPE={torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[q.dtype],
+        WINDOWED=windowed, SOFTCAP=softcap, num_warps=1, **pdl_options(),
+    )  # fmt: skip
+    return out

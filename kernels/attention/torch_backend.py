@@ -1,0 +1,222 @@
+"""The `torch` attention back end: the twin, `reference.paged_attention`, with its padded groups planned on the host.
+
+Serves on the CPU. On a GPU it is for comparison: it copies the K and V that it reads, so it needs memory beside the
+pool, and it waits for its transfers.
+
+Layers of one window share a plan: it begins with the first page that any of a request's queries sees, so pages behind
+the window are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from weft.kernels.attention.backend import AttentionRequests, AttentionShape, HostAttention
+from weft.kernels.reference.layer import AttentionGroup, AttentionWork, paged_attention
+
+INVARIANT_TILE = 128
+"""with batch invariance: prompt positions that are computed together, cut at multiples of this"""
+GROUP_ELEMENTS = 1 << 27
+"""bounds a group's gathered K, and its mask: more requests than fit go into several groups"""
+
+
+def _similar(lengths: NDArray[np.int32]) -> Iterator[NDArray[np.intp]]:
+    """Split rows into groups whose lengths differ by less than a factor of two: padding wastes less than half."""
+    bucket = np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int32)
+    for b in np.unique(bucket):
+        yield np.flatnonzero(bucket == b)
+
+
+class WindowStep(NamedTuple):
+    """Of the layers with one window. Both are empty where there is nothing to do; the scratch is the same."""
+
+    decode: AttentionWork
+    prefill: AttentionWork
+
+
+TorchStep = Mapping[int | None, WindowStep]
+"""by window"""
+
+
+class TorchAttention(HostAttention[TorchStep]):
+    """See `attention.HostAttention`. Owns the scratch of the gathered pages.
+
+    batch_invariant: nothing depends on what else is in the iteration. Each decode is a group of its own. Prompts are
+    computed in tiles of `INVARIANT_TILE` positions, whose shape and rows follow from the position alone, wherever a
+    chunk begins or ends; requests share no group. Slower: more and smaller products.
+    """
+
+    captured = False
+
+    def __init__(self, shape: AttentionShape, *, batch_invariant: bool = False) -> None:
+        self._invariant = batch_invariant
+        self._shape = shape
+        self._page_size, self._group_size, self._device = shape.page_size, shape.group, shape.device
+        self._dtype = shape.dtype
+        self._page_elements = shape.page_size * shape.num_kv_heads * shape.head_dim
+        self._scratch = torch.zeros(2, 0, dtype=shape.pool_dtype, device=shape.device)
+
+    def prepare(self, requests: AttentionRequests) -> TorchStep:
+        planned = {window: self._plan(requests, window) for window in set(self._shape.windows)}
+        needed = max(len(g.pages) for d, p in planned.values() for g in d + p) * self._page_elements
+        if needed > self._scratch.shape[1]:
+            self._scratch = torch.zeros(2, needed, dtype=self._scratch.dtype, device=self._device)
+        return {
+            window: WindowStep(AttentionWork(decode, self._scratch), AttentionWork(prefill, self._scratch))
+            for window, (decode, prefill) in planned.items()
+        }
+
+    def _plan(
+        self, requests: AttentionRequests, window: int | None
+    ) -> tuple[tuple[AttentionGroup, ...], tuple[AttentionGroup, ...]]:
+        seen = requests.kv_len - requests.query_len + 1 - (window or 0)
+        first = np.maximum(seen, 0) // self._page_size if window else np.zeros_like(requests.kv_len)
+        num_pages = -(-requests.kv_len // self._page_size) - first
+        d = requests.num_decodes
+        if self._invariant:
+            alone = tuple(self._group(requests, np.array([row]), num_pages, first, window) for row in range(d))
+            return alone, tuple(self._tiles(requests, window))
+
+        def groups(lengths: NDArray[np.int32], start: int) -> tuple[AttentionGroup, ...]:
+            return tuple(
+                self._group(requests, part, num_pages, first, window)
+                for rows in _similar(lengths)
+                for part in self._parts(requests, rows + start, num_pages)
+            )
+
+        return groups(num_pages[:d], 0), groups(requests.query_len[d:], d)
+
+    def decode(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        layer: int,
+        step: TorchStep,
+        *,
+        out: Tensor,
+        num_sms: int | None = None,  # noqa: ARG002 - the library knows no such thing
+        sinks: Tensor | None = None,
+        kv_scale: Tensor | None = None,
+    ) -> Tensor:
+        """kv_scale: see `reference.paged_attention`."""
+        return self._attend(q, kv, layer, step[self._shape.window(layer)].decode, out, sinks, kv_scale)
+
+    def prefill(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        layer: int,
+        step: TorchStep,
+        *,
+        out: Tensor,
+        num_sms: int | None = None,  # noqa: ARG002
+        sinks: Tensor | None = None,
+        kv_scale: Tensor | None = None,
+    ) -> Tensor:
+        return self._attend(q, kv, layer, step[self._shape.window(layer)].prefill, out, sinks, kv_scale)
+
+    def _attend(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        layer: int,
+        work: AttentionWork,
+        out: Tensor,
+        sinks: Tensor | None,
+        kv_scale: Tensor | None,
+    ) -> Tensor:
+        shape = self._shape
+        return paged_attention(
+            q, kv, layer, work, out=out, scale=shape.scale, softcap=shape.softcap,
+            sinks=sinks if shape.sinks else None, kv_scale=kv_scale,
+        )  # fmt: skip
+
+    def _parts(
+        self, requests: AttentionRequests, rows: NDArray[np.intp], num_pages: NDArray[np.int32]
+    ) -> list[NDArray[np.intp]]:
+        """The rows of one group, in as many groups as their padded sizes ask for."""
+        pages = int(num_pages[rows].max())
+        masked = int(requests.query_len[rows].max()) * self._group_size * self._page_size
+        groups = -(-len(rows) * pages * max(self._page_elements, masked) // GROUP_ELEMENTS)
+        return np.array_split(rows, min(len(rows), groups))
+
+    def _group(
+        self,
+        requests: AttentionRequests,
+        rows: NDArray[np.intp],
+        num_pages: NDArray[np.int32],
+        first: NDArray[np.int32],
+        window: int | None,
+    ) -> AttentionGroup:
+        query_len, own_pages, begin = requests.query_len[rows], num_pages[rows], first[rows]
+        # positions count from the first page that is read
+        kv_len = requests.kv_len[rows] - begin * self._page_size
+        starts = (np.cumsum(requests.query_len) - requests.query_len)[rows]
+        queries, width = int(query_len.max()), int(own_pages.max())
+        column = np.arange(queries)
+        real = column < query_len[:, None]  # [G, Q]
+        # Padding repeats the request's first token: it attends to something and its result is thrown away.
+        offset = np.where(real, column, 0)
+        return self._padded(
+            requests.page_table[rows], begin, kv_len, own_pages, width, starts[:, None] + offset,
+            (kv_len - query_len)[:, None] + offset, real, window,
+        )  # fmt: skip
+
+    def _tiles(self, requests: AttentionRequests, window: int | None) -> Iterator[AttentionGroup]:
+        """A group for each request and tile of positions that this iteration computes."""
+        size, starts = self._page_size, np.cumsum(requests.query_len) - requests.query_len
+        for row in range(requests.num_decodes, len(requests.query_len)):
+            end = int(requests.kv_len[row])
+            begin = end - int(requests.query_len[row])
+            for tile in range(begin // INVARIANT_TILE * INVARIANT_TILE, end, INVARIANT_TILE):
+                positions = np.arange(tile, tile + INVARIANT_TILE)
+                real = (positions >= begin) & (positions < end)
+                position = np.where(real, positions, max(tile, begin))[None]
+                first = max(0, tile + 1 - window) // size if window else 0
+                width = -(-(tile + INVARIANT_TILE) // size) - first
+                own = min(width, -(-end // size) - first)
+                yield self._padded(
+                    requests.page_table[row : row + 1], np.array([first]), np.array([end - first * size]),
+                    np.array([own]), width, starts[row] + position - begin, position - first * size, real[None], window,
+                )  # fmt: skip
+
+    def _padded(
+        self, page_table: NDArray[np.int32], begin: NDArray[np.int32], kv_len: NDArray[np.int32],
+        own_pages: NDArray[np.int32], width: int, tokens: NDArray[np.int32], positions: NDArray[np.int32],
+        real: NDArray[np.bool_], window: int | None,
+    ) -> AttentionGroup:  # fmt: skip
+        """The group of G requests that read `width` pages from page `begin [G]` on; positions count from there.
+
+        page_table `[G, P]`; kv_len and own_pages `[G]`; tokens, positions and real `[G, Q]`.
+        """
+        position = positions[:, :, None]
+        key = np.arange(width * self._page_size)
+        visible = key <= position
+        if window:
+            visible &= key > position - window
+        mask = np.where(visible, np.float32(0), np.float32(-np.inf))  # [G, Q, keys]
+        mask = np.repeat(mask[:, None], self._group_size, axis=1)
+        # Pages reserved for later chunks are left out.
+        place = np.arange(width)
+        table = np.take_along_axis(page_table, np.minimum(begin[:, None] + place, page_table.shape[1] - 1), 1)
+        pages = np.where(place < own_pages[:, None], table, 0)
+        # Beyond a request's own pages lies the dummy page, which stays finite: only its own last page has a stale tail.
+        stale = np.flatnonzero((key >= kv_len[:, None]) & (key < (own_pages * self._page_size)[:, None]))
+
+        def index(array: NDArray[np.integer]) -> Tensor:
+            return torch.from_numpy(array.astype(np.int64)).to(self._device)
+
+        return AttentionGroup(
+            tokens=index(tokens),
+            unpad=None if real.all() else index(np.flatnonzero(real)),
+            rows=index(tokens[real]),
+            pages=index(pages.reshape(-1)),
+            mask=torch.from_numpy(mask.reshape(len(tokens), 1, -1, len(key))).to(self._device, self._dtype),
+            stale=index(stale),
+        )

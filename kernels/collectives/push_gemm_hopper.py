@@ -1,0 +1,207 @@
+"""The warp-specialised product of `gemm_hopper` whose tiles go to other ranks by bulk copies (see `pushed`).
+
+A tile's copies run while the next tile is multiplied: before a warpgroup fills its part of shared memory again it waits
+until they are done, at the other end too, and sets the tile's flags. So the tensor cores wait for the network behind
+the last tile alone.
+"""
+
+# Device functions carry no Python types.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from weft.kernels.collectives.peer import Peers
+from weft.kernels.common.hopper import barrier, load_tile, store_tile
+from weft.kernels.matmul.gemm_hopper import (
+    BLOCK_DEPTH,
+    BLOCK_FEATURES,
+    BLOCK_TOKENS,
+    SHARED,
+    multiply,
+    tile_of,
+    with_bias,
+)
+from weft.kernels.matmul.gemm_launch import Launch
+
+MAX_RANKS = 8
+STAGES = 3
+MOST_IN_GROUP = 4
+"""token tiles whose columns are all multiplied before the next ones'"""
+
+
+@gluon.jit
+def _turned(tile, tiles_m, tiles_n, turn, GROUP: gl.constexpr):
+    """As `tile_of`, the feature tiles from `turn` on first: see `pushed.first_tile`."""
+    tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP)
+    return tile_m, (tile_n + turn) % tiles_n
+
+
+@gluon.jit
+def _produce(
+    a, w, a_smem, w_smem, full, empty, tiles_m, tiles_n, steps, turn, BN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    count = 0
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        tile_m, tile_n = _turned(tile, tiles_m, tiles_n, turn, GROUP)
+        for step in range(steps):
+            stage = count % STAGES
+            mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(stage), (128 + BN) * BK * 2)
+            load_tile(a, [tile_m * 128, step * BK], full.index(stage), a_smem.index(stage))
+            load_tile(w, [tile_n * BN, step * BK], full.index(stage), w_smem.index(stage))
+            count += 1
+
+
+@gluon.jit
+def _told(addresses, flags, at, number, owner, R: gl.constexpr, STEPS: gl.constexpr):
+    """Wait until this warpgroup's copies are done, not only read, then set the flag of their tile."""
+    gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    barrier()
+    if STEPS == 1:
+        for peer in gl.static_range(R):
+            flag = (gl.load(addresses + peer) + flags + at * 4).to(gl.pointer_type(gl.int32), bitcast=True)
+            gl.atomic_xchg(flag, number, sem="release", scope="sys")
+    else:
+        flag = (gl.load(addresses + owner) + flags + at * 4).to(gl.pointer_type(gl.int32), bitcast=True)
+        gl.atomic_xchg(flag, number, sem="release", scope="sys")
+
+
+@gluon.jit
+def _send(out, io, row, col, W, OWNER: gl.constexpr, STEPS: gl.constexpr):
+    if STEPS == 1:
+        store_tile(out, [row, col], io)
+    else:
+        if col // W == OWNER:
+            store_tile(out, [row, col - OWNER * W], io)
+
+
+@gluon.jit
+def _consume(
+    o0, o1, o2, o3, o4, o5, o6, o7, a_smem, w_smem, io_smem, full, empty, tiles_m, tiles_n, steps, N, W, bias,
+    addresses, number, flags, turn, WG: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    HAS_BIAS: gl.constexpr, DTYPE: gl.constexpr, R: gl.constexpr, STEPS: gl.constexpr,
+):  # fmt: skip
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    io = io_smem.index(WG)
+    count = 0
+    before = -1
+    owner = 0
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        tile_m, tile_n = _turned(tile, tiles_m, tiles_n, turn, GROUP)
+        row0 = tile_m * 128 + WG * 64
+        col0 = tile_n * BN
+        acc, count = multiply(a_smem, w_smem, full, empty, count, steps, WG, BN, ACC, BN, STAGES)
+        if before >= 0:
+            _told(addresses, flags, before, number, owner, R, STEPS)
+        io.store(with_bias(acc, bias, col0, N, HAS_BIAS, ACC).to(DTYPE))
+        fence_async_shared()
+        _send(o0, io, row0, col0, W, 0, STEPS)
+        _send(o1, io, row0, col0, W, 1, STEPS)
+        if R > 2:
+            _send(o2, io, row0, col0, W, 2, STEPS)
+        if R > 3:
+            _send(o3, io, row0, col0, W, 3, STEPS)
+        if R > 4:
+            _send(o4, io, row0, col0, W, 4, STEPS)
+        if R > 5:
+            _send(o5, io, row0, col0, W, 5, STEPS)
+        if R > 6:
+            _send(o6, io, row0, col0, W, 6, STEPS)
+        if R > 7:
+            _send(o7, io, row0, col0, W, 7, STEPS)
+        before = (2 * tile_m + WG) * tiles_n + tile_n
+        owner = col0 // W
+    if before >= 0:
+        _told(addresses, flags, before, number, owner, R, STEPS)
+
+
+@gluon.jit(do_not_specialize=["M", "turn"])
+def push_kernel(
+    a, w, o0, o1, o2, o3, o4, o5, o6, o7, num_tokens, M, N, K, W, bias, addresses, epoch, flags, turn,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_COUNT: gl.constexpr, DTYPE: gl.constexpr,
+    R: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    BN: gl.constexpr = 256
+    BK: gl.constexpr = 64
+    shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    a_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 128, BK], shared)
+    w_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, BK], shared)
+    io_smem = gl.allocate_shared_memory(DTYPE, [2, 64, BN], shared)
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    if PDL:
+        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
+                                  pack=1)  # fmt: skip
+    number = gl.load(epoch)
+    live = M
+    if HAS_COUNT:
+        live = gl.minimum(gl.load(num_tokens), M)
+    tiles_m = gl.cdiv(live, 128)
+    tiles_n = gl.cdiv(N, BN)
+    steps = gl.cdiv(K, BK)
+    gl.warp_specialize(
+        [
+            (_consume, (o0, o1, o2, o3, o4, o5, o6, o7, a_smem, w_smem, io_smem, full, empty, tiles_m, tiles_n, steps,
+                        N, W, bias, addresses, number, flags, turn, 0, BN, STAGES, GROUP, HAS_BIAS, DTYPE, R, STEPS)),
+            (_consume, (o0, o1, o2, o3, o4, o5, o6, o7, a_smem, w_smem, io_smem, full, empty, tiles_m, tiles_n, steps,
+                        N, W, bias, addresses, number, flags, turn, 1, BN, STAGES, GROUP, HAS_BIAS, DTYPE, R, STEPS)),
+            (_produce, (a, w, a_smem, w_smem, full, empty, tiles_m, tiles_n, steps, turn, BN, BK, STAGES, GROUP)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+class _There(NamedTuple):
+    """A matrix in another rank's memory: what a descriptor is told of a tensor."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def launch_push(
+    peers: Peers, number: Tensor, launch: Launch, a: Tensor, weight: Tensor, bias: Tensor | None,
+    num_tokens: Tensor | None, *, width: int, flags: int, partial: int, turn: int, steps: int,
+) -> None:  # fmt: skip
+    """partial, flags: of what this rank sends, offsets into the arenas in bytes. See `pushed.push_project`."""
+
+    def tiles(tensor: Tensor, rows: int, cols: int) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(tensor, [rows, cols], SHARED)
+
+    shape, block = [a.shape[0], width], [64, BLOCK_FEATURES]
+    there = [
+        TensorDescriptor(_There(base + partial, a.dtype), shape, [width, 1], block, SHARED) for base in peers.bases
+    ]
+    places = [*there, *[None] * (MAX_RANKS - len(there))]
+    # Rows come to their end one group after the other, and SMs that no wave needs are left to those who add them up.
+    # The fewer rows a group has, the fewer are left to be added up behind the product: of a 70B's 2,048 tokens on four
+    # H200s, groups of 4 token tiles saved 1.1 % of a layer over groups of 8, though the weight is read twice as often.
+    tiles_m = -(-a.shape[0] // BLOCK_TOKENS)
+    count = tiles_m * -(-weight.shape[0] // BLOCK_FEATURES)
+    programs = -(-count // -(-count // launch.grid[0]))
+    group = min(launch.config.group, MOST_IN_GROUP, max(1, tiles_m // 2))
+    push_kernel[(programs,)](
+        tiles(a, BLOCK_TOKENS, BLOCK_DEPTH), tiles(weight, BLOCK_FEATURES, BLOCK_DEPTH), *places, num_tokens,
+        a.shape[0], weight.shape[0], a.shape[1], width, bias, peers.addresses, number, flags, turn, STAGES=STAGES,
+        GROUP=group, HAS_BIAS=bias is not None, HAS_COUNT=num_tokens is not None,
+        DTYPE={torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[a.dtype], R=peers.ranks, STEPS=steps,
+        num_warps=4, PDL=launch.options["PDL"], **({"launch_pdl": True} if launch.options["PDL"] else {}),
+    )  # fmt: skip

@@ -1,0 +1,78 @@
+"""`source_digest`: identifies the code of kernels, so that measurements made with other code are not trusted.
+
+Comments, docstrings, formatting and import statements do not count. Callers list the modules they depend on.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+KERNELS = Path(__file__).parent.parent
+UNSEEN = ("ctx", "kind", "type_comment")
+"""fields of a syntax tree that change no code"""
+
+
+def _ignored(node: object) -> bool:
+    """Return whether a statement changes no code: a docstring or an import (names are checked where they are used)."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return True
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _add_words(node: object, words: list[str]) -> None:
+    """A syntax tree in words, added to `words`.
+
+    Absent fields and empty lists are left out: which there are depends on Python's version.
+    `ast.dump` would not do, because its form differs from version to version as well.
+    """
+    if isinstance(node, list):
+        for item in node:
+            if not _ignored(item):
+                _add_words(item, words)
+    elif isinstance(node, ast.AST):
+        words.append(f"({type(node).__name__}")
+        kind: Any = type(node)
+        for name in _fields(kind):
+            value = getattr(node, name, None)
+            if value is not None and value != []:
+                words.append(f"{name}=")
+                _add_words(value, words)
+        words.append(")")
+    else:
+        words.append(repr(node))
+
+
+@functools.cache
+def _fields(kind: Any) -> list[str]:
+    """Of a type of node: what may change code."""
+    return sorted(name for name in kind._fields if name not in UNSEEN)
+
+
+@functools.lru_cache(64)  # files that belong to several digests
+def code_words(source: str) -> str:
+    """A module's code in words that comments, docstrings and formatting do not change, nor Python's version."""
+    words: list[str] = []
+    _add_words(ast.parse(source), words)
+    return " ".join(words)
+
+
+@functools.cache
+def source_digest(*sources: str) -> str:
+    """Return 16 hexadecimal digits that identify the code of these modules, in the order given.
+
+    sources: modules of `kernels` such as "matmul/gemm_hopper", or JSON tables such as "matmul/mid_h200.json".
+    Raises `FileNotFoundError` for a name without a file.
+    """
+    digest = hashlib.sha256()
+    for source in sources:
+        if source.endswith(".json"):
+            words = json.dumps(json.loads((KERNELS / source).read_text(encoding="utf-8")), sort_keys=True)
+        else:
+            words = code_words((KERNELS / f"{source}.py").read_text(encoding="utf-8"))
+        digest.update(words.encode() + b"\0")
+    return digest.hexdigest()[:16]

@@ -1,0 +1,35 @@
+"""How the products of a layer of experts are cut into tiles: the rule, and what tuning tries.
+
+One `GemmConfig` serves both products of a layer: rows are laid out for its `tokens`, and both read them.
+"""
+
+from __future__ import annotations
+
+from weft.kernels.matmul.gemm_config import SPECIAL, GemmConfig
+
+
+def _height(rows: float) -> int:
+    """Of small tiles, for so many rows of an expert."""
+    return 16 if rows <= 10 else 32 if rows <= 20 else 64
+
+
+def by_rule(tokens: int, count: int, top: int, *, hopper: bool) -> GemmConfig:
+    """For tokens that are spread evenly. hopper: the GPU has the warp-specialised kernel."""
+    rows = tokens * top / count  # of an expert
+    if rows > 40:
+        return SPECIAL if hopper else GemmConfig(128, 128, 64, 4, 8, 8, 1, False, 1, 1)
+    height = _height(rows)
+    return GemmConfig(height, 128, 128, 4 if height <= 32 else 3, 8, 8, 1, True, 1, 1)
+
+
+def candidates(tokens: int, count: int, top: int, *, hopper: bool) -> tuple[GemmConfig, ...]:
+    """What is worth a measurement beside the rule's choice."""
+    rows = tokens * top / count
+    height = _height(rows)
+    small = GemmConfig(height, 64, 128, 6 if height <= 32 else 5, 4, 8, 1, True, 1, 1)
+    if rows <= 20:
+        return (small, small._replace(stages=4, per_sm=2))
+    special = (SPECIAL, SPECIAL._replace(stages=3)) if hopper else ()
+    if rows <= 40:
+        return (small, *special)
+    return (*special, GemmConfig(128, 128, 64, 4, 8, 8, 1, False, 1, 1), GemmConfig(128, 256, 64, 3, 8, 8))

@@ -1,0 +1,313 @@
+"""The FP8 products of a layer of experts (twins: `fp8_experts_reference`), and how rows come to their expert and back.
+
+As `experts`, but what is copied into the order of experts is the operand that the product before has left, e4m3 and its
+scales; the factor of the norm is copied beside it and multiplied in the epilogue, where the hidden part of each expert
+is quantised. What adds a token's experts up leaves the operand of the product behind.
+"""
+
+# Device functions carry no Python types.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.common.dependent_launch import begin, pdl_options, release
+from weft.kernels.common.gpu import is_hopper
+from weft.kernels.experts import fp8_experts_triton
+from weft.kernels.experts.experts import MAX_PAD, TILE_FIELDS, write_tiles
+from weft.kernels.experts.fp8_experts_triton import PAIRS
+from weft.kernels.experts.router import TILE, Choice
+from weft.kernels.formats.fp8 import BLOCK, E4M3, Fp8Rows, Fp8Weight
+from weft.kernels.formats.fp8_triton import power_of_two, saturated
+from weft.kernels.matmul.fp8_projections import rows_buffer
+from weft.kernels.matmul.gemm_config import GemmConfig
+from weft.kernels.matmul.gemm_tiles import live_tokens, row_scale
+
+COLUMNS = 512
+"""bytes of a row that one program copies at once"""
+FEW_TOKENS = 256
+"""up to which programs copy no more of a row than that, so that there are enough of them"""
+SPECIAL = GemmConfig(128, 256, 128, 4, 4, special=True)
+"""the warp-specialised kernel"""
+
+
+class Fp8ExpertSpace(NamedTuple):
+    """Rows in the order of experts, of the tokens of one nano-batch; padding between them holds anything."""
+
+    rows: Fp8Rows
+    """R rows of H: what the experts read"""
+    factor: Tensor
+    """[R] float32: 1 / rms of each row"""
+    hidden: Fp8Rows
+    """R rows of I"""
+    made: Tensor
+    """[R, H] of 16 bits: what the experts made of them"""
+    place: Tensor
+    """[T, K] int32: the row of each choice"""
+    tiles: Tensor
+    """[tiles, TILE_FIELDS] int32"""
+    number: Tensor
+    """[1] int32: tiles that there are"""
+
+
+def expert_space(
+    tokens: int, hidden: int, inter: int, count: int, top: int, dtype: torch.dtype, device: torch.device | str
+) -> Fp8ExpertSpace:
+    """Room for `tokens` tokens, however they are routed and whatever the tiles."""
+    pairs = tokens * top
+    rows = -(-(pairs + min(count, pairs) * (MAX_PAD - 1)) // MAX_PAD) * MAX_PAD
+
+    def buffer(*shape: int, kind: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(shape, dtype=kind, device=device)
+
+    def eight(width: int) -> Fp8Rows:
+        made = rows_buffer(rows, width, device)
+        if made.values.device.type != "meta":  # padding is multiplied too, and thrown away
+            made.values.view(torch.uint8).zero_()
+            made.scale.zero_()
+        return made
+
+    return Fp8ExpertSpace(
+        eight(hidden), buffer(rows, kind=torch.float32), eight(inter), buffer(rows, hidden, kind=dtype),
+        buffer(tokens, top), buffer(-(-pairs // 16) + min(count, pairs), TILE_FIELDS), buffer(1),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T", "stride_sumsq", "stride_scale", "stride_out"])
+def _scatter_kernel(
+    x, scale, stride_scale, sumsq, stride_sumsq, experts, rank, counts, place, out, out_scale, stride_out, factor,
+    tiles, number, num_tokens, T, H, eps, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    BT: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, BC: tl.constexpr, CHUNK: tl.constexpr,
+    PAD: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `experts._scatter_kernel`, of bytes x `[T, H]` and their scales `[blocks, T]`, with each row's 1 / rms."""
+    begin(PDL)
+    release(PDL)
+    live = live_tokens(num_tokens, T)
+    first = tl.program_id(0) * TOKENS
+    if (first >= live) & (first > 0):
+        return
+    expert = tl.arange(0, EP)
+    counted = tl.cdiv(live, BT)
+    total = tl.zeros([EP], tl.int32)
+    before = tl.zeros([EP], tl.int32)
+    for at in tl.range(0, counted, CHUNK):
+        tile = at + tl.arange(0, CHUNK)
+        some = (tile < counted)[:, None] & (expert < E)[None, :]
+        taken = tl.load(counts + tile[:, None] * E + expert[None, :], mask=some, other=0)
+        total += tl.sum(taken, axis=0)
+        before += tl.sum(tl.where((tile < first // BT)[:, None], taken, 0), axis=0)
+    blocks = (total + PAD - 1) // PAD
+    start = tl.cumsum(blocks, axis=0) - blocks
+    if (first == 0) & (tl.program_id(1) == 0):
+        write_tiles(tiles, number, start, blocks, total, expert, PAD, GROUP, FIELDS)
+    pair = tl.arange(0, TOKENS * KP)
+    row = first + pair // KP
+    k = pair % KP
+    real = (row < live) & (k < K)
+    own = tl.load(experts + row * K + k, mask=real, other=0)
+    to = tl.load(rank + row * K + k, mask=real, other=0) + tl.gather(start * PAD + before, own, axis=0)
+    if tl.program_id(1) == 0:
+        tl.store(place + row * K + k, to, mask=real)
+        tl.store(factor + to, row_scale(sumsq, row, live, stride_sumsq, H, eps, PARTS), mask=real)
+    begins = tl.program_id(1) * COLUMNS
+    for left in tl.range(begins, tl.minimum(begins + COLUMNS, H), BC):
+        column = left + tl.arange(0, BC)
+        some = real[:, None] & (column < H)[None, :]
+        value = tl.load(x + row.to(tl.int64)[:, None] * H + column[None, :], mask=some, other=0)
+        tl.store(out + to.to(tl.int64)[:, None] * H + column[None, :], value, mask=some)
+        block = left // 128 + tl.arange(0, BC // 128)
+        some = real[:, None] & (block * 128 < H)[None, :]
+        value = tl.load(scale + block[None, :] * stride_scale + row[:, None], mask=some, other=0.0)
+        tl.store(out_scale + block.to(tl.int64)[None, :] * stride_out + to[:, None], value, mask=some)
+
+
+@triton.jit(do_not_specialize=["T", "stride_q"])
+def _combine_kernel(
+    y, place, weights, x, out, sumsq, num_tokens, T, H, next_norm, q_out, q_scale, stride_q, K: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `experts._combine_kernel`; the sum, times `next_norm`, becomes the next product's operand where q_out is."""
+    begin(PDL)
+    release(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    if row >= live_tokens(num_tokens, T):
+        return
+    squares = tl.zeros([BLOCK], tl.float32)
+    for first in tl.range(0, H, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        total = tl.zeros([BLOCK], tl.float32)
+        for k in tl.static_range(K):
+            source = tl.load(place + row * K + k).to(tl.int64)
+            weight = tl.load(weights + row * K + k)
+            total += tl.load(y + source * H + at, mask=at < H, other=0.0).to(tl.float32) * weight
+        stream = tl.load(x + row * H + at, mask=at < H, other=0.0)
+        rounded = (stream.to(tl.float32) + total).to(stream.dtype)
+        tl.store(out + row * H + at, rounded, mask=at < H)
+        z = rounded.to(tl.float32)
+        squares += z * z
+        if q_out is not None:
+            if next_norm is not None:
+                z *= tl.load(next_norm + at, mask=at < H, other=0.0).to(tl.float32)
+            parts = tl.reshape(z, (BLOCK // 128, 128))
+            scale, inverse = power_of_two(tl.max(tl.abs(parts), axis=1))
+            block = first // 128 + tl.arange(0, BLOCK // 128)
+            tl.store(q_scale + block.to(tl.int64) * stride_q + row, scale, mask=block * 128 < H)
+            tl.store(q_out + row * H + at, tl.reshape(saturated(parts * inverse[:, None]), (BLOCK,)), mask=at < H)
+    tl.store(sumsq + row, tl.sum(squares, axis=0))
+
+
+def by_rule(tokens: int, count: int, top: int, *, hopper: bool, blocked: bool = False) -> GemmConfig:
+    """Tiles of both products, for tokens that are spread evenly; no others were measured yet. hopper: the GPU has the
+    warp-specialised kernel. blocked: weights have scales of blocks.
+    """
+    rows = tokens * top / count  # of an expert
+    if rows > 40:
+        if hopper:  # no registers for the scales of two blocks of 128 features
+            return SPECIAL._replace(features=128) if blocked else SPECIAL
+        return GemmConfig(128, 128, 128, 3, 8)
+    height = 16 if rows <= 10 else 32 if rows <= 20 else 64
+    return GemmConfig(height, 128, 128, 5 if height <= 32 else 4, 8, swap=True)
+
+
+def _grouped(
+    a: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, factor: Tensor | None, out: Tensor | Fp8Rows,
+    space: Fp8ExpertSpace, config: GemmConfig, num_sms: int, tokens: int, activation: str = "",
+) -> None:  # fmt: skip
+    """One launch over all experts, of the kernel that `config` names."""
+    if a.values.dtype != E4M3 or weight.values.dtype != E4M3:
+        raise TypeError(f"operands must be e4m3, not {a.values.dtype} and {weight.values.dtype}")
+    count, n, k = weight.values.shape
+    if k % 16 or n % 8 or not weight.values.is_contiguous() or not weight.scale.is_contiguous():
+        raise ValueError("rows must be contiguous and a multiple of 16 bytes long")
+    if tuple(weight.scale.shape) not in ((count, n), (count, n, -(-k // BLOCK))):
+        raise ValueError(f"scales of weights must be [{count}, {n}], or by rows, not {tuple(weight.scale.shape)}")
+    pairs = tokens * space.place.shape[1]
+    tiles = min(pairs, -(-pairs // config.tokens) + count)
+    wide = PAIRS if isinstance(out, Fp8Rows) else config.features
+    grid = min(num_sms * config.per_sm, tiles * -(-n // wide))
+    if config.special:
+        from weft.kernels.experts import fp8_experts_hopper as kernels
+    else:
+        kernels = fp8_experts_triton  # type: ignore[misc]
+    kernels.launch_grouped(a, weight, bias, factor, out, space.tiles, space.number, config, grid, activation)
+
+
+def _config(given: GemmConfig | None, tokens: int, weight: Fp8Weight, top: int) -> GemmConfig:
+    count = len(weight.values)
+    return given or by_rule(tokens, count, top, hopper=is_hopper(), blocked=weight.scale.dim() == 3)
+
+
+def experts_gate_up(
+    x: Fp8Rows,
+    sumsq: Tensor,
+    choice: Choice,
+    weight: Fp8Weight,
+    eps: float,
+    *,
+    activation: str = "silu",
+    bias: Tensor | None = None,
+    space: Fp8ExpertSpace,
+    num_sms: int,
+    num_tokens: Tensor | None = None,
+    config: GemmConfig | None = None,
+) -> Fp8Rows:
+    """Norm and the experts' gate-up matrices `[E, 2 I, H]` (rows alternate) -> rows of `space.hidden`.
+
+    x: T rows of H, times the norm's weight; sumsq `[parts, T]` float32; bias `[E, 2 I]`; choice is of the same tokens.
+    The work list in `space` is written for tiles of `config`: `experts_residual` must be given the same.
+    """
+    tokens, hidden = x.values.shape
+    count, top = len(weight.values), choice.experts.shape[1]
+    config = _config(config, tokens, weight, top)
+    tiles, padded, wide = -(-tokens // TILE), max(16, triton.next_power_of_2(count)), triton.next_power_of_2(top)
+    each = max(1, 32 // wide)  # tokens of a program
+    columns = COLUMNS if tokens <= FEW_TOKENS else 8 * COLUMNS
+    _scatter_kernel[(-(-tokens // each), -(-hidden // columns))](
+        x.values.view(torch.uint8), x.scale, x.scale.stride(0), sumsq, sumsq.stride(0), choice.experts, choice.rank,
+        choice.counts, space.place, space.rows.values.view(torch.uint8), space.rows.scale, space.rows.scale.stride(0),
+        space.factor, space.tiles, space.number, num_tokens, tokens, hidden, eps, E=count, EP=padded, K=top, KP=wide,
+        BT=TILE, TOKENS=each, COLUMNS=columns, BC=COLUMNS,
+        CHUNK=max(1, min(32, 4096 // padded, triton.next_power_of_2(tiles))),
+        PAD=config.tokens, GROUP=config.group, PARTS=sumsq.shape[0], FIELDS=TILE_FIELDS, num_warps=4, **pdl_options(),
+    )  # fmt: skip
+    _grouped(space.rows, weight, bias, space.factor, space.hidden, space, config, num_sms, tokens, activation)
+    return space.hidden
+
+
+def experts_residual(
+    choice: Choice,
+    weight: Fp8Weight,
+    x: Tensor,
+    *,
+    bias: Tensor | None = None,
+    out: Tensor,
+    sumsq: Tensor,
+    quantized: Fp8Rows | None = None,
+    next_norm: Tensor | None = None,
+    space: Fp8ExpertSpace,
+    num_sms: int,
+    num_tokens: Tensor | None = None,
+    config: GemmConfig | None = None,
+) -> tuple[Tensor, Tensor]:
+    """x `[T, H]` plus the weighted sum of what the experts' matrices `[E, H, I]` make of `space.hidden`, into `out`,
+    which may be x, and, times `next_norm [H]`, the next product's operand into `quantized`.
+
+    bias `[E, H]`; sumsq `[parts, T]` float32 is scratch. Returns out and its sums of squares, one part `[1, T]`. What
+    an expert makes of a row is rounded once; a token's experts are added up in float32, in the order of its choices.
+    """
+    tokens, hidden = x.shape
+    top = choice.experts.shape[1]
+    config = _config(config, tokens, weight, top)
+    _grouped(space.hidden, weight, bias, None, space.made, space, config, num_sms, tokens)
+    _combine_kernel[(tokens,)](
+        space.made, space.place, choice.weights, x, out, sumsq, num_tokens, tokens, hidden, next_norm,
+        None if quantized is None else quantized.values, None if quantized is None else quantized.scale,
+        0 if quantized is None else quantized.scale.stride(0), K=top,
+        BLOCK=min(1024, max(128, triton.next_power_of_2(hidden))), num_warps=4, **pdl_options(),
+    )  # fmt: skip
+    return out, sumsq[:1]
+
+
+@triton.jit(do_not_specialize=["stride_sumsq", "stride_scale"])
+def _switch_kernel(
+    x, sumsq, stride_sumsq, gate, scale, stride_scale, num_tokens, T, H, blocks, eps, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
+    release(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    if row >= live_tokens(num_tokens, T):
+        return
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in tl.range(0, H, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        value = tl.load(x + row * H + at, mask=at < H, other=0.0).to(tl.float32)
+        total += value * tl.load(gate + at, mask=at < H, other=0.0).to(tl.float32)
+    part = tl.arange(0, triton.next_power_of_2(PARTS))
+    squares = tl.sum(tl.load(sumsq + part * stride_sumsq + row, mask=part < PARTS, other=0.0), axis=0)
+    switch = 1.0 / (1.0 + tl.exp(-tl.sum(total, axis=0) * tl.rsqrt(squares / H + eps)))
+    block = tl.arange(0, BLOCKS)
+    place = scale + block * stride_scale + row
+    tl.store(place, tl.load(place, mask=block < blocks, other=0.0) * switch, mask=block < blocks)
+
+
+def switch_shared(
+    x: Tensor, sumsq: Tensor, gate: Tensor, eps: float, *, out: Fp8Rows, num_tokens: Tensor | None = None
+) -> Fp8Rows:
+    """`out`, the hidden part of a shared expert, times the sigmoid of the normed x `[T, H]` times `gate [1, H]`: in its
+    scales, which are no powers of two behind it.
+    """
+    tokens, hidden = x.shape
+    blocks = len(out.scale)
+    _switch_kernel[(tokens,)](
+        x, sumsq, sumsq.stride(0), gate, out.scale, out.scale.stride(0), num_tokens, tokens, hidden, blocks, eps,
+        PARTS=sumsq.shape[0], BLOCK=1024, BLOCKS=triton.next_power_of_2(blocks), num_warps=4, **pdl_options(),
+    )  # fmt: skip
+    return out

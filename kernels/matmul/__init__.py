@@ -1,0 +1,28 @@
+"""Matmul.
+
+Owns: GEMMs of a dense layer with their fused epilogues, the row kernels around them, tile configurations and their tables.
+May import: `common`, `formats`, `reference`.
+Never: routes tokens to experts or talks to other ranks.
+"""
+
+PUBLIC = (
+    "embedding",
+    "fp8_config",
+    "fp8_few_config",
+    "fp8_hopper",
+    "fp8_projections",
+    "fp8_rows",
+    "fp8_triton",
+    "gemm",
+    "gemm_config",
+    "gemm_hopper",
+    "gemm_launch",
+    "gemm_tiles",
+    "heads",
+    "mid_projections",
+    "projections",
+    "rows",
+    "tuned",
+    "weight_layout",
+)
+"""The modules that other folders may import."""

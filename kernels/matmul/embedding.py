@@ -1,0 +1,156 @@
+"""Rows of the embedding table with their sums of squares, in FP8 as an operand too; and the final norm of the rows that
+need logits.
+"""
+
+# Device functions carry no Python types.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.common.dependent_launch import begin, release
+from weft.kernels.formats.fp8 import BLOCK, Fp8Rows
+from weft.kernels.matmul.fp8_rows import leave_blocks
+from weft.kernels.matmul.rows import row_mean, row_options
+
+
+@triton.jit
+def _embedded(table, places, at, place_at, mask, scale):
+    """Numbers of a row of the table, each step rounded: times the scale, plus those of its position."""
+    value = tl.load(table + at, mask=mask, other=0.0)
+    if scale is not None:
+        value = (value.to(tl.float32) * scale).to(value.dtype)
+    if places is not None:
+        more = tl.load(places + place_at, mask=mask, other=0.0)
+        value = (value.to(tl.float32) + more.to(tl.float32)).to(value.dtype)
+    return value
+
+
+@triton.jit
+def _embed_kernel(
+    ids, table, x, sumsq, V, H, scale, places, positions, P, next_norm, q_out, q_scale, stride_q,
+    CENTRED: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
+    release(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(ids + row).to(tl.int64)
+    token = tl.minimum(tl.maximum(token, 0), V - 1)  # padding may hold any id; it must not fault
+    place = token * 0
+    if places is not None:
+        place = tl.minimum(tl.maximum(tl.load(positions + row).to(tl.int64), 0), P - 1)
+    mean = 0.0
+    if CENTRED:
+        total = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, H, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            total += _embedded(table, places, token * H + at, place * H + at, at < H, scale).to(tl.float32)
+        mean = tl.sum(total, axis=0) / H
+    squares = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, H, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = _embedded(table, places, token * H + at, place * H + at, at < H, scale)
+        tl.store(x + row * H + at, value, mask=at < H)
+        if CENTRED:
+            off = tl.where(at < H, value.to(tl.float32) - mean, 0.0)
+            squares += off * off
+        else:
+            squares += value.to(tl.float32) * value.to(tl.float32)
+        if q_out is not None:
+            block = start // 128 + tl.arange(0, BLOCK // 128)
+            at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+            z = tl.reshape(value, (BLOCK // 128, 128)).to(tl.float32)
+            if next_norm is not None:
+                z *= tl.load(next_norm + at, mask=at < H, other=0.0).to(tl.float32)
+            leave_blocks(z, q_out + row * H, at, q_scale + row, stride_q, block, H, PAIRS)
+    tl.store(sumsq + row, tl.sum(squares, axis=0))
+
+
+def embed(
+    token_ids: Tensor,
+    table: Tensor,
+    *,
+    scale: float = 1.0,
+    places: Tensor | None = None,
+    positions: Tensor | None = None,
+    centred: bool = False,
+    out: Tensor,
+    sumsq: Tensor,
+    quantized: Fp8Rows | None = None,
+    next_norm: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rows of `table [V, H]` for `token_ids [T]` into `out [T, H]`; returns out and `sumsq[:1]`, `[1, T]` float32.
+
+    scale is rounded to the table's dtype; places `[positions, H]` and positions `[T]` come together (see
+    `reference.embed`). The rows, times `next_norm [H]`, go to `quantized` too, as the product behind reads them in FP8
+    (`fp8.quantize_rows`).
+    """
+    tokens, hidden = token_ids.shape[0], table.shape[1]
+    options = row_options(hidden)
+    if quantized is not None:
+        options["BLOCK"] = max(2 * BLOCK, options["BLOCK"])  # scales are of whole blocks
+    rounded = None if scale == 1.0 else float(torch.tensor(scale, dtype=table.dtype))
+    _embed_kernel[(tokens,)](
+        token_ids, table, out, sumsq, table.shape[0], hidden, rounded, places, None if places is None else positions,
+        0 if places is None else places.shape[0], next_norm,
+        *((None, None, None) if quantized is None else (quantized.values, quantized.scale, quantized.scale.stride(0))),
+        CENTRED=centred, PAIRS=quantized is not None and quantized.span > BLOCK, **options,
+    )  # fmt: skip
+    return out, sumsq[:1]
+
+
+@triton.jit(do_not_specialize=["T", "stride_sumsq"])
+def _final_norm_kernel(
+    x, sumsq, stride_sumsq, rows, weight, bias, out, T, H, eps, PARTS: tl.constexpr, CENTRED: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
+    release(PDL)
+    target = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + target).to(tl.int64)
+    row = tl.minimum(tl.maximum(row, 0), T - 1)
+    part = tl.arange(0, triton.next_power_of_2(PARTS))
+    total = tl.sum(tl.load(sumsq + part * stride_sumsq + row, mask=part < PARTS, other=0.0), axis=0)
+    scale = tl.rsqrt(total / H + eps)
+    mean = 0.0
+    if CENTRED:
+        mean = row_mean(x + row * H, H, BLOCK)
+    for start in range(0, H, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(x + row * H + at, mask=at < H, other=0.0)
+        if CENTRED:
+            h = (value.to(tl.float32) - mean) * scale
+        else:
+            h = (value.to(tl.float32) * scale).to(value.dtype).to(tl.float32)
+        h *= tl.load(weight + at, mask=at < H, other=0.0).to(tl.float32)
+        if bias is not None:
+            h += tl.load(bias + at, mask=at < H, other=0.0).to(tl.float32)
+        tl.store(out + target * H + at, h.to(value.dtype), mask=at < H)
+
+
+def final_norm(
+    x: Tensor,
+    sumsq: Tensor,
+    rows: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    *,
+    norm_bias: Tensor | None = None,
+    centred: bool = False,
+    out: Tensor,
+) -> Tensor:
+    """Normed rows `x[rows]` -> `out [S, H]`, ready for the vocabulary matrix (`gemm.matmul`). sumsq `[parts, T]`.
+
+    norm_weight `[H]`, norm_bias `[H]` of a LayerNorm, whose rows lose their mean (`centred`).
+    """
+    sumsq = sumsq if sumsq.dim() == 2 else sumsq[None]
+    hidden = x.shape[1]
+    _final_norm_kernel[(rows.shape[0],)](
+        x, sumsq, sumsq.stride(0), rows, norm_weight, norm_bias, out, x.shape[0], hidden, eps,
+        PARTS=sumsq.shape[0], CENTRED=centred, **row_options(hidden),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,292 @@
+"""The FP8 products of a layer with what surrounds them as epilogues (twins: `fp8_reference`): the one dispatch between
+plain Triton and the two Hopper kernels.
+
+As `projections`, but an operand is `Fp8Rows` and an epilogue leaves the next one's: nothing between two products reads
+an activation again to quantise it. The factor of an RMS norm stays a scale of the rows, in the epilogue of the product
+behind it; a norm's weight is folded into the matrix, or multiplied in before the cast (`next_norm`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.kernels.common.gpu import is_hopper, on_gpu
+from weft.kernels.formats.fp8 import BLOCK, E4M3, Fp8Rows, Fp8Weight, KvScales
+from weft.kernels.matmul import fp8_triton, tuned
+from weft.kernels.matmul.fp8_few_config import few as few_of
+from weft.kernels.matmul.fp8_few_config import is_few
+from weft.kernels.matmul.gemm_config import GemmConfig
+from weft.kernels.matmul.gemm_launch import Launch, Workspace
+
+FEW_TOKENS = 128
+"""up to which the weight is the left operand"""
+
+
+WIDE = GemmConfig(128, 2 * BLOCK, BLOCK, 4, 4, group=16, special=True)
+"""the tile of `fp8_hopper` that any kind of product can have"""
+
+
+def choose(kind: str, num_tokens: int, features: int, depth: int, num_sms: int) -> GemmConfig:
+    """The configuration of a product: a measured one if the shape is known, else by rule."""
+    found = tuned.lookup(num_tokens, features, depth, bits=8)
+    # measured for another kind of this shape, its tiles may be too narrow for a block of 128 gated columns
+    if found is None or (kind == "gate_up" and found.features < 256):
+        return by_rule(kind, num_tokens, features, depth, num_sms)
+    return found
+
+
+def by_rule(kind: str, num_tokens: int, features: int, depth: int, num_sms: int, *, plain: bool = False) -> GemmConfig:
+    """plain: of those that the kernel in plain Triton has."""
+    steps = -(-depth // BLOCK)
+    few = few_of(kind, features, depth, num_sms)
+    if num_tokens <= few.tokens and is_hopper() and few.special and not plain:
+        return few
+    if num_tokens <= FEW_TOKENS or plain or not is_hopper():
+        tokens = min(64, max(16, 1 << (num_tokens - 1).bit_length()))
+        wide, stages, per_sm = (256, 5, 1) if kind == "gate_up" else (128, 6, 1) if tokens == 16 else (128, 4, 2)
+        tiles = -(-features // wide) * -(-num_tokens // tokens)
+        # the largest split that leaves a part eight steps; what it saves in waves, partial sums of more tokens cost
+        units = num_sms * (per_sm if tokens <= 32 else 1)
+        split = max((s for s in (2, 4, 8) if tiles * s <= units and s * 8 <= steps), default=1)
+        return GemmConfig(tokens, wide, BLOCK, stages, 8 if tokens * wide >= 8192 else 4, 8, split, True,
+                          per_sm, 1, ahead=2)  # fmt: skip
+    wide = 256 if kind == "gate_up" or -(-num_tokens // 128) * -(-features // 256) >= 7 * num_sms // 10 else 128
+    return GemmConfig(128, wide, BLOCK, 4, 4, group=16, special=True)
+
+
+def of_any_count(kind: str, *, head_norm: int = 0) -> GemmConfig:
+    """One configuration for any number of tokens: each row's sums, and how its squares are divided, are then its own,
+    whatever shares the batch. head_norm: numbers of the heads that a product's epilogue norms."""
+    if is_hopper() and head_norm in (0, 128):  # a tile of `fp8_hopper` has no norm of other heads
+        return WIDE
+    return GemmConfig(64, 256 if kind == "gate_up" else 128, BLOCK, 4, 8, swap=True, slices=1)
+
+
+def launch_of(kind: str, num_tokens: int, features: int, depth: int, config: GemmConfig | None, num_sms: int) -> Launch:
+    """As `gemm_launch.launch_of`."""
+    config = config or choose(kind, num_tokens, features, depth, num_sms)
+    steps = -(-depth // BLOCK)
+    split = config.split
+    while split > 1 and -(-steps // split) * (split - 1) >= steps:  # no part may be empty
+        split -= 1
+    units = -(-num_tokens // config.tokens) * -(-features // config.features) * split
+    grid = min(num_sms * config.per_sm, units)
+    # every program has one tile: it may release the next kernel before its epilogue
+    return Launch((grid,), config, split, {"ONCE": grid == units})
+
+
+def check_operands(a: Fp8Rows, weight: Fp8Weight) -> None:
+    if a.values.dtype != E4M3 or weight.values.dtype != E4M3:
+        raise TypeError(f"operands must be e4m3, not {a.values.dtype} and {weight.values.dtype}")
+    (m, k), (n, depth) = a.values.shape, weight.values.shape
+    if k != depth:
+        raise ValueError(f"depths differ: {tuple(a.values.shape)} and {tuple(weight.values.shape)}")
+    if k % 16 or not a.values.is_contiguous() or not weight.values.is_contiguous():
+        raise ValueError("rows must be contiguous and a multiple of 16 bytes long")
+    blocks = -(-k // BLOCK)
+    alike = a.scale.shape[1] == 1 or a.scale.stride(1) == 1  # the stride of a single token means nothing
+    if a.scale.shape[0] not in (1, blocks) or a.scale.shape[1] < m or not alike:
+        raise ValueError(f"scales of activations must be [{blocks}, {m}] or [1, {m}], not {tuple(a.scale.shape)}")
+    shapes = ((n,), (-(-n // BLOCK), blocks), (n, blocks))
+    if tuple(weight.scale.shape) not in shapes or not weight.scale.is_contiguous():
+        raise ValueError(f"scales of weights must be [{n}] or of blocks of 128 x 128, not {tuple(weight.scale.shape)}")
+
+
+def _product(
+    kind: str, a: Fp8Rows, weight: Fp8Weight, out: Tensor | None, quantized: Fp8Rows | None, num_tokens: Tensor | None,
+    space: Workspace | None, config: GemmConfig | None, num_sms: int, way: str, dtype: torch.dtype,
+    x: Tensor | None = None, **fields: Any,
+) -> Launch:  # fmt: skip
+    check_operands(a, weight)
+    (m, k), n = a.values.shape, weight.values.shape[0]
+    wide = kind == "residual" and quantized is not None and quantized.span > BLOCK
+    if wide:
+        config = config or choose(kind, m, n, k, num_sms)
+        config = config._replace(features=2 * BLOCK) if config.special and not is_few(config) else WIDE
+    launch = launch_of(kind, m, n, k, config, num_sms)
+    special = launch.config.special and on_gpu(a.values.device)
+    few = special and is_few(launch.config)
+    if few and (weight.blocked or not few_of(kind, n, k, num_sms).special):  # a table's row knows no SMs
+        special = few = False
+        launch = launch_of(kind, m, n, k, by_rule(kind, m, n, k, num_sms, plain=True), num_sms)
+    if wide and (weight.blocked or not special):
+        raise ValueError(f"scales of {2 * BLOCK} columns: only where Hopper multiplies weights with a scale a channel")
+    if weight.blocked and special and kind != "gate_up":  # no registers for the scales of two blocks
+        launch = launch._replace(config=launch.config._replace(features=BLOCK))
+    if few:
+        from weft.kernels.matmul import fp8_few_hopper
+
+        launch = launch._replace(config=few_of(kind, n, k, num_sms))  # a table's row knows no kinds
+        fp8_few_hopper.launch_product(
+            kind, a, weight, out, quantized, num_tokens, space, x, num_sms=num_sms, dtype=dtype, **fields
+        )
+    elif special:
+        from weft.kernels.matmul import fp8_hopper
+
+        fp8_hopper.launch_product(
+            kind, a, weight, out, quantized, num_tokens, x, num_sms=num_sms, dtype=dtype,
+            way=_way(kind, way, a, weight), features=launch.config.features, group=launch.config.group,
+            **fields,
+        )  # fmt: skip
+    else:
+        fp8_triton.launch_product(
+            kind, launch, a, weight, out, quantized, num_tokens, space, x, dtype=dtype, **fields
+        )  # fmt: skip
+    return launch
+
+
+def _way(kind: str, way: str, a: Fp8Rows, weight: Fp8Weight) -> str:
+    """How `fp8_hopper` adds: what operands ask for, whatever `way` a caller would like."""
+    if weight.blocked:
+        return "promoted"
+    # a residual's stages are too few to hold two and copy more meanwhile
+    pairs = a.span > BLOCK and kind != "residual" and a.values.shape[1] % (2 * BLOCK) == 0
+    return "paired" if pairs and way == "promoted" else way
+
+
+def residual_span(num_tokens: int, features: int, depth: int, num_sms: int) -> int:
+    """Columns of what a residual product leaves that may share a scale (`Fp8Rows.span`) at no cost: where its tiles
+    would be as wide anyway, else 128."""
+    if not is_hopper() or num_tokens <= FEW_TOKENS:
+        return BLOCK
+    return by_rule("residual", num_tokens, features, depth, num_sms).features
+
+
+def _norm_fields(sumsq: Tensor | None, eps: float) -> dict[str, Any]:
+    if sumsq is None:
+        return {}
+    sumsq = sumsq if sumsq.dim() == 2 else sumsq[None]
+    return {"sumsq": sumsq, "stride_sumsq": sumsq.stride(0), "eps": eps, "PARTS": sumsq.shape[0]}
+
+
+def rows_buffer(num_tokens: int, width: int, device: torch.device | str, *, span: int = BLOCK) -> Fp8Rows:
+    """A place for activations that an epilogue leaves."""
+    return Fp8Rows(
+        torch.empty(num_tokens, width, dtype=E4M3, device=device),
+        torch.empty(-(-width // BLOCK), num_tokens, dtype=torch.float32, device=device),
+        span,
+    )
+
+
+def qkv_project(
+    x: Fp8Rows,
+    sumsq: Tensor,
+    weight: Fp8Weight,
+    bias: Tensor | None,
+    eps: float,
+    rotary: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    kv: Tensor,
+    layer: int,
+    num_heads: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    kv_scales: KvScales | None = None,
+    *,
+    out: Tensor,
+    num_sms: int,
+    space: Workspace | None = None,
+    num_tokens: Tensor | None = None,
+    config: GemmConfig | None = None,
+    way: str = "promoted",
+) -> Tensor:
+    """As `projections.qkv_project` for heads of 64 or 128 numbers. q goes to `out [T, Hq, D]` of 16 bits, K and V into
+    the pages of `kv`, in e4m3 with `kv_scales` where they are so stored.
+    """
+    if not (kv.is_contiguous() and out.is_contiguous() and rotary.is_contiguous()):
+        raise ValueError("kv, out and rotary must be contiguous")
+    layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
+    if head_dim not in (64, 128) or (q_norm is not None and q_norm.numel() != head_dim):
+        raise ValueError(f"heads of {head_dim} numbers, or their norm, are no epilogue of an FP8 product")
+    if (kv_scales is None) == (kv.dtype == E4M3):
+        raise ValueError("pages in e4m3 need scales, others have none")
+    fields: dict[str, Any] = {} if kv_scales is None else {"kv_inverse": kv_scales.inverse}
+    if config is None and q_norm is not None and head_dim != 128:  # a tile of `fp8_hopper` has no norm of such heads
+        config = by_rule("qkv", FEW_TOKENS, weight.values.shape[0], x.values.shape[1], num_sms)
+    _product(
+        "qkv", x, weight, out, None, num_tokens, space, config, num_sms, way, out.dtype, bias=bias, rotary=rotary,
+        positions=positions, slots=slot_mapping, kv=kv, layer=layer, layers=layers, q_norm=q_norm, k_norm=k_norm,
+        HQ=num_heads, HKV=num_kv_heads, D=head_dim, PAGE=page_size, **_norm_fields(sumsq, eps), **fields,
+    )  # fmt: skip
+    return out
+
+
+def residual_project(
+    a: Fp8Rows,
+    weight: Fp8Weight,
+    x: Tensor,
+    *,
+    out: Tensor,
+    sumsq: Tensor,
+    quantized: Fp8Rows | None = None,
+    next_norm: Tensor | None = None,
+    bias: Tensor | None = None,
+    num_sms: int,
+    space: Workspace | None = None,
+    num_tokens: Tensor | None = None,
+    config: GemmConfig | None = None,
+    way: str = "promoted",
+) -> tuple[Tensor, Tensor]:
+    """`x + a @ weight.T` into `out` (may be `x` itself), its partial sums of squares, and, times `next_norm [H]`, the
+    next product's operand into `quantized`, with scales for as many columns as that one's span (256 on Hopper alone,
+    else raises `ValueError`).
+
+    sumsq `[max_parts, T]` float32 is scratch; returns out and the view `[parts, T]` of it that was written.
+    """
+    if not (x.is_contiguous() and out.is_contiguous()):
+        raise ValueError("x and out must be contiguous")
+    launch = _product(
+        "residual", a, weight, out, quantized, num_tokens, space, config, num_sms, way, out.dtype, x, bias=bias,
+        sumsq=sumsq, stride_sumsq=sumsq.stride(0), next_norm=next_norm,
+    )  # fmt: skip
+    return out, sumsq[: -(-weight.values.shape[0] // launch.config.features)]
+
+
+def gate_up_project(
+    x: Fp8Rows,
+    sumsq: Tensor | None,
+    weight: Fp8Weight,
+    eps: float,
+    *,
+    activation: str = "silu",
+    bias: Tensor | None = None,
+    quantized: Fp8Rows,
+    num_sms: int,
+    space: Workspace | None = None,
+    num_tokens: Tensor | None = None,
+    config: GemmConfig | None = None,
+    way: str = "promoted",
+) -> Fp8Rows:
+    """As `projections.gate_up_project`; the result is the next product's operand."""
+    _product(
+        "gate_up", x, weight, None, quantized, num_tokens, space, config, num_sms, way, torch.bfloat16, bias=bias,
+        ACT=activation, **_norm_fields(sumsq, eps),
+    )  # fmt: skip
+    return quantized
+
+
+def linear_project(
+    x: Fp8Rows,
+    sumsq: Tensor | None,
+    weight: Fp8Weight,
+    eps: float = 0.0,
+    *,
+    activation: str = "",
+    bias: Tensor | None = None,
+    out: Tensor,
+    num_sms: int,
+    space: Workspace | None = None,
+    num_tokens: Tensor | None = None,
+    config: GemmConfig | None = None,
+    way: str = "promoted",
+) -> Tensor:
+    """Norm, matrix, bias, activation -> `out [T, N]` of 16 bits."""
+    _product(
+        "linear", x, weight, out, None, num_tokens, space, config, num_sms, way, out.dtype, bias=bias, ACT=activation,
+        **_norm_fields(sumsq, eps),
+    )  # fmt: skip
+    return out

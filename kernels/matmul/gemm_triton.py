@@ -1,0 +1,261 @@
+"""The matrix products of a layer in plain Triton, with what surrounds them as epilogues: one persistent loop, a `KIND`.
+
+Every operand arrives through a host-side TMA descriptor, so a launch allocates nothing and can be captured. The grid is
+`num_sms` programs that walk the tiles; the real token count may live in device memory, and then tiles past it are
+skipped.
+
+Two shapes of the loop:
+
+- many tokens: tokens are the rows of the MMA, one program per SM, deep TMA pipeline;
+- few tokens (`swap`): 64 or more rows of the weight are the left operand and the tokens its columns, so 8 tokens fill
+  an MMA, and `split` programs share one tile's depth so that every SM streams weights. Partial sums meet in a workspace
+  and are added in a fixed order by whichever program arrives last: the result does not depend on timing.
+"""
+
+# Device functions carry no Python types.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from weft.kernels.common.dependent_launch import begin, release
+from weft.kernels.matmul.gemm_activations import activate, bend_below, gate_with
+from weft.kernels.matmul.gemm_launch import Launch, Workspace, check_workspace
+from weft.kernels.matmul.gemm_tiles import accumulate, ahead, columns, live_tokens, meet, row_scale, tile_of
+
+EARLY = tl.constexpr(2048)
+"""partial squares of a tile's rows up to which they are fetched before the loop over the depth: they arrive meanwhile.
+More would take the loop's registers: a tile of 128 x 128 with 40 parts took thirty times as long."""
+
+
+@triton.jit
+def _store(total, out, tile_m, tile_n, BM: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr, OUT: tl.constexpr):
+    """The product as it is."""
+    for s in tl.static_range(SLICES):
+        piece = columns(total, s, SLICES)
+        out.store([tile_m * BM, tile_n * BN + s * (BN // SLICES)], piece.to(OUT))
+
+
+@triton.jit
+def _bias_of(bias, col, N, W: tl.constexpr):
+    """`[1, W]` float32 of columns `col ..`."""
+    at = col + tl.arange(0, W)
+    return tl.load(bias + at, mask=at < N, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _linear(
+    total, scale, bias, factor, out, tile_m, tile_n, N, ACT: tl.constexpr, SOFTCAP: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, SLICES: tl.constexpr, OUT: tl.constexpr,
+):  # fmt: skip
+    """The product with all that may follow it: scale of its rows, bias, activation, factor, soft-cap."""
+    for s in tl.static_range(SLICES):
+        col = tile_n * BN + s * (BN // SLICES)
+        y = columns(total, s, SLICES)
+        if scale is not None:
+            y = y * scale[:, None]
+        if bias is not None:
+            y += _bias_of(bias, col, N, BN // SLICES)
+        y = activate(y, ACT)
+        if factor is not None:
+            y = bend_below(y * factor, SOFTCAP)
+        out.store([tile_m * BM, col], y.to(OUT))
+
+
+@triton.jit
+def _add_residual(
+    total, x, out, bias, sumsq, stride_sumsq, live, tile_m, tile_n, N, BM: tl.constexpr, BN: tl.constexpr,
+    SLICES: tl.constexpr, OUT: tl.constexpr,
+):  # fmt: skip
+    """`x` plus the product (and its bias), and this tile's part of the sums of squares."""
+    W: tl.constexpr = BN // SLICES
+    squares = tl.zeros([BM], tl.float32)
+    for s in tl.static_range(SLICES):
+        col = tile_n * BN + s * W
+        y = x.load([tile_m * BM, col]).to(tl.float32) + columns(total, s, SLICES)
+        if bias is not None:
+            y += _bias_of(bias, col, N, W)
+        y = y.to(OUT)
+        out.store([tile_m * BM, col], y)
+        squares += tl.sum(y.to(tl.float32) * y.to(tl.float32), axis=1)
+    rows = tile_m * BM + tl.arange(0, BM)
+    tl.store(sumsq + tile_n * stride_sumsq + rows, squares, mask=rows < live)
+
+
+@triton.jit
+def _gated(
+    total, scale, bias, out, tile_m, tile_n, N, ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SLICES: tl.constexpr, OUT: tl.constexpr,
+):  # fmt: skip
+    """Columns alternate between gate and up."""
+    W: tl.constexpr = BN // SLICES
+    for s in tl.static_range(SLICES):
+        y = columns(total, s, SLICES)
+        if scale is not None:
+            y = y * scale[:, None]
+        if bias is not None:
+            y += _bias_of(bias, tile_n * BN + s * W, N, W)
+        gate, up = tl.split(tl.reshape(y, (BM, W // 2, 2)))
+        h = gate_with(gate, up, ACT)
+        out.store([tile_m * BM, (tile_n * BN + s * W) // 2], h.to(OUT))
+
+
+@triton.jit
+def _head_scale(
+    total, scale, bias, col, N, eps, INDEX: tl.constexpr, COUNT: tl.constexpr, D: tl.constexpr, HAS_BIAS: tl.constexpr
+):
+    """1 / rms of head INDEX of the COUNT heads in a tile: `[BM]`."""
+    y = columns(total, INDEX, COUNT) * scale[:, None]
+    tl.static_assert(y.shape[1] == D, "a head norm needs the whole head in one tile")
+    if HAS_BIAS:
+        at = col + tl.arange(0, D)
+        y += tl.load(bias + at, mask=at < N, other=0.0).to(tl.float32)[None, :]
+    return tl.rsqrt(tl.sum(y * y, axis=1) / D + eps)
+
+
+@triton.jit
+def load_cos_sin(rotary, position, rows, live, col, LAST: tl.constexpr, D: tl.constexpr, W: tl.constexpr):
+    """(cos, sin) pairs of columns `col .. col + W` for each row: `[BM, W]`; nothing for the heads from LAST on."""
+    at = col % D + tl.arange(0, W)
+    mask = (rows < tl.where(col // D < LAST, live, 0))[:, None]
+    return tl.load(rotary + position[:, None] * D + at[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def rotate(y, cos_sin, skip):
+    """Rotate neighbour pairs of `y [BM, W]` float32 by (cos, sin) pairs; `skip` leaves them as they are."""
+    BM: tl.constexpr = y.shape[0]
+    W: tl.constexpr = y.shape[1]
+    a, b = tl.split(tl.reshape(y, (BM, W // 2, 2)))
+    cos, sin = tl.split(tl.reshape(cos_sin, (BM, W // 2, 2)))
+    cos = tl.where(skip, 1.0, cos)
+    return tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (BM, W))
+
+
+@triton.jit
+def _heads(
+    total, scale, rows, live, tile_n, N, eps, bias, rotary, positions, slots, kv, layer, layers, q_out, q_norm, k_norm,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, OUT: tl.constexpr,
+):  # fmt: skip
+    """Bias, head norm and rotary embedding; q goes to `q_out`, K and V into their pages."""
+    HEAD: tl.constexpr = min(D, BN)
+    # an epilogue slice lies within one head and is narrow: few live registers
+    W: tl.constexpr = min(32 if BN >= 128 else 64, HEAD)
+    HAS_BIAS: tl.constexpr = bias is not None
+    position = tl.load(positions + rows, mask=rows < live, other=0).to(tl.int64)
+    slot = tl.load(slots + rows, mask=rows < live, other=0).to(tl.int64)
+    page_row = (slot // PAGE * layers + layer) * (2 * PAGE) + slot % PAGE
+    d = tl.arange(0, W)
+    # no branches in here: the loops could not be fused otherwise. Masked accesses cost no traffic.
+    for s in tl.static_range(BN // W):
+        col = tile_n * BN + s * W
+        head = col // D
+        at = col % D + d
+        is_v = (head >= HQ + HKV).to(tl.int32)
+        y = columns(total, s, BN // W) * scale[:, None]
+        if HAS_BIAS:
+            y += tl.load(bias + col + d, mask=col + d < N, other=0.0).to(tl.float32)[None, :]
+        if q_norm is not None:
+            if s % (HEAD // W) == 0:
+                inverse = _head_scale(total, scale, bias, col, N, eps, s // (HEAD // W), BN // HEAD, D, HAS_BIAS)
+            weight = tl.load(q_norm + at, mask=at < tl.where(head < HQ, D, 0), other=0.0).to(tl.float32)
+            weight += tl.load(k_norm + at, mask=at < tl.where(head < HQ, 0, D), other=0.0).to(tl.float32)
+            y = tl.where(is_v == 0, y * inverse[:, None] * weight[None, :], y)
+        cos_sin = load_cos_sin(rotary, position, rows, live, col, HQ + HKV, D, W)
+        y = rotate(y, cos_sin, is_v != 0).to(OUT)
+        target = q_out + rows.to(tl.int64)[:, None] * (HQ * D) + (col + d)[None, :]
+        tl.store(target, y, mask=(rows < tl.where(head < HQ, live, 0))[:, None])
+        row = page_row + is_v * PAGE
+        kv_head = head - HQ - is_v * HKV
+        target = kv + row[:, None] * (HKV * D) + (kv_head * D + at)[None, :]
+        tl.store(target, y, mask=(rows < tl.where((head >= HQ) & (head < HQ + 2 * HKV), live, 0))[:, None])
+
+
+@triton.jit(do_not_specialize=["M", "layer", "stride_sumsq"])
+def product_kernel(
+    a, w, weights, partial, arrived, count, M, N, K, x, out,
+    KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
+    SWAP: tl.constexpr, SLICES: tl.constexpr, OUT: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
+    ONCE: tl.constexpr,
+    sumsq=None, stride_sumsq=None, eps=None, bias=None, rotary=None, positions=None, slots=None, kv=None, layer=None,
+    layers=None, q_out=None, q_norm=None, k_norm=None, PARTS: tl.constexpr = None, HQ: tl.constexpr = None,
+    HKV: tl.constexpr = None, D: tl.constexpr = None, PAGE: tl.constexpr = None, factor=None,
+    ACT: tl.constexpr = "", SOFTCAP: tl.constexpr = 0.0,
+):  # fmt: skip
+    """`KIND` is "plain", "linear", "residual", "gate_up" or "qkv"; what its epilogue does not read is None."""
+    tiles_n = tl.cdiv(N, BN)
+    steps = tl.cdiv(K, BK)
+    share = tl.cdiv(steps, SPLIT)
+    if AHEAD > 0:
+        ahead(weights, M, N, K, share, BM, BN, BK, GROUP, SPLIT, AHEAD)
+    begin(PDL)
+    live = live_tokens(count, M)
+    tiles_m = tl.cdiv(live, BM)
+    for unit in tl.range(tl.program_id(0), tiles_m * tiles_n * SPLIT, tl.num_programs(0), flatten=SPLIT == 1):
+        tile = unit // SPLIT
+        part = unit % SPLIT
+        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP)
+        first = part * share
+        scale = None
+        if KIND == "gate_up" or KIND == "linear":
+            rows = tile_m * BM + tl.arange(0, BM)
+            if PARTS > 0 and BM * PARTS <= EARLY:
+                scale = row_scale(sumsq, rows, live, stride_sumsq, K, eps, PARTS)
+        acc = accumulate(a, w, tile_m * BM, tile_n * BN, first, tl.minimum(first + share, steps), BM, BN, BK, SWAP)
+        done = True
+        if ONCE:
+            release(PDL)
+        if SPLIT > 1:
+            acc, done = meet(acc, partial, arrived, tile, part, SPLIT)
+        if done:
+            total = tl.trans(acc) if SWAP else acc
+            if KIND == "plain":
+                _store(total, out, tile_m, tile_n, BM, BN, SLICES, OUT)
+            if KIND == "residual":
+                _add_residual(
+                    total, x, out, bias, sumsq, stride_sumsq, live, tile_m, tile_n, N, BM, BN, SLICES, OUT
+                )  # fmt: skip
+            if (KIND == "gate_up" or KIND == "linear") and BM * PARTS > EARLY:
+                scale = row_scale(sumsq, rows, live, stride_sumsq, K, eps, PARTS)
+            if KIND == "gate_up":
+                _gated(total, scale, bias, out, tile_m, tile_n, N, ACT, BM, BN, SLICES, OUT)
+            if KIND == "linear":
+                _linear(total, scale, bias, factor, out, tile_m, tile_n, N, ACT, SOFTCAP, BM, BN, SLICES, OUT)
+            if KIND == "qkv":
+                rows = tile_m * BM + tl.arange(0, BM)
+                scale = row_scale(sumsq, rows, live, stride_sumsq, K, eps, PARTS)
+                _heads(total, scale, rows, live, tile_n, N, eps, bias, rotary, positions, slots, kv, layer, layers,
+                       q_out, q_norm, k_norm, HQ, HKV, D, PAGE, BN, OUT)  # fmt: skip
+    release(PDL)
+
+
+_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def launch_product(
+    kind: str, launch: Launch, a: Tensor, weight: Tensor, out: Tensor, num_tokens: Tensor | None,
+    space: Workspace | None, x: Tensor | None = None, **fields: Any,
+) -> None:  # fmt: skip
+    """Run `product_kernel` for a `kind` of it; `fields` are what its epilogue reads."""
+    c = launch.config
+    m, n, k = a.shape[0], weight.shape[0], a.shape[1]
+    width = c.features // c.slices
+    ws = check_workspace(space, launch, m, n)
+
+    def tiles(tensor: Tensor, rows: int, cols: int) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(tensor, [rows, cols])
+
+    product_kernel[launch.grid](
+        tiles(a, c.tokens, c.depth), tiles(weight, c.features, c.depth), weight, ws.partial if ws else None,
+        ws.arrived if ws else None, num_tokens, m, n, k, None if x is None else tiles(x, c.tokens, width),
+        None if kind == "qkv" else tiles(out, c.tokens, width // 2 if kind == "gate_up" else width),
+        q_out=out if kind == "qkv" else None, KIND=kind, BM=c.tokens, BN=c.features, BK=c.depth, GROUP=c.group,
+        SPLIT=launch.split, SWAP=c.swap, SLICES=c.slices, OUT=_DTYPES[out.dtype], **fields, **launch.options,
+    )  # fmt: skip

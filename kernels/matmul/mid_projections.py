@@ -1,0 +1,194 @@
+"""The products of a layer as `projections` has them, but on `mid_hopper` where a measured table or its rule says so.
+
+Signatures, places and results are those of `projections`; what `mid_hopper` has no epilogue for goes there as well:
+biases, head norms, norms behind a product, activations other than SiLU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from weft.kernels.common.gpu import gpu
+from weft.kernels.matmul import mid_rule, mid_table, projections
+from weft.kernels.matmul.gemm_config import GemmConfig
+from weft.kernels.matmul.gemm_launch import Workspace, check_operands
+from weft.kernels.matmul.mid_config import MidConfig
+
+
+def _fits(config: MidConfig, tokens: int, weight: Tensor, space: Workspace | None) -> bool:
+    """Whether the workspace has room for the parts."""
+    split = config.parts_of(weight.shape[1])
+    if split == 1:
+        return True
+    tiles = config.units(tokens, *weight.shape) // split
+    return (
+        space is not None
+        and space.arrived.numel() >= config.rows // 64 * tiles
+        and space.partial.numel() >= tiles * split * config.rows * config.width
+    )
+
+
+def chosen(
+    config: GemmConfig | MidConfig | None, tokens: int, weight: Tensor, num_sms: int, space: Workspace | None,
+    *, plain: bool,
+) -> MidConfig | None:  # fmt: skip
+    """How `mid_hopper` cuts a product; None: it does not compute it. plain: it has the epilogue.
+
+    config: given by the caller, or None for that of the table, or of the rule beside it, which are for whole GPUs.
+    """
+    if not plain or isinstance(config, GemmConfig):
+        return None
+    here = gpu(weight.device) if weight.device.type == "cuda" else gpu()
+    if here is None or here.capability[0] != 9:
+        return None
+    if config is None and (here.capability, here.sms) == mid_table.MACHINE and num_sms == here.sms:
+        features, depth = weight.shape
+        config = mid_table.lookup(tokens, features, depth) or mid_rule.by_rule(tokens, features, depth, num_sms)
+    return config if config is not None and _fits(config, tokens, weight, space) else None
+
+
+def _other(config: GemmConfig | MidConfig | None) -> GemmConfig | None:
+    return config if isinstance(config, GemmConfig) else None
+
+
+def _launch(
+    kind: str, config: MidConfig, a: Tensor, weight: Tensor, out: Tensor, num_sms: int, space: Workspace | None,
+    num_tokens: Tensor | None, x: Tensor | None = None, **fields: Any,
+) -> None:  # fmt: skip
+    from weft.kernels.matmul import mid_hopper
+
+    check_operands(a, weight)
+    mid_hopper.launch_product(kind, config, a, weight, out, num_tokens, space, x, num_sms=num_sms, **fields)
+
+
+def _sums(sumsq: Tensor, eps: float) -> dict[str, Any]:
+    sumsq = sumsq if sumsq.dim() == 2 else sumsq[None]
+    return {"sumsq": sumsq, "stride_sumsq": sumsq.stride(0), "eps": eps, "PARTS": sumsq.shape[0]}
+
+
+def qkv_project(
+    x: Tensor,
+    sumsq: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    rotary: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    kv: Tensor,
+    layer: int,
+    num_heads: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    *,
+    out: Tensor,
+    raw: Tensor | None = None,
+    num_sms: int,
+    space: Workspace | None = None,
+    num_tokens: Tensor | None = None,
+    config: GemmConfig | MidConfig | None = None,
+) -> Tensor:
+    """As `projections.qkv_project`."""
+    head_dim = kv.shape[5]
+    plain = (
+        bias is None and q_norm is None and k_norm is None and sumsq is not None and out.dtype == kv.dtype == x.dtype
+        and head_dim in projections.FUSED_HEADS and kv.is_contiguous() and out.is_contiguous()
+    )  # fmt: skip
+    mid = chosen(config, x.shape[0], weight, num_sms, space, plain=plain)
+    if mid is None or sumsq is None:
+        return projections.qkv_project(
+            x, sumsq, weight, bias, eps, rotary, positions, slot_mapping, kv, layer, num_heads, q_norm, k_norm, out=out,
+            raw=raw, num_sms=num_sms, space=space, num_tokens=num_tokens, config=_other(config),
+        )  # fmt: skip
+    _launch(
+        "qkv", mid, x, weight, out, num_sms, space, num_tokens, rotary=rotary, positions=positions, slots=slot_mapping,
+        kv=kv, layer=layer, layers=kv.shape[1], HQ=num_heads, HKV=kv.shape[4], D=head_dim, PAGE=kv.shape[3],
+        **_sums(sumsq, eps),
+    )  # fmt: skip
+    return out
+
+
+def residual_project(
+    a: Tensor,
+    weight: Tensor,
+    x: Tensor,
+    *,
+    out: Tensor,
+    sumsq: Tensor,
+    post_norm: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 0.0,
+    centred: bool = False,
+    raw: Tensor | None = None,
+    num_sms: int,
+    space: Workspace | None = None,
+    num_tokens: Tensor | None = None,
+    config: GemmConfig | MidConfig | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `projections.residual_project`."""
+    plain = post_norm is None and bias is None and not centred and x.dtype == out.dtype == a.dtype and x.is_contiguous()
+    mid = chosen(config, a.shape[0], weight, num_sms, space, plain=plain and out.is_contiguous())
+    if mid is None:
+        return projections.residual_project(
+            a, weight, x, out=out, sumsq=sumsq, post_norm=post_norm, bias=bias, eps=eps, centred=centred, raw=raw,
+            num_sms=num_sms, space=space, num_tokens=num_tokens, config=_other(config),
+        )  # fmt: skip
+    parts = -(-weight.shape[0] // mid.width)
+    if sumsq.shape[0] < parts or sumsq.stride(1) != 1:
+        raise ValueError(f"sumsq needs {parts} contiguous rows")
+    _launch("residual", mid, a, weight, out, num_sms, space, num_tokens, x, sumsq=sumsq, stride_sumsq=sumsq.stride(0))
+    return out, sumsq[:parts]
+
+
+def gate_up_project(
+    x: Tensor,
+    sumsq: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    *,
+    activation: str = "silu",
+    bias: Tensor | None = None,
+    out: Tensor,
+    num_sms: int,
+    space: Workspace | None = None,
+    num_tokens: Tensor | None = None,
+    config: GemmConfig | MidConfig | None = None,
+) -> Tensor:
+    """As `projections.gate_up_project`."""
+    plain = activation == "silu" and bias is None and sumsq is not None and out.dtype == x.dtype
+    mid = chosen(config, x.shape[0], weight, num_sms, space, plain=plain and out.is_contiguous())
+    if mid is None or sumsq is None:
+        return projections.gate_up_project(
+            x, sumsq, weight, eps, activation=activation, bias=bias, out=out, num_sms=num_sms, space=space,
+            num_tokens=num_tokens, config=_other(config),
+        )  # fmt: skip
+    _launch("gate_up", mid, x, weight, out, num_sms, space, num_tokens, **_sums(sumsq, eps))
+    return out
+
+
+def linear_project(
+    x: Tensor,
+    sumsq: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    *,
+    activation: str = "",
+    bias: Tensor | None = None,
+    out: Tensor,
+    num_sms: int,
+    space: Workspace | None = None,
+    num_tokens: Tensor | None = None,
+    config: GemmConfig | MidConfig | None = None,
+) -> Tensor:
+    """As `projections.linear_project`."""
+    plain = not activation and bias is None and sumsq is None and out.dtype == x.dtype and out.is_contiguous()
+    mid = chosen(config, x.shape[0], weight, num_sms, space, plain=plain)
+    if mid is None:
+        return projections.linear_project(
+            x, sumsq, weight, eps, activation=activation, bias=bias, out=out, num_sms=num_sms, space=space,
+            num_tokens=num_tokens, config=_other(config),
+        )  # fmt: skip
+    _launch("plain", mid, x, weight, out, num_sms, space, num_tokens)
+    return out

@@ -1,0 +1,9 @@
+"""Reference.
+
+Owns: the plain torch implementation of every operation; it serves on the CPU and is what kernels are tested against.
+May import: `common`, `formats`.
+Never: uses Triton.
+"""
+
+PUBLIC = ("experts", "layer", "sampling", "sampling_shards")
+"""The modules that other folders may import."""

@@ -1,0 +1,127 @@
+"""The torch twins of a layer of experts: the router, and the grouped products in front of and behind the activation.
+
+Shapes use T tokens, H hidden, E experts, K experts a token, I columns of an expert. No token is dropped, whatever the
+imbalance.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.kernels.formats.fp8_matrix import Matrix
+from weft.kernels.reference.layer import gated, normed, normed_linear, row_sumsq
+
+
+class Routing(NamedTuple):
+    """Which experts compute each token, and how much of them is taken."""
+
+    experts: Tensor
+    """[T, K] int64"""
+    weights: Tensor
+    """[T, K] float32"""
+    order: Tensor
+    """[T * K] int64: (token, choice) pairs `token * K + choice`, sorted by expert"""
+    counts: list[int]
+    """[E] pairs of each expert"""
+
+
+def _grouped(scores: Tensor, groups: int, top_groups: int) -> Tensor:
+    """-inf on the experts outside the best groups: a group counts as the sum of its two best (DeepSeek V3)."""
+    parts = scores.view(len(scores), groups, -1)
+    best = parts.topk(2, dim=-1).values.sum(-1).topk(top_groups, dim=-1, sorted=False).indices
+    keep = torch.zeros_like(parts[..., 0], dtype=torch.bool).scatter_(1, best, True)
+    return parts.masked_fill(~keep[..., None], -torch.inf).view(scores.shape)
+
+
+def route(
+    x: Tensor,
+    sumsq: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    *,
+    kind: str,
+    top: int,
+    normalise: bool,
+    scaling: float = 1.0,
+    bias: Tensor | None = None,
+    choice_bias: Tensor | None = None,
+    groups: int = 1,
+    top_groups: int = 1,
+) -> Routing:
+    """Norm, router matrix `[E, H]` float32 and the choice of experts, all in float32.
+
+    kind: `softmax` over all experts, then the `top` best; `top_softmax`: the best, then a softmax over them; `sigmoid`
+    of each. choice_bias `[E]` counts for the choice, not for the weights. normalise: a token's weights sum up to one.
+    """
+    h = x.float() if sumsq is None else normed(x.float(), sumsq, eps)
+    logits = F.linear(h, weight.float(), None if bias is None else bias.float())
+    if kind == "top_softmax":
+        values, chosen = logits.topk(top, dim=-1)
+        weights = values.softmax(-1)
+    else:
+        scores = logits.sigmoid() if kind == "sigmoid" else logits.softmax(-1)
+        choice = scores if choice_bias is None else scores + choice_bias
+        if groups > 1:
+            choice = _grouped(choice, groups, top_groups)
+        chosen = choice.topk(top, dim=-1).indices
+        weights = scores.gather(1, chosen)
+        if normalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if kind == "sigmoid" else 0.0))
+    if scaling != 1.0:
+        weights = weights * scaling
+    flat = chosen.flatten()
+    order = torch.argsort(flat, stable=True)
+    return Routing(chosen, weights, order, torch.bincount(flat, minlength=len(weight)).tolist())
+
+
+def experts_gate_up(
+    x: Tensor,
+    sumsq: Tensor | None,
+    routing: Routing,
+    weight: Matrix,
+    eps: float,
+    *,
+    activation: str = "silu",
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Norm and the experts' gate-up matrices `[E, 2 I, H]` (rows alternate) -> `[T * K, I]`, sorted by expert."""
+    tokens = routing.order // routing.experts.shape[1]
+    # an FP8 matrix has the norm's weight beside it
+    sums = None if isinstance(weight, Tensor) or sumsq is None else sumsq[tokens]
+    rows = (normed(x, sumsq, eps) if sums is None else x)[tokens]
+    out = rows.new_empty(len(rows), weight.shape[1] // 2)
+    at = 0
+    for expert, count in enumerate(routing.counts):
+        if count:
+            own = slice(at, at + count)
+            own_bias = None if bias is None else bias[expert]
+            y = normed_linear(rows[own], None if sums is None else sums[own], weight[expert], own_bias, eps)
+            out[own] = gated(activation, y[:, 0::2], y[:, 1::2])
+            at += count
+    return out
+
+
+def experts_residual(
+    h: Tensor, routing: Routing, weight: Matrix, x: Tensor, *, bias: Tensor | None = None, centred: bool = False
+) -> tuple[Tensor, Tensor]:
+    """x plus the weighted sum of what the experts' matrices `[E, H, I]` make of h `[T * K, I]`; its sum of squares.
+
+    A token's experts are added up in float32, in the order of its choices.
+    """
+    y = torch.empty(len(h), weight.shape[1], dtype=torch.float32, device=h.device)
+    scale = routing.weights.flatten()[routing.order]
+    at = 0
+    for expert, count in enumerate(routing.counts):
+        if count:
+            own = slice(at, at + count)
+            own_bias = None if bias is None else bias[expert]
+            y[own] = normed_linear(h[own], None, weight[expert], own_bias, 0.0).float() * scale[own, None]
+            at += count
+    placed = torch.empty_like(y)
+    placed[routing.order] = y
+    out = (x.float() + placed.view(*routing.experts.shape, -1).sum(1)).to(x.dtype)
+    return out, row_sumsq(out, centred)

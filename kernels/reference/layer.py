@@ -1,0 +1,432 @@
+"""The torch twins of a layer's kernels: what they compute, in the fewest plain operations (`sampling` has the others).
+
+They serve on the CPU and are the oracle on a GPU. `embed` and the projections take what their launchers take first;
+what only a launch needs (outputs, scratch, SMs, a configuration) follows there by name. `lm_head` is two launches on a
+GPU, `embedding.final_norm` and `gemm.matmul`, and attention has a work list of its own kind.
+
+Shapes use T tokens, R requests, H hidden, Hq query heads, Hkv KV heads, D head_dim, V vocabulary. The residual stream
+`x [T, H]` travels with `sumsq [T] float32`, the sum of squares of each row: with norm weights folded into matrices
+(`pack.fold_norm`), the RMS norm before a matrix is one scale per row. A LayerNorm is one too: the rows of its matrix
+have no mean (`pack.fold_norm`), and the squares are those of what a row has beyond its own (`centred`).
+
+Where a twin takes a `Matrix`, it may be in FP8 (`fp8_matrix`): the norm before it is then not folded in.
+
+The KV pool is `[pages, layers, 2, page_size, Hkv, D]`: a page is one extent that holds all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.kernels.formats import fp8_matrix
+from weft.kernels.formats.fp8 import quantize_kv
+from weft.kernels.formats.fp8_matrix import Matrix
+
+OAI_LIMIT, OAI_ALPHA = 7.0, 1.702
+
+
+def _relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": _relu2,
+}
+
+
+def gated(activation: str, gate: Tensor, up: Tensor) -> Tensor:
+    """activation(gate) * up; `swiglu_oai` is gpt-oss's: clamped, and with `up + 1`."""
+    if activation == "swiglu_oai":
+        gate, up = gate.clamp(max=OAI_LIMIT), up.clamp(-OAI_LIMIT, OAI_LIMIT)
+        return (up + 1) * gate * torch.sigmoid(OAI_ALPHA * gate)
+    return ACTIVATIONS[activation](gate).mul_(up)
+
+
+def rms_scale(sumsq: Tensor, width: int, eps: float) -> Tensor:
+    """`[T]` float32: 1 / rms of each row."""
+    return torch.rsqrt(sumsq / width + eps)
+
+
+def row_sumsq(x: Tensor, centred: bool = False) -> Tensor:
+    """`[T]` float32: sums of squares of the rows of `x [T, H]`, or (centred) of what they have beyond their mean."""
+    # float() of a float32 tensor is the tensor itself
+    h = x.float()
+    return (h - h.mean(-1, keepdim=True) if centred else h).square().sum(-1)
+
+
+def normed(x: Tensor, sumsq: Tensor | None, eps: float) -> Tensor:
+    if sumsq is None:
+        return x
+    return (x.float() * rms_scale(sumsq, x.shape[-1], eps)[:, None]).to(x.dtype)
+
+
+def normed_linear(x: Tensor, sumsq: Tensor | None, matrix: Matrix, bias: Tensor | None, eps: float) -> Tensor:
+    """Norm and product, in the dtype of x; no norm without `sumsq`."""
+    if isinstance(matrix, Tensor):
+        return F.linear(normed(x, sumsq, eps), matrix, bias)
+    scale = None if sumsq is None else rms_scale(sumsq, x.shape[-1], eps)
+    return fp8_matrix.linear(x, scale, matrix, bias).to(x.dtype)
+
+
+def linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
+    """`[T, out]` in the dtype of x `[T, K]`, nothing before or behind it."""
+    return normed_linear(x, None, matrix, bias, 0.0)
+
+
+def embed(
+    token_ids: Tensor,
+    table: Tensor,
+    *,
+    scale: float = 1.0,
+    places: Tensor | None = None,
+    positions: Tensor | None = None,
+    centred: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Rows of `table [V, H]` for `token_ids [T]` int -> `x [T, H]`, `sumsq [T]`.
+
+    scale is rounded to the table's dtype. places `[positions, H]`: learned positions, whose row of each token's
+    position `[T]` is added.
+    """
+    x = F.embedding(token_ids, table)
+    if scale != 1.0:
+        x = x * torch.tensor(scale, dtype=x.dtype)
+    if places is not None and positions is not None:
+        x = x + places[positions]
+    return x, row_sumsq(x, centred)
+
+
+def _rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """Rotate neighbour pairs of `x [T, heads, D]` by `cos_sin [T, D/2, 2]`, in float32."""
+    pairs = x.float().unflatten(-1, (-1, 2))
+    a, b = pairs.unbind(-1)
+    cos, sin = cos_sin[:, None].unbind(-1)
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).to(x.dtype)
+
+
+Means = Callable[[Tensor], Tensor]
+
+
+def _head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm over each head of `x [T, heads, D]`, weight `[D]` (Qwen 3)."""
+    h = x.float()
+    return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+
+
+def _all_heads_norm(q: Tensor, k: Tensor, weights: tuple[Tensor, Tensor], eps: float, means: Means | None) -> Tensor:
+    """RMS norm over all heads of q `[T, Hq, D]` and all of k at once, weights `[heads * D]` (OLMo 2), in one tensor."""
+    flat = [t.float().flatten(-2) for t in (q, k)]
+    squares = torch.stack([t.square().mean(-1) for t in flat], -1)
+    if means is not None:
+        squares = means(squares)
+    flat = [
+        t * torch.rsqrt(square[:, None] + eps) * weight.float()
+        for t, square, weight in zip(flat, squares.unbind(-1), weights, strict=True)
+    ]
+    return torch.cat(flat, -1).view(len(q), -1, q.shape[-1]).to(q.dtype)
+
+
+def qkv_project(
+    x: Tensor,
+    sumsq: Tensor | None,
+    weight: Matrix,
+    bias: Tensor | None,
+    eps: float,
+    rotary: Tensor,
+    positions: Tensor | slice,
+    slot_mapping: Tensor,
+    kv: Tensor,
+    layer: int,
+    num_heads: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    means: Means | None = None,
+    kv_inverse: Tensor | None = None,
+) -> Tensor:
+    """Norm, QKV matrix, bias, q/k norm, rotary embedding; K and V go into the pages. No norm without `sumsq`.
+
+    weight `[(Hq + 2 Hkv) D, H]` packed by `pack`; rotary `[positions, D/2, 2]` float32; positions `[T]` int, or
+    `slice(None)` when the caller picked the tokens' rows of rotary already; slot_mapping `[T]` int: page * page_size +
+    offset of each token (padding points into page 0). means: where heads are spread over ranks and one norm is over all
+    of them: makes of the mean squares `[T, 2]` of this rank's q and k those of all ranks.
+    kv_inverse `[2, Hkv]` float32: where pages are in FP8, what K and V are multiplied by (`fp8.KvScales`).
+    Returns q `[T, Hq, D]`.
+    """
+    num_kv_heads, head_dim = kv.shape[-2], kv.shape[-1]
+    qkv = normed_linear(x, sumsq, weight, bias, eps).view(x.shape[0], -1, head_dim)
+    qk, v = qkv.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
+    if q_norm is not None and k_norm is not None:
+        q, k = qk.split((num_heads, num_kv_heads), dim=1)
+        if q_norm.numel() == head_dim and means is None:
+            qk = torch.cat((_head_norm(q, q_norm, eps), _head_norm(k, k_norm, eps)), dim=1)
+        else:
+            qk = _all_heads_norm(q, k, (q_norm, k_norm), eps, means)
+    q, k = _rotate(qk, rotary[positions]).split((num_heads, num_kv_heads), dim=1)
+    page_size = kv.shape[3]
+    page, offset = slot_mapping // page_size, slot_mapping % page_size
+    if kv_inverse is None:
+        k, v = k.to(kv.dtype), v.to(kv.dtype)
+    else:
+        k, v = (quantize_kv(t, inverse) for t, inverse in zip((k, v), kv_inverse, strict=True))
+    kv[page, layer, 0, offset] = k
+    kv[page, layer, 1, offset] = v
+    return q
+
+
+def residual_project(
+    a: Tensor,
+    weight: Matrix,
+    x: Tensor,
+    *,
+    post_norm: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 0.0,
+    centred: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`x + a @ weight.T`, rounded once, and its sum of squares. a `[T, K]`, weight `[H, K]`, x `[T, H]`.
+
+    post_norm `[H]`: what is added goes through an RMS norm first, with its bias `[H]`.
+    """
+    if post_norm is not None:
+        h = normed_linear(a, None, weight, bias, eps).float()
+        h = h * rms_scale(h.square().sum(-1), h.shape[-1], eps)[:, None] * post_norm.float()
+        y = (x.float() + h).to(x.dtype)
+    elif not isinstance(weight, Tensor):
+        y = (x.float() + fp8_matrix.linear(a, None, weight, bias)).to(x.dtype)
+    else:
+        x = x if bias is None else x + bias
+        y = torch.addmm(x, a, weight.t()) if x.dtype == torch.float32 else (x.float() + F.linear(a, weight)).to(x.dtype)
+    return y, row_sumsq(y, centred)
+
+
+def add_reduced(
+    total: Tensor, x: Tensor, *, post_norm: Tensor | None = None, eps: float = 0.0, centred: bool = False
+) -> tuple[Tensor, Tensor]:
+    """x `[T, H]` plus the sum of all ranks' partial sums `[T, H]` float32, rounded once, and its sum of squares.
+
+    post_norm as in `residual_project`.
+    """
+    if post_norm is not None:
+        total = total * rms_scale(total.square().sum(-1), total.shape[-1], eps)[:, None] * post_norm.float()
+    y = (x.float() + total).to(x.dtype)
+    return y, row_sumsq(y, centred)
+
+
+def gate_up_project(
+    x: Tensor,
+    sumsq: Tensor | None,
+    weight: Matrix,
+    eps: float,
+    *,
+    activation: str = "silu",
+    bias: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> Tensor:
+    """Norm, gate-up matrix `[2 I, H]` (rows alternate), bias, SwiGLU or a kin of it -> `[T, I]`.
+
+    gate `[1, H]`: of a shared expert (Qwen 2 MoE): the result times the sigmoid of this product.
+    """
+    if isinstance(weight, Tensor):
+        h = normed(x, sumsq, eps)
+        # Two products of strided weights, so that what follows reads contiguous rows.
+        g = F.linear(h, weight[0::2], None if bias is None else bias[0::2])
+        y = gated(activation, g, F.linear(h, weight[1::2], None if bias is None else bias[1::2]))
+    else:
+        both = normed_linear(x, sumsq, weight, bias, eps)
+        y = gated(activation, both[:, 0::2], both[:, 1::2])
+    return y if gate is None else y * torch.sigmoid(F.linear(normed(x, sumsq, eps), gate))
+
+
+def up_project(
+    x: Tensor, sumsq: Tensor | None, weight: Matrix, eps: float, *, activation: str, bias: Tensor | None = None
+) -> Tensor:
+    """Norm, matrix `[I, H]` of an MLP without a gate, bias, activation -> `[T, I]`."""
+    return ACTIVATIONS[activation](normed_linear(x, sumsq, weight, bias, eps))
+
+
+def final_norm(
+    x: Tensor,
+    sumsq: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    *,
+    norm_bias: Tensor | None = None,
+    centred: bool = False,
+) -> Tensor:
+    """`[S, H]`, in the dtype of x `[S, H]`: rows as the vocabulary projection reads them, the model's hidden states."""
+    if centred:
+        x, dtype = x.float() - x.float().mean(-1, keepdim=True), x.dtype
+        h = x * rms_scale(sumsq, x.shape[-1], eps)[:, None] * norm_weight.float()
+        return (h if norm_bias is None else h + norm_bias.float()).to(dtype)
+    return (normed(x, sumsq, eps).float() * norm_weight.float()).to(x.dtype)
+
+
+def lm_head(
+    x: Tensor,
+    sumsq: Tensor,
+    norm_weight: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    norm_bias: Tensor | None = None,
+    centred: bool = False,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Final norm and vocabulary projection of the rows that need logits: x `[S, H]` -> `[S, V]` float32.
+
+    The logits are multiplied by `scale`, then bent below `softcap` where there is one.
+    """
+    h = final_norm(x, sumsq, norm_weight, eps, norm_bias=norm_bias, centred=centred)
+    logits = F.linear(h, weight, bias).float()
+    if scale != 1.0:
+        logits = logits * scale
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+
+class AttentionGroup(NamedTuple):
+    """Requests whose padded shapes are close: one padded attention call serves them all.
+
+    G requests, Q queries each at most, P pages each at most.
+    """
+
+    tokens: Tensor
+    """[G, Q] int64: rows of q; padding repeats a row of the same request"""
+    unpad: Tensor | None
+    """[tokens] int64 into G * Q: where each real row is (None: Q is 1, nothing is padded)"""
+    rows: Tensor
+    """[tokens] int64: rows of the output, in the order of `unpad`"""
+    pages: Tensor
+    """[G * P] int64; padding is page 0"""
+    mask: Tensor
+    """[G, 1, heads_per_kv * Q, P * page_size] in q's dtype: 0 where a query may attend, -inf elsewhere"""
+    stale: Tensor
+    """[...] int64 into G * P * page_size: positions past a request's last token, whose content is not its own"""
+
+
+class AttentionWork(NamedTuple):
+    """The attention of one iteration, planned on the host once for all layers."""
+
+    groups: tuple[AttentionGroup, ...]
+    scratch: Tensor
+    """[2, elements] in the pool's dtype: K and V of the largest group. Reused by every layer and iteration, because a
+    fresh buffer of this size costs more in page faults than the copy into it."""
+
+
+MAX_DIAGONAL_HEADS = 4
+"""KV heads up to which `_decode` wastes less than the strided access of one head at a time"""
+
+
+def _decode(q: Tensor, k: Tensor, v: Tensor, group: AttentionGroup, scale: float) -> Tensor:
+    """Attention of one query a request: q `[G, Hq, D]`, k and v `[G, keys, Hkv * D]` -> `[G, Hq, D]`.
+
+    All heads go through one product of contiguous operands: the query of head h is zero outside its KV head's columns.
+    """
+    size, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[2] // head_dim
+    own = torch.eye(num_kv_heads, dtype=q.dtype, device=q.device).repeat_interleave(
+        num_heads // num_kv_heads, 0
+    )  # [Hq, Hkv]
+    wide = (q[:, :, None] * own[:, :, None]).view(size, num_heads, -1)
+    mask = group.mask[:, 0, :1].expand(-1, num_heads, -1)
+    scores = torch.baddbmm(mask, wide, k.transpose(1, 2), alpha=scale)
+    o = torch.bmm(scores.softmax(-1), v).view(size, num_heads, num_kv_heads, head_dim)
+    return (o * own[:, :, None]).sum(2)
+
+
+def _scored(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float, sinks: Tensor | None
+) -> Tensor:
+    """Attention whose scores are bent below `softcap`, or share their softmax with a sink.
+
+    q `[G, Hkv, heads_per_kv * Q, D]`, sinks `[Hq]`: a logit of each head that takes weight and gives no value.
+    """
+    scores = torch.matmul(q, k.transpose(2, 3)).float() * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores + mask
+    if sinks is not None:
+        size, num_kv_heads, rows, _ = q.shape
+        column = sinks.float().view(num_kv_heads, -1, 1).expand(-1, -1, rows * num_kv_heads // len(sinks))
+        scores = torch.cat((scores, column.reshape(1, num_kv_heads, rows, 1).expand(size, -1, -1, 1)), dim=-1)
+    return torch.matmul(scores.softmax(-1)[..., : k.shape[2]].to(v.dtype), v)
+
+
+def paged_attention(
+    q: Tensor,
+    kv: Tensor,
+    layer: int,
+    work: AttentionWork,
+    *,
+    out: Tensor,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of q `[T, Hq, D]` over each request's pages; K and V of this layer are already written.
+
+    scale is of the scores; None: head_dim ** -0.5. See `_scored` for softcap and sinks. kv_scale `[2, Hkv]` float32: of
+    pages in FP8, whose numbers become those of q's dtype exactly before they are multiplied by it; None: by 1.
+
+    Writes the requests' rows of `out [T, Hq * D]` and returns it. Whatever lies in a page past the request's last token
+    (NaN included) cannot reach a result.
+    """
+    num_heads, head_dim = q.shape[1:]
+    scale = head_dim**-0.5 if scale is None else scale
+    plain = not softcap and sinks is None
+    page_size, num_kv_heads = kv.shape[3], kv.shape[4]
+    heads = out.view(q.shape)
+    flat = kv.view(-1, page_size * num_kv_heads * head_dim)  # one row: K or V of a page and layer
+    layers = kv.shape[1]
+    for group in work.groups:
+        size, queries = group.tokens.shape
+        k_rows = (group.pages * layers + layer) * 2
+        gathered = work.scratch[:, : len(k_rows) * flat.shape[1]].view(2, len(k_rows), -1)
+        torch.index_select(flat, 0, k_rows, out=gathered[0])
+        torch.index_select(flat, 0, k_rows + 1, out=gathered[1])
+        k, v = (t.to(q.dtype) for t in gathered.view(2, -1, num_kv_heads * head_dim).unbind(0))
+        k.index_fill_(0, group.stale, 0.0)
+        v.index_fill_(0, group.stale, 0.0)
+        if kv_scale is not None:
+            for t, own in zip((k, v), kv_scale.to(q.dtype), strict=True):
+                t.view(-1, num_kv_heads, head_dim).mul_(own[:, None])
+        if plain and queries == 1 and num_kv_heads <= MAX_DIAGONAL_HEADS:
+            heads[group.rows] = _decode(
+                q[group.rows], k.view(size, -1, k.shape[1]), v.view(size, -1, v.shape[1]), group, scale
+            )
+            continue
+        k = k.view(size, -1, num_kv_heads, head_dim).transpose(1, 2)
+        v = v.view(size, -1, num_kv_heads, head_dim).transpose(1, 2)
+        # Query heads of one KV head become queries of that head: [G, Hkv, heads_per_kv * Q, D]
+        gq = q[group.tokens.view(-1)].view(size, queries, num_kv_heads, -1, head_dim)
+        gq = gq.permute(0, 2, 3, 1, 4).reshape(size, num_kv_heads, -1, head_dim)
+        if plain:
+            o = F.scaled_dot_product_attention(gq, k, v, attn_mask=group.mask, scale=scale)
+        else:
+            o = _scored(gq, k, v, group.mask, scale, softcap, sinks)
+        o = o.view(size, num_kv_heads, -1, queries, head_dim).permute(0, 3, 1, 2, 4)
+        o = o.reshape(size * queries, num_heads, head_dim)
+        heads[group.rows] = o if group.unpad is None else o[group.unpad]
+    return out
+
+
+def pushed_sum(inputs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None, x: Tensor | None) -> Tensor:
+    """The sum of every rank's product `a [T, K] @ weight [H, K].T`, each rounded to their dtype, in rank order in
+    float32, plus x `[T, H]`, rounded once; bias `[H]`: of rank 0's product.
+    """
+    total = torch.zeros(len(inputs[0]), len(weights[0]), device=weights[0].device)
+    for rank, (a, weight) in enumerate(zip(inputs, weights, strict=True)):
+        part = a.float() @ weight.float().T
+        total += (part + bias.float() if bias is not None and rank == 0 else part).to(a.dtype).float()
+    return (total if x is None else total + x.float()).to(inputs[0].dtype)

@@ -1,0 +1,303 @@
+"""Kernels with operands made once, ready to be timed: products, attention, whole layers and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.kernels.attention.decode_attention import decode_attention
+from weft.kernels.attention.decode_workspace import decode_workspace
+from weft.kernels.attention.prefill_attention import prefill_attention
+from weft.kernels.attention.work_lists import decode_items, prefill_items
+from weft.kernels.experts import experts
+from weft.kernels.experts.router import choice_buffers, route
+from weft.kernels.formats import fp8
+from weft.kernels.formats.fp8 import Fp8Weight
+from weft.kernels.matmul import fp8_projections, gemm, gemm_launch, projections
+from weft.kernels.matmul.gemm_config import GemmConfig
+from weft.kernels.matmul.tuned import Shape
+from weft.kernels.sampling.sampler import sample, sample_scratch
+from weft.kernels.tuning.measure import burst
+
+DEVICE = "cuda"
+DTYPE = torch.bfloat16
+HEAD_DIM = 128
+
+
+def layer_shapes(hidden: int, inter: int, heads: int, kv_heads: int, head_dim: int = HEAD_DIM) -> list[Shape]:
+    return [
+        Shape("qkv", (heads + 2 * kv_heads) * head_dim, hidden),
+        Shape("residual", hidden, heads * head_dim),
+        Shape("gate_up", 2 * inter, hidden),
+        Shape("residual", hidden, inter),
+    ]
+
+
+LLAMA_8B = layer_shapes(4096, 14336, 32, 8)
+LLAMA_1B = layer_shapes(2048, 8192, 32, 8, 64)
+
+
+def rule(shape: Shape, tokens: int, num_sms: int) -> GemmConfig:
+    """The configuration that a product gets before it is tuned."""
+    if shape.experts:
+        return experts.choose(tokens, shape.features, shape.depth, shape.experts, shape.top)
+    if shape.bits == 8:
+        return fp8_projections.choose(shape.kind, tokens, shape.features, shape.depth, num_sms)
+    return gemm_launch.choose(tokens, shape.features, shape.depth, num_sms)
+
+
+def product(
+    shape: Shape, tokens: int, weight: Tensor | Fp8Weight, space: gemm_launch.Workspace, num_sms: int,
+    config: GemmConfig | None, head_dim: int = HEAD_DIM, kv_heads: int = 8,
+) -> Callable[[], object]:  # fmt: skip
+    """A call of the fused product of this shape, its operands made once."""
+    n, k = shape.features, shape.depth
+    if isinstance(weight, Fp8Weight):
+        return fp8_product(shape, tokens, weight, space, num_sms, config, head_dim, kv_heads)
+    if shape.experts:
+        return layer_of_experts(shape, tokens, weight, num_sms, config)
+    a = torch.randn(tokens, k, device=weight.device, dtype=DTYPE)
+    sumsq = a.float().square().view(tokens, 16, -1).sum(-1).t().contiguous()
+    options: dict[str, Any] = {"num_sms": num_sms, "space": space, "config": config}
+    if shape.kind == "qkv":
+        heads = n // head_dim - 2 * kv_heads
+        kv = torch.zeros(tokens // 64 + 2, 2, 2, 64, kv_heads, head_dim, device=weight.device, dtype=DTYPE)
+        rotary = torch.randn(4096, head_dim // 2, 2, device=weight.device)
+        positions = torch.arange(tokens, device=weight.device, dtype=torch.int32)
+        slots = torch.arange(tokens, device=weight.device, dtype=torch.int32) + 64
+        out = torch.empty(tokens, heads, head_dim, device=weight.device, dtype=DTYPE)
+        fused = projections.fuses_heads(head_dim, None)
+        raw = None if fused else torch.empty(tokens, n, device=weight.device, dtype=DTYPE)
+        return lambda: projections.qkv_project(
+            a, sumsq, weight, None, 1e-5, rotary, positions, slots, kv, 1, heads, out=out, raw=raw, **options
+        )
+    if shape.kind == "residual":
+        x = torch.randn(tokens, n, device=weight.device, dtype=DTYPE)
+        out, parts = torch.empty_like(x), projections.sumsq_buffer(n, tokens, weight.device)
+        return lambda: projections.residual_project(a, weight, x, out=out, sumsq=parts, **options)
+    if shape.kind == "gate_up":
+        out = torch.empty(tokens, n // 2, device=weight.device, dtype=DTYPE)
+        return lambda: projections.gate_up_project(a, sumsq, weight, 1e-5, out=out, **options)
+    if shape.kind == "up":
+        out = torch.empty(tokens, n, device=weight.device, dtype=DTYPE)
+        return lambda: projections.linear_project(a, sumsq, weight, 1e-5, activation="gelu_tanh", out=out, **options)
+    out = torch.empty(tokens, n, device=weight.device, dtype=torch.float32 if shape.kind == "logits" else DTYPE)
+    return lambda: gemm.matmul(a, weight, out, **options)
+
+
+def fp8_product(
+    shape: Shape, tokens: int, weight: Fp8Weight, space: gemm_launch.Workspace, num_sms: int, config: GemmConfig | None,
+    head_dim: int, kv_heads: int,
+) -> Callable[[], object]:  # fmt: skip
+    """As `product`, of operands in e4m3 whose scales are by blocks of an activation; pages in 16 bits."""
+    n, k, device = shape.features, shape.depth, weight.values.device
+    # the stream's, as an iteration of so many tokens has it
+    hidden = n if shape.kind == "residual" else k
+    span = fp8.BLOCK if weight.blocked else fp8_projections.residual_span(tokens, hidden, hidden, num_sms)
+    a = fp8_projections.rows_buffer(tokens, k, device, span=fp8.BLOCK if shape.kind == "residual" else span)
+    if device.type != "meta":
+        made = fp8.quantize_rows(torch.randn(tokens, k, device=device), span=a.span)
+        a.values.copy_(made.values)
+        a.scale.copy_(made.scale)
+    sumsq = torch.full((16, tokens), k / 16, device=device)
+    options: dict[str, Any] = {"num_sms": num_sms, "space": space, "config": config}
+    if shape.kind == "qkv" and head_dim in projections.FUSED_HEADS:
+        kv = torch.zeros(tokens // 64 + 2, 2, 2, 64, kv_heads, head_dim, device=device, dtype=DTYPE)
+        rotary = torch.randn(4096, head_dim // 2, 2, device=device)
+        positions = torch.arange(tokens, device=device, dtype=torch.int32)
+        out = torch.empty(tokens, n // head_dim - 2 * kv_heads, head_dim, device=device, dtype=DTYPE)
+        return lambda: fp8_projections.qkv_project(
+            a, sumsq, weight, None, 1e-5, rotary, positions, positions + 64, kv, 1, out.shape[1], out=out, **options
+        )
+    if shape.kind == "residual":
+        x = torch.randn(tokens, n, device=device, dtype=DTYPE)
+        parts = projections.sumsq_buffer(n, tokens, device)
+        left = fp8_projections.rows_buffer(tokens, n, device, span=span)
+        norm = torch.ones(n, device=device)
+        return lambda: fp8_projections.residual_project(
+            a, weight, x, out=x, sumsq=parts, quantized=left, next_norm=norm, **options
+        )
+    if shape.kind == "gate_up":
+        left = fp8_projections.rows_buffer(tokens, n // 2, device)
+        return lambda: fp8_projections.gate_up_project(a, sumsq, weight, 1e-5, quantized=left, **options)
+    out = torch.empty(tokens, n, device=device, dtype=DTYPE)  # a pass over the rows follows
+    return lambda: fp8_projections.linear_project(a, sumsq, weight, 1e-5, out=out, **options)
+
+
+def layer_of_experts(
+    shape: Shape, tokens: int, weight: Tensor, num_sms: int, config: GemmConfig | None, skew: float = 1.0
+) -> Callable[[], object]:
+    """A call of both products of a layer of experts, behind a random router. weight: all of `shape.elements`.
+
+    skew: the router's rows of the first eighth of the experts are so many times larger than the others.
+    """
+    count, top, n, k = shape.experts, shape.top, shape.features, shape.depth
+    device, dtype = weight.device, weight.dtype
+    gate_up, down = (part.view(count, *sizes) for part, sizes in zip(
+        weight.split((count * n * k, count * n * k // 2)), ((n, k), (k, n // 2)), strict=True))  # fmt: skip
+    x = torch.randn(tokens, k, device=device, dtype=dtype)
+    sumsq = x.float().square().sum(-1)[None]
+    out, sums = torch.empty_like(x), projections.sumsq_buffer(k, tokens, device)
+    matrix = torch.randn(count, k, device=device) * 0.02
+    matrix[: max(1, count // 8)] *= skew
+    choice = choice_buffers(tokens, k, count, top, device)
+    route(x, sumsq, matrix, 1e-5, kind="softmax", top=top, normalise=True, out=choice)
+    options: dict[str, Any] = {
+        "space": experts.expert_space(tokens, k, n // 2, count, top, dtype, device), "num_sms": num_sms,
+        "config": config,
+    }  # fmt: skip
+
+    def call() -> None:
+        experts.experts_gate_up(x, sumsq, choice, gate_up, 1e-5, **options)
+        experts.experts_residual(choice, down, x, out=out, sumsq=sums, **options)
+
+    return call
+
+
+def weights(shape: Shape, copies: int, device: str = DEVICE) -> list[Any]:
+    """Tensors; of e4m3 `Fp8Weight`."""
+    if shape.bits == 8:
+        made = []
+        for _ in range(copies):
+            values = torch.empty(shape.features, shape.depth, device=device, dtype=fp8.E4M3)
+            if values.device.type != "meta":
+                values.copy_(torch.randn(shape.features, shape.depth, device=device, dtype=DTYPE))
+            made.append(Fp8Weight(values, torch.full((shape.features,), 0.02, device=device)))
+        return made
+    if shape.experts:
+        return [torch.empty(shape.elements, device=device, dtype=DTYPE).normal_(0, 0.02) for _ in range(copies)]
+    return [torch.randn(shape.features, shape.depth, device=device, dtype=DTYPE) * 0.02 for _ in range(copies)]
+
+
+def cublas(tokens: int, weight: Tensor) -> Callable[[], object]:
+    a = torch.randn(tokens, weight.shape[1], device=DEVICE, dtype=DTYPE)
+    out = torch.empty(tokens, weight.shape[0], device=DEVICE, dtype=DTYPE)
+    return lambda: torch.mm(a, weight.t(), out=out)
+
+
+def copies_for(shape: Shape) -> int:
+    """Weights that together exceed the L2 several times."""
+    size = shape.bits // 8 * shape.elements
+    return 1 if size > 1e9 else max(2, min(12, int(400e6 / size)))
+
+
+def decode_calls(
+    batch: int, context: int, page: int, layers: int = 8, heads: int = 32, kv_heads: int = 8, head_dim: int = HEAD_DIM,
+    lengths: np.ndarray | None = None, num_sms: int = 132, kernel: Callable[..., object] = decode_attention,
+    **options: Any,
+) -> tuple[list[Callable[[], object]], float]:  # fmt: skip
+    """Decode attention of every layer of one pool, pages at random places; and the bytes one call must read."""
+    lengths = np.full(batch, context) if lengths is None else lengths
+    per = -(-int(lengths.max()) // page)
+    kv = torch.empty(batch * per + 1, layers, 2, page, kv_heads, head_dim, device=DEVICE, dtype=DTYPE)
+    for piece in kv.view(-1).chunk(16):
+        piece.normal_()
+    table = (torch.randperm(batch * per, device=DEVICE, dtype=torch.int32) + 1).view(batch, per)
+    q = torch.randn(batch, heads, head_dim, device=DEVICE, dtype=DTYPE)
+    items = decode_items(
+        lengths, num_kv_heads=kv_heads, num_programs=num_sms * options.get("per_sm", 4), max_slots=1024
+    )
+    work = torch.from_numpy(items).to(DEVICE)
+    count = torch.tensor([len(items)], dtype=torch.int32, device=DEVICE)
+    space = decode_workspace(1024, batch, kv_heads, heads // kv_heads, head_dim, DEVICE)
+    out = torch.empty(batch, heads * head_dim, device=DEVICE, dtype=DTYPE)
+
+    def call(layer: int) -> Callable[[], object]:
+        return lambda: kernel(q, kv, layer, table, work, count, out=out, num_sms=num_sms, space=space, **options)
+
+    return [call(layer) for layer in range(layers)], float(lengths.sum()) * kv_heads * head_dim * 4
+
+
+def prefill_calls(
+    batch: int, queries: int, page: int, context: int = 0, heads: int = 32, kv_heads: int = 8,
+    head_dim: int = HEAD_DIM, num_sms: int = 132, portable: bool = False, layers: int = 4,
+) -> tuple[list[Callable[[], object]], float]:  # fmt: skip
+    """Prefill attention of `batch` chunks, and the floating-point operations of one call (causal: half a square)."""
+    per = -(-(queries + context) // page)
+    kv = torch.randn(batch * per + 1, layers, 2, page, kv_heads, head_dim, device=DEVICE, dtype=DTYPE)
+    table = (torch.randperm(batch * per, device=DEVICE, dtype=torch.int32) + 1).view(batch, per)
+    q = torch.randn(batch * queries, heads, head_dim, device=DEVICE, dtype=DTYPE)
+    rows = np.arange(batch)
+    items = prefill_items(
+        rows * queries, np.full(batch, queries), np.full(batch, context), rows, group=heads // kv_heads
+    )
+    work = torch.from_numpy(items).to(DEVICE)
+    count = torch.tensor([len(items)], dtype=torch.int32, device=DEVICE)
+    out = torch.empty(batch * queries, heads * head_dim, device=DEVICE, dtype=DTYPE)
+
+    def call(layer: int) -> Callable[[], object]:
+        return lambda: prefill_attention(q, kv, layer, table, work, count, out=out, num_sms=num_sms, portable=portable)
+
+    flops = 4.0 * batch * heads * head_dim * queries * (context + queries / 2)
+    return [call(layer) for layer in range(layers)], flops
+
+
+def sdpa_calls(batch: int, queries: int, heads: int = 32, head_dim: int = HEAD_DIM) -> list[Callable[[], object]]:
+    """The same prefill through cuDNN, on dense K and V already repeated for every query head."""
+    q, k, v = (torch.randn(batch, heads, queries, head_dim, device=DEVICE, dtype=DTYPE) for _ in range(3))
+
+    def call() -> None:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return [call] * 4
+
+
+def layer_calls(
+    shapes: list[Shape], tokens: int, layers: int, num_sms: int, fused: bool, head_dim: int = HEAD_DIM
+) -> tuple[list[Callable[[], object]], float, float]:
+    """The matrix products of `layers` layers one after the other; operations and weight bytes of one layer."""
+    space = gemm_launch.workspace(DEVICE, 1 << 24)
+    calls = []
+    for _ in range(layers):
+        for shape in shapes:
+            weight = weights(shape, 1)[0]
+            calls.append(
+                product(shape, tokens, weight, space, num_sms, None, head_dim) if fused else cublas(tokens, weight)
+            )
+    size = float(sum(s.features * s.depth for s in shapes))
+    return calls, 2 * tokens * size, 2 * size
+
+
+def step_calls(
+    batch: int, context: int, layers: int, num_sms: int, attention: bool = True
+) -> tuple[list[Callable[[], object]], float]:
+    """A whole decode step of the 8B shape but for embedding and sampling; and the bytes it must read."""
+    space = gemm_launch.workspace(DEVICE, 1 << 24)
+    attend, kv_bytes = decode_calls(batch, context, 64, layers=layers, num_sms=num_sms)
+    calls, total = [], 0.0
+    for layer in range(layers):
+        for shape in LLAMA_8B:
+            total += shape.features * shape.depth * 2
+            calls.append(product(shape, batch, weights(shape, 1)[0], space, num_sms, None))
+            if shape.kind == "qkv" and attention:
+                calls.append(attend[layer])
+                total += kv_bytes
+    head = Shape("logits", 128256, 4096)
+    calls.append(product(head, batch, weights(head, 1)[0], space, num_sms, None))
+    return calls, total + head.features * head.depth * 2
+
+
+def run_all(calls: list[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
+
+
+def sample_call(rows: int, vocabulary: int, temperature: float, top_k: int, top_p: float) -> Callable[[], object]:
+    logits = torch.randn(rows, vocabulary, device=DEVICE) * 2
+    t, p, m, u = (torch.full((rows,), v, device=DEVICE) for v in (temperature, top_p, 0.0, 0.5))
+    k = torch.full((rows,), top_k, device=DEVICE, dtype=torch.int32)
+    out = torch.empty(rows, device=DEVICE, dtype=torch.int64)
+    scratch = sample_scratch(rows, DEVICE)
+    return lambda: sample(logits, t, k, p, m, u, out=out, scratch=scratch)
+
+
+def copy_bandwidth() -> float:
+    """TB/s of a scaled copy, read and written bytes counted."""
+    a, b = (torch.empty(1 << 28, device=DEVICE).normal_() for _ in range(2))
+    return 2 * 4 * a.numel() / burst([lambda: torch.mul(a, 1.5, out=b)] * 20) / 1e9

@@ -1,0 +1,264 @@
+"""`--max-num-seqs auto`: the controller on simulated plants, what it is told, and the scheduler that obeys it."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from harness import GREEDY, Harness
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from list_device import ListEngine
+
+from weft.engine.config import Objective
+from weft.engine.demo import MODEL_PATH
+from weft.engine.scheduling.pace import Pace
+from weft.engine.scheduling.slot_limit import BACKOFF, START, SlotLimitControl, Window
+
+SECONDS = 300
+"""of a phase"""
+SETTLED = 60
+
+
+@dataclass(frozen=True)
+class Plant:
+    """What so many running requests do: the time between tokens / its limit is flat up to a knee and grows behind."""
+
+    floor: float
+    knee: float
+    power: int
+    """how sharp the knee is"""
+    noise: float
+    """standard deviation of a window's logarithm"""
+    life: float
+    """mean seconds of a request: how fast seats come back"""
+
+    def strain(self, running: float) -> float:
+        return self.floor * float((1 + (running / self.knee) ** self.power) ** (1 / self.power))
+
+    def rate(self, running: float) -> float:
+        return running / self.strain(running)
+
+    def best(self, capacity: int) -> int:
+        """The fixed bound of the most throughput whose windows keep the limit 99 times of 100."""
+        kept = [b for b in range(1, capacity + 1) if math.log(self.strain(b)) <= -2.33 * self.noise]
+        return max(kept, key=self.rate)
+
+
+@dataclass
+class Phase:
+    best: int
+    late: float
+    """share of windows above the limit, but for the first ten"""
+    throughput: float
+    """of that of the best fixed bound, the way there included"""
+    moves: int
+    """changes of the bound once it had a minute"""
+
+
+def serve(control: SlotLimitControl, plants: list[Plant], seed: int) -> list[Phase]:
+    """A phase a plant; the queue is never empty."""
+    rng, running, phases = random.Random(seed), 0.0, []
+    for plant in plants:
+        late = moves = 0
+        tokens = 0.0
+        for second in range(SECONDS):
+            seats = control.limit
+            running = seats if running < seats else max(seats, running - running / plant.life)
+            strain = plant.strain(running) * math.exp(rng.gauss(0, plant.noise))
+            tokens += plant.rate(running)
+            late += second >= 10 and strain > 1
+            told = plant.rate(running) * math.exp(rng.gauss(0, plant.noise))
+            control.observe(Window(strain, running, told, short=True))
+            moves += second >= SETTLED and control.limit != seats
+        best = plant.best(control.capacity)
+        phases.append(Phase(best, late / (SECONDS - 10), tokens / (SECONDS * plant.rate(best)), moves))
+    return phases
+
+
+def a_plant(life: float, noise: float) -> st.SearchStrategy[Plant]:
+    return st.builds(
+        Plant,
+        floor=st.floats(0.1, 0.4),
+        knee=st.floats(math.log(8), math.log(256)).map(math.exp),
+        power=st.sampled_from([1, 2, 4]),
+        noise=st.just(noise),
+        life=st.just(life),
+    )
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    st.tuples(st.floats(0.5, 2.0), st.sampled_from([0.0, 0.005, 0.01])).flatmap(
+        lambda of: st.tuples(*[a_plant(*of)] * 3)
+    ),
+    st.sampled_from([256, 1024]),
+    st.integers(0, 1000),
+)
+def test_two_abrupt_shifts_keep_the_objective_and_the_throughput(
+    plants: tuple[Plant, ...], capacity: int, seed: int
+) -> None:
+    bests = [plant.best(capacity) for plant in plants]
+    # Nobody is preempted: to fewer seats it takes as long as requests take to end.
+    assume(max(a / b for a, b in pairwise(bests)) < 6)
+    for phase in serve(SlotLimitControl(capacity), list(plants), seed):
+        assert phase.late <= 0.01, phase
+        assert phase.throughput >= 0.95, phase
+        assert phase.moves <= 6, phase
+
+
+def test_without_noise_it_comes_to_rest() -> None:
+    control = SlotLimitControl(1024)
+    phases = serve(control, [Plant(0.3, 60.0, 2, 0.0, 1.0)] * 3, 0)
+    assert [phase.moves for phase in phases[1:]] == [0, 0]
+    assert phases[-1].best - 4 <= control.limit <= phases[-1].best
+
+
+def feed(control: SlotLimitControl, count: int, strain: float, rate: float = 100.0, **more: object) -> None:
+    for _ in range(count):
+        seats = control.limit
+        control.observe(Window(strain, **{"running": float(seats), "rate": rate, "short": True, **more}))  # type: ignore[arg-type]
+
+
+def test_nothing_is_raised_while_nobody_waits() -> None:
+    control = SlotLimitControl(1024)
+    feed(control, 50, 0.1, running=3.0, short=False)
+    assert control.limit == START
+
+
+def test_a_window_that_shows_too_little_changes_nothing() -> None:
+    control = SlotLimitControl(1024)
+    feed(control, 50, math.nan)
+    assert control.limit == START
+
+
+def test_one_late_second_is_a_hiccup() -> None:
+    control = SlotLimitControl(64, start=64)
+    feed(control, 20, 0.7)
+    feed(control, 1, 1.1)
+    feed(control, 20, 0.7)
+    assert control.limit == 64
+
+
+def test_what_fewer_seats_do_not_help_is_left_alone() -> None:
+    """Time between tokens that comes of long prompts, or of another process: throughput is not thrown away for it."""
+    control = SlotLimitControl(256, start=128)
+    feed(control, 60, 1.5)
+    assert control.changes["out_of_reach"] == 1
+    assert control.limit == 128
+
+
+def test_more_seats_that_do_harm_are_taken_back() -> None:
+    control = SlotLimitControl(256, start=32)
+    for _ in range(40):
+        seats = control.limit
+        rate = 100.0 if seats <= 64 else 50.0
+        control.observe(Window(0.3 + seats / 1000, float(seats), rate, short=True))
+    assert control.changes["worse"] == 1
+    assert control.limit == 64
+
+
+def test_a_bound_that_was_late_is_tried_again_ever_more_rarely() -> None:
+    control, seen = SlotLimitControl(64, start=40), []
+    for _ in range(BACKOFF * 40):
+        seats = control.limit
+        seen.append(seats)
+        # Reads as room up to 39, and is late at 40: nothing that a line through two points would tell.
+        control.observe(Window(0.5 if seats < 40 else 1.04, float(seats), 100.0, short=True))
+    assert sum(a < b for a, b in pairwise(seen)) < 20
+    assert sum(seats >= 40 for seats in seen) < 0.02 * len(seen)
+
+
+def test_fewer_seats_preempt_nobody_and_are_not_refilled() -> None:
+    engine = ListEngine(400, slots=6, prefix_caching=False)
+    scheduler = engine.scheduler
+    for _ in range(12):
+        engine.add([5, 6, 7], 12)
+    engine.step()
+    assert scheduler.num_running == 6
+    scheduler.limit_running(2)
+    most = 6
+    while scheduler.num_requests:
+        engine.step()
+        assert scheduler.num_running <= most
+        most = max(2, scheduler.num_running)
+    assert scheduler.preemptions == 0
+    assert most == 2
+    engine.run()
+
+
+def test_a_better_priority_waits_rather_than_that_somebody_gives_a_seat_to_nobody() -> None:
+    engine = ListEngine(400, slots=4, prefix_caching=False)
+    worse = [engine.add([5, 6, 7], 8, priority=1) for _ in range(4)]
+    engine.step()
+    engine.scheduler.limit_running(2)
+    better = engine.add([5, 6, 7], 2, priority=0)
+    engine.step()
+    assert all(request.slot >= 0 for request in worse)
+    assert better.slot < 0
+    engine.run()
+    assert engine.scheduler.preemptions == 0
+
+
+def test_more_seats_are_taken_at_once() -> None:
+    engine = ListEngine(400, slots=6, prefix_caching=False)
+    engine.scheduler.limit_running(1)
+    for _ in range(6):
+        engine.add([5, 6, 7], 20)
+    engine.step()
+    assert engine.scheduler.num_running == 1
+    assert engine.scheduler.short_of_slots
+    engine.scheduler.limit_running(6)
+    engine.step()
+    assert engine.scheduler.num_running == 6
+    engine.run()
+
+
+@pytest.mark.parametrize("seats", [0, 7])
+def test_seats_that_are_not_there_are_refused(seats: int) -> None:
+    with pytest.raises(ValueError, match="there are 1 to 6"):
+        ListEngine(40, slots=6).scheduler.limit_running(seats)
+
+
+def test_gaps_are_those_between_a_requests_own_tokens() -> None:
+    engine = ListEngine(400, slots=4, prefix_caching=False)
+    pace = Pace([Objective.parse("itl:max:2s")], engine.scheduler.slots, 0.0)
+    engine.add([5, 6, 7], 30)
+    gaps: list[list[float]] = []
+    for second in range(1, 6):
+        engine.launch()
+        gaps.append(pace.committed(engine.launched[0], float(second)).tolist())
+        engine.complete()
+        if second == 2:
+            engine.add([5, 6], 30)
+        if second == 3:
+            engine.scheduler._preempt_one()  # the younger one
+    assert gaps == [[], [1.0], [1.0], [1.0], [1.0, 1.0]]
+
+
+def test_a_window_ends_with_enough_gaps_to_have_one_beyond_the_percentile() -> None:
+    pace = Pace([Objective.parse("itl:p99:10ms")], ListEngine(40).scheduler.slots, 0.0)
+    assert pace.window(np.full(50, 0.02), 4, True, 1.5) is None
+    window = pace.window(np.full(50, 0.02), 2, True, 2.0)
+    assert window is not None
+    assert (window.strain, window.running, window.rate, window.short) == (pytest.approx(2.0), 3.0, 50.0, True)
+    assert pace.window(np.full(3, 0.02), 4, True, 2.5) is None
+    late = pace.window(np.full(3, 0.02), 4, False, 8.0)
+    assert late is not None
+    assert math.isnan(late.strain)
+
+
+def test_an_engine_begins_with_few_seats_and_tells_how_many_there_are() -> None:
+    harness = Harness(MODEL_PATH, max_num_seqs="auto:40", slo=["itl:mean:1us"], page_size=16, num_pages=200)
+    assert harness.engine.describe().max_num_seqs == 40
+    for _ in range(30):
+        harness.add([5, 6, 7], max_tokens=20, ignore_eos=True, **GREEDY)
+    outputs = harness.step() or harness.step()
+    assert outputs is not None
+    assert (outputs.stats.scheduler.slot_limit, outputs.stats.scheduler.running) == (START, START)
+    assert set(outputs.stats.scheduler.slot_limit_changes.values()) == {0}
+    harness.run()

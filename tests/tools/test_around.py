@@ -1,0 +1,121 @@
+"""What stands around engines is watched at a server: one stream, then more at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from itertools import islice
+
+import numpy as np
+import pytest
+from fleets import profile
+from sse_server import serving
+
+from weft.deploy.fleet.profile import Features, Limits
+from weft.loadgen.errors import LoadError
+from weft.tools.fleet import around
+from weft.tools.fleet.around import FIRST_TOKENS, SHARES, STREAM_TOKENS, Seen, derive, together
+
+LIMITS = Limits(16, 400, 8, 256, 1024)
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("PAUSE_SECONDS", 0.0), ("FIRSTS", 3)):
+        monkeypatch.setattr(around, name, value)
+
+
+async def three(*_address: object) -> int:
+    return 3
+
+
+async def watched(*, shared: bool) -> tuple[Seen, Counter[int], list[int]]:
+    async with serving(itl=0.001) as stub:
+        seen = await around._watch(stub.url, shared=shared, lengths=around._lengths(LIMITS), seconds=0.0)
+    asked = [body for body in stub.requests if body["max_tokens"] in (FIRST_TOKENS, STREAM_TOKENS)]
+    return seen, Counter(body["max_tokens"] for body in asked), [len(body["prompt"]) for body in asked]
+
+
+@pytest.mark.usefixtures("hurried")
+def test_engines_that_share_cores_are_watched_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(around, "_engines", three)
+    seen, asked, lengths = asyncio.run(watched(shared=True))
+    assert ([len(shares) for shares in seen.between], [len(f) for f in seen.firsts]) == ([SHARES] * 3, [3] * 3)
+    assert min(*np.mean(seen.between, axis=1), *(s for f in seen.firsts for _, s in f)) > 0
+    assert asked[FIRST_TOKENS] == 3 * 3
+    # One for each engine, and those that go on beside prompts.
+    assert asked[STREAM_TOKENS] > 1 + 2 + 3
+    assert len(set(lengths)) > 0.9 * len(lengths)
+    assert set(seen.silent) == {0}
+
+
+@pytest.mark.usefixtures("hurried")
+def test_of_an_engine_with_its_own_device_only_a_lone_stream_is_watched() -> None:
+    seen, asked, _ = asyncio.run(watched(shared=False))
+    assert (len(seen.between), len(seen.firsts)) == (1, 1)
+    assert asked == {STREAM_TOKENS: 1, FIRST_TOKENS: 3}
+    assert derive(seen, profile()).side_by_side is None
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_server_that_does_not_tell_its_engines_is_named() -> None:
+    with pytest.raises(LoadError, match="/health says 404"):
+        asyncio.run(watched(shared=True))
+
+
+@pytest.mark.usefixtures("hurried")
+def test_answers_without_text_are_asked_for_again_and_counted() -> None:
+    async def ask() -> tuple[int, Seen]:
+        async with serving(itl=0.001, silent=(1, 2, 4)) as stub:
+            seen = await around._watch(stub.url, shared=False, lengths=around._lengths(LIMITS), seconds=0.0)
+        return len(stub.requests), seen
+
+    requests, seen = asyncio.run(ask())
+    assert requests == 1 + 1 + 3 + 3
+    assert seen.silent == (STREAM_TOKENS, STREAM_TOKENS, 0)
+
+
+def test_prompts_have_all_lengths_that_an_iteration_takes() -> None:
+    taken = list(islice(around._lengths(LIMITS), 100))
+    low, high = around.PROMPT_TOKENS
+    assert low <= min(taken) < low + 20
+    assert high - 20 < max(taken) <= high
+    assert np.mean(taken) == pytest.approx((low + high) / 2, rel=0.05)
+    assert len(set(taken)) == 100
+    assert max(islice(around._lengths(Limits(16, 400, 8, 64, 1024)), 100)) <= 64
+    assert set(islice(around._lengths(Limits(16, 400, 8, 8, 1024)), 9)) == {8}
+
+
+def test_equal_shares_keep_the_mean_however_many_values_there_are() -> None:
+    for n in (1, 3, 20, 47):
+        values = np.random.default_rng(n).exponential(1.0, n)
+        shares = around._shares(values)
+        assert len(shares) == SHARES
+        assert np.mean(shares) == pytest.approx(np.mean(values))
+        assert np.diff(shares).min() > -1e-9
+        assert shares[-1] == pytest.approx(max(values)) or n > SHARES
+
+
+def test_no_number_of_engines_is_quicker_than_fewer() -> None:
+    made = profile(threads=1)
+    alone = 1e3 * made.seconds(Features(32, 0, 0, 0, 1))
+
+    def seen(between: tuple[float, ...], first: tuple[float, ...]) -> Seen:
+        return Seen(
+            tuple((b - 0.001, b + 0.001) for b in between), tuple(((32, f - 0.002), (32, f + 0.002)) for f in first)
+        )
+
+    both = together((seen((0.010, 0.009, 0.018), (0.03, 0.03, 0.05)), seen((0.014, 0.015, 0.018), (0.03, 0.06, 0.05))))
+    assert [len(firsts) for firsts in both.firsts] == [4, 4, 4]
+    found = derive(both, made)
+    assert found.gap_ms + found.request_ms + found.answer_ms + alone == pytest.approx(30.0)
+    beside = found.side_by_side
+    assert beside is not None
+    assert beside.decodes == pytest.approx((1, 1, 1.5))
+    assert beside.prompts == pytest.approx((1, 1.5, 5 / 3))
+    for slower, spread in ((beside.decodes, beside.decodes_spread), (beside.prompts, beside.prompts_spread)):
+        assert np.mean(spread, axis=1) == pytest.approx([1.0] * 3)
+        # None is quicker than alone.
+        assert np.array(slower)[:, None] * spread == pytest.approx(np.maximum(np.array(slower)[:, None] * spread, 1.0))
+    assert beside.prompts_spread[0] == pytest.approx([1.0] * SHARES)
+    assert beside.prompts_spread[1][-1] > 1.2

@@ -1,0 +1,1 @@
+"""`weft bench server`: streams to API processes from an engine that computes nothing."""

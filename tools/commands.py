@@ -1,0 +1,92 @@
+"""`weft bench` and `weft demo`, the commands of a checkout. `weft.server.daemon.cli` looks this module up by name."""
+
+from __future__ import annotations
+
+from weft.engine.config import EngineConfig
+from weft.server.daemon.cli import Command
+
+_OPTIONS = "weft.tools.bench.options"
+
+GROUPS = {
+    "bench": ("measure throughput and CPU cost", "BENCHMARK"),
+    "demo": ("train or evaluate the embedded demo model", "COMMAND"),
+}
+
+COMMANDS = (
+    Command(
+        "bench offline",
+        "throughput of the engine in this process, without HTTP",
+        "weft.tools.bench.offline:run_offline",
+        f"{_OPTIONS}:add_offline_flags",
+        EngineConfig,
+    ),
+    Command(
+        "bench multiround",
+        "conversations that do not fit the GPU, with and without KV tiers",
+        "weft.tools.bench.multiround:run_multiround",
+        f"{_OPTIONS}:add_multiround_flags",
+        EngineConfig,
+    ),
+    Command(
+        "bench agent",
+        "turns of one long conversation, its prefix on the device and in each lower tier",
+        "weft.tools.bench.agent:run_agent",
+        f"{_OPTIONS}:add_agent_flags",
+        EngineConfig,
+    ),
+    Command(
+        "bench scheduler",
+        "CPU time per iteration, without a model",
+        "weft.tools.bench.offline:run_scheduler",
+        f"{_OPTIONS}:add_scheduler_flags",
+    ),
+    Command(
+        "bench server",
+        "CPU time of an API process per streamed token, without a model",
+        "weft.tools.bench.server.server:run",
+        "weft.tools.bench.server.options:add_server_flags",
+    ),
+    Command(
+        "bench iterations",
+        "record how long an engine's iterations take, for weft fleet",
+        "weft.tools.fleet.record:run",
+        "weft.tools.fleet.options:add_iterations_flags",
+        EngineConfig,
+    ),
+    Command(
+        "bench kernels",
+        "each GPU kernel beside its ceiling and the vendor's",
+        "weft.tools.kernels.bench:main",
+        own_parser=True,
+        parser_class=True,
+        cache_folder=True,
+    ),
+    Command(
+        "bench attention",
+        "attention of hybrid batches, each way there is, in bursts and sustained",
+        "weft.tools.kernels.bench_attention:main",
+        own_parser=True,
+        parser_class=True,
+        cache_folder=True,
+    ),
+    Command(
+        "bench ranks",
+        "an iteration on several GPUs, its sums made in each way by turns",
+        "weft.tools.papers.ablation:main",
+        own_parser=True,
+    ),
+    Command(
+        "bench batching",
+        "Table IV and the figures of Mind the Memory Gap, with this engine",
+        "weft.tools.papers.paper:main",
+        own_parser=True,
+    ),
+    Command(
+        "demo evaluate",
+        "accuracy of each of its skills",
+        "weft.tools.demo.evaluate:main",
+        own_parser=True,
+        parser_class=True,
+    ),
+    Command("demo train", "make it again", "weft.tools.demo.train:main", own_parser=True, parser_class=True),
+)

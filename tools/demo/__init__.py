@@ -1,0 +1,1 @@
+"""The corpus, tokenizer, network, training and evaluation of the embedded demo model."""

@@ -1,0 +1,90 @@
+"""Where the shipped profile of Llama-3-8B on an H200 comes from: measurements of its kernels, put together.
+
+No engine was recorded for it. `python -m weft.tools.fleet.h200 FILE` makes it again; docs/simulator.md says how it
+compares with what engines did.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from weft.autosearch.accelerators import accelerator
+from weft.autosearch.profile import SHIPPED, Curves, load_profile
+from weft.deploy.fleet.profile import Energy, IterationProfile, Limits
+
+PRODUCTS = ("qkv", "o", "gate_up", "down")
+FEW_TOKENS_US = {1: 116.5, 8: 116, 16: 117, 32: 121, 64: 133}
+"""BENCHMARKS.md, kernels, run A: a layer's four products"""
+SOME_TOKENS_US = {128: 153.4, 192: 191.5, 256: 224.7, 384: 311.9, 512: 386.4, 640: 477.8, 1280: 915.1}
+"""BENCHMARKS.md, products of 64 to 512 tokens: the same with the table, sustained"""
+TILE = 128
+"""tokens: one of them takes as long as all"""
+STEPS = sorted({192, *range(TILE, 2049, TILE)})
+"""tokens behind which iterations take longer"""
+ATTENTION_MS = 0.0077
+"""a layer's attention beside what grows with the context (the recorded points' intercept; 8 us of one request)"""
+HEAD_MS = 0.25
+"""reading the LM head once, 1.05 GB at the speed of a device copy"""
+AROUND_MS = 0.09
+"""BENCHMARKS.md: what the engine adds around a step's kernels"""
+ROW_MS = 0.00134
+"""LM head and sampling of a row: 1.0 and 0.16 ms for about 680 rows in the traced iteration, less `HEAD_MS`"""
+
+
+def derived() -> IterationProfile:
+    recorded = load_profile(SHIPPED / "llama-3-8b-h200.json")
+    curves, sms = Curves(recorded), recorded.target.sms
+    layers, parameters, kv_bytes = 32, 8.03e9, 131_072
+    points = {float(tokens): us / 1e3 for tokens, us in FEW_TOKENS_US.items()}
+    for tokens in STEPS:
+        products_us = SOME_TOKENS_US.get(tokens)
+        ms = sum(curves.ms(name, tokens, sms, serial=True) for name in PRODUCTS)
+        ms = ms if products_us is None else products_us / 1e3
+        points[max(points) + 1] = points[float(tokens)] = ms
+    beside = layers * ATTENTION_MS + HEAD_MS + AROUND_MS
+    decode = [(p.work, p.ms) for p in recorded.points if p.operation == "decode" and p.sms == sms]
+    prefill = [(p.work, p.ms) for p in recorded.points if p.operation == "prefill" and p.sms == sms]
+    energy = accelerator("h200").energy
+    assert energy is not None
+    read = energy.joules_per_gb * parameters * 2 / 1e9
+    products = energy.joules_per_tflop * 2 * parameters * 2048 / 1e12
+    return IterationProfile(
+        model="Llama-3-8B shape, bfloat16",
+        device="NVIDIA H200, serial plan",
+        made="put together by tools/fleet/h200.py from the kernel profile of autosearch/profiles and BENCHMARKS.md; "
+        "num_pages is an estimate, request_ms and answer_ms are guesses after the demo model's TTFT on that machine",
+        limits=Limits(
+            page_size=64, num_pages=14_000, max_num_seqs=1024, max_num_batched_tokens=2048, max_model_len=8192
+        ),
+        knots=tuple(points),
+        dense_ms=tuple(round(layers * ms + beside, 4) for ms in points.values()),
+        context_ms=_slope(decode) * layers,
+        pair_ms=_slope(prefill) * layers,
+        chunk_ms=0.0,
+        decode_ms=ROW_MS,
+        gap_ms=0.027,
+        host_ms=0.4,
+        host_request_ms=0.0012,
+        request_ms=2.0,
+        answer_ms=0.5,
+        energy=Energy(
+            idle_watts=energy.idle_watts,
+            per_iteration=read,
+            per_token=(products - read) / 2048,
+            per_context=energy.joules_per_gb * kv_bytes / 1e9,
+            per_pair=energy.joules_per_tflop * 4 * 32 * 128 * layers / 1e12,
+        ),
+    )
+
+
+def _slope(points: list[tuple[float, float]]) -> float:
+    """Of the straight line through (work, milliseconds)."""
+    work, ms = np.array(sorted(points)).T
+    return float(np.polyfit(work, ms, 1)[0])
+
+
+if __name__ == "__main__":
+    derived().save(Path(sys.argv[1]))

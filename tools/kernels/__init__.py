@@ -1,0 +1,1 @@
+"""Kernel benches, sweeps and table makers. Not part of the installed package."""

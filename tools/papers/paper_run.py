@@ -1,0 +1,159 @@
+"""`measure_model`: the points of one model that the paper's table and figures are made of."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from argparse import Namespace
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from weft.autosearch.advisor import curve as curves
+from weft.autosearch.advisor.curve import Curve
+from weft.autosearch.advisor.engine_bench import EngineBench, means
+from weft.autosearch.advisor.replicas import advise_replicas
+from weft.autosearch.advisor.side_by_side import Ended, SideBySide
+from weft.autosearch.advisor.solve import solve
+from weft.autosearch.advisor.sweep import Sweep
+from weft.autosearch.bar import SearchBar
+from weft.autosearch.budget import Budget
+from weft.autosearch.workload import Lengths, workload_pair
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
+from weft.engine.errors import WeftError
+from weft.engine.progress import ProgressBar
+from weft.tools.papers.paper_table import EPSILON, objectives
+
+SWEEP_SHARE = 0.6
+"""of a model's time; the rest is for replicas, if any are asked for"""
+LENGTHS = (100, 200, 400, 800)
+"""of Figure 9: prompts, then outputs; the other has the first of them"""
+FIGURE_9_BOUND = 128
+
+
+def measure_model(arguments: Namespace) -> None:
+    """Sweep, look closer under both objectives, then engines side by side. Raises `WeftError`."""
+    begun, budget, file, name = time.monotonic(), arguments.budget_seconds, Path(arguments.file), arguments.name
+    pair = workload_pair(arguments.workload)
+    config = EngineConfig.model_validate_json(arguments.config)
+    with ProgressBar() as start:
+        engine = Engine(config.for_measuring(), start)
+    with SearchBar(budget, command=f"weft bench batching: {name}") as bar:
+        bench = EngineBench(engine, [pair], arguments.point_seconds, ended=lambda: bar.ended)
+        prompt, output = means([pair])
+        curve = Curve(
+            model=config.model_name,
+            workload=arguments.workload,
+            prompt=prompt,
+            output=output,
+            options={},
+            machine=bench.machine(),
+        )
+        if file.exists():
+            from weft.autosearch.advisor.command import continued
+
+            curve = continued(curve, file)
+
+        def keep(made: Curve) -> None:
+            curves.save(made, file)
+
+        share = SWEEP_SHARE if arguments.replicas else 1.0
+
+        def left() -> Budget:
+            seconds = max(0.1, share * budget - (time.monotonic() - begun))
+            return Budget(seconds, bar, lambda: bar.ended)
+
+        curve = Sweep(bench, curve, [], EPSILON, "throughput", left(), keep).run()
+        for slo in objectives(curve).values():
+            curve = Sweep(bench, curve, slo, EPSILON, "throughput", left(), keep).run()
+        if arguments.lengthen and left().seconds > 1:
+            _figure_9(bench, Path(arguments.out) / "figure_9.json", bar)
+        bench.close()
+        engine.close()
+        del bench, engine
+        gc.collect()
+        _empty_cache()
+        _replicas(curve, config, [pair], arguments, file, bar, begun + budget)
+
+
+def _replicas(
+    curve: Curve, config: EngineConfig, lengths: Lengths, arguments: Namespace, file: Path, bar: SearchBar, end: float
+) -> None:
+    """1, 2 … engines at the bound of each objective: as many start as fit at the larger one."""
+    asked = {
+        best.point.bound: advise_replicas(curve, best)
+        for slo in objectives(curve).values()
+        if (best := solve(curve, slo, EPSILON).best) is not None
+    }
+    wanted = [
+        (bound, number)
+        for bound in sorted(asked)
+        for number in range(1, arguments.replicas + 1)
+        if not any(r.bound == bound and r.replicas == number for r in curve.replicas)
+    ]
+    if not wanted or bar.ended or time.monotonic() >= end:
+        return
+    largest = max(bound for bound, _ in wanted)
+    number = min(arguments.replicas, asked[largest].fit)
+    pages = asked[largest].needed_pages + 1
+    with (
+        suppress(Ended),
+        SideBySide(config, number, largest, pages, lengths, arguments.point_seconds, bar, lambda: bar.ended) as engines,
+    ):
+        took = 0.0
+        for bound, several in wanted:
+            begun = time.monotonic()
+            if several > number or begun + took > end:
+                continue
+            point = engines.measure(several, bound)
+            took = time.monotonic() - begun
+            curve = msgspec.structs.replace(curve, replicas=(*curve.replicas, point))
+            curves.save(curve, file)
+
+
+def _figure_9(bench: EngineBench, file: Path, bar: SearchBar) -> None:
+    """Activity at one bound, as prompts or outputs get longer."""
+    if file.exists():
+        return
+    short = LENGTHS[0]
+    longest = bench.engine.resolved.max_model_len
+    pairs = [(n, short) for n in LENGTHS] + [(short, n) for n in LENGTHS[1:]]
+    told: list[dict[str, float | int | None]] = []
+    for prompt, output in pairs:
+        if prompt + output > longest:
+            continue
+        bar(f"{prompt} tokens in, {output} out")
+        bench.drop()
+        bench.lengths = [(prompt, output)]
+        point = bench.measure(min(FIGURE_9_BOUND, bench.capacity))
+        if bar.ended:
+            return  # it was cut short
+        told.append(
+            {
+                "prompt": prompt, "output": output, "dram": point.dram_share, "warps": point.warps_share,
+                "itl_ms": float(np.round(1e3 * point.itl.at(None), 4)), "output_per_s": point.output_per_s,
+            }
+        )  # fmt: skip
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(told), indent=1) + b"\n")
+
+
+def _empty_cache() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    try:
+        measure_model(Namespace(**json.loads(sys.argv[1])))
+    except WeftError as error:
+        print(f"weft bench batching: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:  # before there was anything to end with
+        raise SystemExit(130) from None

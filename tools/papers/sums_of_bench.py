@@ -1,0 +1,49 @@
+"""`SumsOfBench`: collectives whose sums are made in the way that is asked for, baselines among them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+from weft.engine.runner.collectives import Graph
+from weft.engine.runner.peer_collectives import PeerCollectives
+from weft.tools.papers.ways import Vendor, Way, way_of
+
+
+class SumsOfBench:
+    """See `DeviceCollectives`. Until it is told otherwise, what engines do where nothing was measured."""
+
+    def __init__(self, own: PeerCollectives) -> None:
+        self._own, self.rank, self.ranks = own, own.rank, own.ranks
+        self._way: Way | None = None
+        self._vendor = Vendor(own.rank, own.ranks, "nccl")
+        self.take, self.all_gather, self.end_waiting = own.take, own.all_gather, own.end_waiting
+
+    def use(self, name: str) -> None:
+        """Every rank does so at once. Raises `ConfigError`."""
+        self._way, folder = way_of(name)
+        if self._way.steps is not None:
+            self._own.use({0: self._way.steps}, apart=self._way.overlapped)
+        elif self._way.vendor:
+            self._vendor.open(folder)
+
+    @property
+    def _baseline(self) -> bool:
+        return self._way is not None and self._way.steps is None
+
+    def inside(self, graph: Graph) -> AbstractContextManager[None]:
+        return self._own.inside(graph)
+
+    def push(self, a: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> bool:
+        return not self._baseline and self._own.push(a, weight, bias, **options)
+
+    def reduce(self, partial: Tensor, x: Tensor, sumsq: Tensor, **options: Any) -> Tensor:
+        """A baseline adds no residual and leaves no squares: the stream stays what it was."""
+        if not self._baseline:
+            return self._own.reduce(partial, x, sumsq, **options)
+        assert self._way is not None
+        if self._way.vendor:
+            self._vendor.all_reduce(partial)
+        return sumsq[: self.ranks]
