@@ -168,7 +168,8 @@ $(RAY)/.ready: $(VENV)/.test
 	@echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
 	  >"$$($(RAY)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/weft.pth"
 	@sed '/^fastapi==/d; /^starlette==/d' $(PINNED) >$(RAY)/pins.txt
-	$(RAY)/bin/pip install -q -c $(RAY)/pins.txt "fastapi<0.137" -e ".[ray]"
+	$(RAY)/bin/pip install -q -c $(RAY)/pins.txt "fastapi<0.137" -e . \
+	  $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("deploy/ray/pyproject.toml", "rb"))["project"]["dependencies"][1:])')
 	@touch $@
 
 schemas:

@@ -100,7 +100,7 @@ def open_rank(
 
     host, spec = SharedCollectives(links), read_spec(Path(opening.model)).shard(links.rank, links.ranks)
     from weft.autosearch.gpu_bench import GpuBench
-    from weft.engine.runner.products import prepare_products
+    from weft.engine.runner.start.gemm_tuning import prepare_products
 
     config, device = EngineConfig.model_validate({}), torch.device("cuda", torch.cuda.current_device())
 

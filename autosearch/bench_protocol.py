@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from weft.engine.plans.plan import NanoOperation, Period
-from weft.engine.runner.nano import decode_counts
+from weft.engine.runner.iteration.nano import decode_counts
 from weft.kernels.tuning.measure import Sustained
 
 
@@ -39,7 +39,7 @@ class Load(NamedTuple):
         return self if capacity is None else self._replace(decodes=min(self.decodes, capacity // self.context))
 
     def assigned(self, ranges: Sequence[tuple[int, int]]) -> tuple[Load, ...]:
-        """The loads of the nano-batches `[begin, end)`, as the engine assigns tokens (`engine/runner/nano.py`)."""
+        """The loads of the nano-batches `[begin, end)`, as the engine assigns tokens (`engine/runner/iteration/nano.py`)."""
         room = [max(0, min(end, self.tokens) - begin) for begin, end in ranges]
         counts = decode_counts(min(self.decodes, sum(room)), room)
         return tuple(self._replace(tokens=r, decodes=d) for r, d in zip(room, counts, strict=True))

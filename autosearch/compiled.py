@@ -8,7 +8,7 @@ from typing import Any
 
 from weft.engine.config import EngineConfig
 from weft.engine.model.spec import ModelSpec
-from weft.engine.runner.compile_job import CompileJob
+from weft.engine.runner.device.compile_job import CompileJob
 
 DENSE_BATCH = 2048
 """of an engine on a GPU that is not told another one: what it has compiled is found where that is not named"""

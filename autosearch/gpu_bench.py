@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,14 +24,14 @@ from weft.engine.model.weights import load_weights
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import MAX_NANO_BATCHES, NanoOperation, Period
 from weft.engine.ranks.arena import Arena
-from weft.engine.runner.attention_lists import AttentionGrid
-from weft.engine.runner.batch import Batch
-from weft.engine.runner.collectives import Alone, Collectives, DeviceCollectives, Graph
-from weft.engine.runner.cuda_executor import CudaExecutor
-from weft.engine.runner.cuda_inputs import DeviceInputs
-from weft.engine.runner.cuda_layers import CudaLayers
-from weft.engine.runner.input_layout import Layout
-from weft.engine.runner.peer_collectives import PeerCollectives, Sizes
+from weft.engine.runner.cuda.cuda_executor import CudaExecutor
+from weft.engine.runner.cuda.cuda_inputs import DeviceInputs
+from weft.engine.runner.cuda.cuda_layers import CudaLayers
+from weft.engine.runner.cuda.peer_collectives import PeerCollectives, Sizes
+from weft.engine.runner.device.collectives import Alone, Collectives, Graph
+from weft.engine.runner.iteration.attention_lists import AttentionGrid
+from weft.engine.runner.iteration.batch import Batch
+from weft.engine.runner.iteration.input_layout import Layout
 from weft.kernels.attention.backend import AttentionShape
 from weft.kernels.attention.triton_backend import PER_SM, TritonAttention
 from weft.kernels.tuning.measure import Meter, sustained
@@ -88,7 +89,8 @@ class GpuBench:
 
     def _of_ranks(
         self, host: Collectives, max_tokens: int, dtype: torch.dtype, device: torch.device
-    ) -> DeviceCollectives:  # fmt: skip
+    ) -> Any:  # fmt: skip
+        """`PeerCollectives`, or what a subclass wraps them in."""
         sizes = Sizes(self.spec, max_tokens, 1, dtype)
         return PeerCollectives(Arena(sizes.total, device, host), host.rank, host.ranks, sizes)
 

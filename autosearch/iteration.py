@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from weft.autosearch.bench_protocol import Load
-from weft.engine.runner.batch import Batch, SamplingInputs
+from weft.engine.runner.iteration.batch import Batch, SamplingInputs
 
 
 def batch_of(load: Load, page_size: int) -> Batch:

@@ -365,7 +365,7 @@ def open_gpu(
     from weft.autosearch.ranks_bench import RanksBench
     from weft.engine.config import EngineConfig
     from weft.engine.plans.choose import target_of
-    from weft.engine.runner.products import prepare_products
+    from weft.engine.runner.start.gemm_tuning import prepare_products
 
     context = max(load.prompt, 2 * load.context)
     tokens = -(-load.tokens // TOKEN_STEP) * TOKEN_STEP

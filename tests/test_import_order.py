@@ -60,6 +60,9 @@ KERNELS = (
     ("tuning",),
 )
 
+RUNNER = (("iteration",), ("options",), ("memory",), ("device",), ("cpu", "cuda"), ("start",))
+"""the folders of `engine/runner/`"""
+
 COMMAND_LINE = {"server.daemon.cli", "server.commands"}
 """the only ones that know every sub-command, and so the searches and the load generator"""
 
@@ -189,7 +192,7 @@ def test_only_the_command_line_imports_the_search_and_the_load_generator(
     "wing",
     [
         f"{f}.{n}"
-        for f, floors in (("engine", ENGINE), ("server", SERVER), ("kernels", KERNELS))
+        for f, floors in (("engine", ENGINE), ("server", SERVER), ("kernels", KERNELS), ("engine.runner", RUNNER))
         for names in floors
         for n in names
     ],
@@ -235,4 +238,17 @@ def test_other_folders_import_only_the_public_modules_of_a_kernel_folder(graph: 
                 public = import_module(f"weft.kernels.{folder}").PUBLIC
                 if module not in public:
                     wrong.append(f"{name} imports {other}")
+    assert not wrong
+
+
+def test_folders_of_the_runner_import_only_what_lies_below_them(graph: dict[str, set[str]]) -> None:
+    floor = {name: i for i, names in enumerate(RUNNER) for name in names}
+    folders = {name: name.split(".")[2] for name in graph if name.startswith("engine.runner.")}
+    assert set(folders.values()) == set(floor)
+    wrong = [
+        f"{name} imports {other}"
+        for name, own in folders.items()
+        for other in graph[name] & set(folders)
+        if folders[other] != own and floor[folders[other]] >= floor[own]
+    ]
     assert not wrong

@@ -18,8 +18,8 @@ from weft.autosearch.workload import Lengths
 from weft.engine.config import Objective
 from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError
-from weft.engine.runner.batch import Batch
-from weft.engine.runner.footprint import memory_bytes
+from weft.engine.runner.iteration.batch import Batch
+from weft.engine.runner.options.footprint import memory_bytes
 from weft.engine.scheduling.pace import Pace
 from weft.engine.wire.messages import AddRequest, EngineStats, Outputs
 from weft.engine.wire.sampling import SamplingParams

@@ -136,8 +136,8 @@ COMMANDS = (
     Command(
         "inspect",
         "what a model is made of, what it takes, and whether this machine serves it",
-        "weft.engine.runner.inspect_command:run",
-        "weft.engine.runner.inspect_command:add_inspect_flags",
+        "weft.engine.runner.start.inspect_command:run",
+        "weft.engine.runner.start.inspect_command:add_inspect_flags",
     ),
     Command(
         "quantize",
@@ -201,8 +201,8 @@ COMMANDS = (
     Command(
         "compile",
         "compile a model's GPU kernels into --cache-dir, also without the GPU",
-        "weft.engine.runner.compile_command:run",
-        "weft.engine.runner.compile_command:add_compile_flags",
+        "weft.engine.runner.start.compile_command:run",
+        "weft.engine.runner.start.compile_command:add_compile_flags",
         EngineConfig,
     ),
     Command("version", "print the versions of weft and of what it runs on", _version),

@@ -17,7 +17,7 @@ from weft.engine.config import PRESETS
 from weft.engine.demo import MODEL_PATH
 from weft.engine.errors import ConfigError, OutOfMemory
 from weft.engine.model.directory import read_spec
-from weft.engine.runner.collectives import Steps
+from weft.engine.runner.device.collectives import Steps
 from weft.server.daemon import cli
 from weft.tools.papers import ablation, cpu_bench
 from weft.tools.papers.ablation import Ablation, Row, figures, nano_batches

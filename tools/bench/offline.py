@@ -26,7 +26,7 @@ from weft.engine.errors import ConfigError, WeftError
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
 from weft.engine.progress import ProgressBar, for_stdout
-from weft.engine.runner.batch import Batch, StepResult
+from weft.engine.runner.iteration.batch import Batch, StepResult
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.slots import SlotTable

@@ -22,8 +22,8 @@ from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError, WeftError
 from weft.engine.progress import ProgressBar
-from weft.engine.runner.batch import Batch, StepResult
-from weft.engine.runner.energy_meter import EnergyMeter, energy_counter
+from weft.engine.runner.device.energy_meter import EnergyMeter, energy_counter
+from weft.engine.runner.iteration.batch import Batch, StepResult
 from weft.engine.wire.messages import AddRequest
 from weft.engine.wire.sampling import SamplingParams
 from weft.tools.bench.offline import machine

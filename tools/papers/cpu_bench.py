@@ -18,9 +18,9 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import load_weights
 from weft.engine.plans.plan import NanoOperation, Period
 from weft.engine.progress import GIB
-from weft.engine.runner.collectives import Collectives
-from weft.engine.runner.cpu_executor import CpuExecutor
-from weft.engine.runner.footprint import memory_bytes
+from weft.engine.runner.cpu.cpu_executor import CpuExecutor
+from weft.engine.runner.device.collectives import Collectives
+from weft.engine.runner.options.footprint import memory_bytes
 from weft.kernels.attention.backend import AttentionShape
 from weft.kernels.attention.torch_backend import TorchAttention
 from weft.tools.papers.ways import Vendor, Way, way_of

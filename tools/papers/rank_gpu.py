@@ -10,8 +10,8 @@ from weft.autosearch import bench_follower
 from weft.autosearch.bench_follower import Opening, main
 from weft.autosearch.gpu_bench import GpuBench
 from weft.engine.ranks.links import Links
-from weft.engine.runner.collectives import Collectives
-from weft.engine.runner.peer_collectives import PeerCollectives
+from weft.engine.runner.cuda.peer_collectives import PeerCollectives
+from weft.engine.runner.device.collectives import Collectives
 from weft.tools.papers.sums_of_bench import SumsOfBench
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from weft.engine.runner.collectives import Graph
-from weft.engine.runner.peer_collectives import PeerCollectives
+from weft.engine.runner.cuda.peer_collectives import PeerCollectives
+from weft.engine.runner.device.collectives import Graph
 from weft.tools.papers.ways import Vendor, Way, way_of
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from weft.engine.errors import ConfigError
-from weft.engine.runner.collectives import Steps
+from weft.engine.runner.device.collectives import Steps
 
 VENDOR_SECONDS = 60.0
 """that ranks wait for each other in the vendor's library"""

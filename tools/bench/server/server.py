@@ -17,15 +17,15 @@ from typing import Any
 
 from weft import unwritable
 from weft.engine.errors import ConfigError, WeftError
-from weft.engine.wire.beat import Beats
 from weft.engine.wire.client import EngineClient
+from weft.engine.wire.heartbeat import Heartbeats
 from weft.engine.wire.private_socket import PrivateSocket
 from weft.server.config import ServeConfig
 from weft.server.daemon.api_process import ApiProcess, Place
 from weft.server.daemon.control import EngineUp, Failed, Ready, Stop
 from weft.server.daemon.listen import listen
-from weft.server.observe.board import Board
 from weft.server.observe.metrics import Metrics
+from weft.server.observe.shared_state import SharedState
 from weft.tools.bench.server.client import http_request
 
 WARM_UP_SECONDS = 1.0
@@ -87,9 +87,9 @@ class _Bench:
             }
         )
         self._listeners = listen("127.0.0.1", 0, arguments.api_workers)
-        self._board = Board(arguments.api_workers + 1)
-        self._beats = Beats(arguments.api_workers + 1)
-        self._metrics = Metrics(self._board, 0)
+        self._shared_state = SharedState(arguments.api_workers + 1)
+        self._heartbeats = Heartbeats(arguments.api_workers + 1)
+        self._metrics = Metrics(self._shared_state, 0)
         self._tokenized = 0
         """long prompts that were answered"""
 
@@ -131,7 +131,7 @@ class _Bench:
             socket.close()
 
     async def _start_api(self, i: int, socket: PrivateSocket) -> ApiProcess:
-        place = Place(i + 1, self._board, self._beats, i + 1, [socket.path_fd])
+        place = Place(i + 1, self._shared_state, self._heartbeats, i + 1, [socket.path_fd])
         api = await ApiProcess.start(self._config, [], place, [self._listeners[i]])
         api.send(EngineUp(socket.address, i + 1))
         async for message in api.messages():

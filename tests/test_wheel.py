@@ -1,0 +1,111 @@
+"""The wheel holds what its commands use, and no more.
+
+The list of modules comes from pyproject.toml; nothing is built. The source says what a command uses: every import
+counts, also those inside functions, and so do modules that are looked up by name.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import weft
+from weft.server.daemon.cli import CHECKOUT_COMMANDS, CHECKOUT_GROUPS, COMMANDS
+
+ROOT = Path(weft.__file__).parent
+MOST_LINES = 79_000
+"""Lines of Python in the wheel. Raise this only together with the feature that needs it."""
+
+PROGRAMS = ("weft", "weft.server.__main__")
+"""The package itself (`LLM`) and the `weft` command."""
+BY_NAME = {
+    "weft.engine.model.families": "weft.engine.model.families.*",  # one file per architecture, listed by the folder
+}
+"""Modules that import others by names made at run time. Names that are written out are found without this table."""
+NAME = re.compile(r"weft(\.\w+)+")
+
+
+def modules(packages: Iterable[str]) -> dict[str, Path]:
+    """Dotted name -> file."""
+    found = {}
+    for package in packages:
+        for file in ROOT.joinpath(*package.split(".")[1:]).glob("*.py"):
+            found[package if file.name == "__init__.py" else f"{package}.{file.stem}"] = file
+    return found
+
+
+def project(folder: Path) -> dict[str, dict[str, dict[str, list[str]]]]:
+    return tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+WHEEL = modules(project(ROOT)["tool"]["setuptools"]["packages"])
+
+
+def mentioned(tree: ast.AST) -> Iterator[str]:
+    """Modules and members of modules that are imported, or named by a string such as "weft.engine.llm:LLM"."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            name = node.value.partition(":")[0]
+            if NAME.fullmatch(name):
+                yield name
+
+
+def used(name: str, known: dict[str, Path]) -> set[str]:
+    """The modules that a module needs, with the packages around them."""
+    names = set(mentioned(ast.parse(known[name].read_text(encoding="utf-8"))))
+    if pattern := BY_NAME.get(name):
+        names |= {other for other in known if other.startswith(pattern.rstrip("*"))}
+    found = set()
+    for other in names:
+        parts = other.split(".")
+        found |= {package for i in range(1, len(parts) + 1) if (package := ".".join(parts[:i])) in known}
+    return found
+
+
+def reachable(begin: Iterable[str], known: dict[str, Path]) -> set[str]:
+    seen: set[str] = set()
+    todo = list(begin)
+    while todo:
+        if (name := todo.pop()) not in seen:
+            seen.add(name)
+            todo.extend(used(name, known) - seen)
+    return seen
+
+
+def test_a_command_uses_every_module_of_the_wheel() -> None:
+    unused = set(WHEEL) - reachable(PROGRAMS, WHEEL)
+    assert not unused, "move them to tools/ or tests/, or delete them"
+
+
+def test_the_wheel_has_every_module_that_it_uses() -> None:
+    everything = modules(
+        ".".join(("weft", *init.parent.relative_to(ROOT).parts))
+        for folder in ("", "autosearch", "deploy", "engine", "kernels", "loadgen", "server", "tools")
+        for init in ([ROOT / "__init__.py"] if not folder else (ROOT / folder).rglob("__init__.py"))
+    )
+    lacking = {name for module in WHEEL for name in used(module, everything)} - set(WHEEL)
+    assert lacking == {"weft.tools", CHECKOUT_COMMANDS}  # which cli.py looks for, and does without
+
+
+def test_commands_of_a_checkout_are_no_commands_of_the_wheel() -> None:
+    assert not {command.name.split()[0] for command in COMMANDS} & set(CHECKOUT_GROUPS)
+
+
+def test_the_wheel_does_not_grow() -> None:
+    assert sum(len(file.read_text(encoding="utf-8").splitlines()) for file in WHEEL.values()) <= MOST_LINES
+
+
+def test_ray_is_a_distribution_of_the_same_version() -> None:
+    ray = project(ROOT / "deploy" / "ray")
+    assert ray["tool"]["setuptools"]["packages"] == ["weft.deploy.ray"]
+    version = project(ROOT)["project"]["version"]
+    assert ray["project"]["version"] == version
+    assert ray["project"]["dependencies"][0] == f"weft-serve=={version}"
+    assert not [name for name in WHEEL if name.startswith("weft.deploy.ray")]
